@@ -54,6 +54,18 @@ _MACHINE_FIXES = {
     errno.ENOTCONN: "mount it again",
 }
 
+# Modules that autods requires, and the packages that bring them. An installation with --no-deps may lack some.
+REQUIRED = {
+    "deepspeed": "deepspeed",
+    "greenlet": "greenlet",
+    "optuna": "optuna",
+    "pynvml": "nvidia-ml-py",
+    "ray": "ray",
+    "scipy": "scipy",
+    "torch": "torch",
+    "transformers": "transformers",
+}
+
 _NO_THREAD = re.compile("can't start new thread|Resource temporarily unavailable")
 
 
@@ -69,8 +81,12 @@ def make_write_error(path: Path, error: OSError, *, hint: str = "give another --
 
 
 def describe_broken_machine(error: BaseException) -> str | None:
-    """Return two lines for an exception of Python's with which the machine refuses something; None for another one."""
+    """Return two lines for an exception of Python's that the machine or the installation causes; None for another."""
     match error:
+        case ModuleNotFoundError(name=str(name)) if name in REQUIRED:
+            package = REQUIRED[name]
+            hint = f"pip install {package}, or install autods without --no-deps"
+            return f"the package {package} is not installed, and this command needs it\n  {hint}"
         case OSError(errno=number) if number in _MACHINE_FIXES:
             place = f"{error.filename}: " if error.filename else ""
             return f"{place}{error.strerror}\n  {_MACHINE_FIXES[number]}; the same command goes on"

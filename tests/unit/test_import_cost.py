@@ -1,9 +1,17 @@
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
+
+from autods.errors import REQUIRED
+
+ROOT = Path(__file__).parents[2]
 
 HEAVY = ("torch", "deepspeed", "ray", "optuna", "transformers", "scipy", "numpy", "pandas")
 
@@ -34,6 +42,58 @@ def test_import_autods_alone_loads_no_room_of_it() -> None:
     code = "import autods, sys; print(*(name for name in sys.modules if name.startswith('autods.')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+SMALL = ("cloudpickle", "jinja2", "psutil", "rich", "typer")  # all that these commands need, as docs/limits.md says
+
+WITHOUT = """
+import sys
+from autods.errors import REQUIRED
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {*REQUIRED, "numpy"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+"""
+
+
+def run_without_heavy_packages(code: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run Python where none of the packages that autods requires can be imported, except for the small ones."""
+    command = [sys.executable, "-c", WITHOUT + code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_what_is_required_is_heavy_or_small() -> None:
+    lines = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert {re.split("[>=<]", line)[0] for line in lines} == {*REQUIRED.values(), *SMALL}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import autods; print(autods.diagnose(sys.argv[1]).tier)",
+        "from autods.cli.main import main; sys.exit(main(['diagnose', sys.argv[1]]))",
+    ],
+    ids=["api", "cli"],
+)
+def test_diagnose_needs_no_heavy_package(tmp_path: Path, code: str) -> None:
+    log = tmp_path / "train.log"
+    log.write_text("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\n")
+    done = run_without_heavy_packages(code, log)
+    assert "device" in done.stdout
+    assert (done.stderr, done.returncode) == ("", 0)
+
+
+def test_a_missing_package_is_named_in_two_lines() -> None:
+    fit = ["fit", "model.py", "--gpus", "2", "--device", "cpu"]
+    done = run_without_heavy_packages(f"from autods.cli.main import main; sys.exit(main({fit}))")
+    assert done.returncode == 3
+    assert done.stderr.splitlines() == [
+        "error: the package nvidia-ml-py is not installed, and this command needs it",
+        "  pip install nvidia-ml-py, or install autods without --no-deps",
+    ]
 
 
 def test_every_public_name_can_be_had_and_others_cannot() -> None:
