@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib
 import importlib.util
@@ -20,6 +21,7 @@ from typing import Any
 from ..plain_text import read_text
 from ..types import WorkloadSource
 from ..workload.script_source import script_imports
+from .patching import declare
 
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
 _MOST_NVML_USERS = 64
@@ -72,8 +74,8 @@ _LATE = (
     "torch._dynamo.callback",
     "torch.distributed.fsdp",
     "torch.utils.checkpoint",
-    "transformers.integrations.deepspeed",
 )
+_COMPILE = declare("torch.compile", "the import of DeepSpeed's Muon must not import torch's inductor")
 
 
 def preload() -> None:
@@ -89,9 +91,21 @@ def preload() -> None:
         # They stand in for GPUs and use gloo; DeepSpeed's shared-memory op would take 20 s to build and leave files.
         # CUDA ranks have no such op, and this access looks at all ops, which can initialise CUDA.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    for name in _LATE:
-        with contextlib.suppress(ImportError):  # other versions of DeepSpeed may lack it
-            importlib.import_module(name)
+    with _COMPILE.installed(functools.partial(compile_at_first_call, _COMPILE.original())):
+        for name in _LATE:
+            with contextlib.suppress(ImportError):  # other versions of DeepSpeed may lack it
+                importlib.import_module(name)
+
+
+def compile_at_first_call(compile: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """A stand-in for the decorator `compile`, which imports torch's inductor at once: a second for each process."""
+    compiled = functools.cache(lambda: compile(function))
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return compiled()(*args, **kwargs)
+
+    return call
 
 
 def preload_script(source: WorkloadSource) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from autods.trial import preload
-from autods.trial.preload import find_fork_hazard
+from autods.trial.preload import compile_at_first_call, find_fork_hazard
 
 
 @dataclass
@@ -78,3 +78,19 @@ def test_a_process_that_initialized_cuda_is_not_forked(
     monkeypatch.setattr(preload, "shut_nvml_down", lambda: shut.append(True))
     assert find_fork_hazard() == "CUDA was initialised while importing"
     assert shut == [True]
+
+
+def test_a_deferred_function_is_compiled_once_when_called() -> None:
+    compiled: list[str] = []
+
+    def compile(function: Callable[..., int]) -> Callable[..., int]:
+        compiled.append(function.__name__)
+        return lambda *args, **kwargs: 10 * function(*args, **kwargs)
+
+    def add(first: int, second: int) -> int:
+        return first + second
+
+    deferred = compile_at_first_call(compile, add)
+    assert (deferred.__name__, compiled) == ("add", [])
+    assert [deferred(1, second=2), deferred(3, 4)] == [30, 70]
+    assert compiled == ["add"]
