@@ -1,8 +1,9 @@
-"""Bytes, counts and times as people write and read them; text that a terminal shows and does not obey."""
+"""Bytes, counts, times and signals as people write and read them; text that a terminal shows and does not obey."""
 
 from __future__ import annotations
 
 import re
+import signal
 
 _FACTORS = {
     "": 1, "b": 1,
@@ -57,6 +58,20 @@ def format_count(count: float) -> str:
         if count >= factor:
             return f"{count / factor:.3g}{unit}"
     return f"{count:.0f}"
+
+
+_REAL_TIME = (34, 64)  # SIGRTMIN and SIGRTMAX of Linux; a log may be read on another system
+
+
+def format_signal(number: int) -> str:
+    """9 → 'SIGKILL', 40 → 'SIGRTMIN+6', as `kill -l` lists them; 'signal 99' for a number without a name."""
+    first, last = _REAL_TIME
+    if first < number < last:
+        return f"SIGRTMIN+{number - first}" if number <= (first + last) // 2 else f"SIGRTMAX-{last - number}"
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 # Control characters, which act on a terminal, except line ends and tabs; those that turn the direction of text; other

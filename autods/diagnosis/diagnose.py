@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ..errors import InputError
 from ..requests import check_count, show_value
+from .exit_codes import MOST_SIGNAL
 from .logs import MOST_FILES, Listen, Log, Waits, find_logs, read_blocks
 from .messages import REPORTS_FAILURE, Assembler, Message
 from .ranks import find_local_gpu, find_nccl_device, find_rank
@@ -34,8 +35,7 @@ _ONLY_TALKS = re.compile(
     r"\b(?:changelog|release notes?|fix(?:ed|es)|avoid(?:s|ed|ing)?|prevents?|preventing|known issues?|faq|how to)\b",
     re.IGNORECASE | re.DOTALL,
 )
-_MOST_SIGNAL = 64
-_MOST_EXIT_CODE = 256 + _MOST_SIGNAL  # PBS adds 256 to a signal
+_MOST_EXIT_CODE = 256 + MOST_SIGNAL  # PBS adds 256 to a signal
 _MOST_FINDINGS = 400  # per row; findings that say that the run ended well are all kept
 _MOST_TIMES = 40  # findings per row for which the time of the line is looked up
 _LEAST_PRINTABLE = 0.7  # of a block's bytes; with less it is not text
@@ -87,8 +87,8 @@ def diagnose_logs(logs: Sequence[Log], exit_code: int | None, listen: Listen = l
 
 
 def _diagnose(logs: Mapping[str, Iterator[bytes]], exit_code: int | None) -> Diagnosis:
-    if exit_code is not None and not -_MOST_SIGNAL <= exit_code <= _MOST_EXIT_CODE:
-        hint = f"a run ends with 0 to {_MOST_EXIT_CODE}, or by a signal: -1 to -{_MOST_SIGNAL}"
+    if exit_code is not None and not -MOST_SIGNAL <= exit_code <= _MOST_EXIT_CODE:
+        hint = f"a run ends with 0 to {_MOST_EXIT_CODE}, or by a signal: -1 to -{MOST_SIGNAL}"
         raise InputError(f"exit code {show_value(exit_code)} does not exist", hint=hint)
     summary = LogSummary(files=len(logs))
     for name, blocks in logs.items():

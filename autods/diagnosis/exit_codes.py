@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..schema import read_as
 from ..types import Action, Tier
+from ..units import format_signal
 from .rules import expand, read_toml
 from .values import Kind
+
+MOST_SIGNAL = 64  # signals of Linux are 1 to 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +42,19 @@ class Meaning:
 
 
 def normalize_exit_code(code: int) -> int:
-    """Signals as `subprocess` reports them: a shell's 137 becomes −9."""
-    return 128 - code if 128 < code <= 128 + 64 else code
+    """Signals as `subprocess` reports them: a shell's 137 becomes −9, and so does PBS's 265."""
+    added = next((added for added in (128, 256) if added < code <= added + MOST_SIGNAL), None)
+    return code if added is None else added - code
 
 
 def explain_exit_code(code: int) -> Meaning:
     """The meaning of an exit code other than 0."""
     meanings = {name: read_as(Meaning, row) for name, row in read_toml("exit_codes").items()}
-    signals = {-number.value: number.name for number in signal.Signals}
     code = normalize_exit_code(code)
-    return meanings.get(signals.get(code, str(code)), meanings["other"])
+    if code >= 0:
+        return meanings.get(str(code), meanings["other"])
+    name = format_signal(-code)
+    return meanings.get(name) or replace(meanings["signal"], summary=f"ended by {name}")
 
 
 _SIGNALS: Mapping[str, int] = read_toml("fragments")["signal_name"]

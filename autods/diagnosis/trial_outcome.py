@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..plain_text import clean
 from ..system.stacks import Frame, find_hang
 from ..types import Action, Device, Failed, OutOfMemory, Phase, Tier
-from ..units import format_bytes
+from ..units import format_bytes, format_signal
 from .exit_codes import explain_exit_code
 from .messages import BOILERPLATE
 from .rules import Signature, find_signature
@@ -108,7 +108,7 @@ class Evidence:
     @property
     def signal_name(self) -> str | None:
         """'SIGKILL' for exit −9."""
-        return signal.Signals(-self.exit).name if self.exit is not None and self.exit < 0 else None
+        return format_signal(-self.exit) if self.exit is not None and self.exit < 0 else None
 
     @property
     def headline(self) -> str:

@@ -23,6 +23,7 @@ from ..system.waiting import Continuer, Loading, Wait, describe_continued
 from ..trial.job import RankJob
 from ..trial.ops import is_cached
 from ..types import Device, WorkloadSource
+from ..units import format_signal
 from .cleanup import find_note, has_session, open_session, remove_leftovers, session_variables
 from .environment import join_node_environment, zygote_environment
 from .monitor import HostMonitor
@@ -217,7 +218,7 @@ class NodeAgent:
         self.session.close()  # before the children are killed: its guard is one
         processes.kill_children(_STRAYS_S)
         remove_leftovers(note)  # not before the ranks are gone
-        return ZygoteDied(how=how or (f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit {code}"))
+        return ZygoteDied(how=how or (f"killed by {format_signal(-code)}" if code < 0 else f"exit {code}"))
 
 
 @dataclass(slots=True, kw_only=True)

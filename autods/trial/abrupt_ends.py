@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from time import monotonic, sleep
 from typing import Any
 
+from ..units import format_signal
 from ..workload.protocol import WorkloadError
 from .patching import Patch, declare, declare_all
 from .user_frames import Place, find_caller, is_users
@@ -205,17 +206,14 @@ def _end_by_timer(number: int, frame: Any) -> None:
     if (watch := current_watch()) is not None:
         at = find_caller(frame)
         if at is not None:
-            watch.end(f"a timer ended the process here ({signal.Signals(number).name})", at=at, hint=_LEAVES)
+            watch.end(f"a timer ended the process here ({format_signal(number)})", at=at, hint=_LEAVES)
     signal.signal(number, signal.SIG_DFL)
     _KILL_NOW(os.getpid(), number)
 
 
 def _name(number: object) -> str:
     """The name of a signal; '' for what is none, such as 0, which only asks whether a process exists."""
-    try:
-        return signal.Signals(number).name  # type: ignore[arg-type]
-    except ValueError:
-        return ""
+    return format_signal(number) if isinstance(number, int) and number in signal.valid_signals() else ""
 
 
 def _ends_us(number: int) -> bool:

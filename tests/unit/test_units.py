@@ -1,6 +1,6 @@
 import pytest
 
-from autods.units import format_bytes, format_count, parse_bytes
+from autods.units import format_bytes, format_count, format_signal, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,11 @@ def test_bytes_are_shown_in_the_unit_that_reads_best(size: int, text: str) -> No
 
 def test_parameters_are_shown_as_people_say_them() -> None:
     assert [format_count(n) for n in (999, 32_638_976, 1_543_714_304)] == ["999", "32.6M", "1.54B"]
+
+
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [(9, "SIGKILL"), (34, "SIGRTMIN"), (40, "SIGRTMIN+6"), (63, "SIGRTMAX-1"), (32, "signal 32"), (99, "signal 99")],
+)
+def test_every_signal_has_a_name_as_kill_lists_it(number: int, name: str) -> None:
+    assert format_signal(number) == name

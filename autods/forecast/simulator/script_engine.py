@@ -27,6 +27,7 @@ from ...trial.script.run import run
 from ...trial.script.session import Session
 from ...trial.user_frames import find_raiser
 from ...types import ModelFacts, Phase, Steps, WorkloadSource
+from ...units import format_signal
 from ...workload.protocol import WorkloadError
 from ..values import EngineSpec, ForecastPhase, Simulation
 from . import attribution, script_patches
@@ -84,7 +85,7 @@ def answer_requests(
             send(connection, Failure(kind="stuck", problem=problem, place=str(frame or source.path), hint=_HINT))
             return
         if code != _ANSWERED:  # the next request is another run, and may succeed
-            ending = f"killed by {signal.Signals(-code).name}" if code < 0 else f"it left with exit code {code}"
+            ending = f"killed by {format_signal(-code)}" if code < 0 else f"it left with exit code {code}"
             problem = f"the simulation of micro batch {micro_batch} ended without an answer: {ending}"
             send(connection, Failure(kind="crashed", problem=problem, place=source.path, hint=_HINT))
 

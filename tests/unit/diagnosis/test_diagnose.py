@@ -181,3 +181,10 @@ def test_a_librarys_raise_is_not_the_users(path: str) -> None:
     log = raised("AssertionError: More elements 151060480 than buffer size 100000000", "raise AssertionError(")
     assert autods.diagnose(log, 1).kind == "user_code"
     assert autods.diagnose(log.replace("/work/train.py", path), 1).kind == "config"
+
+
+@pytest.mark.parametrize("exit_code", [-40, 168, 296])
+def test_a_real_time_signal_is_named(exit_code: int) -> None:
+    said = autods.diagnose("", exit_code)
+    assert (said.kind, said.signature) == ("unknown", "exit code -40")
+    assert said.advice.startswith("ended by SIGRTMIN+6")

@@ -317,3 +317,9 @@ def test_no_memory_for_a_thread_is_out_of_device_memory_on_cpu() -> None:
 
 def test_an_unwritable_result_blames_the_disk() -> None:
     assert failed(exit=98, phase="done").action == "fix_environment"
+
+
+def test_a_rank_ended_by_a_real_time_signal_has_its_name() -> None:
+    outcome = explain_failure([evidence(1, 1.0, exit=-40)])
+    assert isinstance(outcome, Failed)
+    assert "killed by SIGRTMIN+6" in outcome.error
