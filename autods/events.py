@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
-from .types import Phase, Record, Skipped, Trial
+from .types import Phase, Record, Skipped, Tier, TierUse, Trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +17,30 @@ class Note:
 
     text: str
     passing: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchStarted:
+    """A fit begins to try its rungs, which `ladder` names in their order.
+
+    A config has to leave free what of `device_bytes` is not in `usable_bytes`. Where `least_memory` is set, the one
+    with the lowest peak is searched for. `most_trials` and `most_seconds` are the budget; 0 means no limit.
+    """
+
+    ladder: tuple[str, ...]
+    device_bytes: int
+    usable_bytes: float
+    least_memory: bool = False
+    most_trials: int = 0
+    most_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialForecasted:
+    """The memory that a trial would need, by the forecast: its peaks and limits. The trial may never run."""
+
+    trial: Trial
+    memory: Mapping[Tier, TierUse] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,5 +68,5 @@ class TrialFinished:
     replayed: bool = False
 
 
-Event = Note | TrialStarted | TrialMoved | TrialFinished | Skipped
+Event = Note | SearchStarted | TrialForecasted | TrialStarted | TrialMoved | TrialFinished | Skipped
 Listener = Callable[[Event], None]

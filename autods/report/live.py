@@ -6,7 +6,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Self
 
 from rich.console import Console, Group, RenderableType
@@ -16,10 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config.catalogue import ASKED, HERE
-from ..events import Event, Note, TrialFinished, TrialMoved, TrialStarted
+from ..events import Event, Note, SearchStarted, TrialFinished, TrialForecasted, TrialMoved, TrialStarted
 from ..forecast.values import ForecastEvent, RungFinished, RungForecast, SimulationStarted
-from ..types import Phase, Skipped, Trial
+from ..types import Skipped, Trial
 from ..units import escape_controls
+from .fit_progress import FitState, advance, describe_status, describe_trial, render_search, render_status
 from .plan_view import rung_table
 from .text import (
     MARKS,
@@ -27,7 +27,6 @@ from .text import (
     WIDEST_LIVE_TABLE,
     Mark,
     format_outcome,
-    format_phase,
     format_record,
     format_seconds,
 )
@@ -102,20 +101,11 @@ def announced(subject: str) -> Iterator[None]:
         over.set()
 
 
-@dataclass(slots=True)
-class _Running:
-    """A trial that runs now."""
-
-    trial: Trial
-    since: float
-    phase: Phase = "start"
-    step: int = 0
-
-
 class Progress(LiveView):
     """An `events.Listener` and a context manager.
 
-    On a terminal it prints finished trials as lines, and below them the running one with its phase and seconds.
+    On a terminal it prints finished trials as lines. Below them it draws the rungs of a fit, the best so far, the
+    budget, and what runs.
     Elsewhere it prints one plain line for each finished trial, skipped rung and note. Events may come from any thread.
     `label` formats a trial's conditions, which stand beside its rung and batch.
     """
@@ -123,36 +113,31 @@ class Progress(LiveView):
     def __init__(self, console: Console | None = None, *, label: Callable[[Trial], str] = lambda trial: "") -> None:
         super().__init__(console)
         self._label = label
-        self._running: dict[int, _Running] = {}
-        self._note = ""
+        self._state = FitState(since_s=time.monotonic())
+        self._lock = threading.Lock()
 
     def __call__(self, event: Event) -> None:
+        with self._lock:
+            self._state = advance(self._state, event, time.monotonic())
         match event:
             case Note():
-                if not event.passing:
-                    self._note, self._since = escape_controls(event.text), time.monotonic()
                 self._print(Text(escape_controls(event.text), style="dim"), event.text)
             case Skipped(rung=rung, reason=reason):
                 row = self._row(MARKS["skipped"], rung=rung, text=f"skipped: {reason}")
                 self._print(row, f"skipped {rung}: {reason}")
-            case TrialStarted():
-                self._running[event.id] = _Running(event.trial, time.monotonic())
-            case TrialMoved():
-                if (now := self._running.get(event.id)) is not None:
-                    now.phase, now.step = event.phase, event.step
             case TrialFinished(record=record, replayed=replayed):
-                self._running.pop(record.id, None)
-                self._note = ""
                 label = self._label(record.trial)
                 row = self._row(
                     MARKS[record.outcome.kind],
                     rung=record.trial.rung,
-                    trial=_describe(record.trial),
+                    trial=describe_trial(record.trial),
                     text=": ".join(filter(None, (label, format_outcome(record.outcome)))),
                     end="journal" if replayed else format_seconds(record.seconds),
                     style="dim" if replayed else "",
                 )
                 self._print(row, format_record(record, replayed=replayed, label=label))
+            case SearchStarted() | TrialForecasted() | TrialStarted() | TrialMoved():
+                pass  # the view below shows them
 
     def _print(self, pretty: RenderableType, plain: str) -> None:
         if self._live is not None:
@@ -175,27 +160,13 @@ class Progress(LiveView):
         return table
 
     def _current(self) -> RenderableType:
-        self._spinner.update(text=self._status())
-        return self._spinner
+        now_s, size = time.monotonic(), self._console.size
+        self._spinner.update(text=render_status(self._state, now_s, self._label))
+        search = render_search(self._state, now_s, width=size.width, height=size.height)
+        return self._spinner if search is None else Group("", search, self._spinner)
 
     def _status(self) -> Text:
-        """A line for each running trial, or the last note while nothing runs."""
-        running = list(self._running.values())  # others may begin and end meanwhile
-        if running:
-            return Text("\n").join(map(self._line, running))
-        elapsed = format_seconds(time.monotonic() - self._since)
-        return Text(f"{self._note or 'deciding'}  {elapsed}", style="dim")
-
-    def _line(self, now: _Running) -> Text:
-        place, elapsed = format_phase(now.phase, now.step), format_seconds(time.monotonic() - now.since)
-        description = f"  {_describe(now.trial)}  {self._label(now.trial)}  "
-        return Text.assemble((now.trial.rung, "bold"), description, (place, "cyan"), (f"  {elapsed}", "dim"))
-
-
-def _describe(trial: Trial) -> str:
-    """'tune 4×2': the trial's purpose, micro batch and accumulation."""
-    limit = "" if trial.limited else ", no limit"
-    return f"{trial.purpose} {trial.knobs.micro_batch}×{trial.knobs.accumulation}{limit}"
+        return describe_status(self._state, time.monotonic(), self._label)
 
 
 class PlanProgress(LiveView):

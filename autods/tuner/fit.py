@@ -17,7 +17,7 @@ from ..config.base_config import find_misspelt_keys, precision_name
 from ..config.settings import Settings, apply_survey
 from ..diagnosis.trial_outcome import make_input_error
 from ..errors import EnvironmentBroken, InputError
-from ..events import Listener, Note
+from ..events import Listener, Note, SearchStarted
 from ..journal import JOURNAL, STUDY, TrialStore, make_other_fit_error, workspace
 from ..report import serialize, text
 from ..report.page import write_page
@@ -163,6 +163,7 @@ def search(context: FitContext) -> FitResult | NothingFits:
         if settings.forecast:
             listen(Note(text=f"{reason}; rungs are tried instead"))
     rungs = list_candidates(settings, facts, context.op_problems)
+    listen(_describe_search(context))
 
     walked = walk_ladder(rungs, context)
     if walked.winner is None:
@@ -183,6 +184,18 @@ def search(context: FitContext) -> FitResult | NothingFits:
     best = tuned.best if certified is None else certified.best
     ds_config = context.final_config(best.trial)
     return FitResult(best=best, walked=walked, raced=raced, tuned=tuned, certified=certified, ds_config=ds_config)
+
+
+def _describe_search(context: FitContext) -> SearchStarted:
+    settings = context.settings
+    return SearchStarted(
+        ladder=tuple(rung.name for rung in settings.ladder),
+        device_bytes=settings.device_bytes,
+        usable_bytes=context.usable_bytes,
+        least_memory=settings.objective == "memory",
+        most_trials=settings.budget.trials,
+        most_seconds=settings.budget.seconds,
+    )
 
 
 def build_report(result: FitResult | NothingFits, context: FitContext, *, fingerprint: str, seconds: float) -> Report:

@@ -91,7 +91,7 @@ def walk_ladder(rungs: Sequence[Candidate], context: FitContext) -> WalkResult:
     for place, candidate in enumerate(rungs, 1):
         reason = candidate.skip or walked.lessons.reason_to_skip(candidate.rung, candidate.ops)
         if reason is None:
-            forecast = forecaster.forecast(*first_trials([candidate]))
+            forecast = context.forecast(*first_trials([candidate]))
             if forecast is not None and (reason := why_impossible(forecast)) is not None:
                 impossible[candidate.rung.name] = (lacking_bytes(forecast), candidate)
         if reason is not None:

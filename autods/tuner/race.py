@@ -106,7 +106,7 @@ class Contestant(Growth):
         Where the middle of the forecast leaves the headroom on the device and fits on the other tiers, it is `size`.
         """
         context, smallest = self.context, self.context.sizes[0]
-        forecast = context.forecaster.forecast(self.trial_at(size))
+        forecast = context.forecast(self.trial_at(size))
         if forecast is None:
             return smallest
         if all(
@@ -114,7 +114,7 @@ class Contestant(Growth):
             for tier, use in forecast.memory.items()
         ):
             return size
-        self.out = why_impossible(context.forecaster.forecast(self.trial_at(smallest)))
+        self.out = why_impossible(context.forecast(self.trial_at(smallest)))
         return smallest if self.out else min(size, self.forecast_limit() or smallest)
 
     def enter(self, size: int) -> None:
@@ -162,7 +162,7 @@ def _take_first_fit(contestant: Contestant, has_choice: bool) -> RaceResult:
     context, candidate = contestant.context, without_checkpointing(contestant.candidate)
     plain = _make_contestant(candidate, context, contestant.most_trials, contestant.steps)
     if has_choice and context.settings.objective != "memory" and context.may_run(2):
-        plain.out = why_impossible(context.forecaster.forecast(plain.trial_at(context.sizes[0])))
+        plain.out = why_impossible(context.forecast(plain.trial_at(context.sizes[0])))
         context.forecaster.finish()
         if plain.out is None:
             plain.enter(context.sizes[0])

@@ -13,9 +13,10 @@ from typing import Any
 
 from ..config.settings import SPARE_HOST, Settings
 from ..errors import InputError
-from ..events import Listener, Note
+from ..events import Listener, Note, TrialForecasted
+from ..forecast.values import RungForecast
 from ..journal import JOURNAL, History, Journal, TrialStore
-from ..types import Action, Failed, Fit, Knobs, ModelFacts, OutOfMemory, Record, Run, Steps, Trial
+from ..types import Action, Failed, Fit, Knobs, ModelFacts, OutOfMemory, Record, Run, Steps, TierUse, Trial
 from ..units import format_bytes
 from .forecasts import Forecaster
 
@@ -113,6 +114,18 @@ class FitContext:
     def run(self, trial: Trial) -> Record:
         """Run a trial; raises when the machine fails."""
         return self.check(self.memory.run(trial))
+
+    def forecast(self, trial: Trial) -> RungForecast | None:
+        """The memory that the trial will need, which listeners are told; None when it cannot be simulated."""
+        forecast = self.forecaster.forecast(trial)
+        if forecast is not None:
+            memory = {
+                tier: TierUse(peak_bytes=need.peak_bytes, limit_bytes=need.limit_bytes)
+                for tier, need in forecast.memory.items()
+            }
+            simulated = replace(trial, knobs=replace(trial.knobs, micro_batch=forecast.micro_batch))
+            self.memory.listen(TrialForecasted(trial=simulated, memory=memory))
+        return forecast
 
     def fits(self, record: Record) -> bool:
         """Whether the trial fitted well and left the headroom free on the device."""

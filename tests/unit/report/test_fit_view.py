@@ -188,7 +188,7 @@ def test_progress_elsewhere_is_one_plain_line_for_each_event() -> None:
 
 def test_terminal_progress_shows_phase_and_step_of_running_trial() -> None:
     text = heard(terminal=True)
-    assert "backward, step 2" in text
+    assert "backward, 2 steps done" in text
     assert "walk 1×1" in text
 
 
@@ -217,7 +217,7 @@ def test_trials_that_run_side_by_side_have_a_line_each() -> None:
     listen(TrialMoved(id=1, phase="backward", step=3))
     first, second = now()
     assert "ddp" in first
-    assert "backward, step 3" in first
+    assert "backward, 3 steps done" in first
     assert "zero2" in second
     listen(TrialFinished(record=record(1, "ddp", failure())))
     (left,) = now()
