@@ -230,9 +230,9 @@ def list_rows(state: FitState) -> dict[str, RungRow]:
     assert search is not None
     rows: dict[str, RungRow] = {}
     for rung in search.ladder:
-        tried = [record for record in state.records if record.trial.rung == rung and record.trial.exam is None]
-        best = find_best(replace(state, records=tuple(tried)))
-        record = best or (tried[-1] if tried else None)
+        records = [record for record in state.records if record.trial.rung == rung and record.trial.exam is None]
+        best = find_best(replace(state, records=tuple(records)))
+        record = best or (records[-1] if records else None)
         forecasts = [
             forecast
             for forecast in state.forecasts
