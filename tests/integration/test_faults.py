@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -150,18 +148,12 @@ def test_a_killed_driver_leaves_nothing(tmp_path):
     wait_for(lambda: not list(ROOT.glob(f"{PREFIX}{scene.driver}-*")), 60)
 
 
-@pytest.mark.parametrize(("command", "number"), [("plan", signal.SIGKILL), ("fit", signal.SIGINT)])
-def test_a_driver_that_ends_in_a_forecast_leaves_no_simulation(tmp_path, command, number):
+def test_a_fit_interrupted_in_a_forecast_leaves_no_simulation(tmp_path):
     scene = Scene.at(tmp_path)
-    # So little memory that nothing obviously fits.
-    if command == "fit":
-        driver = start_fit(scene, "--gpu-memory", "96MiB", forecast=True)
-    else:
-        arguments = ("--device", "cpu", "--gpus", "2", "--gpu-memory", "96MiB", "--quiet")
-        driver = subprocess.Popen([sys.executable, "-m", "autods", "plan", str(scene.path), *arguments])
+    driver = start_fit(scene, "--gpu-memory", "96MiB", forecast=True)  # so little that nothing obviously fits
     try:
         wait_for(lambda: len(scene.simulators()) > 1, 120)  # the prepared process and an engine
-        os.kill(driver.pid, number)
+        os.kill(driver.pid, signal.SIGINT)
         wait_for(lambda: not scene.simulators(), 60)
         driver.wait(60)
     finally:
@@ -180,10 +172,9 @@ def test_a_driver_killed_while_its_zygote_loads_leaves_nothing(tmp_path):
     wait_for(lambda: not scene.find_leftovers(zygote=False), 60)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_process_group_leaves_nothing(tmp_path, number):
+def test_an_interrupted_process_group_leaves_nothing(tmp_path):
     scene = Scene.at(tmp_path)
-    code, seen = end_fit_in_phase(scene, "forward", number, group=True)
+    code, seen = end_fit_in_phase(scene, "forward", signal.SIGINT, group=True)
     said = (scene.out / "said.txt").read_text()
     assert code == 130, said
     assert seen.left == []

@@ -159,7 +159,6 @@ def test_out_of_memory_is_caught(started, kind):
     ("left_out", "message"),
     [
         (("--deepspeed", "{ds_config}"), "add --deepspeed {ds_config}"),
-        (("--use_cpu",), "add --use_cpu"),
         (SIZES, "add --per_device_train_batch_size {micro_batch_size}"),
     ],
 )
