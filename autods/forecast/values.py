@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 from ..events import Note
 from ..types import Device, ModelFacts, Tier, WorkloadSource
 from ..units import format_bytes
+from .schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +126,7 @@ class Simulation:
     `expert_groups` counts the rank's process groups for layers of experts; each has its own communicator.
     `summed_peak_bytes` is the peak of all tiers together, by phase: a CPU rank holds all tensors in its memory.
     `breakdown` splits the device's peak into parameters, gradients, optimizer, activations, buckets and other.
+    `schedule` has the work of the last optimizer step; None for CPU ranks.
     `assumed` has sentences for the user about assumptions and about memory that could not be counted.
     """
 
@@ -137,6 +139,7 @@ class Simulation:
     summed_peak_bytes: Mapping[ForecastPhase, int] = field(default_factory=dict)
     breakdown: Mapping[str, int] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()
+    schedule: Schedule | None = None
     seconds: float = 0.0
 
 

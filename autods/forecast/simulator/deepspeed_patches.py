@@ -78,6 +78,7 @@ class _Ops(types.ModuleType):
 
     def __init__(self, name: str, ledger: Ledger) -> None:
         super().__init__(name)
+        self._work = ledger.work
         self.aio_handle = self.gds_handle = self.pin_handle = functools.partial(_SwapFiles, ledger)
         self.lamb = _lamb
 
@@ -85,7 +86,12 @@ class _Ops(types.ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         if name in _IN_PLACE:
-            return lambda *args, **kwargs: 0
+
+            def optimize(*args: Any, **kwargs: Any) -> int:
+                self._work.optimize(args)
+                return 0
+
+            return optimize
 
         def refuse(*args: Any, **kwargs: Any) -> Any:
             # Its use of memory is not known, and no forecast is better than a wrong one.
@@ -126,19 +132,22 @@ class _SwapFiles:
         """Enter the file's size."""
         size = offset + tensor.numel() * tensor.element_size()
         self._ledger.nvme[path] = max(size, self._ledger.nvme.get(path, 0))
+        self._ledger.work.swap(tensor)
         return 0
 
     def async_pwrite(self, *args: Any, **kwargs: Any) -> int:
         self._pending += 1
         return self.sync_pwrite(*args, **kwargs)
 
-    def async_pread(self, *args: Any, **kwargs: Any) -> int:
+    def async_pread(self, tensor: Any, *args: Any, **kwargs: Any) -> int:
         self._pending += 1
+        self._ledger.work.swap(tensor)
         return 0
 
     def wait(self) -> int:
         """How many operations were pending."""
         count, self._pending = self._pending, 0
+        self._ledger.work.host_waits_for_nvme()
         return count
 
     def __getattr__(self, name: str) -> Any:

@@ -109,13 +109,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the tensors of a `c10d` operator, and work that is done."""
         if self.ledger.one_memory:
             self.ledger.copy(_bytes_copied_by_gloo(func, args))
-        work = torch._C._distributed_c10d.FakeWork().boxed()
+        work = self.ledger.work.collect(func, args).boxed()
         out = tuple(work if "Work" in str(result.type) else args[0] for result in func._schema.returns)
         return out if len(out) > 1 else next(iter(out), None)  # a barrier returns nothing
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
         self._enter(out)
+        self.ledger.work.issue(func, args, kwargs, out)
         return out
 
     def _factory(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -130,6 +131,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _pin(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = torch.ops.aten.empty_like.default(args[0])
         self._enter(out, PINNED)
+        self.ledger.work.issue(func, args, kwargs, out)
         return out
 
     def _enter(self, out: Any, tier: int | None = None) -> None:
@@ -146,6 +148,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         value: Any = 1.0 if tensor.is_floating_point() else 0
         if tensor.dtype == torch.bool:
             value = hasattr(tensor, "autods_is_all")
+        self.ledger.work.read_back(tensor)
         self._assume(f"the value of a tensor is read, and {value} was taken for it")
         return value
 
@@ -162,22 +165,27 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _skip_in_place(self, func: Any, args: Any, kwargs: Any) -> None:
         """Skip a fused optimizer's step: it changes its arguments in place, and some have no fake implementation."""
+        self.ledger.work.optimize(args)
 
     def _equal(self, func: Any, args: Any, kwargs: Any) -> bool:
+        self.ledger.work.read_back(args[0])
         self._assume("two tensors are compared, and were taken to be equal")
         return bool(args[0].shape == args[1].shape)
 
     def _nonzero(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensor = args[0]
+        self.ledger.work.read_back(tensor)
         self._assume(_LARGEST.format("nonzero"))
         return self._make(tensor, (tensor.numel(), tensor.dim()), torch.long)
 
     def _masked_select(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.ledger.work.read_back(args[0])
         self._assume(_LARGEST.format("masked_select"))
         shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
         return self._make(args[0], (shape.numel(),), args[0].dtype)
 
     def _unique(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.ledger.work.read_back(args[0])
         self._assume(_LARGEST.format("unique"))
         tensor, flags = args[0], (*args[2:], *kwargs.values())
         inverse, counts = (bool(flags[place : place + 1] and flags[place]) for place in (0, 1))
@@ -191,6 +199,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensor, indices = args[0], args[1]
         if not any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):
             return self._cache.call(func, args, kwargs)
+        self.ledger.work.read_back(tensor)
         self._assume(_LARGEST.format("a mask as index"))
         whole: list[Any] = []
         for index in indices:

@@ -98,6 +98,7 @@ class Engine:
 
         def begin_phase(phase: Phase, step: int) -> None:
             ledger.begin(_PHASES[phase])
+            ledger.work.begin(phase, step)
 
         with self._context.active():
             if first:
@@ -164,6 +165,7 @@ def read_ledger(ledger: Ledger, engine: Any, micro_batch: int, seconds: float) -
         expert_groups=attribution.expert_groups(),
         breakdown={attribution.KINDS[kind]: size for kind, size in sorted(ledger.bytes_at_peak().items())},
         assumed=tuple(ledger.assumed),
+        schedule=None if ledger.one_memory else ledger.work.schedule(),
         seconds=seconds,
     )
 

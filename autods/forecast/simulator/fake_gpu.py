@@ -13,6 +13,7 @@ import torch
 
 from ...trial.patching import declare, declare_all
 from .ledger import DEVICE, Ledger
+from .work_log import WorkLog
 
 _NAME = "simulated GPU"
 _CAPABILITY = (9, 0)  # of a Hopper card
@@ -26,7 +27,7 @@ _CONSTANTS: dict[str, Any] = {
     "is_bf16_supported": True, "is_current_stream_capturing": False,
 }  # fmt: skip
 _NO_OPS = (
-    "_lazy_init", "_lazy_call", "init", "set_device", "synchronize", "set_rng_state", "manual_seed",
+    "_lazy_init", "_lazy_call", "init", "set_device", "set_rng_state", "manual_seed",
     "manual_seed_all", "seed", "seed_all", "ipc_collect", "reset_peak_memory_stats", "reset_max_memory_allocated",
     "reset_max_memory_cached", "set_per_process_memory_fraction",
 )  # fmt: skip
@@ -34,7 +35,7 @@ _CONSTANT_PATCHES = declare_all("torch.cuda", _CONSTANTS, _NO_GPU)
 _NO_OP_PATCHES = declare_all("torch.cuda", _NO_OPS, _NO_GPU)
 _STREAM_PATCHES = declare_all(
     "torch.cuda",
-    ("Stream", "Event", "stream", "current_stream", "default_stream", "nvtx"),
+    ("Stream", "Event", "stream", "current_stream", "default_stream", "synchronize", "nvtx"),
     "streams need a GPU",
 )
 _RANDOM_STATE = declare("torch.cuda.get_rng_state", "random states need a GPU")
@@ -52,15 +53,26 @@ _CUDNN_ACCEPTS = declare("torch.backends.cudnn.is_acceptable", "nn.GRU would ask
 
 
 class Event:
-    """A torch.cuda.Event that has always happened."""
+    """A torch.cuda.Event. The log keeps when it was recorded; to the program it has always happened."""
+
+    log = WorkLog()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
+        self._record = 0  # never recorded: nobody waits for it
 
-    def record(self, *args: Any) -> None:
-        """Record nothing."""
+    def record(self, stream: Any = None) -> None:
+        """Record the stream's clock."""
+        self._record = self.log.record(self.log.current if stream is None else stream.stream_id)
 
-    wait = synchronize = record
+    def wait(self, stream: Any = None) -> None:
+        """Let the stream wait."""
+        if self._record:
+            self.log.wait(self._record, self.log.current if stream is None else stream.stream_id)
+
+    def synchronize(self) -> None:
+        """Let the host wait."""
+        if self._record:
+            self.log.host_waits_for_record(self._record)
 
     def query(self) -> bool:
         return True
@@ -70,31 +82,48 @@ class Event:
 
 
 class Stream:
-    """A torch.cuda.Stream without work; all streams are equal."""
+    """A torch.cuda.Stream: a number. The log keeps its work; to the program it is always idle."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    log = WorkLog()
+
+    def __init__(self, device: Any = None, priority: int = 0, *, stream_id: int | None = None, **kwargs: Any) -> None:
         self.device = torch.device("cuda", 0)
-        self.device_index = self.cuda_stream = self.stream_id = 0
+        self.device_index, self.priority = 0, priority
+        self.stream_id = self.cuda_stream = self.log.new_stream() if stream_id is None else stream_id
+        self._former: list[int] = []
 
-    def synchronize(self, *args: Any) -> None:
-        """Return at once."""
+    def synchronize(self) -> None:
+        """Let the host wait for the stream."""
+        self.log.host_waits_for_stream(self.stream_id)
 
-    wait_stream = wait_event = __exit__ = synchronize
+    def wait_stream(self, stream: Any) -> None:
+        """Let this stream wait for all work of another so far."""
+        if stream.stream_id != self.stream_id:
+            self.log.wait(self.log.record(stream.stream_id), self.stream_id)
+
+    def wait_event(self, event: Any) -> None:
+        event.wait(self)
 
     def query(self) -> bool:
         return True
 
     def record_event(self, event: Any = None) -> Any:
-        return event or Event()
+        event = event or Event()
+        event.record(self)
+        return event
 
     def __enter__(self) -> Stream:
+        self._former.append(self.log.switch(self.stream_id))
         return self
 
+    def __exit__(self, *args: object) -> None:
+        self.log.switch(self._former.pop())
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream)
+        return isinstance(other, Stream) and other.stream_id == self.stream_id
 
     def __hash__(self) -> int:
-        return 1
+        return hash(self.stream_id)
 
 
 @contextlib.contextmanager
@@ -153,7 +182,7 @@ def install(ledger: Ledger) -> None:
         patch.install(_always(None), everywhere=True)
     for name, patch in _MEMORY_PATCHES.items():
         patch.install(memory[name], everywhere=True)
-    install_streams()
+    install_streams(ledger.work)
     _RANDOM_STATE.install(lambda *args: torch.zeros(16, dtype=torch.uint8), everywhere=True)
     _NCCL_VERSION.install(_always((2, 27, 0)))
     _CUDA_VERSION.install(torch.version.cuda or "12.8")
@@ -163,15 +192,21 @@ def install(ledger: Ledger) -> None:
             _register_kernel(name)
 
 
-def install_streams() -> None:
-    """Replace streams and events of torch.cuda by those of a card without work."""
-    stream = Stream()
+def install_streams(log: WorkLog) -> None:
+    """Replace streams and events of torch.cuda by those of a card that works at once; the log keeps who waits."""
+    Stream.log = Event.log = log
+    default = Stream(stream_id=0)
+
+    def current_stream(*args: Any) -> Stream:
+        return Stream(stream_id=log.current) if log.current else default
+
     replacements: dict[str, Any] = {
         "Stream": Stream,
         "Event": Event,
-        "stream": lambda stream: contextlib.nullcontext(),
-        "current_stream": _always(stream),
-        "default_stream": _always(stream),
+        "stream": lambda stream: contextlib.nullcontext() if stream is None else stream,
+        "current_stream": current_stream,
+        "default_stream": _always(default),
+        "synchronize": lambda *args, **kwargs: log.host_waits_for_all(),
         "nvtx": types.SimpleNamespace(range_push=_always(None), range_pop=_always(None)),
     }
     for name, patch in _STREAM_PATCHES.items():

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...types import Tier
 from ..values import ForecastPhase, Trace
+from .work_log import WorkLog
 
 DEVICE, HOST, PINNED, _SUM = 0, 1, 2, 3
 _TIERS: tuple[Tier, Tier, Tier] = ("device", "host", "pinned")
@@ -39,6 +40,8 @@ class Ledger:
 
     def __init__(self, *, one_memory: bool) -> None:
         self.one_memory = one_memory
+        self.work = WorkLog()
+        self.work.is_pinned = self.is_pinned
         self.device_bytes = 0
         self.assumed: dict[str, None] = {}
         self.nvme: dict[str, int] = {}

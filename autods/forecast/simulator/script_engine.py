@@ -156,6 +156,7 @@ class _ScriptRun:
         """Observer: the script is in this phase, which may be one that no forecast has."""
         if phase in _PHASES and self.result is None:
             self.context.ledger.begin(_PHASES[phase])
+            self.context.ledger.work.begin(phase, step)
 
     __call__ = touch
 

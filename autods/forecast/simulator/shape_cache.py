@@ -22,7 +22,8 @@ _NEVER = {
 }  # fmt: skip
 _Run = Callable[[Any, Any, Any], Any]
 _Make = Callable[[Any, Any], Any]  # makes one output of a call from its arguments
-_Result = tuple[type | None, list[_Make]]  # the container of the outputs, None for a single one
+# The container of the outputs (None for a single one), their makers, and the call's event in the work log.
+_Result = tuple[type | None, list[_Make], int | None]
 
 
 class _NotCacheable(Exception):
@@ -33,7 +34,7 @@ class ShapeCache:
     """Runs operators for one FakeTensorMode: a known call makes its outputs without the mode, others go to `run`."""
 
     def __init__(self, mode: Any, ledger: Ledger, run: _Run) -> None:
-        self._mode, self._ledger, self._run = mode, ledger, run
+        self._mode, self._ledger, self._run, self._work = mode, ledger, run, ledger.work
         self._results: dict[Any, _Result | None] = {}  # None: such a call is not cacheable
 
     @staticmethod
@@ -56,20 +57,26 @@ class ShapeCache:
         if known is None:
             return self._run(func, args, kwargs)
         if isinstance(known, tuple):
-            container, outputs = known
-            if container is None:
-                return outputs[0](args, kwargs)
-            return container([make(args, kwargs) for make in outputs])
+            container, outputs, event = known
+            made: Any = [make(args, kwargs) for make in outputs] if container else outputs[0](args, kwargs)
+            result = container(made) if container else made
+            if event is None:
+                self._work.issue(func, args, kwargs, result)
+            else:
+                self._work.events.append(event)
+            return result
         result = self._run(func, args, kwargs)
+        event = self._work.last_issued
         try:
             changed = _key(func, args, kwargs) != key  # an argument has another shape now
-            self._results[key] = None if changed else self._describe(result, args, kwargs)
+            self._results[key] = None if changed else (*self._describe(result, args, kwargs), event)
         except _NotCacheable:
             self._results[key] = None
         return result
 
     def view(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A view, by torch's kernel for meta tensors. Slices come at many offsets and are not worth caching."""
+        self._work.events.append(self._work.view_code)
         if not args or type(args[0]) is not FakeTensor or args[0].constant is not None:
             return self._run(func, args, kwargs)
         mode = self._mode
@@ -93,7 +100,7 @@ class ShapeCache:
         setattr(tensor, FAKE_DEVICE, device)
         return tensor
 
-    def _describe(self, result: Any, args: Any, kwargs: Any) -> _Result:
+    def _describe(self, result: Any, args: Any, kwargs: Any) -> tuple[type | None, list[_Make]]:
         """How to make this result again. Raises _NotCacheable if the key does not determine it."""
         container = type(result) if isinstance(result, (tuple, list)) else None
         if container not in (None, tuple, list):

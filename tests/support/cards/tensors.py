@@ -29,7 +29,7 @@ def install(runtime: Runtime) -> None:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     fake.cache_enabled = False
     ledger = CardLedger(runtime)
-    fake_gpu.install_streams()
+    fake_gpu.install_streams(ledger.work)
     torch.cuda.nccl.version = lambda: (2, 27, 0)
     torch_patches.install(ledger, fake)
     padding.install()

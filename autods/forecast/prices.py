@@ -1,0 +1,170 @@
+"""How long each piece of work takes on a machine: a roofline for the card, bandwidths for links and the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from ..config.catalogue import Machine, Rates
+from ..schema import read_checked, read_toml
+from ..system.host import data_folder
+from .schedule import Work
+
+_G = 1e9
+_DTYPES: Mapping[str, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "tf32": "tf32"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """The shares of a machine's peaks that work reaches, and its fixed costs.
+
+    A matmul reaches `matmul` × d / (d + `matmul_half_dim`) of the peak, where d is its smallest dimension.
+    `launch_us` is what the host pays to issue an operator, `view_us` a view, and `collective_us` a collective.
+    `kernel_us` is the least time of a kernel on the card.
+    A collective of W ranks takes (W − 1) steps: `step_us` each within a node, `network_step_us` for one that leaves it.
+    """
+
+    matmul: float
+    matmul_half_dim: float
+    attention: float
+    memory: float
+    nvlink: float
+    pcie_between_gpus: float
+    network: float
+    pinned_copy: float
+    pageable_copy: float
+    dram: float
+    host_optimizer: float
+    nvme: float
+    launch_us: float
+    view_us: float
+    collective_us: float
+    kernel_us: float
+    step_us: float
+    network_step_us: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constants:
+    """The shipped efficiencies; `low` and `high` are the bounds of a step's time as shares of its forecast."""
+
+    efficiency: Efficiency
+    low: float
+    high: float
+    sources: Mapping[str, str]
+
+
+@cache
+def read_constants(path: Path | None = None) -> Constants:
+    """Read the shipped constants or another file. Raises InputError that says what is wrong."""
+    path = path or data_folder("configs") / "forecast" / "step_time.toml"
+    return read_checked(
+        Constants,
+        read_toml(path),
+        _check,
+        name="constants of step time",
+        place=str(path),
+        hint="compare with the shipped file",
+        refusal="does not hold the constants of step time",
+    )
+
+
+def _check(constants: Constants) -> None:
+    if not 0 < constants.low <= 1 <= constants.high:
+        raise ValueError("low ≤ 1 ≤ high does not hold")
+    if any(getattr(constants.efficiency, name) <= 0 for name in Efficiency.__dataclass_fields__):
+        raise ValueError("every efficiency must be above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """What a piece of work costs: `launch_s` of the host, then `seconds` of its stream or of the host."""
+
+    launch_s: float
+    seconds: float
+    compute_bound: bool = False
+
+
+class Unpriced(Exception):
+    """The machine's file lacks a rate that the step needs; the text names it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PriceList:
+    """Prices on one machine, of which `ranks_per_node` ranks share a node."""
+
+    machine: Machine
+    ranks_per_node: int
+    efficiency: Efficiency
+
+    def price(self, work: Work) -> Price:
+        """Return the price of a piece of work. Raises Unpriced."""
+        ours, rates = self.efficiency, self._rates()
+        launch_s, least_s = ours.launch_us * 1e-6, ours.kernel_us * 1e-6
+        from_memory_s = work.bytes / (rates.memory_gb_per_s * _G * ours.memory)
+        match work.kind:
+            case "view":
+                return Price(launch_s=ours.view_us * 1e-6, seconds=0.0)
+            case "matmul" | "attention":
+                share = ours.attention
+                if work.kind == "matmul":
+                    share = ours.matmul
+                    if work.least_dim:
+                        share *= work.least_dim / (work.least_dim + ours.matmul_half_dim)
+                computed_s = work.flops / (self._peak(rates, work.dtype) * share)
+                seconds = max(computed_s, from_memory_s) + least_s
+                return Price(launch_s=launch_s, seconds=seconds, compute_bound=computed_s > from_memory_s)
+            case "kernel":
+                return Price(launch_s=launch_s, seconds=from_memory_s + least_s)
+            case "copy" | "pageable_copy":
+                if self.machine.links is None:
+                    raise Unpriced("the link to the host")
+                share = ours.pinned_copy if work.kind == "copy" else ours.pageable_copy
+                speed = self.machine.links.to_host_gb_per_s * _G * share
+                return Price(launch_s=launch_s, seconds=work.bytes / speed + 2 * least_s)
+            case "collective":
+                return Price(launch_s=ours.collective_us * 1e-6, seconds=self._collect(work))
+            case "host" | "host_optimizer":
+                if work.bytes and self.machine.dram_gb_per_s is None:
+                    raise Unpriced("the bandwidth of host memory")
+                share = ours.dram if work.kind == "host" else ours.host_optimizer
+                speed = (self.machine.dram_gb_per_s or 1.0) * _G * share / self.ranks_per_node
+                return Price(launch_s=launch_s, seconds=work.bytes / speed)
+            case "nvme":
+                if self.machine.nvme_gb_per_s is None:
+                    raise Unpriced("the bandwidth of NVMe")
+                speed = self.machine.nvme_gb_per_s * _G * ours.nvme / self.ranks_per_node
+                return Price(launch_s=launch_s, seconds=work.bytes / speed)
+
+    def _rates(self) -> Rates:
+        if self.machine.rates is None:
+            raise Unpriced("the device's peaks")
+        return self.machine.rates
+
+    @staticmethod
+    def _peak(rates: Rates, dtype: str) -> float:
+        """FLOP/s; a type without units of its own takes those of fp32."""
+        peak = getattr(rates.tflops, _DTYPES.get(dtype, "fp32"))
+        return float(peak or rates.tflops.fp32) * 1e12
+
+    def _collect(self, work: Work) -> float:
+        """The seconds of a ring: latency of each step, and (W − 1) / W of the bytes at the slowest link's speed."""
+        ours, links = self.efficiency, self.machine.links
+        if work.ranks < 2:
+            return 0.0
+        if links is None:
+            raise Unpriced("the links between the GPUs")
+        nvlink = links.nvlink_gb_per_s
+        speed = links.between_gpus_gb_per_s * ours.pcie_between_gpus if nvlink is None else nvlink / 2 * ours.nvlink
+        nodes = min(work.ranks, -(-work.ranks * work.stride // self.ranks_per_node))
+        latency_us = ours.step_us * (work.ranks - nodes) + ours.network_step_us * (nodes - 1)
+        if nodes > 1:
+            if links.network_gb_per_s is None:
+                raise Unpriced("the network between the nodes")
+            # Groups with the same stride use the node's network at the same time.
+            rivals = min(work.stride, self.ranks_per_node)
+            speed = min(speed, links.network_gb_per_s * ours.network / rivals)
+        moved = work.bytes * (work.ranks - 1) / work.ranks
+        return moved / (speed * _G) + latency_us * 1e-6

@@ -1,0 +1,259 @@
+"""The work that the engine issues: operators, copies, collectives, and how streams and the host wait for each other."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import FakeWork, ProcessGroup
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from ...types import Phase
+from .. import schedule
+from ..schedule import BITS, STREAM_BITS, STREAMS, Schedule, Work
+
+_aten = torch.ops.aten
+# These allocate or describe; the device does nothing.
+_WITHOUT_KERNEL = frozenset({
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "set_", "resize_",
+    "is_same_size", "_unsafe_view", "detach", "detach_",
+})  # fmt: skip
+_OVERWRITE = frozenset({"copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "bernoulli_", "arange"})
+# These read as much as they write, whatever the size of the tensor that they pick from.
+_PICK = frozenset({"embedding", "index", "gather", "index_select", "nll_loss_forward", "take"})
+_COPIES = frozenset({"copy_", "_to_copy"})
+_MATMULS: dict[str, int] = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}  # the place of the first factor
+_OPTIMIZER_BYTES = 1.75  # of the bytes of parameter, gradient and two moments: all are read, all but one are written
+# By collective: the argument that holds the whole tensor, and how often its bytes pass a rank.
+_COLLECTIVES: dict[str, tuple[int, float]] = {
+    "allreduce_": (0, 2), "allreduce_coalesced_": (0, 2), "_allgather_base_": (0, 1), "allgather_": (0, 1),
+    "allgather_into_tensor_coalesced_": (0, 1), "_reduce_scatter_base_": (1, 1), "reduce_scatter_": (1, 1),
+    "reduce_scatter_tensor_coalesced_": (1, 1), "alltoall_base_": (0, 1), "alltoall_": (0, 1),
+    "broadcast_": (0, 1), "reduce_": (0, 1), "gather_": (0, 1), "scatter_": (0, 1),
+}  # fmt: skip
+_VIEW = Work(kind="view")
+_NVME_STREAM = STREAMS
+
+
+class _CollectiveWork(FakeWork):
+    """The handle of a collective. Whoever waits for it lets the current stream wait."""
+
+    def __init__(self, log: WorkLog, record: int) -> None:
+        super().__init__()
+        self._log, self._record = log, record
+
+    def wait(self, *args: Any, **kwargs: Any) -> bool:
+        self._log.wait(self._record, self._log.current)
+        return True
+
+
+class WorkLog:
+    """Collects the schedule of the current optimizer step. `current` is the current stream's number."""
+
+    def __init__(self) -> None:
+        self.events = array("q")
+        self.current = 0
+        self._step = -1
+        self._works: dict[Work, int] = {}
+        self._streams = self._records = 0
+        self._communicators: dict[Any, tuple[int, int, int]] = {}  # group → stream, ranks, stride
+        self._handles: list[_CollectiveWork] = []  # C++ returns the Python object while it is alive
+        self.last_issued: int | None = None  # of the last operator; None where its shapes do not determine it
+        self.view_code = self._code(schedule.RUN, _VIEW)
+        self.is_pinned: Callable[[Any], bool] = lambda tensor: False
+
+    def begin(self, phase: Phase, step: int) -> None:
+        """Begin a phase of an optimizer step. Another step than before makes the log forget the former."""
+        if step != self._step:
+            self._step = step
+            del self.events[:]
+            self._handles.clear()
+            self.switch(self.current)
+        elif phase == "forward":
+            self.events.append(schedule.MICRO_BATCH)
+
+    def schedule(self) -> Schedule:
+        return Schedule(events=array("q", self.events), works=tuple(self._works))
+
+    # Streams and records.
+
+    def new_stream(self) -> int:
+        self._streams += 1
+        return self._streams % _NVME_STREAM
+
+    def switch(self, stream: int) -> int:
+        """Make a stream the current one; return the former."""
+        former, self.current = self.current, stream
+        self.events.append(stream << BITS | schedule.SWITCH)
+        return former
+
+    def record(self, stream: int) -> int:
+        """Record the stream's clock; return the record's number."""
+        self._records += 1
+        self.events.append((self._records << STREAM_BITS | stream) << BITS | schedule.RECORD)
+        return self._records
+
+    def wait(self, record: int, stream: int) -> None:
+        """Let the stream wait for a record."""
+        self.events.append((record << STREAM_BITS | stream) << BITS | schedule.WAIT)
+
+    def host_waits_for_record(self, record: int) -> None:
+        self.events.append(record << BITS | schedule.HOST_WAITS_RECORD)
+
+    def host_waits_for_stream(self, stream: int) -> None:
+        self.events.append(stream << BITS | schedule.HOST_WAITS_STREAM)
+
+    def host_waits_for_all(self) -> None:
+        self.events.append(schedule.HOST_WAITS_ALL)
+
+    # Work.
+
+    def issue(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Enter a call of an operator."""
+        name = func._schema.name.partition("::")[2]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)]
+        devices = {tensor.device.type for tensor in tensors}
+        if name in _COPIES and devices == {"cuda", "cpu"}:
+            self._copy(name, args, kwargs, out)
+            self.last_issued = None
+            return
+        if name in _WITHOUT_KERNEL or not devices - {"meta"}:
+            code = self.view_code
+        elif "cuda" in devices:
+            code = self._code(schedule.RUN, _describe_kernel(func, name, args, kwargs, out))
+        else:
+            code = self._code(schedule.HOST, Work(kind="host", bytes=_moved_bytes(func, name, args, kwargs, out)))
+        self.events.append(code)
+        self.last_issued = code
+
+    def read_back(self, tensor: Any) -> None:
+        """Enter that the host reads a value of the tensor."""
+        if tensor.device.type == "cuda":
+            self.events.append(self._code(schedule.RUN, Work(kind="copy", bytes=tensor.element_size())))
+            self.host_waits_for_stream(self.current)
+
+    def optimize(self, args: Iterable[Any]) -> None:
+        """Enter an optimizer's compiled step on these parameters, gradients and states."""
+        tensors = [leaf for leaf in tree_leaves(list(args)) if isinstance(leaf, torch.Tensor)]
+        size = int(_OPTIMIZER_BYTES * sum(map(_bytes, tensors)))
+        if any(tensor.device.type == "cuda" for tensor in tensors):
+            self.events.append(self._code(schedule.RUN, Work(kind="kernel", bytes=size)))
+        elif tensors:
+            self.events.append(self._code(schedule.HOST, Work(kind="host_optimizer", bytes=size)))
+
+    def swap(self, tensor: Any) -> None:
+        """Enter an asynchronous read or write of the tensor's bytes on NVMe."""
+        former = self.switch(_NVME_STREAM)
+        self.events.append(self._code(schedule.RUN, Work(kind="nvme", bytes=_bytes(tensor))))
+        self.switch(former)
+
+    def host_waits_for_nvme(self) -> None:
+        self.host_waits_for_stream(_NVME_STREAM)
+
+    def collect(self, func: Any, args: Any) -> Any:
+        """Enter a `c10d` operator on its communicator's stream; return its handle."""
+        name = func._schema.name.partition("::")[2]
+        place, passes = _COLLECTIVES.get(name, (0, 0))
+        stream, ranks, stride = self._communicator(args)
+        tensors = [leaf for leaf in tree_leaves(args[place]) if isinstance(leaf, torch.Tensor)]
+        work = Work(kind="collective", bytes=int(passes * sum(map(_bytes, tensors))), ranks=ranks, stride=stride)
+        current = self.current
+        self.wait(self.record(current), stream)
+        self.switch(stream)
+        self.events.append(self._code(schedule.RUN, work))
+        self.switch(current)
+        handle = _CollectiveWork(self, self.record(stream))
+        if name == "barrier":
+            self.host_waits_for_stream(stream)
+        elif "coalesced" in name:  # torch returns a handle of its own: taken as waited for at once
+            handle.wait()
+        self._handles.append(handle)
+        return handle
+
+    def _copy(self, name: str, args: Any, kwargs: Any, out: Any) -> None:
+        target, source = (args[0], args[1]) if name == "copy_" else (out, args[0])
+        host = target if target.device.type == "cpu" else source
+        asynchronous = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
+        pinned = self.is_pinned(host)
+        kind = schedule.Work(kind="copy" if pinned else "pageable_copy", bytes=min(_bytes(target), _bytes(source)))
+        self.events.append(self._code(schedule.RUN, kind))
+        if not (asynchronous and pinned):
+            self.host_waits_for_stream(self.current)
+
+    def _communicator(self, args: Any) -> tuple[int, int, int]:
+        """The stream of the process group's communicator, its ranks and their stride."""
+        boxed = next(
+            (arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())), None
+        )
+        group = None if boxed is None else ProcessGroup.unbox(boxed)
+        name = None if group is None else group.group_name
+        if name not in self._communicators:
+            members = (
+                list(range(torch.distributed.get_world_size()))
+                if group is None
+                else torch.distributed.get_process_group_ranks(group)
+            )
+            stride = members[1] - members[0] if len(members) > 1 else 1
+            self._communicators[name] = (self.new_stream(), len(members), stride)
+        return self._communicators[name]
+
+    def _code(self, code: int, work: Work) -> int:
+        return self._works.setdefault(work, len(self._works)) << BITS | code
+
+
+def _bytes(tensor: Any) -> int:
+    """Bytes that a kernel touches: a dimension that is expanded counts once."""
+    count = tensor.element_size()
+    for length, step in zip(tensor.shape, tensor.stride(), strict=True):
+        count *= length if step or not length else 1
+    return int(count)
+
+
+def _moved_bytes(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> int:
+    """Bytes that a call reads and writes."""
+    outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+    if name in _PICK:
+        return 2 * max(sum(map(_bytes, outputs)), 1)
+    read = written = 0
+    values = [*args, *kwargs.values()]
+    parameters = func._schema.arguments
+    named = {argument.name: argument for argument in parameters}
+    sources = [*parameters[: len(args)], *(named[key] for key in kwargs if key in named)]
+    changed: set[int] = set()
+    for argument, value in zip(sources, values, strict=False):
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        size = sum(map(_bytes, tensors))
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            changed |= {id(tensor) for tensor in tensors}
+            written += size
+            read += 0 if name in _OVERWRITE else size
+        else:
+            read += size
+    return read + written + sum(_bytes(tensor) for tensor in outputs if id(tensor) not in changed)
+
+
+def _describe_kernel(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> Work:
+    size = _moved_bytes(func, name, args, kwargs, out)
+    count = flop_registry.get(func._overloadpacket)
+    if count is None:
+        return Work(kind="kernel", bytes=size)
+    flops = float(count(*args, **kwargs, out_val=out))
+    first = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+    dtype = str(first.dtype).removeprefix("torch.")
+    if dtype == "float32" and torch.backends.cuda.matmul.allow_tf32:
+        dtype = "tf32"
+    if "attention" in name:
+        names = [argument.name for argument in func._schema.arguments]
+        if "is_causal" in names:
+            place = names.index("is_causal")
+            causal = args[place] if place < len(args) else kwargs.get("is_causal", False)
+            flops /= 2 if causal else 1
+        return Work(kind="attention", flops=flops, bytes=size, dtype=dtype)
+    least = 0
+    if name in _MATMULS:
+        left, right = args[_MATMULS[name] : _MATMULS[name] + 2]
+        least = int(min(*left.shape[-2:], right.shape[-1]))
+    return Work(kind="matmul", flops=flops, bytes=size, dtype=dtype, least_dim=least)

@@ -1,0 +1,137 @@
+"""The clocks of streams and of the host: overlap, waits, what bounds a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autods.config.catalogue import Links, Machine, Rates, Tflops
+from autods.forecast import schedule as codes
+from autods.forecast.prices import Constants, Efficiency, PriceList, Unpriced, read_constants
+from autods.forecast.schedule import BITS, STREAM_BITS, Schedule, Work
+from autods.forecast.step_time import StepTime, forecast_step
+
+_PERFECT = Efficiency(
+    matmul=1, matmul_half_dim=1e-9, attention=1, memory=1, nvlink=1, pcie_between_gpus=1, network=1, pinned_copy=1,
+    pageable_copy=0.5, dram=1, host_optimizer=1, nvme=1, launch_us=1e-6, view_us=1e-6, collective_us=1e-6,
+    kernel_us=1e-6, step_us=1e-6, network_step_us=1e-6,
+)  # fmt: skip
+_EXACT = Constants(efficiency=_PERFECT, low=1, high=1, sources={})
+# A card of 1 TFLOP/s and 1 GB/s, and a node whose every other path has 1 GB/s, too.
+_MACHINE = Machine(
+    name="slow",
+    title="slow",
+    device_bytes=1,
+    dram_gb_per_s=1,
+    nvme_gb_per_s=1,
+    rates=Rates(multiprocessors=1, memory_gb_per_s=1, source="made up", tflops=Tflops(fp32=1, bf16=1)),
+    links=Links(
+        between_gpus="NVLink", between_gpus_gb_per_s=2, to_host="PCIe", to_host_gb_per_s=1, network_gb_per_s=0.5
+    ),
+)
+_WORKS = (
+    Work(kind="matmul", flops=1e12, dtype="bfloat16", least_dim=1),
+    Work(kind="collective", bytes=2 * 10**9, ranks=2),
+    Work(kind="kernel", bytes=10**9),
+    Work(kind="host_optimizer", bytes=10**9),
+    Work(kind="view"),
+)
+_MATMUL, _COLLECTIVE, _KERNEL, _OPTIMIZER, _VIEW = range(len(_WORKS))
+
+
+def _run(work: int) -> int:
+    return work << BITS | codes.RUN
+
+
+def _switch(stream: int) -> int:
+    return stream << BITS | codes.SWITCH
+
+
+def _record(number: int, stream: int) -> int:
+    return (number << STREAM_BITS | stream) << BITS | codes.RECORD
+
+
+def _wait(number: int, stream: int) -> int:
+    return (number << STREAM_BITS | stream) << BITS | codes.WAIT
+
+
+def _replay(*events: int, efficiency: Efficiency = _PERFECT, accumulation: int = 1, micro_batches: int = 1) -> StepTime:
+    prices = PriceList(machine=_MACHINE, ranks_per_node=2, efficiency=efficiency)
+    schedule = Schedule(events=events, works=_WORKS)
+    return forecast_step(schedule, prices, _EXACT, micro_batches=micro_batches, accumulation=accumulation)
+
+
+def test_work_on_one_stream_runs_in_turn() -> None:
+    step = _replay(_run(_MATMUL), _run(_KERNEL))
+    assert step.seconds == pytest.approx(2)
+    assert step.spent["compute"] == pytest.approx(1)
+    assert step.spent["memory"] == pytest.approx(1)
+
+
+def test_two_streams_overlap() -> None:
+    step = _replay(_run(_MATMUL), _switch(1), _run(_COLLECTIVE), _switch(0), _run(_MATMUL))
+    assert step.seconds == pytest.approx(2)
+    assert step.spent["communication"] == pytest.approx(0, abs=1e-6)
+
+
+def test_a_wait_for_a_collective_is_communication() -> None:
+    events = (_switch(1), _run(_COLLECTIVE), _run(_COLLECTIVE), _record(1, 1), _switch(0), _wait(1, 0), _run(_KERNEL))
+    step = _replay(*events)
+    assert step.seconds == pytest.approx(3)
+    assert step.bound == "communication"
+    assert step.spent["communication"] == pytest.approx(2)
+
+
+def test_a_wait_for_another_step_s_record_costs_nothing() -> None:
+    assert _replay(_wait(7, 0), _run(_KERNEL)).seconds == pytest.approx(1)
+
+
+def test_the_host_works_while_the_card_does() -> None:
+    assert _replay(_run(_MATMUL), _OPTIMIZER << BITS | codes.HOST).seconds == pytest.approx(2)
+
+
+def test_the_card_waits_for_a_host_that_waited() -> None:
+    step = _replay(_run(_MATMUL), codes.HOST_WAITS_ALL, _OPTIMIZER << BITS | codes.HOST, _run(_KERNEL))
+    assert step.seconds == pytest.approx(4)
+    assert step.spent["host"] == pytest.approx(2)
+
+
+def test_many_small_operators_are_bound_by_launches() -> None:
+    slow_host = replace(_PERFECT, launch_us=2e6, view_us=1e6)
+    step = _replay(_run(_KERNEL), _run(_VIEW), _run(_KERNEL), efficiency=slow_host)
+    assert step.seconds == pytest.approx(6)
+    assert step.bound == "launch"
+
+
+def test_further_micro_batches_last_as_long_as_the_first() -> None:
+    events = (_run(_MATMUL), codes.HOST_WAITS_ALL, codes.MICRO_BATCH, _run(_MATMUL), _run(_KERNEL))
+    step = _replay(*events, micro_batches=2, accumulation=5)
+    assert step.seconds == pytest.approx(6)
+    assert sum(step.spent.values()) == pytest.approx(6)
+
+
+def test_a_collective_between_nodes_takes_the_network() -> None:
+    prices = PriceList(machine=_MACHINE, ranks_per_node=2, efficiency=_PERFECT)
+    within, between = (prices.price(Work(kind="collective", bytes=10**9, ranks=ranks)).seconds for ranks in (2, 4))
+    assert within == pytest.approx(0.5)
+    assert between == pytest.approx(1.5)
+
+
+def test_ranks_of_a_node_share_host_memory() -> None:
+    alone, shared = (
+        PriceList(machine=_MACHINE, ranks_per_node=ranks, efficiency=_PERFECT).price(_WORKS[_OPTIMIZER]).seconds
+        for ranks in (1, 8)
+    )
+    assert shared == pytest.approx(8 * alone)
+
+
+def test_a_machine_without_peaks_has_no_prices() -> None:
+    prices = PriceList(machine=replace(_MACHINE, rates=None), ranks_per_node=2, efficiency=_PERFECT)
+    with pytest.raises(Unpriced):
+        prices.price(_WORKS[_KERNEL])
+
+
+def test_the_shipped_constants_are_read() -> None:
+    constants = read_constants()
+    assert set(constants.sources) == set(Efficiency.__dataclass_fields__)
