@@ -61,6 +61,7 @@ check: lint
 docs: setup
 	$(PIP) install --constraint constraints.txt --group docs
 	$(BIN)/python docs/reference.py --check
+	$(BIN)/python docs/outputs.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rich.console import Console, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -133,7 +134,7 @@ def _print_ladder(report: Report, console: Console, *, verbose: bool) -> None:
     }
     for reason in dict.fromkeys(untried.values()):
         rungs = ", ".join(rung for rung in untried if untried[rung] == reason)
-        console.print(Text(f"  {reason}: {rungs}\n", style="dim"))
+        console.print(Padding(Text(f"{reason}: {rungs}", style="dim"), (0, 0, 1, 2)))
     # Variants of rungs raced too, such as 'zero2 without checkpointing'.
     names = [
         name

@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -84,10 +85,29 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
-def test_the_page_of_options_is_current() -> None:
-    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
+def load_script(name: str) -> Any:
+    """The module docs/NAME.py."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    reference = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(reference)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+def test_the_page_of_options_is_current() -> None:
+    reference = load_script("reference")
     assert reference.PAGE.read_text() == reference.render(), "python docs/reference.py writes it"
+
+
+def test_shown_outputs_are_what_is_printed_today() -> None:
+    outputs = load_script("outputs")
+    for path, text in outputs.render():
+        assert path.read_text() == text, "python docs/outputs.py writes it"
+
+
+def test_each_output_is_shown_on_a_page() -> None:
+    outputs = load_script("outputs")
+    shown = [name for page in PAGES for name in re.findall(r"<!-- output: (\w+)", page.read_text())]
+    assert sorted(shown) == sorted(outputs.BLOCKS)
+    assert any(f"]({outputs.PICTURE.relative_to(ROOT)})" in page.read_text() for page in PAGES)

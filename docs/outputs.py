@@ -1,0 +1,116 @@
+"""Write the outputs that README and docs show, as today's code prints them for the stored run of `make demo`.
+
+python docs/outputs.py                           write the blocks between the markers, and the picture
+python docs/outputs.py --take autods-out/demo    store another run first
+python docs/outputs.py --check                   exit with 1 where one of them is not current
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.text import Text
+
+from autods.cli.commands import DifferenceFromFirst
+from autods.events import TrialFinished
+from autods.report import Report, serialize
+from autods.report.fit_view import print_fit
+from autods.report.live import Progress
+from autods.types import Record, Skipped
+
+ROOT = Path(__file__).resolve().parents[1]
+RUN = ROOT / "docs" / "demo.json"
+PICTURE = ROOT / "docs" / "demo.svg"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "fit.md")
+_OUT = "autods-out/demo"
+_COLUMNS = 100
+_BLOCK = re.compile(r"(<!-- output: (\w+), written by docs/outputs.py -->\n```\n).*?(```\n<!-- end -->)", re.DOTALL)
+
+
+def read_run() -> Report:
+    """The stored run."""
+    return serialize.from_dict(json.loads(RUN.read_text()))
+
+
+def take(folder: Path) -> None:
+    """Store the finished fit in `folder`, with the paths of `make demo` instead of those of this machine."""
+    report = serialize.read(folder)
+    question = report.question
+    if question.ops_folder:
+        question = replace(question, ops_folder=question.ops_folder.replace(str(Path.home()), "/home/you"))
+    RUN.write_text(json.dumps(serialize.to_dict(replace(report, out=_OUT, question=question)), allow_nan=False) + "\n")
+
+
+def print_trials(report: Report) -> str:
+    """The lines of the walk and of the last trial, as they are printed where nothing is redrawn."""
+    ladder = report.question.ladder
+    first = [record for record in report.trials if record.trial.purpose == "walk"]
+    walk = sorted([*report.skipped, *first], key=lambda each: ladder.index(_rung(each)))
+    with Progress(console := _console(), label=DifferenceFromFirst()) as listen:
+        for each in walk:
+            listen(each if isinstance(each, Skipped) else TrialFinished(record=each))
+        console.print("…")
+        listen(TrialFinished(record=report.trials[-1]))
+    return _text(console)
+
+
+def print_details(report: Report) -> str:
+    """The end of a fit with --verbose."""
+    print_fit(report, console := _console(), verbose=True)
+    return _text(console)
+
+
+def draw(report: Report) -> str:
+    """The end of a fit as an SVG image, which makes no request to another place."""
+    print_fit(report, printed := _console(colour=True))
+    console = _console(colour=True, record=True)
+    # Lines that are printed whole, to be copied, are wrapped: a picture would cut them.
+    console.print(Text.from_ansi(_text(printed)))
+    svg = console.export_svg(title="autods fit", unique_id="fit")
+    return re.sub(r"@font-face\s*{.*?}\s*", "", svg, flags=re.DOTALL)  # the reader's own monospace font does
+
+
+def render() -> Iterator[tuple[Path, str]]:
+    """Each page that shows an output, and the picture: (file, its text today)."""
+    report = read_run()
+    for page in PAGES:
+        yield page, _BLOCK.sub(lambda block: f"{block[1]}{BLOCKS[block[2]](report)}{block[3]}", page.read_text())
+    yield PICTURE, draw(report)
+
+
+def _rung(each: Record | Skipped) -> str:
+    return each.rung if isinstance(each, Skipped) else each.trial.rung
+
+
+def _console(*, colour: bool = False, record: bool = False) -> Console:
+    """A console that keeps what is printed: plain text of a file, or with the colours of a terminal."""
+    system: Literal["truecolor"] | None = "truecolor" if colour else None
+    return Console(
+        file=io.StringIO(), width=_COLUMNS, force_terminal=colour, color_system=system, record=record, _environ={}
+    )
+
+
+def _text(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    lines = (line.rstrip() for line in console.file.getvalue().strip("\n").splitlines())
+    return "\n".join(lines) + "\n"
+
+
+BLOCKS: Mapping[str, Callable[[Report], str]] = {"trials": print_trials, "details": print_details}
+
+if __name__ == "__main__":
+    if "--take" in sys.argv:
+        take(Path(sys.argv[sys.argv.index("--take") + 1]))
+    stale = [path for path, text in render() if not path.exists() or path.read_text() != text]
+    if "--check" in sys.argv and stale:
+        sys.exit(f"python docs/outputs.py writes {', '.join(str(path.relative_to(ROOT)) for path in stale)}")
+    for path, text in render():
+        path.write_text(text)
