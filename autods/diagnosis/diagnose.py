@@ -30,7 +30,7 @@ _ASCEND_RANK = re.compile(r"\bRankID:(\d+)\)")
 # The line is about memory running out, not a report of it: release notes, settings, advice.
 _ONLY_TALKS = re.compile(
     r"(?:previous|earlier|last) (?:run|attempt|trial|try|job|launch)\b|\bexamples? of\b|\brow \d+\b.{0,4}[\"']"
-    r"|skip\w* (?:the )?(?:test|benchmark)"
+    r"|skip\w* (?:the )?(?:test|benchmark)|\bdry[- ]?run\b"
     r"|^(?!.*(?:tried to allocate|killed process|errno)).*"
     r"\b(?:changelog|release notes?|fix(?:ed|es)|avoid(?:s|ed|ing)?|prevents?|preventing|known issues?|faq|how to)\b",
     re.IGNORECASE | re.DOTALL,
@@ -142,7 +142,7 @@ def _add_message(message: Message, summary: LogSummary, row_counts: Counter[str]
         if rank is None and local is not None:
             summary.ranks.gpus.add(local)
         summary.findings.append(Finding(row, message, rank, local, find_nccl_device(message), when))
-    if row.weight in ("cause", "likely"):
+    if row.weight in ("cause", "likely", "pressure"):
         reader.watch()
         message.progress = reader.progress
 

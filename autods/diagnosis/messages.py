@@ -17,6 +17,12 @@ TRACEBACK = re.compile(r"(?:Original |Remote )?Traceback \(most recent call last
 FRAME = re.compile(r"\s*File \"[^\"]+\", line \d+, in \S+")
 BOXED_FRAME = re.compile(r"[│|] (?:\S+\.py:\d+(?: in\b|\s*[│|]?$)|❱)")  # rich's
 CHAINED = re.compile(r"(?:During handling of the above exception|The above exception was the direct cause)")
+_FOLDED_FRAME = re.compile(r"\s*(?=File \"[^\"]+\", line \d+)")
+_FOLDED_END = re.compile(
+    expand(
+        r"(?P<frame>File \"[^\"]+\", line \d+(?:, in \S+)?)\s*(?P<code>.*?)\s*(?P<end>(?:\b\w+\.)*\b[A-Z]\w*{exception_suffix}: .*)"
+    )
+)
 IGNORED = re.compile(r"Exception ignored in|Error in atexit|Error in sys\.excepthook|Exception in thread .*daemon")
 # "torch.OutOfMemoryError: CUDA out of memory…", "RayTaskError(OutOfMemoryError): …", pytest's "E   ValueError: …".
 EXCEPTION = re.compile(
@@ -68,6 +74,26 @@ def parse_exception_type(text: str) -> str:
 
 def _type_name(match: re.Match[str] | None) -> str:
     return match["type"].replace("::", ".").rpartition(".")[2] if match else ""
+
+
+def _unfold(text: str) -> list[str]:
+    """The lines of a traceback that a logger has folded into one line; empty for another line."""
+    rest = text.partition("(most recent call last):")[2]
+    frames = [frame for frame in _FOLDED_FRAME.split(rest) if frame.startswith('File "')]
+    end = _FOLDED_END.match(frames[-1]) if frames else None
+    if end is None:
+        return []
+    calls = (line for frame in frames[:-1] for line in _split_frame(frame))
+    code = [f"    {end['code']}"] if end["code"] else []
+    return ["Traceback (most recent call last):", *calls, f"  {end['frame']}", *code, end["end"]]
+
+
+def _split_frame(frame: str) -> list[str]:
+    match = FRAME.match(frame)
+    if match is None:
+        return [f"  {frame}"]
+    code = frame[match.end() :].strip()
+    return [f"  {match[0]}", *([f"    {code}"] if code else [])]
 
 
 def _is_code(text: str) -> bool:
@@ -173,6 +199,11 @@ class Assembler:
         key, text = (line.file, line.prefix.stream), line.text
         if TRACEBACK.search(text):
             yield from self._close(key)
+            if folded := _unfold(text):
+                for piece in folded:
+                    yield from self.feed(replace(line, text=piece))
+                yield from self._close(key)
+                return
             self._open[key] = _Open(line, ignored=key in self._ignore, rank=self._spawned.pop(key, None))
             self._ignore.discard(key)
             return

@@ -372,6 +372,8 @@ def _split(text: str) -> list[str]:
     """Split at carriage returns (progress bars), and at line ends that a JSON log wrote as backslash and n."""
     parts = [part for part in text.split("\r") if part.strip()] if "\r" in text else [text]
     is_record = len(parts) == 1 and text.rstrip().endswith("}")
+    if "#012" in text and "Traceback (most" in text:  # syslog's line ends
+        return text.split("#012")
     if "\\n" in text and not is_record and ("Traceback (most" in text or len(text) > LINE_CHARS):
         parts = [piece for part in parts for piece in part.split("\\n")]
     return parts

@@ -19,9 +19,18 @@ _EVIDENCE_CHARS = 400
 _RESUMED_STEPS = 3  # of progress after a failure: the run survived it. Other ranks show a step or two more at most
 _STRENGTH = {"decisive": 0, "cause": 1, "likely": 2}  # of a row's weight; the smaller is stronger
 _CONFIDENCE = {"decisive": 0.95, "cause": 0.95, "likely": 0.6, "weak": 0.4}
+# What Python says where a step that was given up left no value behind.
+_NO_VALUE = re.compile(
+    r"NoneType|not associated with a value|referenced before assignment|^NameError: .* is not defined"
+)
 _SILENT_SIGNALS = (-9, -11, -7, -4, -8)  # they leave no message; a watchdog ends its own process by −6
 _LEAVE_HEADROOM = (
     "memory ran out on the way and the run continued: leave headroom with a smaller micro batch or a leaner rung"
+)
+_LEAVE_HEADROOM_OR_CATCH = "memory ran out first: use a smaller micro batch or a leaner rung; then mend what the code does after it skips a step"
+_NOT_FULL = (
+    "the GPU was not full when it refused: look for a limit of this process (MPS, MIG, a memory fraction), "
+    "an exhausted address space (ulimit -v) or a driver in a bad state (dmesg, nvidia-smi -q); a leaner rung does not help"
 )
 _KILLED_PROGRAM = re.compile(r"[Kk]illed process (\d+) \(([^)]*)\)")
 _TRAINING_PROGRAM = re.compile(
@@ -88,7 +97,8 @@ def pick_root_cause(summary: LogSummary, exit_code: int | None = None) -> Diagno
     of_run = [cause for cause in alive if cause.row.weight in _STRENGTH]
     of_run = [cause for cause in of_run if not _is_about_other_program(cause, of_run, summary, exit_code)]
     if causes := [cause for cause in of_run if not _is_incidental_mention(cause, of_run)]:
-        return _diagnose_cause(causes, summary)
+        diagnosis = _diagnose_cause(causes, summary)
+        return _diagnose_caught_shortage(diagnosis, causes, alive) or diagnosis
     silent_end = summary.first_exit.code in _SILENT_SIGNALS
     if noticed := [finding for finding in alive if finding.row.weight == "secondary"]:
         if silent_end:
@@ -166,6 +176,30 @@ def _shows_pressure(finding: Finding) -> bool:
     )
 
 
+def _diagnose_caught_shortage(
+    diagnosis: Diagnosis, causes: Sequence[Finding], alive: Sequence[Finding]
+) -> Diagnosis | None:
+    """Memory ran out, the code caught that, and then died of a value that was missing: both, the cause first."""
+    deaths = (cause for cause in causes if cause.message.manner == "raised" and _NO_VALUE.search(cause.message.text))
+    death = next(deaths, None)
+    if death is None or diagnosis.kind not in ("user_code", "out_of_memory"):
+        return None
+    later = f"the code caught it, and died later of: {_telling_lines(death)[0]}"
+    if diagnosis.kind == "out_of_memory":
+        return replace(diagnosis, notes=(*diagnosis.notes, later))
+    caught = [
+        finding
+        for finding in alive
+        if finding.row.name == "recovered"
+        and (finding.message.file, finding.message.prefix.stream) == (death.message.file, death.message.prefix.stream)
+        and finding.message.order < death.message.order
+    ]
+    if not caught:
+        return None
+    found = _diagnosis(caught[-1], 0.7, [*caught[-1:], death], rank=diagnosis.rank, advice=_LEAVE_HEADROOM_OR_CATCH)
+    return replace(found, kind="out_of_memory", notes=(*found.notes, later))
+
+
 # From findings to a diagnosis.
 
 
@@ -212,7 +246,9 @@ def _diagnosis(
     lines = list(dict.fromkeys(line for other in same for line in _telling_lines(other)))[:_EVIDENCE_LINES]
     shortage = parse_shortage(message.text)
     notes = shortage.notes() if row.tier == "device" else ()
-    advice = advice or row.advice
+    advice = (advice or row.advice).replace("{line}", lines[-1] if lines else "")
+    if row.tier == "device" and row.kind == "out_of_memory" and shortage.contradicts_itself:
+        row, advice, notes = replace(row, kind="infrastructure", tier=None, action="fix_environment"), _NOT_FULL, ()
     if notes and shortage.fragmented:
         advice = f"{notes[0][0].upper()}{notes[0][1:]}. Then: {advice}"
     elif notes:

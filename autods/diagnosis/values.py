@@ -46,10 +46,13 @@ class Diagnosis:
 _SIZE = r"([\d.]{1,30} ?[KMGT]?i?B)"  # without a limit, a line of digits takes seconds
 _WANTED = re.compile(rf"tried to allocate (\d{1, 30}) bytes|tried to allocate {_SIZE}", re.IGNORECASE)
 _FREE = re.compile(rf"of which {_SIZE} is free|; {_SIZE} free", re.IGNORECASE)
+_TOTAL = re.compile(rf"total capacity of {_SIZE}|{_SIZE} total capacity", re.IGNORECASE)
+_ALLOWED = re.compile(rf"{_SIZE} allowed|max allowed|memory limit", re.IGNORECASE)
 _IDLE = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated", re.IGNORECASE)
 _ALLOCATED = re.compile(rf"{_SIZE} already allocated", re.IGNORECASE)
 _RESERVED = re.compile(rf"{_SIZE} reserved in total", re.IGNORECASE)
 _OTHERS = re.compile(rf"(?<!this )process (\d+) has {_SIZE} memory in use", re.IGNORECASE)
+_FEW_BYTES = 2**20  # torch's allocator takes 2 MiB at least from the driver
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
@@ -59,6 +62,8 @@ class Shortage:
 
     wanted_bytes: int | None = None
     free_bytes: int | None = None
+    total_bytes: int | None = None
+    limited: bool = False  # the process may use a part of the card only
     idle_bytes: int | None = None  # reserved by the allocator, holding no tensor
     others_bytes: int | None = None  # of other processes on the same card
 
@@ -66,6 +71,16 @@ class Shortage:
     def fragmented(self) -> bool:
         """Whether the allocator held enough free memory, but in pieces."""
         return bool(self.wanted_bytes and self.idle_bytes and self.idle_bytes >= self.wanted_bytes)
+
+    @property
+    def contradicts_itself(self) -> bool:
+        """Whether the card was not full: most of it was free, or a few bytes were refused."""
+        if self.limited or self.wanted_bytes is None:
+            return False
+        free, total = self.free_bytes, self.total_bytes
+        if self.wanted_bytes < _FEW_BYTES:
+            return free is None or free > 2 * _FEW_BYTES
+        return free is not None and total is not None and free > total / 2 and free > 2 * self.wanted_bytes
 
     def notes(self) -> tuple[str, ...]:
         """Sentences on fragmentation and on other processes."""
@@ -87,8 +102,15 @@ def parse_shortage(text: str) -> Shortage:
     # Without "this process has", a lone "Process 4121 has" may be this process, seen from inside a container.
     named = dict(_OTHERS.findall(text)) if "this process has" in text.lower() else {}  # by pid: a text may repeat it
     others = sum(_sizes(re.compile(_SIZE, re.IGNORECASE), " ".join(named.values())))
-    wanted, free = next(_sizes(_WANTED, text), None), next(_sizes(_FREE, text), None)
-    return Shortage(wanted_bytes=wanted, free_bytes=free, idle_bytes=idle, others_bytes=others or None)
+    wanted, free, total = (next(_sizes(size, text), None) for size in (_WANTED, _FREE, _TOTAL))
+    return Shortage(
+        wanted_bytes=wanted,
+        free_bytes=free,
+        total_bytes=total,
+        limited=_ALLOWED.search(text) is not None,
+        idle_bytes=idle,
+        others_bytes=others or None,
+    )
 
 
 def _sizes(pattern: re.Pattern[str], text: str) -> Iterator[int]:

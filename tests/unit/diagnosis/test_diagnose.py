@@ -188,3 +188,33 @@ def test_a_real_time_signal_is_named(exit_code: int) -> None:
     said = autods.diagnose("", exit_code)
     assert (said.kind, said.signature) == ("unknown", "exit code -40")
     assert said.advice.startswith("ended by SIGRTMIN+6")
+
+
+def test_a_caught_shortage_and_the_later_death_are_both_said() -> None:
+    log = "| WARNING: ran out of memory, skipping batch\n"
+    said = autods.diagnose(log + raised("AttributeError: 'NoneType' object has no attribute 'backward'"), 1)
+    assert (said.kind, said.tier) == ("out_of_memory", "device")
+    assert "ran out of memory" in said.evidence[0]
+    assert "'NoneType' object has no attribute 'backward'" in said.notes[0]
+
+
+def test_a_card_with_most_of_it_free_is_not_called_full() -> None:
+    free = f"{OOM} of which 76.00 GiB is free."
+    assert autods.diagnose(raised(free, "y = x.cuda()"), 1).action == "fix_environment"
+    limited = f"{free} 8.00 GiB allowed; Of the allocated memory 7.50 GiB is allocated by PyTorch."
+    assert autods.diagnose(raised(limited, "y = x.cuda()"), 1).tier == "device"
+
+
+def test_the_remedy_that_nccl_names_is_quoted() -> None:
+    remedy = "Do not force-enable NVLS (NCCL_NVLS_ENABLE=1) if you wish to avoid this error in the future."
+    warning = "node-1:8:9 [3] transport/nvls.cc:254 NCCL WARN Failed to bind NVLink SHARP (NVLS) Multicast memory"
+    said = autods.diagnose(f"{warning} of size 16777216\n{remedy}\n", 1)
+    assert remedy in said.advice
+
+
+def test_a_traceback_in_one_line_is_unfolded() -> None:
+    frames = 'File "train.py", line 9, in <module> main() File "/work/data.py", line 25, in check'
+    end = 'raise ValueError("buffer_size is " + n) ValueError: buffer_size is 3'
+    log = f"Traceback (most recent call last): {frames} {end}"
+    said = autods.diagnose(log, 1)
+    assert (said.kind, said.evidence[0]) == ("user_code", "ValueError: buffer_size is 3")
