@@ -322,4 +322,4 @@ def test_an_unwritable_result_blames_the_disk() -> None:
 def test_a_rank_ended_by_a_real_time_signal_has_its_name() -> None:
     outcome = explain_failure([evidence(1, 1.0, exit=-40)])
     assert isinstance(outcome, Failed)
-    assert "killed by SIGRTMIN+6" in outcome.error
+    assert "killed by SIGRTMIN+6" in outcome.evidence
