@@ -62,7 +62,7 @@ _MODULE_HELP = "WORKLOAD is a module, package.module, and is started as with pyt
 Module = Annotated[
     bool, _flag("--module", "-m", help=_MODULE_HELP, panel="Workload")
 ]  # of each command with a workload
-AsJson = Annotated[bool, _flag("--json", help="Print JSON instead of a table.")]
+AsJson = Annotated[bool, _flag("--json", help="Print the result as JSON.")]
 Quiet = Annotated[bool, _flag("--quiet", "-q", help="No progress, only the result.")]
 Verbose = Annotated[bool, _flag("--verbose", "-v", help="Also the reasons, the certificate, and all ways to launch.")]
 Markdown = Annotated[bool, _flag("--markdown", help="Print a Markdown table, for a pull request.")]
@@ -179,14 +179,8 @@ def run_diagnose(call: Call, request: DiagnoseRequest, *, as_json: AsJson = Fals
     """Say why a run died."""
     if not request.logs and request.exit_code is None:
         raise InputError("neither a log nor an exit code is given", hint="give one: autods diagnose train.log")
-    if "-" in request.logs and len(request.logs) > 1:
-        hint = "join them: cat train.log - | autods diagnose -"
-        raise InputError("- reads standard input, and no other log beside it", hint=hint)
     logs = find_logs(request.logs, stdin=True)
     diagnosis = diagnose_logs(logs, request.exit_code, lambda line: print(line, file=sys.stderr, flush=True))
-    if logs and diagnosis.kind == "unknown" and diagnosis.confidence <= 0.1:
-        place = ", ".join(log.place for log in logs)
-        raise InputError("is not a text log", place=place, hint="give the log itself (gzip is fine)")
     # Lines of a log stay whole, so that they can be searched for.
     _show(diagnosis, as_json, Diagnosis.to_dict, lambda shown, _: print_diagnosis(shown, Console(soft_wrap=True)))
     return 0
@@ -328,7 +322,9 @@ autods diagnose slurm-1234.out --exit-code 137
 
 autods diagnose rank_0.log rank_1.log        one file a rank; a folder of logs works too
 
-dmesg -T | cat train.log - | autods diagnose -
+dmesg -T | autods diagnose train.log -        - is what the pipe holds
+
+zstdcat train.log.zst | autods diagnose -        gzip, bzip2 and xz are read as they are
 
 Exit codes: 0 diagnosed, 2 wrong input.
 """,

@@ -35,6 +35,10 @@ _ONLY_TALKS = re.compile(
     r"\b(?:changelog|release notes?|fix(?:ed|es)|avoid(?:s|ed|ing)?|prevents?|preventing|known issues?|faq|how to)\b",
     re.IGNORECASE | re.DOTALL,
 )
+_GIVE_TEXT = "give the log itself, as text or packed by gzip, bzip2 or xz; unpack others into autods diagnose -"
+_MOST_SKIPPED = 5  # names in a note
+# 'logs/train.log', '/data/slurm-7.out.gz': text of a log has a space, or another end
+_PATH = re.compile(r"[^\s\0]{1,1000}\.(?:log|out|err|txt)(?:\.(?:gz|bz2|xz|\d+))?")
 _MOST_EXIT_CODE = 256 + MOST_SIGNAL  # PBS adds 256 to a signal
 _MOST_FINDINGS = 400  # per row; findings that say that the run ended well are all kept
 _MOST_TIMES = 40  # findings per row for which the time of the line is looked up
@@ -45,19 +49,21 @@ _CONTROL_BYTES = bytes((*range(7), *range(14, 27), 127))
 def diagnose(log: Logs, exit_code: int | None = None) -> Diagnosis:
     """Find out why a run died.
 
-    `log` is the text of a log, or its path: a `Path`, or one line that names a file. Several logs, such as one per rank, are a dict of texts by
-    name, or a list of paths. Files are streamed, so that memory stays bounded. `exit_code` is the run's, negative for a
-    signal or as a shell reports it (137). Raises InputError for a path that cannot be read, and for other types.
+    `log` is the text of a log or a path. A `Path` is a path, and so is a str without a line end that names an existing
+    file or folder. Other str are text. Several logs, such as one per rank, are a dict of texts by name, a list of paths,
+    or a folder. Files are streamed, so that memory stays bounded. `exit_code` is the run's, negative for a signal or as
+    a shell reports it (137). Raises InputError for other types, for files that cannot be read or are no text, and for
+    a str that looks like a path where there is no file.
     """
     code = None if exit_code is None else check_count("exit_code", exit_code)
-    if isinstance(log, str) and "\n" not in log and _names_file(log):
+    if isinstance(log, str) and "\n" not in log and (os.path.lexists(log) or _PATH.fullmatch(log)):
         log = Path(log)
     if isinstance(log, str | Mapping):
         texts = {"": log} if isinstance(log, str) else log
         for name, text in texts.items():
             if not isinstance(name, str) or not isinstance(text, str):
                 raise InputError(f"log={show_value(log)}: text by name is needed")
-        return _diagnose({name: _text_blocks(text) for name, text in texts.items()}, code)
+        return pick_root_cause(_read_logs({name: _text_blocks(text) for name, text in texts.items()}, code), code)
     if isinstance(log, PathLike):
         return diagnose_logs(find_logs([log]), code)
     if isinstance(log, bytes | bytearray) or not isinstance(log, Iterable):
@@ -72,28 +78,32 @@ def diagnose(log: Logs, exit_code: int | None = None) -> Diagnosis:
     return diagnose_logs(find_logs(paths), code)
 
 
-def _names_file(text: str) -> bool:
-    try:
-        return os.path.lexists(text) and not os.path.isdir(text)
-    except ValueError:  # a NUL
-        return False
-
-
 def diagnose_logs(logs: Sequence[Log], exit_code: int | None, listen: Listen = lambda line: None) -> Diagnosis:
-    """Find out why a run died, from logs that were found. `listen` gets lines about what takes long."""
+    """Find out why a run died, from logs that were found. `listen` gets lines about what takes long.
+
+    Raises InputError if no log is text and there is no exit code. `notes` names those that are no text beside others.
+    """
     waits = Waits()
-    diagnosis = _diagnose({log.name: read_blocks(log, listen, waits) for log in logs}, exit_code)
-    return replace(diagnosis, notes=(*diagnosis.notes, *(note for log in logs for note in log.notes)))
+    summary = _read_logs({log.name: read_blocks(log, listen, waits) for log in logs}, exit_code)
+    if summary.not_text and not summary.text and exit_code is None:
+        raise InputError("is not a text log", place=", ".join(log.place for log in logs), hint=_GIVE_TEXT)
+    diagnosis = pick_root_cause(summary, exit_code)
+    notes = [note for log in logs for note in log.notes]
+    if summary.not_text and len(logs) > 1:
+        names = ", ".join(summary.not_text[:_MOST_SKIPPED])
+        notes.append(f"{len(summary.not_text)} of {len(logs)} files are no text and were skipped: {names}")
+    return replace(diagnosis, notes=(*diagnosis.notes, *notes))
 
 
-def _diagnose(logs: Mapping[str, Iterator[bytes]], exit_code: int | None) -> Diagnosis:
+def _read_logs(logs: Mapping[str, Iterator[bytes]], exit_code: int | None) -> LogSummary:
+    """The summary of logs by name. Raises InputError for an exit code that no run has."""
     if exit_code is not None and not -MOST_SIGNAL <= exit_code <= _MOST_EXIT_CODE:
         hint = f"a run ends with 0 to {_MOST_EXIT_CODE}, or by a signal: -1 to -{MOST_SIGNAL}"
         raise InputError(f"exit code {show_value(exit_code)} does not exist", hint=hint)
     summary = LogSummary(files=len(logs))
     for name, blocks in logs.items():
         _read_log(name, blocks, summary)
-    return pick_root_cause(summary, exit_code)
+    return summary
 
 
 def _text_blocks(text: str) -> Iterator[bytes]:
@@ -106,6 +116,7 @@ def _read_log(name: str, blocks: Iterator[bytes], summary: LogSummary) -> None:
     first = next(blocks, b"")
     if not _is_text(first):
         summary.bytes += len(first)
+        summary.not_text.append(name)
         return
     assembler = Assembler()
     reader = Reader(name, lambda: assembler.waiting)

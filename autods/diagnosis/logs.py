@@ -1,4 +1,4 @@
-"""Open logs: files, folders of them, gzip, pipes and standard input, each as blocks of UTF-8 and within bounds.
+"""Open logs: files, folders of them, compressed ones, pipes and standard input, as blocks of UTF-8 within bounds.
 
 A log may have any size. Of a large one the first and the last part are read, which hold the start of a run and its end.
 A pipe is waited for, and a line says so.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import gzip
 import io
 import itertools
 import os
@@ -17,9 +16,10 @@ import stat
 import sys
 import time
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,9 @@ _MOST_STREAMED = 2**38  # bytes of a log without positions
 MOST_FILES = 10_000  # in a folder
 _GIVE_LOG = "give the log of the run"
 _STDIN = "standard input"
+# First bytes of a packed log → the module of the standard library that reads it.
+_PACKINGS = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\0": "lzma", b"\x5d\0\0": "lzma"}
+_MOST_FIRST_BYTES = 6
 
 Listen = Callable[[str], None]
 
@@ -53,7 +56,10 @@ class Waits:
 
 @dataclass(slots=True)
 class Log:
-    """A log that was not read yet. After `read_blocks`, `notes` has sentences about what of it was not read."""
+    """A log that was not read yet. After `read_blocks`, `notes` has sentences about what of it was not read.
+
+    `name` stands before the line in 'train.log:4'. It is empty for standard input that is the only log.
+    """
 
     name: str
     path: Path | None  # None: standard input
@@ -65,28 +71,38 @@ class Log:
 
 
 def find_logs(paths: Iterable[str | os.PathLike[str]], *, stdin: bool = False) -> list[Log]:
-    """Return every log in the given files and folders. With `stdin`, '-' is standard input.
+    """Return every log in the given files and folders once. With `stdin`, '-' is standard input.
 
-    Raises InputError for a path where there is none.
+    The name of a log is its file's, or its path below the given folder. Where several have the same, as in
+    'node0/train.log' and 'node1/train.log', the folders above come before it.
+    Raises InputError for a path where there is no file.
     """
-    found: dict[str, Log] = {}
+    logs: dict[str, Log] = {}  # by absolute path
     for given in paths:
         check_path(given, "a log")
         path = Path(given)
         if stdin and str(path) == "-":
-            found["-"] = Log(name="", path=None)
+            logs["-"] = Log(name="", path=None)
             continue
         if os.path.isdir(path):
             for file in _list_folder(path):
-                name = str(file.relative_to(path))
-                name = name if name not in found else str(file)
-                found[name] = Log(name=name, path=file)
+                logs.setdefault(os.path.abspath(file), Log(name=str(file.relative_to(path)), path=file))
             continue
         if not os.path.lexists(path):
             raise InputError("no such file", place=str(path), hint=f"{_GIVE_LOG}, or a folder of logs")
-        name = path.name if path.name not in found else str(path)
-        found[name] = Log(name=name, path=path)
-    return list(found.values())
+        logs.setdefault(os.path.abspath(path), Log(name=path.name, path=path))
+    if len(logs) > 1 and "-" in logs:
+        logs["-"].name = _STDIN
+    _name_by_folder(logs)
+    return list(logs.values())
+
+
+def _name_by_folder(logs: Mapping[str, Log]) -> None:
+    """Lengthen the names that several logs share, by as many folders of their absolute paths as tell them apart."""
+    while shared := {name for name, count in Counter(log.name for log in logs.values()).items() if count > 1}:
+        for path, log in logs.items():
+            if log.name in shared:
+                log.name = str(Path(*Path(path).parts[-len(Path(log.name).parts) - 1 :]))
 
 
 def _list_folder(folder: Path) -> list[Path]:
@@ -107,14 +123,20 @@ def _list_folder(folder: Path) -> list[Path]:
 
 
 def read_blocks(log: Log, listen: Listen, waits: Waits) -> Iterator[bytes]:
-    """Yield the log's text as blocks of UTF-8; gzip and UTF-16 are read too. Raises InputError if it cannot be read."""
+    """Yield the log's text as blocks of UTF-8. gzip, bzip2, xz and UTF-16 are read too.
+
+    Raises InputError if it cannot be read.
+    """
     try:
         with _open(log, listen, waits) as source, io.BufferedReader(source, BLOCK_BYTES) as stream:
-            is_gzip = stream.peek(2).startswith(b"\x1f\x8b")
-            if source.is_file and not is_gzip:
+            start = stream.peek(_MOST_FIRST_BYTES)
+            packing = next((packing for magic, packing in _PACKINGS.items() if start.startswith(magic)), None)
+            if packing is not None:
+                blocks = _keep_ends(_unpack(stream, log, packing), log)
+            elif source.is_file:
                 blocks = _skip_middle(source, stream, log)
             else:
-                blocks = _keep_ends(_read_gzip(stream, log) if is_gzip else _read_plain(stream), log)
+                blocks = _keep_ends(_read_plain(stream), log)
             first = next(blocks, b"")
             is_utf_16 = first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
             decoder = codecs.getincrementaldecoder("utf-16")(errors="replace")
@@ -141,13 +163,17 @@ class _Source(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
+        """Read what there is: at the start enough to know a packed log, though a pipe may hold a single byte of it."""
+        least, count = (0 if self.bytes else _MOST_FIRST_BYTES), 0
         while True:
             if not self.is_file:
                 self._wait()
             with contextlib.suppress(BlockingIOError):  # another program reads from this pipe, too
-                count = os.readv(self.descriptor, [buffer])
-                break
-        self.bytes += count
+                read = os.readv(self.descriptor, [memoryview(buffer)[count:]])
+                count += read
+                self.bytes += read
+                if not read or count >= least:
+                    break
         if time.monotonic() - self._last_line_s > self.waits.again_s:
             self._last_line_s = time.monotonic()
             self.listen(f"reading {self.log.place}: {format_bytes(self.bytes)} so far (Ctrl-C ends it)")
@@ -230,17 +256,25 @@ def _read_plain(stream: io.BufferedReader[Any]) -> Iterator[bytes]:
         yield block
 
 
-def _read_gzip(source: io.BufferedReader[Any], log: Log) -> Iterator[bytes]:
+def _unpack(source: io.BufferedReader[Any], log: Log, packing: str) -> Iterator[bytes]:
     """Yield the content. What follows damage, or was cut off, is missing; `notes` says so."""
-    stream, count = gzip.GzipFile(fileobj=source), 0
+    try:
+        module = import_module(packing)
+    except ImportError:
+        problem = f"is packed, and this Python was built without {packing}"
+        raise InputError(problem, place=log.place, hint="unpack it into autods diagnose -") from None
+    damage = (EOFError, OSError, zlib.error, getattr(module, "LZMAError", EOFError))
+    stream, count = module.open(source), 0
     try:
         while block := stream.read1(BLOCK_BYTES):
             count += len(block)
             yield block
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+    except damage as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the disk; that of the content has no number
+            raise
         problem = "is cut off" if isinstance(error, EOFError) else "is damaged"
         if not count:
-            raise InputError(f"{problem}, so nothing of this gzip file can be read", place=log.place) from None
+            raise InputError(f"{problem}, so nothing of this packed log can be read", place=log.place) from None
         log.notes.append(f"{log.place} {problem}: the first {format_bytes(count)} of its text were read")
 
 

@@ -59,7 +59,8 @@ class LogSummary:
     """Everything that was read from the logs of one run.
 
     `progress` maps a file to the training progress at its end, `last` maps it to its last lines.
-    An error line without a cause names `named_rank`. `text` tells whether any file was text.
+    An error line without a cause names `named_rank`. `text` tells whether any file was text; `not_text` names those
+    that were none.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -71,6 +72,7 @@ class LogSummary:
     bytes: int = 0
     files: int = 1
     text: bool = False
+    not_text: list[str] = field(default_factory=list)
 
     @cached_property
     def first_exit(self) -> Exit:

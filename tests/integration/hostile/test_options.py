@@ -166,8 +166,6 @@ CONTRADICTIONS = {
     "a forecast for several": refused("probe model.py --gpus 2 --forecast-only --on all", "names several machines"),
     "a table and JSON": Case(f"{PROBE} --csv - --json", 2, "both print to standard output"),
     "neither log nor exit code": refused("diagnose", "neither a log nor an exit code is given"),
-    "a pipe and a file": refused("diagnose - run.log", "- reads standard input, and no other log beside it"),
-    "two pipes": refused("diagnose - -", "- reads standard input, and no other log beside it"),
     "--micro-batch of a fit": refused(f"{FIT} --micro-batch 2", "No such option: --micro-batch"),
     "--vary of a fit": refused(f"{FIT} --vary rung=ddp", "No such option: --vary"),
     "--on of a fit": refused(f"{FIT} --on a100-80gb", "No such option: --on"),
