@@ -40,6 +40,7 @@ _VARIABLES = {
     "RAY_enable_metrics_collection": "0",  # nobody reads them, and their port asks for no token
 }
 _ADDRESS_BYTES = 300
+_SHUTDOWN_S = 30.0
 _SESSION_BYTES = 2**24  # of Ray's logs and sockets in /tmp, amply
 _SPT_NOENV = {"SPT_NOENV": "1"}  # Ray's processes keep their environment when they change their title
 
@@ -125,8 +126,27 @@ def start_local(ray: Any, cpus: int, folder: Path) -> Iterator[None]:
                         ) from error
         yield
     finally:
-        ray.shutdown()
+        with _killed_after(_SHUTDOWN_S, folder):
+            ray.shutdown()
         _read_authentication()  # as the environment has it, for another cluster
+
+
+@contextlib.contextmanager
+def _killed_after(limit_s: float, folder: Path) -> Iterator[None]:
+    """Kill our Ray's processes if the block takes longer: ray.shutdown() waits for the raylet's answer without end."""
+
+    def kill() -> None:
+        for pid in _list_services(folder):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+    timer = threading.Timer(limit_s, kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from tests.support.hostile import Case, each
 from tests.support.watching import Scene, a_trial, find_pids, wait_for
 
 _QUICK = find_toml("quick", data_folder("configs"), "config").read_text()
-_SHORT = _QUICK.replace("stall_s = 60.0", "stall_s = 1.5").replace("init_s = 900.0", "init_s = 4.0")
+_SHORT = _QUICK.replace("stall_s = 60.0", "stall_s = 1.5").replace("init_s = 900.0", "init_s = 6.0")
 _FIT = "fit model.py --device cpu --gpus 2 --gpu-memory 1GiB --config short.toml --quiet --out out"
 _SLEEP = "__import__('time').sleep(10000)"
 _FORWARD = "        return self.layer(x).mean()"
@@ -61,7 +61,7 @@ _LOADER = f"""    class Data(torch.utils.data.Dataset):
 
     next(iter(torch.utils.data.DataLoader(Data(), num_workers=1)))
 """
-_HANGS, _TWICE = "it hangs here: no rank moved for 4 s", "it hangs here: no rank moved for 2 s"
+_HANGS, _TWICE = "it hangs here: no rank moved for 6 s", "it hangs here: no rank moved for 2 s"
 _EOF = "EOFError: EOF when reading a line"
 
 IN_USER_CODE = {

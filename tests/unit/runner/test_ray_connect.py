@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,6 +100,24 @@ def test_ray_gets_a_folder_below_a_private_one(tmp_path: Path) -> None:
     ray = FakeRay()
     with start_local(ray, 1, tmp_path):
         assert Path(ray.options[0]["_temp_dir"]).parent == tmp_path
+
+
+def test_a_shutdown_that_waits_for_ray_ends_with_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The raylet is another process of ours that has the folder in its command."""
+    monkeypatch.setattr(ray_connect, "_SHUTDOWN_S", 0.1)
+    raylet, other = (
+        subprocess.Popen(["sh", "-c", "read line", word], stdin=subprocess.PIPE) for word in (str(tmp_path), "other")
+    )
+    ray = FakeRay()
+    ray.shutdown = raylet.wait  # type: ignore[method-assign]
+    try:
+        with start_local(ray, 1, tmp_path):
+            pass
+        assert (raylet.poll(), other.poll()) == (-signal.SIGKILL, None)
+    finally:
+        for process in (raylet, other):
+            process.kill()
+            process.communicate()
 
 
 def test_each_ray_has_a_token_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
