@@ -1,10 +1,14 @@
-"""A model of torch's CUDA caching allocator, on which allocation traces are replayed."""
+"""A model of torch's CUDA caching allocator, on which allocation traces are replayed.
+
+After torch 2.13's c10/cuda/CUDACachingAllocator.cpp: `BlockComparatorSize` orders free blocks by stream first, so that
+each stream has pools of its own; `free` leaves a block that other streams use to `process_events`.
+"""
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -62,18 +66,24 @@ MASK = 2**SHIFT - 1
 
 @dataclass(slots=True)
 class Heap:
-    """The allocator's state in units of 512 B: free blocks in two pools, and where each block of the trace lies.
+    """The allocator's state in units of 512 B: two pools of free blocks a stream, and where each block of the trace is.
 
     No more than `limit_bytes` may be reserved. Segments never touch, so two free blocks that touch are in one segment.
+    `streams` has the stream of each block of the trace; if it is empty, all of them are of the first.
+    `late` are the blocks that stay out of their pool when they are freed, until `give_back`.
     """
 
     leave_large: ClassVar[int] = SMALL + 1  # the smallest remainder that is split off a large block
     blocks_grow: ClassVar[bool] = False  # whether free blocks can be extended by unmapped pages
 
     limit_bytes: int | None = None
+    streams: Sequence[int] = ()
+    late: Collection[int] = ()
 
-    small: list[int] = field(default_factory=list)  # free blocks of the small pool, sorted
-    large: list[int] = field(default_factory=list)
+    pools: list[list[int]] = field(init=False)  # free blocks, sorted: the small pool of each stream, and its large one
+    waiting: dict[int, None] = field(default_factory=dict)  # freed blocks that have not come back yet, in order
+    reserved_by_stream: list[int] = field(init=False)
+    peak_by_stream: list[int] = field(init=False)  # when the most was reserved
     starts: dict[int, int] = field(default_factory=dict)  # address of a free block → its size
     ends: dict[int, int] = field(default_factory=dict)  # one past a free block → its address
     segments: dict[int, int] = field(default_factory=dict)  # address → size
@@ -86,10 +96,16 @@ class Heap:
     peak_allocated: int = 0  # since it was last set back, as at the begin of a phase
     retries: int = 0  # how often cached segments were given back to make room
 
+    def __post_init__(self) -> None:
+        count = 1 + max(self.streams, default=0)
+        self.pools = [[] for _ in range(2 * count)]
+        self.reserved_by_stream = [0] * count
+        self.peak_by_stream = [0] * count
+
     def run(self, events: Iterable[int]) -> int | None:
         """Replay events of a `Trace`. Returns the index of the one that ran out of memory, or None."""
-        small, large, starts, ends = self.small, self.large, self.starts, self.ends
-        addresses, sizes = self.addresses, self.sizes
+        pools, starts, ends = self.pools, self.starts, self.ends
+        addresses, sizes, streams, late = self.addresses, self.sizes, self.streams, self.late
         allocated, peak = self.allocated, self.peak_allocated
         blocks_grow, leave_large = self.blocks_grow, self.leave_large
         failed = None
@@ -97,7 +113,12 @@ class Heap:
         for at, event in enumerate(events):
             if event > 0:
                 size = (event + 511) >> 9
-                pool, leave = (small, 1) if size <= SMALL else (large, leave_large)
+                index = 2 * streams[len(addresses)] if streams else 0
+                leave = 1
+                if size > SMALL:
+                    index += 1
+                    leave = leave_large
+                pool = pools[index]
                 place = bisect_left(pool, size << SHIFT)
                 if blocks_grow:
                     place = self.choose(pool, place)
@@ -106,7 +127,7 @@ class Heap:
                     address, have = block & MASK, block >> SHIFT
                     del starts[address]
                 else:
-                    address = self._grow(pool, size)
+                    address = self._grow(index, size)
                     if address < 0:
                         failed = at
                         break
@@ -130,9 +151,13 @@ class Heap:
                 size = sizes[~event]
                 if not size:
                     continue
-                address = addresses[~event]
                 allocated -= size
-                pool = small if size <= SMALL else large
+                if late and ~event in late and ~event not in self.waiting:
+                    self.waiting[~event] = None
+                    continue
+                address = addresses[~event]
+                index = 2 * streams[~event] if streams else 0
+                pool = pools[index + 1 if size > SMALL else index]
                 end = address + size
                 if (before := ends.pop(address, -1)) >= 0:
                     del pool[bisect_left(pool, (address - before) << SHIFT | before)]
@@ -158,26 +183,43 @@ class Heap:
         """Return whether the limit leaves room for `size` more."""
         return self.limit_bytes is None or (self.reserved + size) * UNIT <= self.limit_bytes
 
-    def extend(self, pool: list[int], size: int, segment: int) -> int:
-        """Reserve memory. Returns the address of a free block of at least `size`; −1 when the limit forbids it."""
+    def reserve(self, index: int, size: int) -> None:
+        """Count `size` more as reserved for the pool's stream, or less if it is negative."""
+        self.reserved += size
+        self.reserved_by_stream[index >> 1] += size
+        if self.reserved > self.peak_reserved:
+            self.peak_reserved = self.reserved
+            self.peak_by_stream = list(self.reserved_by_stream)
+
+    def extend(self, index: int, size: int, segment: int) -> int:
+        """Reserve memory for a pool. Returns the address of a free block of at least `size`; −1 at the limit."""
         if not self.may_reserve(segment):
             return -1
         address = self.top
         self.top += segment + 1  # a gap, so that segments do not touch
         self.segments[address] = segment
-        self.reserved += segment
-        self.put(pool, address, segment)
+        self.reserve(index, segment)
+        self.put(self.pools[index], address, segment)
         return address
 
+    def give_back(self, blocks: Iterable[int]) -> None:
+        """Put freed blocks that waited for another stream into their pools."""
+        for block in blocks:
+            if block in self.waiting:
+                self.allocated += self.sizes[block]  # `run` takes them off a second time
+                self.run((~block,))
+                del self.waiting[block]
+
     def release_all(self) -> None:
-        """Give back every segment that is free as a whole."""
-        for pool in (self.large, self.small):
+        """Wait for all streams, and return every segment that is free as a whole to the driver."""
+        self.give_back(tuple(self.waiting))
+        for index, pool in enumerate(self.pools):
             for block in tuple(pool):
                 address, size = block & MASK, block >> SHIFT
                 if self.segments.get(address) == size:
                     self.take(pool, address)
                     del self.segments[address]
-                    self.reserved -= size
+                    self.reserve(index, -size)
 
     def put(self, pool: list[int], address: int, size: int) -> None:
         """Add a free block."""
@@ -192,7 +234,7 @@ class Heap:
         del pool[bisect_left(pool, size << SHIFT | address)]
         return size
 
-    def _grow(self, pool: list[int], size: int) -> int:
+    def _grow(self, index: int, size: int) -> int:
         """Call `extend`; at the limit, give cached segments back and call it again."""
         if size <= SMALL:
             segment = SMALL_SEGMENT
@@ -200,17 +242,16 @@ class Heap:
             segment = LARGE_SEGMENT
         else:
             segment = -(-size // _ROUND_SEGMENT) * _ROUND_SEGMENT
-        address = self.extend(pool, size, segment)
+        address = self.extend(index, size, segment)
         if address < 0:
             self.release_all()
             self.retries += 1
-            address = self.extend(pool, size, segment)
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
+            address = self.extend(index, size, segment)
         return address
 
 
 _ENDLESS = 2**18 * LARGE_SEGMENT  # the length of a range: 5 TiB, more than any card has; a whole number of pages
-_LARGE_RANGE = 2 * _ENDLESS  # where the large pool's range begins; that of the small pool begins at 0
+_NEXT_RANGE = _ENDLESS + LARGE_SEGMENT  # from the begin of a pool's range to that of the next
 
 
 @dataclass(slots=True)
@@ -235,12 +276,12 @@ class ExpandableHeap(Heap):
         size = block >> SHIFT
         return size + self.holes.get((block & MASK) + size, 0)
 
-    def extend(self, pool: list[int], size: int, segment: int) -> int:
+    def extend(self, index: int, size: int, segment: int) -> int:
         """Map pages until a free block of at least `size` lies in, or before, the lowest hole with room for it."""
-        page = SMALL_SEGMENT if pool is self.small else LARGE_SEGMENT
+        page = _page(index)
         if not self.may_reserve(segment):  # torch checks its limit before it knows how many pages it has to map
             return -1
-        address = at = self._find_space(pool, size)
+        address = at = self._find_space(index, size)
         while (missing := size - (at - address)) > 0:
             if mapped := self.starts.get(at):
                 at += mapped
@@ -248,18 +289,19 @@ class ExpandableHeap(Heap):
             pages = min(self.holes[at], -(-missing // page) * page)
             if not self.may_reserve(pages):
                 return -1
-            at = self._map(pool, at, pages)
+            at = self._map(index, at, pages)
         return address
 
     def release_all(self) -> None:
-        """Give back every free page."""
-        for pool in (self.large, self.small):
+        """Wait for all streams, and return every free page to the driver."""
+        self.give_back(tuple(self.waiting))
+        for index, pool in enumerate(self.pools):
             for block in tuple(pool):
-                self._unmap(pool, block & MASK, block >> SHIFT)
+                self._unmap(index, block & MASK, block >> SHIFT)
 
-    def _find_space(self, pool: list[int], size: int) -> int:
+    def _find_space(self, index: int, size: int) -> int:
         """Return the lowest address from which adjoining free and unmapped ranges hold `size`."""
-        home = 0 if pool is self.small else _LARGE_RANGE
+        home = index * _NEXT_RANGE
         if home not in self.segments:
             self.segments[home] = self.holes[home] = _ENDLESS
         for hole in sorted(hole for hole in self.holes if home <= hole < home + _ENDLESS):
@@ -270,15 +312,14 @@ class ExpandableHeap(Heap):
                 return start
         raise AssertionError(f"{size * UNIT} bytes are more than any card has")
 
-    def _map(self, pool: list[int], hole: int, pages: int) -> int:
+    def _map(self, index: int, hole: int, pages: int) -> int:
         """Map the first pages of a hole and join them to their free neighbours. Returns the end of the free block."""
         room = self.holes.pop(hole)
         end = hole + pages
         if room > pages:
             self.holes[end] = room - pages
-        self.reserved += pages
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
-        start = hole
+        self.reserve(index, pages)
+        pool, start = self.pools[index], hole
         if hole in self.ends:
             start = self.ends[hole]
             self.take(pool, start)
@@ -287,9 +328,9 @@ class ExpandableHeap(Heap):
         self.put(pool, start, end - start)
         return end
 
-    def _unmap(self, pool: list[int], address: int, size: int) -> None:
+    def _unmap(self, index: int, address: int, size: int) -> None:
         """Give back the whole pages of a free block; the rest at its ends stays free."""
-        page = SMALL_SEGMENT if pool is self.small else LARGE_SEGMENT
+        page, pool = _page(index), self.pools[index]
         first, last = -(-address // page) * page, (address + size) // page * page
         if first >= last:
             return
@@ -298,12 +339,17 @@ class ExpandableHeap(Heap):
             self.put(pool, address, first - address)
         if address + size > last:
             self.put(pool, last, address + size - last)
-        self.reserved -= last - first
+        self.reserve(index, first - last)
         for start, room in tuple(self.holes.items()):
             if start + room == first:
                 first = start
         last += self.holes.pop(last, 0)
         self.holes[first] = last - first
+
+
+def _page(index: int) -> int:
+    """The unit in which an expandable pool of this index maps memory: even ones are small pools."""
+    return LARGE_SEGMENT if index % 2 else SMALL_SEGMENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,6 +366,7 @@ class Replay:
 
     `retries` counts how often cached segments were given back to make room (torch's num_alloc_retries). `late_retries`
     are those after the first optimizer step, which come again in every step. A replay ends where it `ran_out`.
+    `reserved_by_stream` splits the peak of what was reserved.
     """
 
     peak_reserved_bytes: int
@@ -328,6 +375,7 @@ class Replay:
     retries: int = 0
     late_retries: int = 0
     ran_out: RanOut | None = None
+    reserved_by_stream: tuple[int, ...] = ()
 
     @property
     def runs_well(self) -> bool:
@@ -336,13 +384,24 @@ class Replay:
 
 
 def replay(
-    trace: Trace, *, expandable: bool = False, limit_bytes: int | None = None, only_if_well: bool = False
+    trace: Trace,
+    *,
+    expandable: bool = False,
+    limit_bytes: int | None = None,
+    only_if_well: bool = False,
+    late: bool = False,
 ) -> Replay:
     """Replay a trace on torch's allocator, which may reserve `limit_bytes`; None is no limit.
 
-    `only_if_well` stops the replay after the first phase that does not run well.
+    `only_if_well` stops the replay after the first phase that does not run well. With `late`, the trace's held blocks
+    come back late; without, at once, as where the streams that use them are never behind.
     """
-    heap = ExpandableHeap(limit_bytes=limit_bytes) if expandable else Heap(limit_bytes=limit_bytes)
+    kind = ExpandableHeap if expandable else Heap
+    heap = kind(limit_bytes=limit_bytes, streams=trace.streams, late=trace.held if late else ())
+    back: dict[int, list[int]] = {}
+    for block, at in trace.held.items() if late else ():
+        back.setdefault(at, []).append(block)
+    cuts = sorted({*back, *trace.emptied})
     allocated: dict[ForecastPhase, int] = {}
     ran_out: RanOut | None = None
     stepped, retries_at_first = False, None
@@ -351,13 +410,15 @@ def replay(
             retries_at_first = heap.retries
         stepped = stepped or phase == "step"
         heap.peak_allocated = heap.allocated
-        for cut in (*(at for at in trace.emptied if first <= at < stop), stop):
+        for cut in (*cuts[bisect_left(cuts, first) : bisect_left(cuts, stop)], stop):
             failed = heap.run(trace.events[first:cut])
             if failed is not None:
                 ran_out = RanOut(phase=phase, wanted_bytes=trace.events[first + failed])
                 break
             if cut < stop:
-                heap.release_all()
+                heap.give_back(back.get(cut, ()))
+                if cut in trace.emptied:
+                    heap.release_all()
             first = cut
         allocated[phase] = max(allocated.get(phase, 0), heap.peak_allocated * UNIT)
         thrashes = retries_at_first is not None and heap.retries > retries_at_first
@@ -370,6 +431,7 @@ def replay(
         retries=heap.retries,
         late_retries=0 if retries_at_first is None else heap.retries - retries_at_first,
         ran_out=ran_out,
+        reserved_by_stream=tuple(size * UNIT for size in heap.peak_by_stream),
     )
 
 

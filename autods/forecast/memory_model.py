@@ -186,6 +186,8 @@ def _replay_device(
     The peak is the least limit at which the trace runs well: a larger card caches more but does not have to. The low
     end is the allocated bytes. A trace may lack a phase, because init runs once for several micro batches, so a phase
     counts at least its live bytes.
+
+    Blocks that another stream holds count as cache: at its limit torch waits for the stream and gives them out.
     """
     if spec.device == "cpu":
         best = replay_process(trace)
@@ -193,6 +195,8 @@ def _replay_device(
     else:
         first = replay(trace, expandable=expandable)
         unlimited = first.peak_reserved_bytes
+        if trace.held:
+            unlimited = max(unlimited, replay(trace, expandable=expandable, late=True).peak_reserved_bytes)
         least, best = find_least_limit(trace, first, expandable=expandable)
     used = {phase: max(size, best.allocated_by_phase.get(phase, 0)) for phase, size in live.items()}
     peak = max([least, *live.values()])

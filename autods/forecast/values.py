@@ -106,6 +106,9 @@ class Trace:
     `unrounded` are blocks that torch's allocator does not hold, such as buffers that DeepSpeed's async_io page-locks.
     `emptied` has the number of events before each empty_cache().
     `copied` are pairs (number of events before it, bytes): memory that a CPU rank's collective allocates and frees.
+    `streams` has the stream on which each block was allocated; none: all on the first.
+    `held` maps blocks that another stream still used when they were freed (`record_stream`) to the number of events
+    before the one at which the allocator can give them out again.
     """
 
     events: Sequence[int]
@@ -113,6 +116,8 @@ class Trace:
     unrounded: frozenset[int] = frozenset()
     emptied: tuple[int, ...] = ()
     copied: tuple[tuple[int, int], ...] = ()
+    streams: Sequence[int] = ()
+    held: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

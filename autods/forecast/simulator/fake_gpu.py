@@ -53,7 +53,7 @@ _CUDNN_ACCEPTS = declare("torch.backends.cudnn.is_acceptable", "nn.GRU would ask
 
 
 class Event:
-    """A torch.cuda.Event. The log keeps when it was recorded; to the program it has always happened."""
+    """A torch.cuda.Event. The log keeps when it was recorded, and whether the host knows that it happened."""
 
     log = WorkLog()
 
@@ -75,7 +75,7 @@ class Event:
             self.log.host_waits_for_record(self._record)
 
     def query(self) -> bool:
-        return True
+        return self.log.order.query(self._record)
 
     def elapsed_time(self, other: Any) -> float:
         return 1.0

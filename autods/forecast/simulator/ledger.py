@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import Any
@@ -14,6 +14,7 @@ from ..values import ForecastPhase, Trace
 from .work_log import WorkLog
 
 DEVICE, HOST, PINNED, _SUM = 0, 1, 2, 3
+_POOLED_STREAMS = 32  # c10/cuda/CUDAStream.cpp, kStreamsPerPoolBits = 5
 _TIERS: tuple[Tier, Tier, Tier] = ("device", "host", "pinned")
 
 
@@ -55,6 +56,14 @@ class Ledger:
         self._copied: list[tuple[int, int]] = []  # events of the device before each collective, bytes that it copies
         self._locked: set[int] = set()  # pinned blocks that do not come from torch's allocator
         self._kinds = bytearray()  # of the device's blocks, see `attribution`
+        self._stream_of = array("B")  # of the device's blocks
+        self._pools: dict[int, int] = {0: 0}  # streams in the order of their first allocation
+        self._uses: dict[int, set[int]] = {}  # living block → other streams that use it
+        self._unfinished: dict[
+            int, deque[tuple[int, int]]
+        ] = {}  # stream → its marks, with blocks that were freed there
+        self._left: Counter[int] = Counter()  # freed block → streams that have not passed its marks
+        self._held: dict[int, int] = {}  # freed block → events before it came back
         self.kind_of_new: Callable[[ForecastPhase, int], int] = lambda phase, size: 0
 
     def begin(self, phase: ForecastPhase) -> None:
@@ -73,12 +82,18 @@ class Ledger:
         self._emptied, self._copied = [], []
         locked, self._locked = self._locked, set()
         kinds, self._kinds = self._kinds, bytearray()
+        stream_of, self._stream_of = self._stream_of, array("B")
+        uses, self._uses = self._uses, {}
+        self._unfinished, self._left, self._held = {}, Counter(), {}
         self.begin("init")
         for key, (size, tier, block, watch) in list(self._live.items()):  # insertion order: that of allocation
             tape = self._tapes[tier]
             tape.events.append(size)
             if tier == DEVICE:
                 self._kinds.append(kinds[block])
+                self._stream_of.append(stream_of[block])
+                if block in uses:
+                    self._uses[tape.blocks] = uses[block]
             elif tier == PINNED and block in locked:
                 self._locked.add(tape.blocks)
             self._live[key] = (size, tier, tape.blocks, watch)
@@ -124,6 +139,16 @@ class Ledger:
         if known is not None and known[1] == PINNED:
             self._locked.add(known[2])
 
+    def use_on(self, tensor: Any, stream: Any) -> None:
+        """Note that a stream uses the tensor's memory, as `torch.Tensor.record_stream` does."""
+        known = self._live.get(tensor.untyped_storage()._cdata)
+        if (
+            known is not None
+            and known[1] == DEVICE
+            and self._number_pool(stream.stream_id) != self._stream_of[known[2]]
+        ):
+            self._uses.setdefault(known[2], set()).add(stream.stream_id)
+
     def is_pinned(self, tensor: Any) -> bool:
         known = self._live.get(tensor.untyped_storage()._cdata)
         return known is not None and known[1] == PINNED
@@ -156,6 +181,8 @@ class Ledger:
             emptied=tuple(self._emptied) if on_device else (),
             copied=tuple(self._copied) if on_device else (),
             unrounded=frozenset(self._locked) if tier == PINNED else frozenset(),
+            streams=array("B", self._stream_of) if on_device and any(self._stream_of) else (),
+            held={**self._held, **dict.fromkeys(self._left, len(tape.events))} if on_device else {},
         )
 
     def bytes_at_peak(self) -> Mapping[int, int]:
@@ -173,6 +200,11 @@ class Ledger:
 
     def _add(self, key: int, size: int, tier: int, watch: _Watch) -> None:
         tape = self._tapes[tier]
+        if tier == DEVICE:
+            if self._left:
+                self._pass_marks()
+            self.work.order.launch(self.work.current)  # a kernel fills it
+            self._stream_of.append(self._number_pool(self.work.current))
         self._live[key] = (size, tier, tape.blocks, watch)
         tape.blocks += 1
         tape.events.append(size)
@@ -188,6 +220,24 @@ class Ledger:
         self.current[tier] -= size
         self.current[_SUM] -= size
         self._tapes[tier].events.append(~block)
+        if tier == DEVICE and (uses := self._uses.pop(block, None)) is not None:
+            for stream in uses:
+                self._unfinished.setdefault(stream, deque()).append((self.work.order.launched(stream), block))
+            self._left[block] = len(uses)
+
+    def _number_pool(self, stream: int) -> int:
+        """Return the stream's number in the trace. torch makes 32 streams, and then gives out the first again."""
+        return self._pools.setdefault(stream, (len(self._pools) - 1) % _POOLED_STREAMS + 1)
+
+    def _pass_marks(self) -> None:
+        """Note which freed blocks are done with on all of their streams; torch asks at each allocation."""
+        for stream, marks in self._unfinished.items():
+            while marks and self.work.order.is_done(stream, marks[0][0]):
+                block = marks.popleft()[1]
+                self._left[block] -= 1
+                if not self._left[block]:
+                    del self._left[block]
+                    self._held[block] = len(self._tapes[DEVICE].events)
 
     def _on_gone(self, watch: _Watch) -> None:
         known = self._live.get(watch.key)

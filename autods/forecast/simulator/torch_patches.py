@@ -60,7 +60,7 @@ def install(ledger: Ledger, mode: Any) -> None:
     _AVOID_INIT.install(property(lambda self: True))
     _FAKE_TENSOR["data"].install(property(torch.Tensor.data.__get__, _set_data))  # type: ignore[attr-defined]
     _FAKE_TENSOR["data_ptr"].install(_distinct_address)
-    _FAKE_TENSOR["record_stream"].install(lambda self, stream: None)
+    _FAKE_TENSOR["record_stream"].install(lambda tensor, stream: ledger.use_on(tensor, stream))
     _FAKE_TENSOR["is_pinned"].install(lambda self, device=None: ledger.is_pinned(self))
     _FAKE_TENSOR["numpy"].install(_refuse_values)
     for patch in _DEFAULTS.values():

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from ...types import Phase
 from .. import schedule
 from ..schedule import BITS, STREAM_BITS, STREAMS, Schedule, Work
+from .stream_order import StreamOrder
 
 _aten = torch.ops.aten
 # These allocate or describe; the device does nothing.
@@ -58,7 +59,8 @@ class WorkLog:
         self.current = 0
         self._step = -1
         self._works: dict[Work, int] = {}
-        self._streams = self._records = 0
+        self._streams = 0
+        self.order = StreamOrder()
         self._communicators: dict[Any, tuple[int, int, int]] = {}  # group → stream, ranks, stride
         self._handles: list[_CollectiveWork] = []  # C++ returns the Python object while it is alive
         self.last_issued: int | None = None  # of the last operator; None where its shapes do not determine it
@@ -92,21 +94,25 @@ class WorkLog:
 
     def record(self, stream: int) -> int:
         """Record the stream's clock; return the record's number."""
-        self._records += 1
-        self.events.append((self._records << STREAM_BITS | stream) << BITS | schedule.RECORD)
-        return self._records
+        record = self.order.record(stream)
+        self.events.append((record << STREAM_BITS | stream) << BITS | schedule.RECORD)
+        return record
 
     def wait(self, record: int, stream: int) -> None:
         """Let the stream wait for a record."""
+        self.order.wait(record, stream)
         self.events.append((record << STREAM_BITS | stream) << BITS | schedule.WAIT)
 
     def host_waits_for_record(self, record: int) -> None:
+        self.order.host_waits_for_record(record)
         self.events.append(record << BITS | schedule.HOST_WAITS_RECORD)
 
     def host_waits_for_stream(self, stream: int) -> None:
+        self.order.host_waits_for_stream(stream)
         self.events.append(stream << BITS | schedule.HOST_WAITS_STREAM)
 
     def host_waits_for_all(self) -> None:
+        self.order.host_waits_for_all()
         self.events.append(schedule.HOST_WAITS_ALL)
 
     # Work.

@@ -48,6 +48,40 @@ def test_a_segment_is_2_mib_20_mib_or_the_request_rounded_up(asked: int, reserve
     assert replay(trace(asked)).peak_reserved_bytes == reserved
 
 
+@pytest.mark.parametrize("expandable", [False, True])
+def test_a_stream_never_gets_a_block_of_another(expandable: bool) -> None:
+    events = (20 * MIB, free(0), 20 * MIB)
+    same = replay(Trace(events=events, marks=((0, "init"),), streams=(1, 1)), expandable=expandable)
+    other = replay(Trace(events=events, marks=((0, "init"),), streams=(0, 1)), expandable=expandable)
+    assert (same.peak_reserved_bytes, same.reserved_by_stream) == (20 * MIB, (0, 20 * MIB))
+    assert (other.peak_reserved_bytes, other.reserved_by_stream) == (40 * MIB, (20 * MIB, 20 * MIB))
+    assert other.peak_allocated_bytes == 20 * MIB
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_a_block_that_another_stream_uses_comes_back_late(expandable: bool) -> None:
+    events = (20 * MIB, free(0), 20 * MIB, free(1), 20 * MIB)
+    held = Trace(events=events, marks=((0, "init"),), streams=(0, 0, 0), held={0: 4})
+    assert replay(held, expandable=expandable).peak_reserved_bytes == 20 * MIB
+    late = replay(held, expandable=expandable, late=True)
+    assert late.peak_reserved_bytes == 40 * MIB
+    assert late.peak_allocated_bytes == 20 * MIB
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_at_the_limit_torch_waits_for_the_other_stream(expandable: bool) -> None:
+    events = (20 * MIB, free(0), 20 * MIB)
+    held = Trace(events=events, marks=((0, "init"),), streams=(0, 0), held={0: 3})
+    limited = replay(held, expandable=expandable, late=True, limit_bytes=20 * MIB)
+    assert (limited.ran_out, limited.retries, limited.peak_reserved_bytes) == (None, 1, 20 * MIB)
+
+
+def test_emptying_the_cache_gives_back_blocks_that_are_held() -> None:
+    events = (20 * MIB, free(0), 20 * MIB)
+    held = Trace(events=events, marks=((0, "init"),), streams=(0, 0), held={0: 3}, emptied=(2,))
+    assert replay(held, late=True).peak_reserved_bytes == 20 * MIB
+
+
 def test_small_requests_share_a_segment_until_it_is_full() -> None:
     assert replay(trace(*[512 * KIB] * 4)).peak_reserved_bytes == 2 * MIB
     assert replay(trace(*[512 * KIB] * 5)).peak_reserved_bytes == 4 * MIB
@@ -239,7 +273,7 @@ def test_live_blocks_never_overlap_and_lie_in_reserved_memory(seed: int, kind: t
             assert sum(size for _, size in used) == heap.allocated
             assert heap.allocated + sum(heap.starts.values()) == heap.reserved
             assert sorted(heap.starts.items()) == sorted(
-                (block & (2**40 - 1), block >> 40) for block in [*heap.small, *heap.large]
+                (block & (2**40 - 1), block >> 40) for pool in heap.pools for block in pool
             )
 
 

@@ -138,3 +138,52 @@ def test_the_breakdown_is_that_of_the_peak(ledger: Ledger) -> None:
     ledger.enter(later)
     ledger.label(later, 5)
     assert ledger.bytes_at_peak() == {3: 100, 0: 40}
+
+
+def test_a_block_has_the_stream_on_which_it_was_allocated(ledger: Ledger) -> None:
+    tensors = [Tensor(1, 512)]
+    ledger.enter(tensors[0])
+    former = ledger.work.switch(2)
+    tensors.append(Tensor(2, 512))
+    ledger.enter(tensors[1])
+    ledger.work.switch(former)
+    assert list(ledger.trace(DEVICE).streams) == [0, 1]
+
+
+def test_a_block_that_another_stream_uses_is_held_until_the_host_waits(ledger: Ledger) -> None:
+    used, others = Tensor(1, 512), [Tensor(key, 512) for key in (2, 3, 4)]
+    ledger.enter(used)
+    former = ledger.work.switch(1)
+    ledger.enter(others[0])
+    ledger.work.switch(former)
+    ledger.use_on(used, SimpleNamespace(stream_id=1))
+    del used.storage
+    ledger.enter(others[1])
+    assert ledger.trace(DEVICE).held == {0: 4}  # to the end
+    ledger.work.host_waits_for_stream(1)
+    ledger.enter(others[2])
+    assert ledger.trace(DEVICE).held == {0: 4}  # before the fifth event
+    assert ledger.current[DEVICE] == 3 * 512
+
+
+def test_a_use_on_the_blocks_own_stream_holds_nothing(ledger: Ledger) -> None:
+    used = Tensor(1, 512)
+    ledger.enter(used)
+    ledger.use_on(used, SimpleNamespace(stream_id=0))
+    del used.storage
+    assert not ledger.trace(DEVICE).held
+
+
+def test_another_micro_batch_keeps_streams_and_uses(ledger: Ledger) -> None:
+    gone, kept = Tensor(1, 512), Tensor(2, 512)
+    ledger.enter(gone)
+    ledger.work.switch(1)
+    ledger.enter(kept)
+    ledger.use_on(kept, SimpleNamespace(stream_id=0))
+    del gone.storage
+    ledger.restart()
+    assert list(ledger.trace(DEVICE).streams) == [1]
+    ledger.work.switch(0)
+    ledger.work.order.launch(0)
+    del kept.storage
+    assert set(ledger.trace(DEVICE).held) == {0}
