@@ -181,8 +181,7 @@ def run_diagnose(call: Call, request: DiagnoseRequest, *, as_json: AsJson = Fals
         raise InputError("neither a log nor an exit code is given", hint="give one: autods diagnose train.log")
     logs = find_logs(request.logs, stdin=True)
     diagnosis = diagnose_logs(logs, request.exit_code, lambda line: print(line, file=sys.stderr, flush=True))
-    # Lines of a log stay whole, so that they can be searched for.
-    _show(diagnosis, as_json, Diagnosis.to_dict, lambda shown, _: print_diagnosis(shown, Console(soft_wrap=True)))
+    _show(diagnosis, as_json, Diagnosis.to_dict, print_diagnosis)
     return 0
 
 

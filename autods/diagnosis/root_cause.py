@@ -16,6 +16,8 @@ from .values import Diagnosis, Kind, parse_shortage
 
 _EVIDENCE_LINES = 4
 _EVIDENCE_CHARS = 400
+_NUMBER = re.compile(r"\d+")
+_WORD = re.compile(r"\w")
 _RESUMED_STEPS = 3  # of progress after a failure: the run survived it. Other ranks show a step or two more at most
 _STRENGTH = {"decisive": 0, "cause": 1, "likely": 2}  # of a row's weight; the smaller is stronger
 _CONFIDENCE = {"decisive": 0.95, "cause": 0.95, "likely": 0.6, "weak": 0.4}
@@ -222,7 +224,9 @@ def _diagnose_cause(causes: Sequence[Finding], summary: LogSummary) -> Diagnosis
     cause = min(equal, key=order)
     confidence = _CONFIDENCE[cause.row.weight] - {"stated": 0.05, "mentioned": 0.15}.get(cause.message.manner, 0.0)
     same = [other for other in causes if other.row is cause.row]
-    return _diagnosis(cause, confidence, same, rank=_failed_rank(cause, summary, same))
+    diagnosis = _diagnosis(cause, confidence, same, rank=_failed_rank(cause, summary, same))
+    ranks = {rank for finding in same if (rank := summary.rank(finding)) is not None}
+    return replace(diagnosis, ranks=tuple(sorted(ranks)))
 
 
 def _failed_rank(cause: Finding, summary: LogSummary, same: Sequence[Finding]) -> int | None:
@@ -243,9 +247,15 @@ def _failed_rank(cause: Finding, summary: LogSummary, same: Sequence[Finding]) -
 def _diagnosis(
     finding: Finding, confidence: float, same: Sequence[Finding], *, rank: int | None = None, advice: str = ""
 ) -> Diagnosis:
-    """The diagnosis by a finding's row. The lines of the findings in `same` are its evidence."""
+    """The diagnosis by a finding's row. Its lines are the evidence, and those of the findings in `same`.
+
+    Of lines that differ in numbers only, as those of eight ranks do, the first is shown.
+    """
     row, message = finding.row, finding.message
-    lines = list(dict.fromkeys(line for other in same for line in _telling_lines(other)))[:_EVIDENCE_LINES]
+    shown: dict[str, str] = {}
+    for line in (line for other in (finding, *same) for line in _telling_lines(other)):
+        shown.setdefault(_NUMBER.sub("", line), line)
+    lines = list(shown.values())[:_EVIDENCE_LINES]
     shortage = parse_shortage(message.text)
     notes = shortage.notes() if row.tier == "device" else ()
     advice = (advice or row.advice).replace("{line}", lines[-1] if lines else "")
@@ -271,8 +281,8 @@ def _diagnosis(
 
 
 def _telling_lines(finding: Finding) -> list[str]:
-    """The first line of the message, and the line that the row matched."""
-    lines = [line.strip() for line in finding.message.text.splitlines() if line.strip()]
+    """The first line of the message, and the line that the row matched. Rules such as ===== are no lines."""
+    lines = [line.strip() for line in finding.message.text.splitlines() if _WORD.search(line)]
     matched = [line for line in lines if any(phrase in line.lower() for phrase in finding.row.phrases)]
     return [line[:_EVIDENCE_CHARS] for line in dict.fromkeys((*lines[:1], *matched[:1]))]
 
@@ -294,7 +304,7 @@ def _diagnose_exit(code: int, summary: LogSummary) -> Diagnosis:
     exits = (exit for exit in summary.exits.exits if normalize_exit_code(exit.code) == code)
     exit = next(exits, Exit(code, line=f"exit code {code}"))
     meaning = explain_exit_code(code)
-    last = [line for lines in summary.last.values() for line in lines[-1:]]
+    last = [line for lines in summary.last.values() for line in list(filter(_WORD.search, lines))[-1:]]
     evidence = dict.fromkeys(line[:_EVIDENCE_CHARS] for line in (exit.line, *last) if line)
     return Diagnosis(
         kind=meaning.kind,

@@ -1,4 +1,4 @@
-"""A diagnosis on the terminal: what died, how sure that is, the lines that prove it, and what to do."""
+"""A diagnosis on the terminal: what died, how sure that is, what to do, and the lines that prove it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ _CONFIDENCE_WORDS = ((0.85, "sure"), (0.55, "likely"), (0.0, "a guess"))
 
 
 def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
-    """Print, say, 'Out of device memory on rank 3 in backward  (likely, 0.60)', the evidence and the advice."""
+    """Print 'Out of device memory on rank 3  (likely, 0.60)', then the advice, the evidence and the notes.
+
+    Lines of a log stay whole, so that they can be searched for. Advice and notes are wrapped on a terminal only.
+    """
+    wraps = console.is_terminal
     place = f" on rank {diagnosis.rank}" if diagnosis.rank is not None else ""
     place += f" in {diagnosis.phase}" if diagnosis.phase else ""
     headline = f"{_KINDS.get(diagnosis.kind, diagnosis.kind)}{place}"
@@ -34,10 +38,13 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
         headline = f"Out of {TIER_NAMES[diagnosis.tier]}{place}"
     style = {"none": "green", "memory_pressure": "yellow"}.get(diagnosis.kind, "red")
     sure = next(word for least, word in _CONFIDENCE_WORDS if diagnosis.confidence >= least)
-    console.print(Text.assemble((headline, f"bold {style}"), (f"  ({sure}, {diagnosis.confidence:.2f})", "dim")))
-    for line in (*diagnosis.evidence, *(f"at {place}" for place in diagnosis.places)):
-        console.print(Text(f"  {escape_controls(line)}", style="dim"))
+    certainty = (f"  ({sure}, {diagnosis.confidence:.2f})", "dim")
+    console.print(Text.assemble((headline, f"bold {style}"), certainty), soft_wrap=not wraps)
     if diagnosis.advice:
-        console.print(Text.assemble(("What to do: ", "bold"), diagnosis.advice))
+        advice = Text.assemble(("What to do: ", "bold"), escape_controls(diagnosis.advice))
+        console.print(advice, soft_wrap=not wraps)
+    ranks = f"  ×{len(diagnosis.ranks)} ranks" if len(diagnosis.ranks) > 1 else ""
+    for number, line in enumerate((*diagnosis.evidence, *(f"at {place}" for place in diagnosis.places))):
+        console.print(Text(f"  {escape_controls(line)}{'' if number else ranks}", style="dim"), soft_wrap=True)
     for note in diagnosis.notes:
-        console.print(Text(f"  · {note}", style="dim"))
+        console.print(Text(f"  · {escape_controls(note)}", style="dim"), soft_wrap=not wraps)
