@@ -35,7 +35,6 @@ class Meaning:
 
     kind: Kind
     action: Action
-    confidence: float
     summary: str
     advice: str
     tier: Tier | None = None

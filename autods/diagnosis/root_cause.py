@@ -11,7 +11,7 @@ from .exit_codes import Exit, ExitCodes, explain_exit_code, normalize_exit_code
 from .messages import REPORTS_FAILURE, Message
 from .ranks import Ranks
 from .reader import Clock
-from .rules import Signature, read_toml
+from .rules import Signature, find_confidence, read_toml
 from .values import Diagnosis, Kind, parse_shortage
 
 _EVIDENCE_LINES = 4
@@ -20,7 +20,6 @@ _NUMBER = re.compile(r"\d+")
 _WORD = re.compile(r"\w")
 _RESUMED_STEPS = 3  # of progress after a failure: the run survived it. Other ranks show a step or two more at most
 _STRENGTH = {"decisive": 0, "cause": 1, "likely": 2}  # of a row's weight; the smaller is stronger
-_CONFIDENCE = {"decisive": 0.95, "cause": 0.95, "likely": 0.6, "weak": 0.4}
 # What Python says where a step that was given up left no value behind.
 _NO_VALUE = re.compile(
     r"NoneType|not associated with a value|referenced before assignment|^NameError: .* is not defined"
@@ -107,7 +106,7 @@ def pick_root_cause(summary: LogSummary, exit_code: int | None = None) -> Diagno
     if noticed := [finding for finding in alive if finding.row.weight == "secondary"]:
         if silent_end:
             return _diagnose_exit(summary.first_exit.code, summary)
-        return _diagnosis(noticed[0], 0.7, noticed[:1], rank=summary.exits.root_rank)
+        return _diagnosis(noticed[0], "secondary", noticed[:1], rank=summary.exits.root_rank)
     weak = [finding for finding in alive if finding.row.weight == "weak"]
     if weak and not silent_end:
         return _diagnose_cause(weak, summary)
@@ -117,7 +116,7 @@ def pick_root_cause(summary: LogSummary, exit_code: int | None = None) -> Diagno
         return _diagnose_exit(code, summary)
     if pressed := [finding for finding in summary.findings if _shows_pressure(finding)]:
         advice = pressed[0].row.advice if pressed[0].row.weight == "pressure" else _LEAVE_HEADROOM
-        diagnosis = _diagnosis(pressed[0], 0.8, pressed, advice=advice)
+        diagnosis = _diagnosis(pressed[0], "pressure", pressed, advice=advice)
         return replace(diagnosis, kind="memory_pressure", action="leaner_rung")
     return _no_failure(summary, exit_code)
 
@@ -200,7 +199,9 @@ def _diagnose_caught_shortage(
     ]
     if not caught:
         return None
-    found = _diagnosis(caught[-1], 0.7, [*caught[-1:], death], rank=diagnosis.rank, advice=_LEAVE_HEADROOM_OR_CATCH)
+    found = _diagnosis(
+        caught[-1], "caught", [*caught[-1:], death], rank=diagnosis.rank, advice=_LEAVE_HEADROOM_OR_CATCH
+    )
     return replace(found, kind="out_of_memory", notes=(*found.notes, later))
 
 
@@ -222,9 +223,9 @@ def _diagnose_cause(causes: Sequence[Finding], summary: LogSummary) -> Diagnosis
         return mentioned, not_root, cause.when[1] if timed and cause.when else 0.0, cause.message.order
 
     cause = min(equal, key=order)
-    confidence = _CONFIDENCE[cause.row.weight] - {"stated": 0.05, "mentioned": 0.15}.get(cause.message.manner, 0.0)
+    grounds = f"{cause.row.weight} {cause.message.manner}"
     same = [other for other in causes if other.row is cause.row]
-    diagnosis = _diagnosis(cause, confidence, same, rank=_failed_rank(cause, summary, same))
+    diagnosis = _diagnosis(cause, grounds, same, rank=_failed_rank(cause, summary, same))
     ranks = {rank for finding in same if (rank := summary.rank(finding)) is not None}
     return replace(diagnosis, ranks=tuple(sorted(ranks)))
 
@@ -245,9 +246,9 @@ def _failed_rank(cause: Finding, summary: LogSummary, same: Sequence[Finding]) -
 
 
 def _diagnosis(
-    finding: Finding, confidence: float, same: Sequence[Finding], *, rank: int | None = None, advice: str = ""
+    finding: Finding, grounds: str, same: Sequence[Finding], *, rank: int | None = None, advice: str = ""
 ) -> Diagnosis:
-    """The diagnosis by a finding's row. Its lines are the evidence, and those of the findings in `same`.
+    """The diagnosis by a finding's row, as sure as verdicts on such grounds are. Its lines are the evidence, and those of the findings in `same`.
 
     Of lines that differ in numbers only, as those of eight ranks do, the first is shown.
     """
@@ -270,7 +271,7 @@ def _diagnosis(
         tier=row.tier,
         rank=rank,
         phase=_phase(message),
-        confidence=round(confidence, 2),
+        confidence=find_confidence(grounds),
         evidence=tuple(lines),
         places=(f"{message.file}:{message.number}",) if message.file else (f"line {message.number}",),
         action=row.action,
@@ -300,7 +301,7 @@ def _diagnose_exit(code: int, summary: LogSummary) -> Diagnosis:
     code = normalize_exit_code(code)
     hints = [finding for finding in summary.findings if finding.row.weight == "hint"]
     if code == -9 and hints:
-        return _diagnosis(hints[-1], 0.7, hints, rank=summary.exits.root_rank)
+        return _diagnosis(hints[-1], "hint", hints, rank=summary.exits.root_rank)
     exits = (exit for exit in summary.exits.exits if normalize_exit_code(exit.code) == code)
     exit = next(exits, Exit(code, line=f"exit code {code}"))
     meaning = explain_exit_code(code)
@@ -310,7 +311,7 @@ def _diagnose_exit(code: int, summary: LogSummary) -> Diagnosis:
         kind=meaning.kind,
         tier=meaning.tier,
         rank=_first(summary.exits.root_rank, exit.rank),
-        confidence=meaning.confidence,
+        confidence=find_confidence("exit code"),
         evidence=tuple(evidence)[:_EVIDENCE_LINES],
         action=meaning.action,
         advice=f"{meaning.summary}: {meaning.advice}",
@@ -321,11 +322,11 @@ def _diagnose_exit(code: int, summary: LogSummary) -> Diagnosis:
 def _no_failure(summary: LogSummary, exit_code: int | None) -> Diagnosis:
     kind: Kind = "none"
     if summary.bytes and not summary.text:
-        kind, confidence, advice = "unknown", 0.1, "this is not text: give the log itself"
+        kind, grounds, advice = "unknown", "no text", "this is not text: give the log itself"
     elif not summary.bytes and exit_code is None:
-        confidence, advice = 0.2, "the log is empty; if the run died, give its exit code: --exit-code"
+        grounds, advice = "empty", "the log is empty; if the run died, give its exit code: --exit-code"
     elif exit_code == 0 or _finished(summary):
-        confidence, advice = 0.95, "no failure was found"
+        grounds, advice = "ended well", "no failure was found"
     else:
-        confidence, advice = 0.6, "no failure was found; if the run died all the same, give --exit-code"
-    return Diagnosis(kind=kind, confidence=confidence, action="nothing", advice=advice)
+        grounds, advice = "no failure", "no failure was found; if the run died all the same, give --exit-code"
+    return Diagnosis(kind=kind, confidence=find_confidence(grounds), action="nothing", advice=advice)

@@ -131,6 +131,16 @@ def read_signatures() -> tuple[Signature, ...]:
     return tuple(signatures)
 
 
+@cache
+def _confidences() -> dict[str, float]:
+    return {name: float(row["confidence"]) for name, row in read_toml("confidence").items()}
+
+
+def find_confidence(grounds: str) -> float:
+    """How often a verdict on such grounds is right: `confidence.toml`, which has the grounds."""
+    return _confidences().get(grounds, _confidences()["other"])
+
+
 @lru_cache(maxsize=1024)  # of a job that starts again and again, each end is in the log a thousand times
 def find_signature(
     text: str, *, type: str = "", stack: str = "", passing: bool = False, by_user: bool = False

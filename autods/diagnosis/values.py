@@ -21,7 +21,8 @@ class Diagnosis:
     `kind` is `none` when nothing failed, and `unknown` when the evidence does not show the cause.
     `tier` is where memory ran out or was short. `rank` is the global rank that failed first by itself, if it is known.
     `ranks` are all that report the same failure, as far as the logs name them.
-    `phase` is load, init, data, forward, backward, step, checkpoint or evaluation. `confidence` is between 0 and 1.
+    `phase` is load, init, data, forward, backward, step, checkpoint or evaluation. `confidence` is the share of
+    verdicts on such grounds that were right (`confidence.toml`).
     `evidence` are lines that prove it, the most telling first. `places` has the file and line of the first of them.
     `signature` is the row of `signatures/` that decided.
     `notes` are further facts, such as fragmentation or another process.

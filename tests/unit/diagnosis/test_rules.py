@@ -6,7 +6,7 @@ import pytest
 
 from autods.diagnosis.messages import parse_exception_type
 from autods.diagnosis.reader import LineFilter
-from autods.diagnosis.rules import ERROR_LINE, Signature, find_signature, read_signatures
+from autods.diagnosis.rules import ERROR_LINE, Signature, find_confidence, find_signature, read_signatures, read_toml
 
 
 @pytest.mark.parametrize("row", read_signatures(), ids=lambda row: f"{row.file}/{row.name}")
@@ -68,3 +68,13 @@ def test_no_kernel_or_scheduler_raises_a_value_error() -> None:
     said = "ValueError: Killed process 3 (python) total-vm:12kB, anon-rss:3kB is no known status"
     row = find_signature(said, type="ValueError")
     assert row is None or row.emitter not in ("kernel", "scheduler")
+
+
+def test_confidence_is_a_share_with_its_counts() -> None:
+    table = read_toml("confidence")
+    assert table["cause raised"]["cases"] >= 100
+    for grounds, row in table.items():
+        assert 0 < row["confidence"] < 1, grounds
+        assert row.get("right", 0) <= row.get("cases", 0)
+    assert find_confidence("grounds that no log had") == table["other"]["confidence"]
+    assert find_confidence("cause raised") > find_confidence("exit code")
