@@ -248,9 +248,9 @@ def _failed_rank(cause: Finding, summary: LogSummary, same: Sequence[Finding]) -
 def _diagnosis(
     finding: Finding, grounds: str, same: Sequence[Finding], *, rank: int | None = None, advice: str = ""
 ) -> Diagnosis:
-    """The diagnosis by a finding's row, as sure as verdicts on such grounds are. Its lines are the evidence, and those of the findings in `same`.
+    """The diagnosis by a finding's row, as sure as verdicts on such grounds are.
 
-    Of lines that differ in numbers only, as those of eight ranks do, the first is shown.
+    Its lines are the evidence, and those of the findings in `same`. Of lines that differ in numbers only, as those of eight ranks do, the first is shown.
     """
     row, message = finding.row, finding.message
     shown: dict[str, str] = {}

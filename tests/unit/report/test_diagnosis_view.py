@@ -26,8 +26,9 @@ def shown(diagnosis: Diagnosis, *, terminal: bool = False) -> list[str]:
 
 
 def test_the_advice_comes_second_after_what_died() -> None:
-    lines = shown(autods.diagnose(EIGHT))
-    assert lines[0] == "Out of device memory on rank 0  (sure, 0.90)"
+    said = autods.diagnose(EIGHT)
+    lines = shown(said)
+    assert lines[0] == f"Out of device memory on rank 0  (sure, {said.confidence:.2f})"
     assert lines[1].startswith("What to do: the GPU is full")
 
 
