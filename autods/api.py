@@ -30,8 +30,8 @@ from .requests import (
 from .types import WorkloadSource
 
 if TYPE_CHECKING:
-    from .doctor.examine import DoctorSettings
     from .explainer.explain import ExplainSettings
+    from .inspector.examine import DoctorSettings
     from .prober.request import ProbeSettings
     from .system.host import Hardware
 
@@ -108,13 +108,13 @@ def _run_explain(settings: ExplainSettings, listen: ForecastListener) -> Explana
 
 
 def _resolve_doctor(request: DoctorRequest) -> DoctorSettings:
-    from .doctor.examine import resolve_doctor
+    from .inspector.examine import resolve_doctor
 
     return resolve_doctor(request)
 
 
 def _run_doctor(settings: DoctorSettings, listen: Listener) -> Checkup:
-    from .doctor.examine import examine
+    from .inspector.examine import examine
 
     return examine(settings, listen)
 

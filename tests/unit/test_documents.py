@@ -2,46 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer
 
 from autods.cli.main import app
+from tests.support.documents import BLOCK, PAGES, ROOT, blocks, commands, load_script
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "examples" / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-]
-_BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _MOST_WORDS = 25
-
-
-def blocks(page: Path) -> Iterator[tuple[str, str]]:
-    """Language and text of each code block of a page."""
-    yield from _BLOCK.findall(page.read_text())
-
-
-def commands() -> Iterator[tuple[str, str]]:
-    """(page, command line) for each autods command, in blocks and in running text."""
-    for page in PAGES:
-        text = page.read_text()
-        lines = [line for language, block in blocks(page) if language != "python" for line in block.splitlines()]
-        lines += re.findall(r"`((?:\.venv/bin/)?autods [a-z]+ [^`]+)`", re.sub(r"\s*\n\s*", " ", _BLOCK.sub("", text)))
-        for line in lines:
-            line = re.sub(r"\s+#.*", "", line).strip().removeprefix("$ ").removeprefix(".venv/bin/")
-            if line.startswith("autods ") and not re.search(r"…|COMMAND|\bDIR\b|\[OPTIONS\]|WORKLOAD|CONFIG", line):
-                yield page.name, line
 
 
 @pytest.mark.parametrize(("page", "line"), sorted(set(commands())))
@@ -66,14 +39,14 @@ def test_code_blocks_of_python_and_json_are_valid(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_to_files_that_exist(page: Path) -> None:
-    for target in _LINK.findall(_BLOCK.sub("", page.read_text())):
+    for target in _LINK.findall(BLOCK.sub("", page.read_text())):
         if not target.startswith(("http://", "https://", "#", "mailto:")):
             assert (page.parent / target.partition("#")[0]).exists(), f"{page.name}: {target}"
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md"], ids=lambda page: page.name)
 def test_no_sentence_of_the_readme_is_long(page: Path) -> None:
-    text = re.sub(r"`[^`]*`", "code", _BLOCK.sub("\n\n", page.read_text()))
+    text = re.sub(r"`[^`]*`", "code", BLOCK.sub("\n\n", page.read_text()))
     text = re.sub(r"\]\([^)]*\)", "]", text)
     for part in re.split(r"\n\s*\n|\n[|>-] |\n\d\. |\|", text):
         for sentence in re.split(r"(?<=[.!?:])\s+", part):
@@ -83,16 +56,6 @@ def test_no_sentence_of_the_readme_is_long(page: Path) -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
-
-
-def load_script(name: str) -> Any:
-    """The module docs/NAME.py."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
 
 
 def test_the_page_of_options_is_current() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pkgutil
 import re
 import subprocess
 import sys
@@ -103,6 +104,14 @@ def test_every_public_name_can_be_had_and_others_cannot() -> None:
         assert name in dir(autods)
     with pytest.raises(AttributeError, match="nonsense"):
         autods.nonsense  # noqa: B018
+
+
+def test_no_public_name_is_that_of_a_module() -> None:
+    import autods
+
+    # Python sets an imported submodule as an attribute of its package, where it would hide the function.
+    modules = {module.name for module in pkgutil.iter_modules(autods.__path__)}
+    assert not modules & set(autods.__all__)
 
 
 def test_ctrl_c_during_imports_ends_silently() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from autods.doctor import machine
-from autods.doctor.disk import check_nvme
+from autods.inspector import machine
+from autods.inspector.disk import check_nvme
 from autods.report.checkup import Check
 from autods.system.gpus import Card
 from autods.system.host import Hardware

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from autods.cli.main import main
-from autods.doctor import examine as doctor
-from autods.doctor import toolchain
+from autods.inspector import examine as doctor
+from autods.inspector import toolchain
 from autods.report.checkup import Check, Checkup, print_checkup
 
 BUILT = {"built": True, "problem": None}
