@@ -1,4 +1,4 @@
-"""Every unit test ends within seconds, and a warning fails it."""
+"""Every unit test ends, and a warning fails it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-TIMEOUT_S = 10
+TIMEOUT_S = 60  # on a loaded machine; on a quiet one each takes seconds at most
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

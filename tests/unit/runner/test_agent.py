@@ -131,7 +131,6 @@ agent.NodeAgent(source, "cpu", 1, "another machine", "log", {"AUTODS_SESSION": "
 """
 
 
-@pytest.mark.timeout(60)
 def test_an_agent_on_another_machine_has_a_guard_of_its_own(tmp_path: Path) -> None:
     agent = subprocess.Popen([sys.executable, "-c", ON_A_NODE, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert agent.stdout is not None

@@ -22,7 +22,6 @@ from tests.support.watching import is_running
 
 Started = Callable[..., subprocess.Popen[bytes]]
 NOBODY = 65534
-pytestmark = pytest.mark.timeout(60)  # processes start and end
 
 
 @pytest.fixture(autouse=True)
