@@ -363,9 +363,9 @@ class ProbeRequest(TrialRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class ReportRequest(_Request):
-    """Show a finished fit again, and write its page report.html: FOLDER is the --out of the fit."""
+    """Show a finished fit or probe again, and write its page report.html: FOLDER is its --out."""
 
-    folder: PathText = field(kw_only=False, metadata=_argument("The folder of a finished fit.", "FOLDER"))
+    folder: PathText = field(kw_only=False, metadata=_argument("The folder of a finished fit or probe.", "FOLDER"))
     compare: PathText | None = _option("Output", "Show a second fit beside it.", "FOLDER")
 
 

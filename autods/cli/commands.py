@@ -32,9 +32,20 @@ from ..report.fit_view import print_fit
 from ..report.live import PlanProgress, Progress, announced
 from ..report.markdown import to_markdown
 from ..report.page import write_page
+from ..report.plan_page import write_plan_page
 from ..report.plan_view import print_plan
+from ..report.probe_page import write_probe_page
 from ..report.probe_view import print_probe
-from ..report.serialize import check_writable, plan_to_dict, probe_to_dict, to_csv, to_dict, write_csv
+from ..report.serialize import (
+    check_writable,
+    has_probe,
+    plan_to_dict,
+    probe_to_dict,
+    read_probe,
+    to_csv,
+    to_dict,
+    write_csv,
+)
 from ..report.serialize import read as read_report
 from ..report.text import format_ranks
 from ..requests import (
@@ -66,6 +77,7 @@ AsJson = Annotated[bool, _flag("--json", help="Print the result as JSON.")]
 Quiet = Annotated[bool, _flag("--quiet", "-q", help="No progress, only the result.")]
 Verbose = Annotated[bool, _flag("--verbose", "-v", help="Also the reasons, the certificate, and all ways to launch.")]
 Markdown = Annotated[bool, _flag("--markdown", help="Print a Markdown table, for a pull request.")]
+Html = Annotated[str | None, _flag("--html", metavar="FILE", help="Write the forecast there as a page, too.")]
 Csv = Annotated[str | None, _flag("--csv", metavar="FILE", help="Write the table there as well; - prints it.")]
 
 
@@ -96,8 +108,13 @@ def run_report(
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> int:
-    """Show a finished fit again."""
+    """Show a finished fit or probe again."""
     folders = [Path(folder) for folder in (request.folder, request.compare) if folder is not None]
+    if has_probe(folders[0]):
+        if markdown or request.compare is not None:
+            option = "--markdown" if markdown else "--compare"
+            raise InputError(f"{option} is for fits", place=str(folders[0]), hint="this is the folder of a probe")
+        return _show_probe_again(folders[0], as_json)
     reports = [read_report(folder) for folder in folders]
     page = write_page(reports[0], folders[0])
     if as_json:
@@ -110,14 +127,29 @@ def run_report(
     return 0
 
 
-def run_plan(call: Call, request: PlanRequest, *, as_json: AsJson = False, quiet: Quiet = False) -> int:
-    """Forecast every rung."""
+def _show_probe_again(folder: Path, as_json: bool) -> int:
+    report = read_probe(folder)
+    page = write_probe_page(report, folder)
+    _show(report, as_json, probe_to_dict, print_probe)
+    print(f"page: {page}", file=sys.stderr)
+    return 0
+
+
+def run_plan(
+    call: Call, request: PlanRequest, *, html: Html = None, as_json: AsJson = False, quiet: Quiet = False
+) -> int:
+    """Forecast every rung. A page of it is also written to the file `html`."""
+    if html is not None:
+        check_path(html, "--html")
+        check_writable(Path(html))
     command = call.plan or PLAN
     with _checking(request, quiet):
         settings = command.resolve(request)
     progress: AbstractContextManager[ForecastListener] = _SILENT if quiet else PlanProgress()
     with progress as listen:
         forecast = command.run(settings, listen)
+    if html is not None:
+        write_plan_page(forecast, Path(html))
     _show(forecast, as_json, plan_to_dict, print_plan)
     return 1 if forecast.status == "nothing_fits" else 0
 
@@ -253,6 +285,8 @@ autods plan train.py --gpus 8 --on a100-80gb -- --deepspeed_config {ds_config} -
 
 autods plan model.py --gpus 8 --on all      which machine do I need?
 
+autods plan model.py --gpus 8 --on a100-80gb --html plan.html      a page to send to somebody
+
 Exit codes: 0 something fits or may (tight, not forecast), 1 nothing fits, 2 wrong input, 3 broken environment,
 130 interrupted.
 """,
@@ -285,6 +319,8 @@ autods report autods-out/model
 autods report autods-out/model --markdown      a table for a pull request
 
 autods report autods-out/before --compare autods-out/after
+
+autods report autods-out/model-probe      a probe's table and page
 
 Exit codes: 0 done, 2 the folder holds no report.
 """,

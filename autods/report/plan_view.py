@@ -9,6 +9,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..config.plan_settings import Site
 from ..forecast.values import RungForecast, TierForecast
 from ..types import TIERS, TIERS_OF_A_NODE, Tier
 from ..units import choose_unit, format_bytes, format_count
@@ -51,7 +52,7 @@ def print_plan(forecast: Forecast, console: Console) -> None:
         console.print(bullets(assumed, style="dim"))
 
 
-def _describe_workload(forecast: Forecast) -> str:
+def describe_workload(forecast: Forecast) -> str:
     """'llama, 6.74B parameters, sequence 2048, checkpointing on'."""
     facts, source = forecast.facts, forecast.source
     target = f" to {source.target_len}" if source.target_len else ""
@@ -66,11 +67,8 @@ def _describe_workload(forecast: Forecast) -> str:
 
 
 def _print_site(forecast: Forecast, site_forecast: SiteForecast, console: Console) -> None:
-    site, rungs, width = site_forecast.site, site_forecast.rungs, console.width
-    nodes = f" on {site.nodes} nodes" if site.nodes > 1 else ""
-    card = f" ({site.machine.name})" if site.machine.links else ""
-    ranks = f"{format_ranks(site.world_size, forecast.device)}{nodes} × {format_bytes(site.machine.device_bytes)}{card}"
-    head = f"\n{_describe_workload(forecast)}, micro batch {site.micro_batch}, {site.precision}: {ranks}"
+    rungs, width = site_forecast.rungs, console.width
+    head = f"\n{describe_workload(forecast)}, {describe_site(forecast, site_forecast.site)}"
     console.print(Text(head, style="bold"))
     console.print(rung_table(rungs, best=site_forecast.best_rung, width=width))
     kinds = (Text.assemble((sign, style), f" {kind}") for kind, (sign, style) in _TENSOR_KINDS.items())
@@ -83,8 +81,16 @@ def _print_site(forecast: Forecast, site_forecast: SiteForecast, console: Consol
         console.print()
     spent = f"  ({format_seconds(forecast.seconds)})"
     style = f"bold {_STATUS_STYLES[site_forecast.status]}"
-    console.print(Text.assemble((_headline(site_forecast), style), (spent, "dim")))
+    console.print(Text.assemble((describe_site_answer(site_forecast), style), (spent, "dim")))
     console.print(bullets(suggestions(forecast, site_forecast)))
+
+
+def describe_site(forecast: Forecast, site: Site) -> str:
+    """'micro batch 1, bf16: 8 cuda ranks × 80.0 GiB (a100-80gb)'."""
+    nodes = f" on {site.nodes} nodes" if site.nodes > 1 else ""
+    card = f" ({site.machine.name})" if site.machine.links else ""
+    ranks = f"{format_ranks(site.world_size, forecast.device)}{nodes} × {format_bytes(site.machine.device_bytes)}{card}"
+    return f"micro batch {site.micro_batch}, {site.precision}: {ranks}"
 
 
 def rung_table(rungs: Iterable[RungForecast], *, best: str | None, width: int) -> Table:
@@ -163,7 +169,7 @@ def _bar_scale(rungs: Iterable[RungForecast]) -> int:
     return max((device.limit_bytes or device.peak_bytes for device in devices), default=0)
 
 
-def _headline(site: SiteForecast) -> str:
+def describe_site_answer(site: SiteForecast) -> str:
     """'zero2 is the fastest rung that fits, up to micro batch 6'."""
     best = site.best
     if best is None:
@@ -245,7 +251,7 @@ def _fullest_tier(rung: RungForecast) -> Tier | None:
 
 def _print_machines(forecast: Forecast, console: Console) -> None:
     wide = console.width >= PLAN_WITH_REASONS
-    console.print(Text.assemble("\n", (_describe_workload(forecast), "bold")))
+    console.print(Text.assemble("\n", (describe_workload(forecast), "bold")))
     table = plain_table(expand=wide)
     for name in ("machine", "ranks", "fastest rung", "verdict", "device"):
         table.add_column(name, no_wrap=True)
@@ -255,21 +261,33 @@ def _print_machines(forecast: Forecast, console: Console) -> None:
     for site in forecast.sites:
         table.add_row(*_machine_row(site)[: len(table.columns)])
     console.print(table)
-    enough = next((site for site in forecast.sites if site.status == "fits"), None)
+    enough = find_smallest_enough(forecast)
     spent = Text(f"({format_seconds(forecast.seconds)})", style="dim")
     if enough is None:
-        console.print(Text("no machine of the list is surely enough", style="bold red"), spent)
+        console.print(Text(describe_machines_answer(forecast), style="bold red"), spent)
         return
-    assert enough.best is not None
-    machine = enough.site.machine.name
-    head = f"{machine} is the smallest that is enough: {enough.best.rung} on {_format_site(enough)}"
+    head, machine = describe_machines_answer(forecast), enough.site.machine.name
     console.print(Text(head, style="bold green"), spent)
     command = f"autods plan {shlex.quote(forecast.source.path)} --gpus {enough.site.world_size} --on {machine}"
     console.print(bullets([f"all of its rungs: {command}"]))
 
 
+def find_smallest_enough(forecast: Forecast) -> SiteForecast | None:
+    """The first machine, in the order of a plan, on which a rung surely fits."""
+    return next((site for site in forecast.sites if site.status == "fits"), None)
+
+
+def describe_machines_answer(forecast: Forecast) -> str:
+    """'a100-80gb is the smallest that is enough: zero2 on 8 bf16'."""
+    enough = find_smallest_enough(forecast)
+    if enough is None:
+        return "no machine of the list is surely enough"
+    rung = f"{enough.best_rung} on {format_ranks_of_site(enough)}"
+    return f"{enough.site.machine.name} is the smallest that is enough: {rung}"
+
+
 def _machine_row(site: SiteForecast) -> list[RenderableType]:
-    name, ranks = Text(site.site.machine.name), Text(_format_site(site))
+    name, ranks = Text(site.site.machine.name), Text(format_ranks_of_site(site))
     rung = site.best or (site.rungs[-1] if site.rungs else None)
     if rung is None:
         return [name, ranks]
@@ -281,7 +299,7 @@ def _machine_row(site: SiteForecast) -> list[RenderableType]:
     return [name, ranks, best, MARKS[verdict].text(), Text(memory), largest, Text(rung.reason)]
 
 
-def _format_site(site_forecast: SiteForecast) -> str:
+def format_ranks_of_site(site_forecast: SiteForecast) -> str:
     """'2 × 8 bf16'."""
     site = site_forecast.site
     ranks = f"{site.nodes} × {site.ranks_per_node}" if site.nodes > 1 else str(site.world_size)

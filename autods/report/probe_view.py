@@ -22,23 +22,23 @@ _DISPENSABLE = ("sent\na step", "host", "pinned", "nvme", "tokens/s", "forecast"
 
 def print_probe(report: ProbeReport, console: Console) -> None:
     """Print the probe; it needs nothing but the value."""
-    console.print(Text.assemble("\n", (_question(report), "bold")))
+    console.print(Text.assemble("\n", (describe_question(report), "bold")))
     table, left_out = _table(report, console.width)
     console.print(table)
     if left_out:
         file = f"{report.out}/{PROBE_CSV}" if report.out else "--csv FILE"
         line = f"  {', '.join(left_out)}: on a wider terminal, and in {file}\n"
         console.print(Text(line, style="dim"), soft_wrap=True)
-    if reasons := list(_reasons(report)):
+    if reasons := list(list_reasons(report)):
         console.print(pairs_grid(reasons))
         console.print()
-    for line_text in _conclusions(report):
+    for line_text in list_conclusions(report):
         console.print(line_text)
     if report.notes:
         console.print(pairs_grid(("·", Text(note, style="dim")) for note in report.notes))
 
 
-def _question(report: ProbeReport) -> str:
+def describe_question(report: ProbeReport) -> str:
     """'gpt on 2 cpu ranks × 416.0 MiB, bf16, each cell 3 times'."""
     question = report.question
     varies_ranks = len(report.axes.get("gpus", ())) > 1
@@ -61,7 +61,7 @@ def _describe_value(name: str, value: Scalar | None) -> str:
 
 def _table(report: ProbeReport, width: int) -> tuple[Table, list[str]]:
     """The table as far as it fits the terminal, and the names of the columns that were left out."""
-    columns = _columns(report)
+    columns = list_columns(report)
     left_out = []
     for name in _DISPENSABLE:
         if _table_width(report, columns) <= width:
@@ -92,7 +92,7 @@ class Column:
     right: bool = True
 
 
-def _columns(report: ProbeReport) -> list[Column]:
+def list_columns(report: ProbeReport) -> list[Column]:
     """The columns in which some cell has a value, the cell's number first."""
     # The axes that vary; the others stand in the headline. Where none varies, the rung has a column.
     varied = [name for name, values in report.axes.items() if len(values) > 1]
@@ -170,7 +170,7 @@ def _ratio(reference: int | None, cell: CellResult) -> Text:
     return Text(f"≈ {cell.ratio.times:.2f}", style="dim")
 
 
-def _reasons(report: ProbeReport) -> Iterator[tuple[str, Text]]:
+def list_reasons(report: ProbeReport) -> Iterator[tuple[str, Text]]:
     """Sentences by cells: why they did not run, how their capacity was found, or which values have no effect."""
     cells_by_reason: dict[str, list[int]] = {}
     for cell in report.cells:
@@ -191,7 +191,8 @@ def _number_ranges(numbers: Iterable[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _conclusions(report: ProbeReport) -> Iterator[Text]:
+def list_conclusions(report: ProbeReport) -> Iterator[Text]:
+    """The answer of a probe first, then what its marks mean."""
     spent = f"  ({len(report.trials)} trials, {format_seconds(report.seconds)})"
     if report.status == "nothing_fits":
         yield Text.assemble(("no cell fits", "bold red"), (spent, "dim"))

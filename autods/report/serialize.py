@@ -9,15 +9,15 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..config.deepspeed import to_lightning_config, to_trainer_config
 from ..errors import InputError, make_write_error
 from ..files import LARGEST_RECORD, describe_file_kind, read_file
 from ..forecast.values import PHASES, RungForecast, TierForecast
-from ..schema import read_known
+from ..schema import read_as, read_known
 from ..types import TIERS, TIERS_OF_A_NODE, Record, Tier, TierUse
 from .launch import (
     ACCELERATE,
@@ -32,6 +32,7 @@ from .results import PROBE, PROBE_CSV, Capacity, CellResult, Forecast, ProbeRepo
 
 REPORT = "report.json"
 SO_FAR = "ds_config_so_far.json"
+_MEASURE: Any = Literal["samples", "tokens"]  # of a probe's ratios
 
 
 def to_dict(report: Report) -> dict[str, Any]:
@@ -269,6 +270,46 @@ def probe_to_dict(report: ProbeReport) -> dict[str, Any]:
     """Plain JSON values; unknown values are null."""
     compared = dict(zip(("cell", "by"), report.compared, strict=True)) if report.compared else None
     return {**_plain(report), "compared": compared}
+
+
+def probe_from_dict(data: Mapping[str, Any]) -> ProbeReport:
+    """The inverse of `probe_to_dict`. Unknown keys are dropped. Raises InputError when `data` is not a probe."""
+    try:
+        compared = None
+        if (row := data["compared"]) is not None:
+            compared = read_as(int, row["cell"]), read_as(_MEASURE, row["by"])
+        cells = [read_known(CellResult, _cell_from_row(row)) for row in data["cells"]]
+        trials = [read_as(Record, _record_from_row(row)) for row in data["trials"]]
+        rest = {name: value for name, value in data.items() if name not in ("cells", "trials", "compared")}
+        report = read_known(ProbeReport, {**rest, "cells": (), "trials": (), "compared": None})
+        return replace(report, cells=tuple(cells), trials=tuple(trials), compared=compared)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise InputError(f"is not the report of a probe: {error!r}", hint="start over with --fresh") from None
+
+
+def _cell_from_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `_plain` for a cell, as the values that `read_as` takes."""
+    cell = {**row, "memory": {tier: use for tier, use in row["memory"].items() if use}}
+    if (ratio := cell["ratio"]) is not None:
+        cell["ratio"] = {name: value for name, value in ratio.items() if name != "differs"}
+    if (capacity := cell["capacity"]) is not None:
+        cell["capacity"] = {("explanation" if name == "said" else name): value for name, value in capacity.items()}
+    return cell
+
+
+def has_probe(folder: Path) -> bool:
+    """Whether the folder holds a finished probe, and no fit."""
+    return (folder / PROBE).is_file() and not (folder / REPORT).is_file()
+
+
+def read_probe(folder: Path) -> ProbeReport:
+    """The finished probe in this folder. Raises InputError when its report is missing or damaged."""
+    path = folder / PROBE
+    text = read_file(path, most=LARGEST_RECORD)
+    try:
+        return probe_from_dict(json.loads(text))
+    except (ValueError, RecursionError, InputError):
+        raise InputError("is not the report of a probe", place=str(path), hint="start over with --fresh") from None
 
 
 def to_csv(report: ProbeReport) -> str:

@@ -150,3 +150,17 @@ def test_help_shows_examples_and_every_option(
     for option in ("--on", "--host-memory", "--nvme", "--task", "--seq-len", "--checkpointing", "--largest", "130"):
         assert option in text
     assert "which machine do I need?" in text
+
+
+def test_a_plan_writes_its_page_where_it_is_asked_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "plan.html"
+    assert Fake(forecast)(*ASKED, "--html", str(page)) == 0
+    assert "zero2 is the fastest rung that fits" in page.read_text()
+    assert "zero2 is the fastest rung that fits" in capsys.readouterr().out
+
+
+def test_a_page_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    def fail() -> Forecast:
+        raise AssertionError("it was forecast")
+
+    assert Fake(fail)(*ASKED, "--html", str(tmp_path)) == 2

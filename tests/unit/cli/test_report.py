@@ -1,4 +1,4 @@
-"""`autods report` shows a finished fit again."""
+"""`autods report` shows a finished fit or probe again."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import pytest
 
 from autods.cli.main import main
 from autods.report import serialize
+from autods.report.html_parts import PAGE
+from autods.runner.testing import surface
+from tests.support.probes import LIMIT, MIB, Bench, ask, probed
 from tests.support.reports import fitting_report
 
 
@@ -36,3 +39,23 @@ def test_two_fits_stand_side_by_side(folder: Path, capsys: pytest.CaptureFixture
 def test_a_folder_without_a_report_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path / "absent")]) == 2
     assert "report.json" in capsys.readouterr().err
+
+
+def test_a_probes_folder_shows_its_table_and_makes_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = probed(
+        ask(tmp_path, "micro_batch=1,2"),
+        Bench(surface(limit_bytes=LIMIT, state_bytes=100 * MIB, sample_bytes=100 * MIB)),
+    )
+    folder = Path(report.out)
+    (folder / PAGE).unlink()
+    assert main(["report", str(folder)]) == 0
+    assert "fastest: cell" in capsys.readouterr().out
+    assert "fastest: cell" in (folder / PAGE).read_text()
+    assert main(["report", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads((folder / "probe.json").read_text())
+
+
+@pytest.mark.parametrize("option", [("--markdown",), ("--compare", "another")])
+def test_what_is_for_fits_is_refused_for_a_probe(tmp_path: Path, option: tuple[str, ...]) -> None:
+    (tmp_path / "probe.json").write_text("{}")
+    assert main(["report", str(tmp_path), *option]) == 2

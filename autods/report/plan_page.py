@@ -1,0 +1,80 @@
+"""The forecast of `autods plan` as one HTML file, which makes no request: the answer, and the memory of every rung."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..config.catalogue import ASKED, HERE
+from ..forecast.values import PHASES, RungForecast
+from ..types import TIERS
+from ..units import format_bytes
+from .html_parts import render, stack_memory
+from .plan_view import (
+    describe_machines_answer,
+    describe_site,
+    describe_site_answer,
+    describe_workload,
+    format_predicted,
+    suggestions,
+)
+from .results import Forecast, SiteForecast
+from .serialize import rung_to_dict, write_whole
+from .text import MARKS, TIER_NAMES, format_seconds
+
+_CLASSES = {"fits": "good", "tight": "fair", "cannot_fit": "bad", "not_applicable": "dim"}
+
+
+def render_plan_page(forecast: Forecast) -> str:
+    """The page of a plan, with a section for each machine."""
+    several = len(forecast.sites) > 1
+    answer = describe_machines_answer(forecast) if several else describe_site_answer(forecast.sites[0])
+    return render(
+        "plan_page.html",
+        title=forecast.source.name,
+        headline=answer,
+        question=describe_workload(forecast),
+        effort=format_seconds(forecast.seconds),
+        several=several,
+        sites=[_site(forecast, site) for site in forecast.sites],
+        assumed=list(forecast.all_assumed),
+        facts=sorted(forecast.versions.items()),
+    )
+
+
+def write_plan_page(forecast: Forecast, path: Path) -> None:
+    """Write the page to a file. Raises the error of `errors.make_write_error`."""
+    write_whole(path, render_plan_page(forecast))
+
+
+def _site(forecast: Forecast, site_forecast: SiteForecast) -> dict[str, Any]:
+    site = site_forecast.site
+    name = site.machine.name
+    return {
+        "name": "this machine" if name == HERE else "the machine" if name == ASKED else name,
+        "question": describe_site(forecast, site),
+        "answer": describe_site_answer(site_forecast),
+        "rungs": [_rung(site_forecast, rung) for rung in site_forecast.rungs],
+        "suggestions": list(suggestions(forecast, site_forecast)),
+    }
+
+
+def _rung(site_forecast: SiteForecast, rung: RungForecast) -> dict[str, Any]:
+    device = rung_to_dict(rung, site_forecast.site.ranks_per_node)["device"]
+    return {
+        "rung": rung.rung,
+        "verdict": MARKS[rung.verdict].word,
+        "class": _CLASSES[rung.verdict],
+        "stack": stack_memory(device) if device is not None else None,
+        "tiers": list(_other_tiers(rung)),
+        "phases": [(phase, format_bytes(rung.by_phase[phase])) for phase in PHASES if phase in rung.by_phase],
+        "largest": "" if rung.largest_micro_batch is None else f"{rung.largest_micro_batch:,}",
+        "reason": rung.reason,
+    }
+
+
+def _other_tiers(rung: RungForecast) -> Iterator[str]:
+    for tier in TIERS:
+        if tier != "device" and tier in rung.memory and rung.memory[tier].peak_bytes:
+            yield f"{TIER_NAMES[tier]}: {format_predicted(rung.memory[tier])}"

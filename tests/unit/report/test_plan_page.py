@@ -1,0 +1,41 @@
+"""The page of a plan has what its table has, and escapes what users wrote."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autods.report.plan_page import render_plan_page
+from autods.report.results import Forecast
+from tests.support.pages import HOSTILE, check_page
+from tests.support.plans import RUNGS, comparison, forecast, hopeless
+
+
+@pytest.mark.parametrize("plan", [forecast(), comparison(), hopeless()], ids=["one machine", "several", "nothing fits"])
+def test_the_page_of_a_plan_is_whole_and_requests_nothing(plan: Forecast) -> None:
+    check_page(render_plan_page(plan))
+
+
+def test_the_page_of_a_plan_has_every_rung_with_its_memory() -> None:
+    words = check_page(render_plan_page(forecast())).words
+    assert "zero2 is the fastest rung that fits, up to micro batch 6" in words
+    for rung in RUNGS:
+        assert rung.rung in words
+        assert rung.reason in words
+    assert "40.0 GiB (36.0 to 44.0) of 80.0 GiB" in words
+    assert "host memory: 320.0 (288.0–352.0) GiB / 1.0 TiB" in words
+    assert "the loss scale starts at 65536" in words
+
+
+def test_several_machines_have_a_section_each() -> None:
+    words = check_page(render_plan_page(comparison())).words
+    assert "a100-80gb is the smallest that is enough: zero2 on 8 bf16" in words
+    for machine in ("l4-24gb", "a100-80gb", "h200-141gb"):
+        assert f"{machine}: " in words
+
+
+def test_a_plan_page_escapes_names_and_reasons() -> None:
+    plan = forecast((replace(RUNGS[2], reason=HOSTILE, rung=HOSTILE), *RUNGS[3:]))
+    plan = replace(plan, source=replace(plan.source, name=HOSTILE), assumed=(HOSTILE,))
+    assert "alert(1)" in check_page(render_plan_page(plan)).text
