@@ -20,13 +20,15 @@ _MOST_LINES = 8  # of a chart
 
 def render_probe_page(report: ProbeReport, folder: Path | None = None) -> str:
     """The page of a probe. `folder` is that of the probe, whose logs are quoted; None leaves them out."""
-    headline, *remarks = (str(text) for text in list_conclusions(report))
+    conclusion, *remarks = (str(text) for text in list_conclusions(report))
+    headline, _, effort = conclusion.partition("  (")
     columns = list_columns(report)
     return render(
         "probe_page.html",
         title=report.question.workload,
         headline=headline,
         question=describe_question(report),
+        effort=effort.rstrip(")"),
         remarks=remarks,
         columns=[(column.name.replace("\n", " ").replace("_ ", "_"), column.right) for column in columns],
         cells=[
