@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 from .config.base_config import check_ranks
 from .config.plan_settings import PlanSettings, resolve_plan
 from .config.settings import Settings, check_exported, check_nodes, resolve_fit
-from .events import Event, Listener
+from .events import Event, Listener, Note
 from .forecast.values import ForecastEvent, ForecastListener
 from .report.checkup import Checkup
 from .report.explanation import Explanation
@@ -63,7 +63,16 @@ def _resolve_fit(request: FitRequest) -> Settings:
 def _run_fit(settings: Settings, listen: Listener) -> Report:
     from .tuner.fit import fit  # it brings Ray
 
+    _warn(settings, listen)
     return fit(settings, listen=listen)
+
+
+def _warn(settings: Settings, listen: Listener) -> None:
+    """Say before the first trial what of this machine breaks or slows its rungs."""
+    from .inspector.ladder import check_ladder, format_warning
+
+    for check in check_ladder(settings):
+        listen(Note(text=format_warning(check)))
 
 
 def _resolve_plan(request: PlanRequest) -> PlanSettings:
@@ -91,6 +100,8 @@ def _resolve_probe(request: ProbeRequest) -> ProbeSettings:
 def _run_probe(settings: ProbeSettings, listen: Listener) -> ProbeReport:
     from .prober.run import probe  # it brings Ray
 
+    if settings.machine is None:
+        _warn(settings.settings, listen)
     return probe(settings, listen=listen, fresh=settings.settings.fresh)
 
 

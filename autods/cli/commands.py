@@ -189,7 +189,8 @@ def run_probe(
 
 def run_explain(call: Call, request: ExplainRequest, *, as_json: AsJson = False, quiet: Quiet = False) -> int:
     """Explain a DeepSpeed config."""
-    settings = EXPLAIN.resolve(request)
+    with _checking(request, quiet):
+        settings = EXPLAIN.resolve(request)
     progress: AbstractContextManager[ForecastListener] = _SILENT if quiet else PlanProgress()
     with progress as listen:
         explanation = EXPLAIN.run(settings, listen)
@@ -199,7 +200,8 @@ def run_explain(call: Call, request: ExplainRequest, *, as_json: AsJson = False,
 
 def run_doctor(call: Call, request: DoctorRequest, *, as_json: AsJson = False, quiet: Quiet = False) -> int:
     """Check this machine."""
-    settings = DOCTOR.resolve(request)
+    with _checking(request, quiet):
+        settings = DOCTOR.resolve(request)
     progress: AbstractContextManager[Listener] = _SILENT if quiet else Progress()
     with progress as listen:
         checkup = DOCTOR.run(settings, listen)
@@ -220,11 +222,12 @@ def run_diagnose(call: Call, request: DiagnoseRequest, *, as_json: AsJson = Fals
 _SILENT = nullcontext(lambda event: None)
 
 
-def _checking(request: FitRequest | PlanRequest | ProbeRequest, quiet: bool) -> AbstractContextManager[None]:
+def _checking(request: object, quiet: bool) -> AbstractContextManager[None]:
     """A block that says after some seconds what is checked: files that do not answer, or a cluster."""
     address = getattr(request, "address", None)
     machine = "this machine" if address is None else f"the Ray cluster at {address}"
-    return nullcontext() if quiet else announced(f"checking the workload, the options and {machine}")
+    workload = "the workload, " if getattr(request, "workload", None) is not None else ""
+    return nullcontext() if quiet else announced(f"checking {workload}the options and {machine}")
 
 
 def _show(

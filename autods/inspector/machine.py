@@ -15,11 +15,13 @@ from ..system.gpus import describe_shared_cards
 from ..system.host import Hardware, read_cpu_quota
 from ..units import format_bytes
 
+ReadLimit = Callable[[int], tuple[int, int]]  # a resource → its soft and its hard limit
 _GIB = 2**30
 _MIB = 2**20
 _LEAST_SHARED = _GIB  # NCCL takes some MiB a pair of ranks, DataLoader workers a batch each
 _LEAST_FREE = 2 * _GIB
 _LEAST_LOCKED = 64 * _MIB  # DeepSpeed's async_io locks its buffers
+_CAP_IPC_LOCK = 14
 _LEAST_FILES = 4096
 # Variable → (values that slow training down, what they do).
 _SLOW: Mapping[str, tuple[Callable[[str], bool], str]] = {
@@ -90,10 +92,11 @@ def check_memory(hardware: Hardware, *, shared: Path = Path("/dev/shm"), quota: 
         result = f"{nodes} nodes"
         remedy = "bind ranks to the node of their card: deepspeed --bind_cores_to_rank"
         yield Check(group="Memory", name="NUMA", status="ok", result=result, remedy=remedy)
-    yield from _check_shared_memory(shared)
+    yield from check_shared_memory(shared)
 
 
-def _check_shared_memory(folder: Path) -> Iterator[Check]:
+def check_shared_memory(folder: Path) -> Iterator[Check]:
+    """Whether shared memory is large enough for ranks, Ray and data loaders."""
     name, remedy = str(folder), f"mount -o remount,size=8G {folder}, or docker run --shm-size=8g"
     try:
         usage = shutil.disk_usage(folder)
@@ -109,7 +112,19 @@ def _check_shared_memory(folder: Path) -> Iterator[Check]:
     yield Check(group="Memory", name=name, status=status, result=result, remedy="" if status == "ok" else remedy)  # type: ignore[arg-type]
 
 
-def check_limits(read: Callable[[int], tuple[int, int]] = resource.getrlimit) -> Iterator[Check]:
+def may_lock_memory() -> bool:
+    """Whether this process may lock any amount of memory: it has CAP_IPC_LOCK, as root usually does."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return False
+    held = next((line.split()[1] for line in status.splitlines() if line.startswith("CapEff:")), "0")
+    return bool(int(held, 16) >> _CAP_IPC_LOCK & 1)
+
+
+def check_limits(
+    read: ReadLimit = resource.getrlimit, may_lock: Callable[[], bool] = may_lock_memory
+) -> Iterator[Check]:
     """The limits of processes (`ulimit`)."""
     rows = (
         ("locked memory", resource.RLIMIT_MEMLOCK, _LEAST_LOCKED, "NVMe offload locks buffers", "ulimit -l unlimited"),
@@ -118,7 +133,7 @@ def check_limits(read: Callable[[int], tuple[int, int]] = resource.getrlimit) ->
     )  # fmt: skip
     for name, number, least, why, remedy in rows:
         most = read(number)[0]
-        if most == resource.RLIM_INFINITY or most >= least:
+        if most == resource.RLIM_INFINITY or most >= least or (number == resource.RLIMIT_MEMLOCK and may_lock()):
             continue
         size = format_bytes(most) if number == resource.RLIMIT_MEMLOCK else f"{most:,}"
         yield Check(group="Limits", name=name, status="warning", result=f"{size}; {why}", remedy=remedy)

@@ -75,7 +75,7 @@ def test_missing_shared_memory_is_broken(tmp_path: Path) -> None:
 def test_only_limits_that_are_too_low_are_shown() -> None:
     assert list(machine.check_limits(lambda number: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))) == []
     low = {resource.RLIMIT_MEMLOCK: 65536, resource.RLIMIT_NOFILE: 256, resource.RLIMIT_NPROC: 100}
-    checks = by_name(machine.check_limits(lambda number: (low.get(number, 2**40), 2**40)))
+    checks = by_name(machine.check_limits(lambda number: (low.get(number, 2**40), 2**40), lambda: False))
     assert set(checks) == {"locked memory", "open files", "processes", "memory of a process"}
     assert checks["locked memory"].result.startswith("64.0 KiB")
 
@@ -107,3 +107,9 @@ def test_nvme_is_measured_and_leaves_no_file(tmp_path: Path) -> None:
     assert "writes" in bandwidth.result or "direct I/O fails" in bandwidth.result
     assert list(tmp_path.iterdir()) == []
     assert states(check_nvme(tmp_path / "absent"))[str(tmp_path / "absent")] == "broken"
+
+
+def test_who_may_lock_any_memory_is_not_warned_of_its_limit() -> None:
+    low = {resource.RLIMIT_MEMLOCK: (65536, 65536)}
+    infinite = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    assert list(machine.check_limits(lambda number: low.get(number, infinite), lambda: True)) == []

@@ -1,0 +1,115 @@
+"""What of this machine would break or slow the rungs of a ladder: the checks of `autods doctor` that take no second."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from ..config.deepspeed import compose, required_ops
+from ..config.settings import Settings
+from ..config.strategies import Rung
+from ..report.checkup import Check
+from ..trial.ops import is_cached
+from ..types import Knobs
+from . import machine, toolchain
+
+# Beginnings of the variables that matter only between ranks, only between nodes, and only on cards.
+_OF_RANKS = ("NCCL_", "TORCH_DISTRIBUTED_")
+_OF_NODES = ("NCCL_IB_", "NCCL_NET_")
+_OF_CARDS = ("NCCL_", "CUDA_", "PYTORCH_NO_CUDA_")
+_HEADER_FOLDERS = ("/usr/include", "/usr/local/include", f"{sys.prefix}/include")
+_HEADER_PATHS = ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")
+
+
+def check_ladder(
+    settings: Settings,
+    variables: Mapping[str, str] = os.environ,
+    *,
+    is_built: Callable[[str], bool] = is_cached,
+    which: Callable[[str], str | None] = shutil.which,
+    shared: Path = Path("/dev/shm"),
+    read_limit: machine.ReadLimit = resource.getrlimit,
+    may_lock: Callable[[], bool] = machine.may_lock_memory,
+) -> Iterator[Check]:
+    """Only the checks that are not ok and concern a rung of this ladder, these ranks and this device.
+
+    The ranks of a cluster run elsewhere: of these only the variables are checked, which they get from here.
+    """
+    if settings.address is None:
+        missing = {op: rungs for op, rungs in _list_ops(settings).items() if not is_built(op)}
+        yield from _check_builds(missing, settings, variables, which)
+        yield from (check for check in machine.check_shared_memory(shared) if check.status != "ok")
+        if "async_io" in _list_ops(settings):
+            yield from (check for check in machine.check_limits(read_limit, may_lock) if check.name == "locked memory")
+    for check in machine.check_environment(variables):
+        name = check.name
+        alone = settings.gpus == 1 and name.startswith(_OF_RANKS)
+        one_node = settings.nodes == 1 and name.startswith(_OF_NODES)
+        no_card = settings.device == "cpu" and name.startswith(_OF_CARDS)
+        if check.status != "ok" and not (alone or one_node or no_card):
+            yield check
+
+
+def format_warning(check: Check) -> str:
+    """'libaio: libaio.h is missing, so … (apt-get install libaio-dev)': one line with the remedy."""
+    return f"{check.name}: {check.result} ({check.remedy})" if check.remedy else f"{check.name}: {check.result}"
+
+
+def _list_ops(settings: Settings) -> dict[str, list[str]]:
+    """The ops of DeepSpeed that rungs load → the names of these rungs. The workload may bring an optimizer instead."""
+    rungs_of: dict[str, list[str]] = {}
+    for rung in settings.ladder:
+        if rung.needs.nvme_path and settings.nvme_path is None:
+            continue
+        for op in required_ops(_compose(rung, settings)):
+            rungs_of.setdefault(op, []).append(rung.name)
+    return rungs_of
+
+
+def _compose(rung: Rung, settings: Settings) -> Mapping[str, object]:
+    return compose(
+        rung,
+        Knobs(),
+        base=settings.base,
+        world_size=settings.gpus,
+        own_optimizer=False,
+        nvme_path=settings.nvme_path,
+    )
+
+
+def _check_builds(
+    missing: Mapping[str, list[str]],
+    settings: Settings,
+    variables: Mapping[str, str],
+    which: Callable[[str], str | None],
+) -> Iterator[Check]:
+    """What lacks for building the ops that no earlier run has built."""
+    for check in toolchain.check_compiler(which):
+        if check.status != "ok" and missing:
+            yield _explain_skip(check, missing)
+        elif check.status != "ok" and check.name == "compiler" and settings.forecast:
+            yield check
+    if "async_io" in missing and not _has_header("libaio.h", variables):
+        remedy = "apt-get install libaio-dev"
+        check = Check(group="Software", name="libaio", status="broken", result="libaio.h is missing", remedy=remedy)
+        yield _explain_skip(check, {"async_io": missing["async_io"]})
+
+
+def _explain_skip(check: Check, missing: Mapping[str, list[str]]) -> Check:
+    """The check with the ops that cannot be built, and the rungs that no trial can run without them."""
+    problem, _, _ = check.result.partition(";")
+    rungs = ", ".join(dict.fromkeys(rung for rungs in missing.values() for rung in rungs))
+    return replace(check, result=f"{problem}, so {' and '.join(missing)} cannot be built for {rungs}")
+
+
+def _has_header(name: str, variables: Mapping[str, str]) -> bool:
+    """Whether the compiler finds a header where headers usually are, or where the environment says."""
+    named = [folder for path in _HEADER_PATHS for folder in variables.get(path, "").split(os.pathsep) if folder]
+    flags = [word[2:] for word in variables.get("CFLAGS", "").split() if word.startswith("-I")]
+    conda = [f"{variables['CONDA_PREFIX']}/include"] if "CONDA_PREFIX" in variables else []
+    return any(Path(folder, name).exists() for folder in (*_HEADER_FOLDERS, *named, *flags, *conda))
