@@ -16,6 +16,7 @@ Manner = Literal["raised", "stated", "mentioned", "quoted"]
 TRACEBACK = re.compile(r"(?:Original |Remote )?Traceback \(most recent call last\)")
 FRAME = re.compile(r"\s*File \"[^\"]+\", line \d+, in \S+")
 BOXED_FRAME = re.compile(r"[│|] (?:\S+\.py:\d+(?: in\b|\s*[│|]?$)|❱)")  # rich's
+IPYTHON_FRAME = re.compile(r"Cell In ?\[\d+\], line \d+|File \S+\.py:\d+, in |-+> \d+ ")
 CHAINED = re.compile(r"(?:During handling of the above exception|The above exception was the direct cause)")
 _FOLDED_FRAME = re.compile(r"\s*(?=File \"[^\"]+\", line \d+)")
 _FOLDED_END = re.compile(
@@ -103,7 +104,10 @@ def _is_code(text: str) -> bool:
 
 
 # What the user's own code says: the innermost frame is in a file of the user's and raises.
-_FILE = re.compile(r"File \"([^\"]+)\", line \d+|[│|]\s*(\S+\.py):\d+(?: in\b|\s*[│|]?$)")
+_FILE = re.compile(
+    r"File \"([^\"]+)\", line \d+|File (\S+\.py):\d+, in |(Cell In ?\[\d+\]), line \d+|[│|]\s*(\S+\.py):\d+(?: in\b|\s*[│|]?$)"
+)
+_MARKED_LINE = re.compile(r"-+> \d+|[│|]?\s*❱")  # by IPython, by rich
 _LIBRARY_FILE = re.compile(expand("{library_file}"))
 _RAISES = re.compile(expand("{raising_statement}"), re.MULTILINE)
 _PASSED_ON = re.compile(expand("{passed_on}"))
@@ -155,9 +159,11 @@ class Message:
         if not places:
             return False
         number, match = places[-1]
-        if _LIBRARY_FILE.search(match[1] or match[2]):
+        if _LIBRARY_FILE.search(next(filter(None, match.groups()))):
             return False
-        code = "\n".join(self.frames[number + 1 :])
+        lines = self.frames[number + 1 :]
+        marked = [line for line in lines if _MARKED_LINE.match(line)]  # the others are lines around it
+        code = "\n".join(marked or lines)
         if not code and self.type in _RAISED_BY_SCRIPTS:
             return True
         return self.type in _OF_PYTHON or bool(_PYTHON_SAYS.match(self.text) or _RAISES.search(code))
@@ -247,7 +253,7 @@ class Assembler:
         elif outdented and (match := EXCEPTION.match(stripped)):
             opened.message = _message(line, "raised", match, opened.frames)
             opened.body = [stripped]
-        elif not stripped or text[0] in " \t" + BOX:
+        elif not stripped or text[0] in " \t" + BOX or IPYTHON_FRAME.match(text):
             if not opened.frames:
                 opened.indent = _indent(text)
             if len(opened.frames) > _MOST_FRAMES:

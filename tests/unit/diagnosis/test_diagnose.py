@@ -218,3 +218,11 @@ def test_a_traceback_in_one_line_is_unfolded() -> None:
     log = f"Traceback (most recent call last): {frames} {end}"
     said = autods.diagnose(log, 1)
     assert (said.kind, said.evidence[0]) == ("user_code", "ValueError: buffer_size is 3")
+
+
+@pytest.mark.parametrize("place", ["Cell In[4], line 3, in check(x)", "File /work/data.py:3, in check(x)"])
+def test_a_notebooks_traceback_shows_who_raised(place: str) -> None:
+    head = "ValueError    Traceback (most recent call last)\nCell In[5], line 12\n---> 12 check(x)"
+    code = "      2     if x:\n----> 3         raise ValueError('could not open store')"
+    said = autods.diagnose(f"{head}\n\n{place}\n{code}\n\nValueError: could not open store\n", 1)
+    assert (said.kind, said.evidence[0]) == ("user_code", "ValueError: could not open store")
