@@ -377,6 +377,7 @@ class DoctorRequest(_Request):
     """
 
     nvme_path: PathText | None = _option("Machine", "Measure this folder for NVMe offload.", "DIR")
+    ray: Switch = _option("Machine", "Start Ray as a fit does, and run a task on it: some seconds.", value=False)
     fix: Switch = _option(
         "Machine", "Build the ops that are missing now, so that no trial waits for them.", value=False
     )

@@ -349,6 +349,8 @@ autods doctor --fix      build DeepSpeed's ops now, some minutes
 
 autods doctor --nvme-path /local_nvme      how fast is this disk?
 
+autods doctor --ray      does Ray start?
+
 Exit codes: 0 nothing is broken (there may be warnings), 2 wrong input, 3 something is broken, 130 interrupted.
 """,
     "diagnose": """

@@ -17,17 +17,18 @@ from .disk import check_nvme
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorSettings:
-    """What to check: `nvme_path` is measured, and `fix` builds the ops that are missing."""
+    """What to check: `nvme_path` is measured, `ray` starts Ray, and `fix` builds the ops that are missing."""
 
     hardware: Hardware
     nvme_path: Path | None = None
+    ray: bool = False
     fix: bool = False
 
 
 def resolve_doctor(request: DoctorRequest) -> DoctorSettings:
     """Read this machine."""
     path = None if request.nvme_path is None else Path(request.nvme_path).absolute()
-    return DoctorSettings(hardware=read_hardware(), nvme_path=path, fix=request.fix)
+    return DoctorSettings(hardware=read_hardware(), nvme_path=path, ray=request.ray, fix=request.fix)
 
 
 def examine(settings: DoctorSettings, listen: Listener) -> Checkup:
@@ -40,6 +41,11 @@ def _run_checks(settings: DoctorSettings, listen: Listener) -> Iterator[Check]:
     yield from machine.check_cards(hardware)
     yield from toolchain.check_versions()
     yield from toolchain.check_compiler()
+    if settings.ray:
+        from ..runner.ray_connect import measure_start
+
+        listen(Note(text="starting Ray, as a fit does"))
+        yield from toolchain.check_ray(measure_start)
     listen(Note(text="asking DeepSpeed about its ops"))
     yield from toolchain.check_ops(
         has_cards=bool(hardware.cards), build=settings.fix, note=lambda text: listen(Note(text=text))

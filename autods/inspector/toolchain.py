@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..errors import EnvironmentBroken
 from ..report.checkup import Check
 from ..system.host import installed_versions
 from ..system.processes import ask_module
@@ -49,6 +50,17 @@ def check_compiler(which: Callable[[str], str | None] = shutil.which) -> Iterato
     installed = Path(sys.executable).with_name("ninja")
     if which("ninja") is None and not installed.exists():
         yield Check(group="Software", name="ninja", status="broken", result="not installed", remedy="pip install ninja")
+
+
+def check_ray(measure: Callable[[], float]) -> Iterator[Check]:
+    """Whether Ray starts and runs a task. `measure` does it and returns the seconds."""
+    try:
+        result = f"starts and runs a task in {measure():.1f} s"
+    except EnvironmentBroken as error:
+        problem, _, remedy = str(error).partition("\n")
+        yield Check(group="Software", name="Ray", status="broken", result=problem, remedy=remedy.strip())
+    else:
+        yield Check(group="Software", name="Ray", status="ok", result=result)
 
 
 def check_ops(*, has_cards: bool, build: bool, note: Callable[[str], None] = lambda text: None) -> Iterator[Check]:

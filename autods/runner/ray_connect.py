@@ -15,6 +15,7 @@ import secrets
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ _VARIABLES = {
 }
 _ADDRESS_BYTES = 300
 _SHUTDOWN_S = 30.0
+_TASK_S = 60.0
 _SESSION_BYTES = 2**24  # of Ray's logs and sockets in /tmp, amply
 _SPT_NOENV = {"SPT_NOENV": "1"}  # Ray's processes keep their environment when they change their title
 
@@ -70,6 +72,21 @@ def session(
                 check.wait()
             with join_cluster(ray, host, port):
                 yield ray
+
+
+def measure_start() -> float:
+    """Start a Ray of our own as a fit does, run a task on it and end it. Return the seconds until the task answered.
+
+    Raises EnvironmentBroken where Ray does not start, or its worker does not answer within a minute.
+    """
+    began = time.monotonic()
+    with session(cpus=1) as ray:
+        try:
+            ray.get(ray.remote(lambda: None).remote(), timeout=_TASK_S)
+        except ray.exceptions.RayError as error:
+            problem = f"Ray starts, but runs no task: {format_ray_error(error)}"
+            raise EnvironmentBroken(f"{problem}\n  `ray start --head` and `ray status` say more") from error
+        return time.monotonic() - began
 
 
 def _list_services(folder: Path) -> list[int]:

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from autods.cli.main import main
+from autods.errors import EnvironmentBroken
 from autods.inspector import examine as doctor
 from autods.inspector import toolchain
 from autods.report.checkup import Check, Checkup, print_checkup
@@ -87,3 +88,17 @@ def test_a_checkup_counts_its_lines() -> None:
     print_checkup(Checkup(checks=checks), Console(file=written, width=80))
     assert written.getvalue().splitlines()[-1] == "0 broken, 1 warnings, 1 ok"
     assert "      ulimit -n 65536" in written.getvalue()
+
+
+def test_ray_that_starts_is_ok_with_its_seconds() -> None:
+    (check,) = toolchain.check_ray(lambda: 4.21)
+    assert (check.status, check.result) == ("ok", "starts and runs a task in 4.2 s")
+
+
+def test_ray_that_does_not_start_is_broken_with_its_remedy() -> None:
+    def fail() -> float:
+        raise EnvironmentBroken("Ray did not start, twice: no space\n  free some space in /tmp")
+
+    (check,) = toolchain.check_ray(fail)
+    assert (check.status, check.result) == ("broken", "Ray did not start, twice: no space")
+    assert check.remedy == "free some space in /tmp"
