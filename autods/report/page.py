@@ -106,9 +106,16 @@ def _ladder(report: Report) -> Iterator[dict[str, Any]]:
         yield cells | {
             "kind": _OUTCOMES[outcome.kind],
             "bars": list(_bars(outcome)),
-            "rate": format_rate(outcome.samples_per_second) if isinstance(outcome, Fit) else "",
+            "rate": _format_row_rate(report, row),
             "reason": report.reasons.get(rung) or format_outcome(outcome),
         }
+
+
+def _format_row_rate(report: Report, row: Record) -> str:
+    """The speed of a row's trial; for the winner that of the answer, where several trials of it were measured."""
+    if row.trial.rung == report.rung and report.throughput is not None:
+        return format_rate(report.throughput.samples_per_second)
+    return format_rate(row.outcome.samples_per_second) if isinstance(row.outcome, Fit) else ""
 
 
 def _stack(report: Report, rung: str, forecast: Mapping[str, Any]) -> StackedBar:
@@ -137,7 +144,8 @@ def _bars(outcome: Fit | OutOfMemory | Failed) -> Iterator[Bar]:
     for tier, use in uses.items():
         if use.peak_bytes is None or not use.limit_bytes:
             continue
-        text = f"{format_bytes(use.peak_bytes)} of {format_bytes(use.limit_bytes)}"
+        bound = "" if isinstance(outcome, Fit) else "at least "
+        text = f"{bound}{format_bytes(use.peak_bytes)} of {format_bytes(use.limit_bytes)}"
         yield Bar(tier=TIER_NAMES[tier], text=text, share=place_on_bar(use.peak_bytes / use.limit_bytes))
 
 

@@ -13,7 +13,7 @@ from autods.report.page import PAGE, render_page, write_page
 from autods.report.results import Certificate
 from autods.types import Failed
 from tests.support.pages import HOSTILE, Parsed, check_page
-from tests.support.reports import LIMIT, MIB, failed, fit, fitting_report, hopeless_report, record
+from tests.support.reports import LIMIT, MIB, WINNING, failed, fit, fitting_report, hopeless_report, oom, record
 
 
 @pytest.mark.parametrize("report", [fitting_report(), hopeless_report()], ids=["fit", "nothing fits"])
@@ -95,3 +95,10 @@ def test_tuning_is_drawn_by_trial_with_the_best_so_far() -> None:
     assert "best so far, trial 10: 43" in parsed.words
     assert "trial, trial 10: 41" in parsed.words
     assert "Tuning:" not in check_page(render_page(fitting_report())).words
+
+
+def test_the_winners_row_has_the_speed_of_the_answer() -> None:
+    trials = (record(1, "zero2", oom()), record(2, "zero3", fit(393.4, 55.5), knobs=WINNING))
+    words = check_page(render_page(replace(fitting_report(), trials=trials, reasons={}))).words
+    assert "host memory: 1.3 GiB of 64.0 GiB 41.7fits" in words
+    assert "device memory: at least 505.4 MiB of 416.0 MiB" in words
