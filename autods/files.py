@@ -68,9 +68,9 @@ def read_text(path: str | os.PathLike[str], *, most: int = LARGEST_TEXT, hint: s
         raise InputError("is not text in UTF-8", place=f"{path}:{line}", hint=hint) from None
 
 
-def check_is_file(found: os.stat_result, place: str) -> None:
+def check_is_file(state: os.stat_result, place: str) -> None:
     """Raises InputError for what is not a regular file."""
-    kind = describe_file_kind(found.st_mode)
+    kind = describe_file_kind(state.st_mode)
     if kind is not None:
         hint = "save its content in a file, and give that" if kind in ("pipe", "device") else None
         raise InputError(f"cannot be read: it is a {kind}, not a file", place=place, hint=hint)

@@ -1,6 +1,6 @@
 """Open logs: files, folders of them, compressed ones, pipes and standard input, as blocks of UTF-8 within bounds.
 
-A log may have any size. Of a large one the first and the last part are read, which hold the start of a run and its end.
+A log may have any size. A large one is read in part: its beginning, where a run starts, and its end.
 A pipe is waited for, and a line says so.
 """
 
@@ -225,9 +225,9 @@ def _open(log: Log, listen: Listen, waits: Waits) -> _Source | _Stream:
         except OSError:  # a program has put another stream there
             return _Stream(sys.stdin.buffer)
         return _Source(descriptor, log, listen, waits)
-    found = os.stat(log.path)
-    kind = describe_file_kind(found.st_mode)
-    is_null = stat.S_ISCHR(found.st_mode) and found.st_rdev == os.stat(os.devnull).st_rdev
+    state = os.stat(log.path)
+    kind = describe_file_kind(state.st_mode)
+    is_null = stat.S_ISCHR(state.st_mode) and state.st_rdev == os.stat(os.devnull).st_rdev
     if kind not in (None, "pipe") and not is_null:
         raise InputError(f"cannot be read: it is a {kind}, not a log", place=log.place, hint=_GIVE_LOG)
     descriptor = os.open(log.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)

@@ -78,7 +78,7 @@ def open_session() -> Iterator[Path]:
         return
     remove_abandoned()
     try:
-        folder, lock = make_private_folder()
+        folder, lock = make_session_folder()
     except OSError as error:
         raise EnvironmentBroken(
             f"{ROOT}: no folder can be made there ({error.strerror})\n  mend its space or its mode: chmod 1777 {ROOT}"
@@ -105,8 +105,11 @@ def open_session() -> Iterator[Path]:
         os.close(lock)
 
 
-def make_private_folder() -> tuple[Path, int]:
-    """Make a private folder of this process. Return it, and the descriptor that holds its lock."""
+def make_session_folder() -> tuple[Path, int]:
+    """Make the private folder of this process's fit. Return it, and the descriptor that holds its lock.
+
+    `remove_abandoned` of a later fit finds it by its place and its name. Raises OSError.
+    """
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=ROOT))
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     with contextlib.suppress(OSError):  # a file system without locks, where nobody removes the folder either
@@ -164,8 +167,8 @@ def dismiss_guard(guard: subprocess.Popen[bytes]) -> bool:
 def main(argv: Sequence[str]) -> None:
     """Wait for the end of the fit, then end its processes and remove its files.
 
-    `argv` has the private folder, the seconds that its processes have to end by themselves, the descriptor of its lock,
-    and a pidfd of the fit's process where the kernel has such.
+    `argv` has the private folder, and the seconds that its processes have to end by themselves. Then come the
+    descriptor of the folder's lock, and a pidfd of the fit's process where the kernel has such.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # it ends when the fit has ended, not before
         signal.signal(number, signal.SIG_IGN)
@@ -177,8 +180,8 @@ def main(argv: Sequence[str]) -> None:
 def wait_for_end(pipe: int, driver: int | None) -> bool:
     """Wait until the fit is done (True) or its process is dead (False).
 
-    `pipe` is read for the word that it is done. Its end alone proves no death where `driver`, a pidfd, is there: a
-    child of the fit's process may hold the other end, and the process itself may have closed it.
+    `pipe` is read for the word that it is done. With `driver`, a pidfd, the pipe's end alone proves no death.
+    A child of the fit's process may hold the other end, and the process itself may have closed it.
     """
     poll = select.poll()
     poll.register(pipe, select.POLLIN)

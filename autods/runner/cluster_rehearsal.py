@@ -1,7 +1,7 @@
 """The child of a `ClusterCheck`: it joins a Ray cluster step by step, and leaves it.
 
-`python -m autods.runner.cluster_rehearsal HOST PORT PARENT` prints the name of each step of `cluster_check.STEPS`, and
-at last a verdict in JSON: {} when the cluster was joined, else kind, problem and hint of the error.
+`python -m autods.runner.cluster_rehearsal HOST PORT PARENT` prints the name of each step of `cluster_check.STEPS`.
+Its last line is a verdict in JSON: {} when the cluster was joined, else kind, problem and hint of the error.
 """
 
 from __future__ import annotations

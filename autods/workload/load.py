@@ -53,33 +53,16 @@ def make_source(
     `WorkloadSource` explains the other options. Raises InputError when the file is not a workload, when the object
     cannot be pickled, or when the workload has no such option.
     """
-    if isinstance(workload, Workload):
-        for name in FUNCTIONS:
-            if not callable(value := getattr(workload, name)):
-                raise InputError(f"the Workload's {name} is {type(value).__name__}, not a function")
-    elif not isinstance(workload, Path):  # a module, a model, a function
-        raise InputError(
-            f"a workload is a path or an autods.Workload, not {type(workload).__name__}",
-            hint="give 'model.py', or autods.Workload(build_model=…, build_batch=…)",
-        )
-    if kind not in (None, "model", "script", *KINDS):
-        raise InputError(f"there is no kind {kind!r}", hint=f"give --kind model, script, {', '.join(KINDS)}")
-    options: dict[str, Any] = {"--task": task, "--seq-len": seq_len, "--target-len": target_len}
-    options["--zero-init"] = zero_init or None
+    _check_form(workload, kind)
+    options = {"--task": task, "--seq-len": seq_len, "--target-len": target_len, "--zero-init": zero_init or None}
     given = [name for name, value in options.items() if value is not None]
-    for name in ("--seq-len", "--target-len"):
-        if options[name] is not None and options[name] < 1:
-            raise InputError(f"{name} {options[name]}: at least one token is needed")
+    for name, tokens in (("--seq-len", seq_len), ("--target-len", target_len)):
+        if tokens is not None and tokens < 1:
+            raise InputError(f"{name} {tokens}: at least one token is needed")
     path = config = None
     if isinstance(workload, Path):
-        workload = resolve_hf_path(workload)
-        module, root = module_name(workload), None
-        if module is not None:
-            if kind == "model":
-                raise InputError("-m starts a training script", hint="give the path of a model.py without -m")
-            workload, root = find_module(module, Path.cwd())
-            kind = kind or "script"
-        path = Path(os.path.expanduser(workload)).absolute()
+        path, module, root = _find_file(workload, kind)
+        kind = kind or ("script" if module is not None else None)
         config = find_config_file(path)
         if config is None and (is_script(path, argv) if kind is None else kind != "model"):
             if given:
@@ -103,21 +86,57 @@ def make_source(
         source = _pickle_source(workload, folder or Path())
     else:
         assert path is not None
-        tree = check_model_py(path)
-        content = read_file(path)
-        for file in local_files(path, [path.parent]):  # a changed layer in another file is another workload
-            content += b"\0%b\0%b" % (os.fsencode(os.path.relpath(file, path.parent)), read_file(file))
-        base = read_base_config(tree, path)
-        source = WorkloadSource(kind="file", path=str(path), name=path.stem, digest=_digest(content), base_config=base)
+        source = _make_file_source(path)
     if seq_len is not None:
-        names = argument_names(workload, source, "build_batch")
-        if names is not None and "seq_len" not in names:
-            raise InputError(
-                "its build_batch has no argument seq_len, so --seq-len has no effect",
-                place=source.path if source.kind == "file" else source.name,
-                hint="write def build_batch(micro_batch_size, seq_len=1024): …, or drop --seq-len",
-            )
+        _check_takes_seq_len(workload, source)
     return _with_options(source, seq_len=seq_len, target_len=target_len, recompute=recompute)
+
+
+def _check_form(workload: object, kind: str | None) -> None:
+    """Raises InputError for what is neither a path nor a `Workload` of functions, and for an unknown kind."""
+    if isinstance(workload, Workload):
+        for name in FUNCTIONS:
+            if not callable(value := getattr(workload, name)):
+                raise InputError(f"the Workload's {name} is {type(value).__name__}, not a function")
+    elif not isinstance(workload, Path):  # a module, a model, a function
+        raise InputError(
+            f"a workload is a path or an autods.Workload, not {type(workload).__name__}",
+            hint="give 'model.py', or autods.Workload(build_model=…, build_batch=…)",
+        )
+    if kind not in (None, "model", "script", *KINDS):
+        raise InputError(f"there is no kind {kind!r}", hint=f"give --kind model, script, {', '.join(KINDS)}")
+
+
+def _find_file(workload: Path, kind: str | None) -> tuple[Path, str | None, Path | None]:
+    """The absolute path of a workload. For 'module:package.name' also the module's name and the folder above it."""
+    workload = resolve_hf_path(workload)
+    module, root = module_name(workload), None
+    if module is not None:
+        if kind == "model":
+            raise InputError("-m starts a training script", hint="give the path of a model.py without -m")
+        workload, root = find_module(module, Path.cwd())
+    return Path(os.path.expanduser(workload)).absolute(), module, root
+
+
+def _make_file_source(path: Path) -> WorkloadSource:
+    """A model.py. Its digest covers the modules beside it that it imports: a changed layer is another workload."""
+    tree = check_model_py(path)
+    content = read_file(path)
+    for file in local_files(path, [path.parent]):
+        content += b"\0%b\0%b" % (os.fsencode(os.path.relpath(file, path.parent)), read_file(file))
+    base = read_base_config(tree, path)
+    return WorkloadSource(kind="file", path=str(path), name=path.stem, digest=_digest(content), base_config=base)
+
+
+def _check_takes_seq_len(workload: Path | Workload, source: WorkloadSource) -> None:
+    """Raises InputError where --seq-len has no effect, because build_batch has no such argument."""
+    names = argument_names(workload, source, "build_batch")
+    if names is not None and "seq_len" not in names:
+        raise InputError(
+            "its build_batch has no argument seq_len, so --seq-len has no effect",
+            place=source.path if source.kind == "file" else source.name,
+            hint="write def build_batch(micro_batch_size, seq_len=1024): …, or drop --seq-len",
+        )
 
 
 def load(source: WorkloadSource) -> Workload:

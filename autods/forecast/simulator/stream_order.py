@@ -75,6 +75,6 @@ class StreamOrder:
         self._known = _join(self._known, progress)
 
 
-def _join(one: Progress, other: Progress) -> Progress:
+def _join(first: Progress, second: Progress) -> Progress:
     """Return the later of both, for every stream."""
-    return {stream: max(one.get(stream, 0), other.get(stream, 0)) for stream in {**one, **other}}
+    return {stream: max(first.get(stream, 0), second.get(stream, 0)) for stream in {**first, **second}}

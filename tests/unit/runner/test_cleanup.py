@@ -182,9 +182,9 @@ def test_a_guard_that_was_killed_is_made_up_for(root: Path, start: Started) -> N
 
 def test_the_next_session_removes_what_was_abandoned(root: Path, start: Started) -> None:
     """Its driver and its guard were killed together; those of the other one live."""
-    dead, lock = cleanup.make_private_folder()
+    dead, lock = cleanup.make_session_folder()
     os.close(lock)
-    live, lock = cleanup.make_private_folder()
+    live, lock = cleanup.make_session_folder()
     left, kept = start(dead), start(live)
     with open_session():
         assert left.wait(30) == -signal.SIGKILL
@@ -213,7 +213,7 @@ def test_a_folder_that_is_not_ours_is_left_alone(root: Path, trap: str) -> None:
 def test_links_below_an_abandoned_folder_are_not_followed(root: Path) -> None:
     (root / "victim").mkdir()
     (root / "victim" / "private").write_text("precious")
-    folder, lock = cleanup.make_private_folder()
+    folder, lock = cleanup.make_session_folder()
     os.close(lock)
     (folder / "r").symlink_to(root / "victim")
     (folder / "jobs" / "1").symlink_to(root / "victim" / "private")
@@ -223,7 +223,7 @@ def test_links_below_an_abandoned_folder_are_not_followed(root: Path) -> None:
 
 
 def test_leftovers_of_dead_ranks_are_removed(root: Path, monkeypatch: pytest.MonkeyPatch, start: Started) -> None:
-    folder, lock = cleanup.make_private_folder()
+    folder, lock = cleanup.make_session_folder()
     monkeypatch.setenv(VARIABLE, str(folder))
     dead, live = start(None, "true"), start(None)
     dead.wait()
@@ -246,7 +246,7 @@ def test_leftovers_of_dead_ranks_are_removed(root: Path, monkeypatch: pytest.Mon
 
 
 def test_shared_memory_from_before_a_job_is_kept(root: Path, monkeypatch: pytest.MonkeyPatch, start: Started) -> None:
-    folder, lock = cleanup.make_private_folder()
+    folder, lock = cleanup.make_session_folder()
     monkeypatch.setenv(VARIABLE, str(folder))
     dead = start(None, "true")
     dead.wait()

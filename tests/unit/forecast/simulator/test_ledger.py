@@ -150,7 +150,7 @@ def test_a_block_has_the_stream_on_which_it_was_allocated(ledger: Ledger) -> Non
     assert list(ledger.trace(DEVICE).streams) == [0, 1]
 
 
-def test_a_block_that_another_stream_uses_is_held_until_the_host_waits(ledger: Ledger) -> None:
+def test_a_block_in_use_by_a_stream_is_held_until_the_host_waits(ledger: Ledger) -> None:
     used, others = Tensor(1, 512), [Tensor(key, 512) for key in (2, 3, 4)]
     ledger.enter(used)
     former = ledger.work.switch(1)
