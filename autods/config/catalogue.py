@@ -63,10 +63,15 @@ class Rates:
     @property
     def capability(self) -> tuple[int, int] | None:
         """The compute capability as torch gives it, such as (8, 6)."""
-        if self.compute_capability is None:
-            return None
-        major, minor = self.compute_capability.split(".")
-        return int(major), int(minor)
+        return None if self.compute_capability is None else parse_capability(self.compute_capability)
+
+
+def parse_capability(text: str) -> tuple[int, int]:
+    """Return a compute capability such as "8.6" as (8, 6). Raises ValueError."""
+    if not _CAPABILITY.fullmatch(text):
+        raise ValueError(f'the compute capability {text!r:.20} is not of the form "8.6"')
+    major, minor = text.split(".")
+    return int(major), int(minor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +95,11 @@ class Machine:
     rates: Rates | None = None
     links: Links | None = None
     source: str = "as asked"
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """The compute capability of the card; None where it is unknown."""
+        return None if self.rates is None else self.rates.capability
 
 
 def read_catalogue() -> Mapping[str, Machine]:
@@ -167,12 +177,8 @@ def _check(machine: Machine) -> None:
         if speed is not None and not 0 < speed < 10**6:
             raise ValueError(f"{name} is {speed:g}; it must be above 0 and below 1,000,000")
     rates = machine.rates
-    if (
-        rates is not None
-        and rates.compute_capability is not None
-        and not _CAPABILITY.fullmatch(rates.compute_capability)
-    ):
-        raise ValueError(f'rates.compute_capability is {rates.compute_capability!r:.20}, not of the form "8.6"')
+    if rates is not None and rates.compute_capability is not None:
+        parse_capability(rates.compute_capability)
     if rates is not None and machine.bf16 != (rates.tflops.bf16 is not None):
         raise ValueError("device.bf16 and rates.tflops.bf16 contradict each other")
     if machine.name == "all":

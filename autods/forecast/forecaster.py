@@ -241,7 +241,9 @@ def memory_key(spec: EngineSpec) -> str:
     """
     config = {key: value for key, value in spec.ds_config.items() if key not in BATCH_KEYS}
     accumulates = int(spec.ds_config.get("gradient_accumulation_steps") or 1) > 1
-    return json.dumps({**asdict(spec), "ds_config": config, "accumulates": accumulates}, sort_keys=True, default=str)
+    known = {**asdict(spec), "ds_config": config, "accumulates": accumulates}
+    del known["nvlink"], known["capability"]
+    return json.dumps({**known, "takes_flash": spec.takes_flash}, sort_keys=True, default=str)
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from ..config.catalogue import parse_capability
 from ..config.deepspeed import enabled_half_precision, get_key
 from ..schema import read_checked, read_toml
 from ..system.host import data_folder
@@ -20,6 +21,7 @@ from .values import EngineSpec, ForecastPhase, Interval, Simulation, Trace
 Place = Literal["inside", "outside"]  # of the memory that torch allocates
 ShareOf = Literal["tensors", "activations", "reduce_bucket"]
 _DEVICES = ("cuda", "cpu")
+_UNKNOWN_CARD = (9, 0)  # the compute capability that an engine is simulated with where the machine does not say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +29,9 @@ class Overhead:
     """One row: `bytes`, or a `share` of `share_of`, as (low, typical, high) a rank.
 
     The row counts for engines of this device with at least these ranks and stage, where `needs` is true in
-    zero_optimization. `each` names the unit that the bytes are counted for.
+    zero_optimization. `each` names the unit that the bytes are counted for; the first communicator is no further one.
+    `least_capability` and `below_capability` bound the card's compute capability, such as "9.0"; an unknown card is a
+    Hopper. `nvlink` tells cards with links of their own from those without; unknown cards have them.
     """
 
     name: str
@@ -40,13 +44,23 @@ class Overhead:
     needs: str | None = None
     bytes: tuple[str, ...] = ()
     share_of: ShareOf = "tensors"
-    each: Literal["rank", "expert_group"] = "rank"
+    each: Literal["rank", "expert_group", "further_communicator"] = "rank"
     share: tuple[float, ...] = ()
+    least_capability: str | None = None
+    below_capability: str | None = None
+    nvlink: bool | None = None
 
     def applies_to(self, spec: EngineSpec) -> bool:
         zero = spec.ds_config.get("zero_optimization") or {}
         stage = zero.get("stage", 0)
         if self.device != spec.device or spec.world_size < self.least_world_size or stage < self.least_stage:
+            return False
+        capability = spec.capability or _UNKNOWN_CARD
+        if self.least_capability is not None and capability < parse_capability(self.least_capability):
+            return False
+        if self.below_capability is not None and capability >= parse_capability(self.below_capability):
+            return False
+        if self.nvlink is not None and self.nvlink != (spec.nvlink is not False):
             return False
         setting = zero.get(self.needs)
         if setting is None:  # DeepSpeed overlaps communication at stage 3 only, unless the config says so
@@ -54,12 +68,12 @@ class Overhead:
         return bool(setting)
 
     def interval(self, amounts: Mapping[str, int]) -> Interval:
-        """Return bytes a rank. `amounts` has the bytes that shares are taken of, and the number of expert groups.
+        """Return bytes a rank. `amounts` has the bytes that shares are taken of, and the counts of `each`.
 
         Raises ValueError for text that is no number of bytes.
         """
         if self.bytes:
-            count = 1 if self.each == "rank" else amounts.get("expert_groups", 0)
+            count = 1 if self.each == "rank" else amounts.get(f"{self.each}s", 0)
             low, peak, high = (0 if text == "0" else count * parse_bytes(text) for text in self.bytes)
         else:
             low, peak, high = (int(share * amounts.get(self.share_of, 0)) for share in self.share)
@@ -100,6 +114,9 @@ def read_overheads(path: Path | None = None) -> Overheads:
 
 def _check(overheads: Overheads) -> None:
     for row in overheads.constant:
+        for bound in (row.least_capability, row.below_capability):
+            if bound is not None:
+                parse_capability(bound)
         if bool(row.bytes) == bool(row.share) or len(row.bytes or row.share) != 3:
             raise ValueError(f"{row.name!r} needs three bytes or three shares: low, typical, high")
         interval = row.interval({row.share_of: 10**9})
@@ -151,6 +168,7 @@ def compute_rank_memory(
         "activations": simulation.breakdown.get("activations", 0),
         "reduce_bucket": bucket * (2 if enabled_half_precision(spec.ds_config) else 4),
         "expert_groups": simulation.expert_groups,
+        "further_communicators": max(0, simulation.communicators - 1),
     }
     inside = overheads.sum(spec, "device", "inside", amounts)
 

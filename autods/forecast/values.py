@@ -83,6 +83,7 @@ class EngineSpec:
 
     DeepSpeed asks for the free memory of the card, of which `device_bytes` is the total, and branches on it.
     `zero_init` builds the model under `deepspeed.zero.Init` (stage 3 only).
+    `capability` is the card's compute capability, and `nvlink` whether cards have links of their own; None: unknown.
     """
 
     rung: str
@@ -93,6 +94,13 @@ class EngineSpec:
     device: Device = "cuda"
     checkpointing: bool = True
     zero_init: bool = False
+    capability: tuple[int, int] | None = None
+    nvlink: bool | None = None
+
+    @property
+    def takes_flash(self) -> bool:
+        """Whether the card has flash attention: those before Ampere lack it, and an unknown one is taken to have it."""
+        return self.capability is None or self.capability >= (8, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +136,8 @@ class Simulation:
     `traces` are those of the device and of pinned memory, which the models of the allocators replay.
     `nvme_bytes` is the size of the rank's swap files.
     `optimizer_elements` counts the elements that the rank's optimizer updates.
-    `expert_groups` counts the rank's process groups for layers of experts; each has its own communicator.
+    `expert_groups` counts the rank's process groups for layers of experts.
+    `communicators` counts the process groups of several ranks in which the rank communicates.
     `summed_peak_bytes` is the peak of all tiers together, by phase: a CPU rank holds all tensors in its memory.
     `breakdown` splits the device's peak into parameters, gradients, optimizer, activations, buckets and other.
     `schedule` has the work of the last optimizer step; None for CPU ranks.
@@ -141,6 +150,7 @@ class Simulation:
     nvme_bytes: int = 0
     optimizer_elements: int = 0
     expert_groups: int = 0
+    communicators: int = 0
     summed_peak_bytes: Mapping[ForecastPhase, int] = field(default_factory=dict)
     breakdown: Mapping[str, int] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()

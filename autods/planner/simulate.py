@@ -51,10 +51,11 @@ class SiteGroup:
 
 
 def group_sites(sites: Sequence[Site]) -> tuple[SiteGroup, ...]:
-    """Group the sites with the same ranks, batch and config."""
+    """Group the sites with the same ranks, batch, config and kernels of attention."""
     groups: dict[str, list[Site]] = {}
     for site in sites:
-        groups.setdefault(repr((site.world_size, site.micro_batch, site.base, site.problem)), []).append(site)
+        flash = site.machine.capability is None or site.machine.capability >= (8, 0)
+        groups.setdefault(repr((site.world_size, site.micro_batch, site.base, site.problem, flash)), []).append(site)
     return tuple(SiteGroup(sites=tuple(group)) for group in groups.values())
 
 
@@ -121,6 +122,7 @@ def engine_spec(
         device=settings.device,
         checkpointing=knobs.checkpointing,
         zero_init=settings.zero_init and rung.stage == 3,
+        capability=group.sites[0].machine.capability,
     )
 
 
@@ -269,7 +271,15 @@ class PlanRun:
 
 def _at_site(spec: EngineSpec, site: Site) -> EngineSpec:
     """Return the same engine on the site's machine."""
-    return replace(spec, device_bytes=site.machine.device_bytes, ranks_per_node=site.ranks_per_node)
+    machine = site.machine
+    nvlink = None if machine.links is None else machine.links.nvlink_gb_per_s is not None
+    return replace(
+        spec,
+        device_bytes=machine.device_bytes,
+        ranks_per_node=site.ranks_per_node,
+        capability=machine.capability,
+        nvlink=nvlink,
+    )
 
 
 def _with_largest(forecast: RungForecast, largest: LargestMicroBatch) -> RungForecast:

@@ -27,7 +27,7 @@ class Card:
 
     `index` is NVML's number, or the place of a slice on its card. `total_bytes` is the memory for programs, without the
     driver's reserve, as CUDA counts it. Other processes hold `others_bytes`. `pids` are those that this user may see.
-    `bf16` is False for a card that computes in fp16 and only emulates bf16.
+    `bf16` is False for a card that computes in fp16 and only emulates bf16. `capability` is its compute capability.
     """
 
     index: int
@@ -39,6 +39,7 @@ class Card:
     uuid: str | None = None
     slice: bool = False
     bf16: bool = True
+    capability: tuple[int, int] | None = None
 
     @property
     def usable_bytes(self) -> int:
@@ -212,6 +213,8 @@ def _read_card(api: Any, handle: Any) -> Card:
     uuid = _text(_query(api, "nvmlDeviceGetUUID", handle))
     # In a container NVML may list no processes, or pids of another namespace.
     lists = (_query(api, f"nvmlDeviceGet{kind}RunningProcesses", handle) for kind in ("Compute", "Graphics"))
+    major_minor = _query(api, "nvmlDeviceGetCudaComputeCapability", handle)
+    capability = None if major_minor is None else (int(major_minor[0]), int(major_minor[1]))
     pids = [int(process.pid) for processes in lists for process in processes or ()]
     return Card(
         index=api.nvmlDeviceGetIndex(handle),
@@ -222,7 +225,8 @@ def _read_card(api: Any, handle: Any) -> Card:
         pids=tuple(dict.fromkeys(pids)),
         uuid=uuid,
         slice=uuid is not None and uuid.startswith("MIG-"),
-        bf16=tuple(_query(api, "nvmlDeviceGetCudaComputeCapability", handle) or _COMPUTES_BF16) >= _COMPUTES_BF16,
+        bf16=(capability or _COMPUTES_BF16) >= _COMPUTES_BF16,
+        capability=capability,
     )
 
 

@@ -75,6 +75,7 @@ def lacking_bytes(forecast: RungForecast) -> int:
 
 def engine_spec(settings: Settings, trial: Trial, ds_config: Mapping[str, Any]) -> EngineSpec:
     """The engine to simulate for a trial of these settings with this DeepSpeed config."""
+    cards = settings.hardware.cards if settings.device == "cuda" else ()
     return EngineSpec(
         rung=trial.rung,
         ds_config=without_monitors(ds_config),
@@ -84,6 +85,7 @@ def engine_spec(settings: Settings, trial: Trial, ds_config: Mapping[str, Any]) 
         device=settings.device,
         checkpointing=trial.knobs.checkpointing,
         zero_init=settings.source.zero_init and settings.rung(trial.rung).stage == 3,
+        capability=min((card.capability for card in cards if card.capability is not None), default=None),
     )
 
 

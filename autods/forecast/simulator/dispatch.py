@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...plain_text import read_text
+from .kernel_buffers import BUFFERS
 from .ledger import PINNED, Ledger
 from .padding import Masks
 from .shape_cache import ShapeCache
@@ -99,6 +100,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._skip_in_place
         if func.namespace not in _BUILT_IN:
             return self._run_custom
+        if func in BUFFERS and not self.ledger.one_memory:
+            return self._run_with_buffers
         if any(argument.name == "pin_memory" for argument in func._schema.arguments):
             return self._factory
         if not ShapeCache.allows(func):
@@ -117,6 +120,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         self._enter(out)
         self.ledger.work.issue(func, args, kwargs, out)
+        return out
+
+    def _run_with_buffers(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator whose kernel takes buffers, which are there together with its results."""
+        out = self._cache.call(func, args, kwargs)
+        self.ledger.borrow(BUFFERS[func](args))
         return out
 
     def _factory(self, func: Any, args: Any, kwargs: Any) -> Any:

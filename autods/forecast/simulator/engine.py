@@ -20,7 +20,7 @@ from ...workload.protocol import Workload
 from ..values import EngineSpec, ForecastPhase, Simulation
 from . import attribution, deepspeed_patches, fake_gpu, padding, torch_patches
 from .dispatch import Recorder, join_world
-from .ledger import DEVICE, PINNED, Ledger
+from .ledger import DEFAULT_CAPABILITY, DEVICE, PINNED, Ledger
 from .protocol import explain_optimizer_errors
 
 _FIRST_STEPS = 2  # the second differs: optimizer states exist, and stage 3 knows the order of its parameters
@@ -50,6 +50,7 @@ class SimulationContext:
     def become_rank(self, spec: EngineSpec) -> None:
         """Make this process rank 0 of the world in `spec`, and begin to record."""
         self.ledger.device_bytes = spec.device_bytes
+        self.ledger.capability = spec.capability or DEFAULT_CAPABILITY
         join_world(spec.world_size, spec.ranks_per_node)
         deepspeed_patches.install_large_worlds(spec.world_size)
         self.ledger.kind_of_new = attribution.kind_by_caller
@@ -89,6 +90,7 @@ class Engine:
         self._engine: Any = None
         self._first_peaks: Mapping[ForecastPhase, Mapping[Tier, int]] = {}
         context.ledger.device_bytes = spec.device_bytes
+        context.ledger.capability = spec.capability or DEFAULT_CAPABILITY
 
     def measure(self, micro_batch: int) -> Simulation:
         """Run steps with this micro batch; the first call initialises DeepSpeed. Errors of user code pass through."""
@@ -163,6 +165,7 @@ def read_ledger(ledger: Ledger, engine: Any, micro_batch: int, seconds: float) -
         nvme_bytes=sum(ledger.nvme.values()),
         optimizer_elements=attribution.optimizer_elements(engine),
         expert_groups=attribution.expert_groups(),
+        communicators=ledger.work.communicators,
         breakdown={attribution.KINDS[kind]: size for kind, size in sorted(ledger.bytes_at_peak().items())},
         assumed=tuple(ledger.assumed),
         schedule=None if ledger.one_memory else ledger.work.schedule(),

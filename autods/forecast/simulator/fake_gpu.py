@@ -16,14 +16,13 @@ from .ledger import DEVICE, Ledger
 from .work_log import WorkLog
 
 _NAME = "simulated GPU"
-_CAPABILITY = (9, 0)  # of a Hopper card
 # aten operators that torch can decompose (CompositeImplicitAutograd) and for which a CUDA build has a kernel.
 _WHOLE_ON_CUDA = ("silu_backward", "mish_backward", "_fused_rms_norm")
 _KERNELS = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # unregisters when collected
 _NO_GPU = "there is no GPU to ask"
 _CONSTANTS: dict[str, Any] = {
     "is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0, "initial_seed": 0,
-    "_exchange_device": 0, "_maybe_exchange_device": 0, "get_device_name": _NAME, "get_device_capability": _CAPABILITY,
+    "_exchange_device": 0, "_maybe_exchange_device": 0, "get_device_name": _NAME,
     "is_bf16_supported": True, "is_current_stream_capturing": False,
 }  # fmt: skip
 _NO_OPS = (
@@ -44,6 +43,7 @@ _MEMORY_PATCHES = declare_all(
     (
         "memory_allocated", "memory_reserved", "memory_cached", "max_memory_allocated", "max_memory_reserved",
         "max_memory_cached", "memory_stats", "mem_get_info", "empty_cache", "get_device_properties",
+        "get_device_capability",
     ),
     "the ledger knows the memory of the simulated GPU",
 )  # fmt: skip
@@ -158,7 +158,12 @@ def install(ledger: Ledger) -> None:
 
     def properties(*args: Any) -> Any:
         return types.SimpleNamespace(
-            total_memory=ledger.device_bytes, major=9, minor=0, name=_NAME, multi_processor_count=132, warp_size=32
+            total_memory=ledger.device_bytes,
+            major=ledger.capability[0],
+            minor=ledger.capability[1],
+            name=_NAME,
+            multi_processor_count=132,
+            warp_size=32,
         )
 
     def statistics(*args: Any) -> Mapping[str, int]:
@@ -174,6 +179,7 @@ def install(ledger: Ledger) -> None:
         "mem_get_info": free_and_total,
         "empty_cache": ledger.empty_cache,
         "get_device_properties": properties,
+        "get_device_capability": lambda *args, **kwargs: ledger.capability,
     }
     for name, value in _CONSTANTS.items():
         _CONSTANT_PATCHES[name].install(_always(value))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -14,6 +14,7 @@ from ..values import ForecastPhase, Trace
 from .work_log import WorkLog
 
 DEVICE, HOST, PINNED, _SUM = 0, 1, 2, 3
+DEFAULT_CAPABILITY = (9, 0)  # of a Hopper card, where the machine does not say
 _POOLED_STREAMS = 32  # c10/cuda/CUDAStream.cpp, kStreamsPerPoolBits = 5
 _TIERS: tuple[Tier, Tier, Tier] = ("device", "host", "pinned")
 
@@ -44,9 +45,10 @@ class Ledger:
         self.work = WorkLog()
         self.work.is_pinned = self.is_pinned
         self.device_bytes = 0
+        self.capability = DEFAULT_CAPABILITY
         self.assumed: dict[str, None] = {}
         self.nvme: dict[str, int] = {}
-        self._live: dict[int, tuple[int, int, int, _Watch]] = {}  # storage → bytes, tier, block, watch
+        self._live: dict[int, tuple[int, int, int, _Watch | None]] = {}  # storage → bytes, tier, block, watch
         self.current = [0, 0, 0, 0]
         self.highest = [0, 0, 0, 0]  # of the current phase
         self.phase: ForecastPhase = "init"
@@ -133,6 +135,14 @@ class Ledger:
         if size:
             self._copied.append((len(self._tapes[DEVICE].events), size))
 
+    def borrow(self, sizes: Collection[int]) -> None:
+        """Note that a kernel takes so many bytes of the device, all at once, until it ends."""
+        keys = [~place for place, _ in enumerate(sizes)]  # no storage has a negative address
+        for key, size in zip(keys, sizes, strict=True):
+            self._add(key, size, DEVICE, None)
+        for key in keys:
+            self._remove(key)
+
     def lock(self, tensor: Any) -> None:
         """Note that a pinned tensor does not come from torch's allocator, which would round its size."""
         known = self._live.get(tensor.untyped_storage()._cdata)
@@ -198,7 +208,7 @@ class Ledger:
                 by_kind[self._kinds[block]] += size
         return by_kind
 
-    def _add(self, key: int, size: int, tier: int, watch: _Watch) -> None:
+    def _add(self, key: int, size: int, tier: int, watch: _Watch | None) -> None:
         tape = self._tapes[tier]
         if tier == DEVICE:
             if self._left:

@@ -17,6 +17,7 @@ FAKE_DEVICE = (
     "_fake_device" if "_fake_device" in FakeTensor.__annotations__ else "fake_device"
 )  # the latter: torch 2.11
 _LARGEST_HEAD = 256  # elements of a head that the flash kernel takes
+_FLASH_FROM = (8, 0)  # compute capability
 _aten = torch.ops.aten
 _INIT_GPU = declare(
     "torch._subclasses.fake_tensor.init_gpu_context", "a fake tensor on a GPU would initialise CUDA, and there is none"
@@ -83,7 +84,7 @@ def install(ledger: Ledger, mode: Any) -> None:
 
     _COMPILE.install(compile_and_note)
     _DISPATCH_RULE.install(functools.cache(_DISPATCH_RULE.original()))
-    _route_attention(cpu=ledger.one_memory)
+    _route_attention(ledger)
     Distribution.set_default_validate_args(False)  # it would look at values; routers of experts draw from one
 
 
@@ -127,9 +128,14 @@ def _apply_in_place(module: Any, function: Any, recurse: bool = True) -> Any:
     return module
 
 
-def _route_attention(*, cpu: bool) -> None:
+def _route_attention(ledger: Ledger) -> None:
     """Send calls of scaled_dot_product_attention to the operator that a real device would take."""
-    attend = _attend_on_cpu if cpu else _attend_on_gpu
+
+    def attend(*arguments: Any) -> Any:
+        if ledger.one_memory:
+            return _attend_on_cpu(*arguments)
+        return _attend_on_gpu(*arguments, capability=ledger.capability)
+
     real = _ATTENTION.original()
 
     def scaled_dot_product_attention(
@@ -149,22 +155,27 @@ def _are_fusible(query: Any, key: Any, value: Any) -> bool:
 
 
 def _attend_on_gpu(
-    query: Any, key: Any, value: Any, mask: Any, dropout: float, causal: bool, scale: float | None, gqa: bool
-) -> Any:
-    """The result of the flash, memory-efficient or plain kernel, as CUDA chooses; None for tensors of the CPU."""
+    query: Any, key: Any, value: Any, mask: Any, dropout: float, causal: bool, scale: float | None, gqa: bool,
+    *, capability: tuple[int, int],
+) -> Any:  # fmt: skip
+    """The result of the flash, memory-efficient or plain kernel, as CUDA chooses; None for tensors of the CPU.
+
+    After torch 2.13's sdp_utils.cpp. cuDNN's kernel, which torch may prefer on Hopper, counts as flash does.
+    """
     if query.device.type != "cuda":
         return None
     pad = torch.nn.functional.pad
     half, size = query.dtype in (torch.bfloat16, torch.float16), query.shape[-1]
     fusible = _are_fusible(query, key, value)
-    if fusible and half and mask is None and size <= _LARGEST_HEAD:
+    if fusible and half and mask is None and takes_flash(query, key, value, dropout, causal, capability):
         if size % 8:  # the kernel needs a multiple of 8: torch pads copies of all three and cuts the result
             query, key, value = (pad(tensor, (0, 8 - size % 8)) for tensor in (query, key, value))
             scale = scale if scale is not None else 1 / math.sqrt(size)
         out = _aten._scaled_dot_product_flash_attention(query, key, value, dropout, causal, scale=scale)[0]
         return out[..., :size] if size % 8 else out
     mask = _as_bias(mask, query.dtype)
-    if not fusible or gqa or not (half or query.dtype == torch.float32) or size % (8 if half else 4):
+    aligned = size % (8 if half else 4 if capability >= _FLASH_FROM else 1) == 0
+    if not fusible or gqa or not (half or query.dtype == torch.float32) or not aligned:
         return _aten._scaled_dot_product_attention_math(
             query, key, value, mask, dropout, causal, None, scale=scale, enable_gqa=gqa
         )[0]
@@ -177,6 +188,17 @@ def _attend_on_gpu(
     return _aten._scaled_dot_product_efficient_attention(
         query, key, value, mask, for_backward, dropout, causal, scale=scale
     )[0]
+
+
+def takes_flash(query: Any, key: Any, value: Any, dropout: float, causal: bool, capability: tuple[int, int]) -> bool:
+    """Whether torch takes the flash kernel for half-precision tensors without a mask."""
+    size = query.shape[-1]
+    if capability < _FLASH_FROM or size > _LARGEST_HEAD or (causal and query.shape[-2] != key.shape[-2]):
+        return False
+    trains = any(tensor.requires_grad for tensor in (query, key, value))
+    if trains and ((8, 6) <= capability <= (8, 9) or capability[0] == 12):
+        return size <= 192 or (size > 224 and not dropout)
+    return True
 
 
 def _attend_on_cpu(

@@ -80,6 +80,11 @@ class WorkLog:
     def schedule(self) -> Schedule:
         return Schedule(events=array("q", self.events), works=tuple(self._works))
 
+    @property
+    def communicators(self) -> int:
+        """The process groups of several ranks in which this rank has communicated so far."""
+        return sum(ranks > 1 for _, ranks, _ in self._communicators.values())
+
     # Streams and records.
 
     def new_stream(self) -> int:

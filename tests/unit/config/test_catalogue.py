@@ -86,7 +86,7 @@ def test_a_machine_of_ones_own_is_a_file(tmp_path: Path) -> None:
         ("gpus = 4", "gpus = 'four'", "gpus is 'four', not a whole number"),
         ("gpus = 4", "gpus = 0", "above 0"),
         ("gpus = 4\n", "", "lacks 'gpus'"),
-        ('"7.5"', '"sm75"', "compute_capability is 'sm75'"),
+        ('"7.5"', '"sm75"', "compute capability 'sm75'"),
         ("fp16 = 65", "fp16 = 65\nbf16 = 65", "contradict each other"),
         ("fp16 = 65", "fp8 = 65", "unknown key 'fp8'"),
         ("memory_gb_per_s = 320", "memory_gb_per_s = 0", "rates.memory_gb_per_s is 0"),

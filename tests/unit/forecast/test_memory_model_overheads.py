@@ -69,6 +69,39 @@ def test_a_row_can_begin_at_a_stage_and_a_world_size(tmp_path: Path) -> None:
     assert overheads.sum(replace(ask(3), world_size=1), "device", "inside", {}) == Interval()
 
 
+@pytest.mark.parametrize(("capability", "expected"), [((7, 0), 1), ((8, 9), 1), ((9, 0), 2), ((12, 0), 2), (None, 2)])
+def test_rows_differ_by_compute_capability(tmp_path: Path, capability: tuple[int, int] | None, expected: int) -> None:
+    rows = ROW + 'below_capability = "9.0"\nbytes = ["1MiB", "1MiB", "1MiB"]\n'
+    rows += ROW + 'least_capability = "9.0"\nbytes = ["2MiB", "2MiB", "2MiB"]\n'
+    overheads = read_overheads(written(tmp_path, HEAD + rows))
+    engine = replace(ask(), capability=capability)
+    assert overheads.sum(engine, "device", "inside", {}).peak_bytes == expected * 2**20
+
+
+@pytest.mark.parametrize(("nvlink", "expected"), [(True, 2), (False, 1), (None, 2)])
+def test_rows_differ_by_the_link_between_cards(tmp_path: Path, nvlink: bool | None, expected: int) -> None:
+    rows = ROW + 'nvlink = false\nbytes = ["1MiB", "1MiB", "1MiB"]\n'
+    rows += ROW + 'nvlink = true\nbytes = ["2MiB", "2MiB", "2MiB"]\n'
+    overheads = read_overheads(written(tmp_path, HEAD + rows))
+    assert overheads.sum(replace(ask(), nvlink=nvlink), "device", "inside", {}).peak_bytes == expected * 2**20
+
+
+def test_a_row_counts_for_each_further_communicator(tmp_path: Path) -> None:
+    row = ROW + 'each = "further_communicator"\nbytes = ["1MiB", "1MiB", "1MiB"]\n'
+    overheads = read_overheads(written(tmp_path, HEAD + row))
+    assert overheads.sum(ask(), "device", "inside", {"further_communicators": 3}).peak_bytes == 3 * 2**20
+    assert overheads.sum(ask(), "device", "inside", {}).peak_bytes == 0
+
+
+def test_torchs_workspaces_are_larger_from_hopper_on() -> None:
+    amounts = {"activations": 0, "reduce_bucket": 0}
+    sizes = [
+        read_overheads().sum(replace(ask(), world_size=1, capability=card), "device", "inside", amounts).peak_bytes
+        for card in ((8, 0), (9, 0))
+    ]
+    assert sizes == [2 * 8_519_680, 2 * 32 * 2**20]
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -76,6 +109,7 @@ def test_a_row_can_begin_at_a_stage_and_a_world_size(tmp_path: Path) -> None:
         (HEAD + ROW + 'bytes = ["1MiB", "2MiB"]', "'made up' needs three bytes or three shares"),
         (HEAD + ROW + 'bytes = ["4MiB", "2MiB", "8MiB"]', "not in order"),
         (HEAD + ROW + 'bytes = ["few", "2MiB", "8MiB"]', "'few' is not a size"),
+        (HEAD + ROW + 'least_capability = "90"\nbytes = ["0", "0", "0"]', "'90' is not of the form"),
         (HEAD + ROW + "shares = [0, 1, 2]", "unknown key 'shares'"),
         (HEAD.replace("cpu = 0.02", "") + ROW + 'bytes = ["0", "0", "0"]', "spread needs a number"),
     ],

@@ -1,0 +1,70 @@
+"""The buffers that CUDA's attention kernels take for the time of one call: neither arguments nor results.
+
+After torch 2.13, aten/src/ATen/native/transformers/cuda. Tensors have the shape (batch, heads, sequence, head).
+No card has confirmed the sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+_aten = torch.ops.aten
+_FLOAT = 4  # bytes
+_ROWS = 128  # flash pads sequences to it; the efficient kernel's tiles have at most as many
+_TILE_COLUMNS = 64  # of the efficient kernel's gradient of the query
+_LARGEST_IN_REGISTERS = 128  # elements of a head; a longer one is summed up in memory
+
+
+def size_flash_backward(arguments: Sequence[Any]) -> list[int]:
+    """Return bytes of each buffer: flash_attn/flash_api.cpp, mha_bwd, and copies of attention_backward.cu.
+
+    The gradient of the query is summed up in fp32. With fewer heads of keys than of queries, the gradients of key and
+    value are first made for every head of the query.
+    """
+    gradient, query, key, _, out = arguments[:5]
+    batch, heads, length, head = query.shape
+    rows = _round_up(length, _ROWS)
+    columns = _round_up(head, 32 if head <= 128 else 64)
+    sizes = [batch * heads * rows * _FLOAT, batch * heads * rows * columns * _FLOAT]
+    if key.shape[1] != heads:
+        sizes += 2 * [batch * heads * key.shape[2] * head * key.element_size()]
+    return [*_size_copies(gradient, out), *sizes]
+
+
+def size_efficient_backward(arguments: Sequence[Any]) -> list[int]:
+    """Return bytes of each buffer: mem_eff_attention/kernel_backward.h, workspace_size and kKernelComputesDelta."""
+    gradient, query, key, _, _, out = arguments[:6]
+    batch, heads, length, head = query.shape
+    workspace = _round_up(length, _ROWS) * _round_up(head, _TILE_COLUMNS)
+    if head > _LARGEST_IN_REGISTERS or query.element_size() == _FLOAT:
+        workspace += 2 * _round_up(key.shape[2], _ROWS) * _round_up(head, _TILE_COLUMNS)
+    sizes = [batch * heads * length * _FLOAT, batch * heads * workspace * _FLOAT]
+    return [*_size_copies(gradient, out), *sizes]
+
+
+def size_efficient_forward(arguments: Sequence[Any]) -> list[int]:
+    """Return bytes of each buffer: attention.cu, kNeedsOutputAccumulatorBuffer."""
+    query, _, value = arguments[:3]
+    batch, heads, length, _ = query.shape
+    if query.element_size() == _FLOAT or value.shape[-1] <= _LARGEST_IN_REGISTERS:
+        return []
+    return [batch * heads * length * value.shape[-1] * _FLOAT]
+
+
+BUFFERS: Mapping[Any, Callable[[Sequence[Any]], list[int]]] = {
+    _aten._scaled_dot_product_flash_attention_backward.default: size_flash_backward,
+    _aten._scaled_dot_product_efficient_attention_backward.default: size_efficient_backward,
+    _aten._scaled_dot_product_efficient_attention.default: size_efficient_forward,
+}
+
+
+def _size_copies(*tensors: Any) -> list[int]:
+    """Return bytes of the copies that make these contiguous as (batch, sequence, heads, head)."""
+    return [tensor.numel() * tensor.element_size() for tensor in tensors if not tensor.transpose(1, 2).is_contiguous()]
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
