@@ -11,10 +11,24 @@ import pytest
 import typer
 
 from autods.cli.main import app
+from autods.diagnosis import diagnose
 from tests.support.documents import BLOCK, PAGES, ROOT, blocks, commands, load_script
 
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _MOST_WORDS = 25
+WRITTEN = [page for page in PAGES if page.name != "cli.md"]  # which the help texts of the options make
+MESSAGES = {  # of docs/troubleshooting.md, with what diagnose has to say
+    "CUDA out of memory": ("out_of_memory", "device"),
+    "return code = -9": ("unknown", None),
+    "Bus error": ("out_of_memory", "shm"),
+    "Check batch related": ("config", None),
+    "Please correct": ("config", None),
+    "Unable to JIT load": ("toolchain", None),
+    "does not match the version torch": ("toolchain", None),
+    "loss scale already at minimum": ("user_code", None),
+    "Watchdog caught": ("secondary", None),
+    "server socket has failed": ("communication", None),
+}
 
 
 @pytest.mark.parametrize(("page", "line"), sorted(set(commands())))
@@ -38,20 +52,37 @@ def test_code_blocks_of_python_and_json_are_valid(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files_that_exist(page: Path) -> None:
+def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
     for target in _LINK.findall(BLOCK.sub("", page.read_text())):
-        if not target.startswith(("http://", "https://", "#", "mailto:")):
-            assert (page.parent / target.partition("#")[0]).exists(), f"{page.name}: {target}"
+        if not target.startswith(("http://", "https://", "mailto:")):
+            place, _, anchor = target.partition("#")
+            file = page.parent / place if place else page
+            assert file.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in list_anchors(file), f"{page.name}: {target}"
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md"], ids=lambda page: page.name)
-def test_no_sentence_of_the_readme_is_long(page: Path) -> None:
+def list_anchors(page: Path) -> set[str]:
+    """The headings of a page, as links name them on GitHub and on the site."""
+    headings = re.findall(r"^#+ (.+)$", BLOCK.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
+def test_no_sentence_is_long(page: Path) -> None:
     text = re.sub(r"`[^`]*`", "code", BLOCK.sub("\n\n", page.read_text()))
     text = re.sub(r"\]\([^)]*\)", "]", text)
     for part in re.split(r"\n\s*\n|\n[|>-] |\n\d\. |\|", text):
         for sentence in re.split(r"(?<=[.!?:])\s+", part):
             words = re.findall(r"[\w'’%-]+", sentence)
             assert len(words) <= _MOST_WORDS, " ".join(sentence.split())
+
+
+def test_diagnose_knows_the_messages_of_the_documents() -> None:
+    page = ROOT / "docs" / "troubleshooting.md"
+    rows = re.findall(r"^\| `([^`]+)` \|", page.read_text(), re.MULTILINE)
+    answers = {row: diagnose(row.replace(" … ", "\n")) for row in rows}
+    assert [(answer.kind, answer.tier) for answer in answers.values()] == list(MESSAGES.values())
+    assert all(part in row for part, row in zip(MESSAGES, rows, strict=True))
 
 
 def test_the_readme_is_short() -> None:
