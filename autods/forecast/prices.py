@@ -22,7 +22,8 @@ class Efficiency:
 
     A matmul reaches `matmul` × d / (d + `matmul_half_dim`) of the peak, where d is its smallest dimension.
     `launch_us` is what the host pays to issue an operator, `view_us` a view, and `collective_us` a collective.
-    `kernel_us` is the least time of a kernel on the card.
+    `kernel_us` is the least time of a kernel on the card. `contention` is the share of a collective's seconds by which
+    it delays kernels beside it: it takes multiprocessors and bandwidth from them.
     A collective of W ranks takes (W − 1) steps: `step_us` each within a node, `network_step_us` for one that leaves it.
     """
 
@@ -33,6 +34,7 @@ class Efficiency:
     nvlink: float
     pcie_between_gpus: float
     network: float
+    contention: float
     pinned_copy: float
     pageable_copy: float
     dram: float
@@ -74,8 +76,8 @@ def read_constants(path: Path | None = None) -> Constants:
 def _check(constants: Constants) -> None:
     if not 0 < constants.low <= 1 <= constants.high:
         raise ValueError("low ≤ 1 ≤ high does not hold")
-    if any(getattr(constants.efficiency, name) <= 0 for name in Efficiency.__dataclass_fields__):
-        raise ValueError("every efficiency must be above 0")
+    if any(getattr(constants.efficiency, name) < 0 for name in Efficiency.__dataclass_fields__):
+        raise ValueError("no efficiency may be below 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

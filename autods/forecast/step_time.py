@@ -74,7 +74,7 @@ class _Clocks:
     """The clocks of one replay, in seconds since the step began."""
 
     def __init__(self, schedule: Schedule, prices: PriceList) -> None:
-        self._schedule = schedule
+        self._schedule, self._contention = schedule, prices.efficiency.contention
         priced = [prices.price(work) for work in schedule.works]
         self._launch = [price.launch_s for price in priced]
         self._seconds = [price.seconds for price in priced]
@@ -86,6 +86,7 @@ class _Clocks:
     def run(self) -> tuple[float, float, dict[Bound, float]]:
         """Return the step's seconds, those of its first micro batch, and what they were spent on."""
         launch, seconds, causes = self._launch, self._seconds, self._causes
+        contention = self._contention
         streams: defaultdict[int, float] = defaultdict(float)
         last: dict[int, Bound] = {}  # the cause of each stream's last work
         records: dict[int, tuple[float, Bound]] = {}
@@ -127,6 +128,10 @@ class _Clocks:
                     last[current] = causes[argument]
                     if current == 0:
                         spent[causes[argument]] += seconds[argument]
+                    elif causes[argument] == "communication" and streams[0] > start:
+                        slower = contention * min(seconds[argument], streams[0] - start)
+                        streams[0] += slower
+                        spent["communication"] += slower
             elif code == HOST:
                 host += launch[argument] + seconds[argument]
                 behind["host"] += seconds[argument]

@@ -13,7 +13,8 @@ from autods.forecast.schedule import BITS, STREAM_BITS, Schedule, Work
 from autods.forecast.step_time import StepTime, forecast_step
 
 _PERFECT = Efficiency(
-    matmul=1, matmul_half_dim=1e-9, attention=1, memory=1, nvlink=1, pcie_between_gpus=1, network=1, pinned_copy=1,
+    matmul=1, matmul_half_dim=1e-9, attention=1, memory=1, nvlink=1, pcie_between_gpus=1, network=1, contention=0,
+    pinned_copy=1,
     pageable_copy=0.5, dram=1, host_optimizer=1, nvme=1, launch_us=1e-6, view_us=1e-6, collective_us=1e-6,
     kernel_us=1e-6, step_us=1e-6, network_step_us=1e-6,
 )  # fmt: skip
