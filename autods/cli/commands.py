@@ -76,13 +76,16 @@ Module = Annotated[
 AsJson = Annotated[bool, _flag("--json", help="Print the result as JSON.")]
 Quiet = Annotated[bool, _flag("--quiet", "-q", help="No progress, only the result.")]
 Verbose = Annotated[bool, _flag("--verbose", "-v", help="Also the reasons, the certificate, and all ways to launch.")]
+VerboseFit = Annotated[
+    bool, _flag("--verbose", "-v", help="Also what the ranks print, the reasons, the certificate, and all launchers.")
+]
 Markdown = Annotated[bool, _flag("--markdown", help="Print a Markdown table, for a pull request.")]
 Html = Annotated[str | None, _flag("--html", metavar="FILE", help="Write the forecast there as a page, too.")]
 Csv = Annotated[str | None, _flag("--csv", metavar="FILE", help="Write the table there as well; - prints it.")]
 
 
 def run_fit(
-    call: Call, request: FitRequest, *, as_json: AsJson = False, quiet: Quiet = False, verbose: Verbose = False
+    call: Call, request: FitRequest, *, as_json: AsJson = False, quiet: Quiet = False, verbose: VerboseFit = False
 ) -> int:
     """Find the fastest config."""
     command = call.fit or FIT
@@ -92,7 +95,8 @@ def run_fit(
     machine = f"{format_ranks(settings.gpus, settings.device)} × {format_bytes(settings.device_bytes)}"
     if settings.nodes > 1:
         machine += f" on {settings.nodes} nodes"
-    progress: AbstractContextManager[Listener] = _SILENT if quiet else Progress(label=DifferenceFromFirst())
+    logs = settings.out / "logs" if verbose else None
+    progress: AbstractContextManager[Listener] = _SILENT if quiet else Progress(label=DifferenceFromFirst(), logs=logs)
     with progress as listen:
         listen(Note(text=f"{settings.source.name} on {machine}, {settings.profile.name} config → {settings.out}"))
         report = command.run(settings, listen)

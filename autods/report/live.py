@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Self
 
 from rich.console import Console, Group, RenderableType
@@ -21,6 +22,7 @@ from ..types import Skipped, Trial
 from ..units import escape_controls
 from .fit_progress import FitState, advance, describe_status, describe_trial, render_search, render_status
 from .plan_view import rung_table
+from .rank_logs import RankLogs
 from .text import (
     MARKS,
     WIDE_PROGRESS,
@@ -33,6 +35,7 @@ from .text import (
 
 _QUIET_S, _QUIET_AGAIN_S = 25.0, 60.0  # without a line, where nothing is redrawn
 _LOOK_EVERY_S = 1.0
+_LOGS_EVERY_S = 0.5
 
 
 class LiveView:
@@ -107,18 +110,34 @@ class Progress(LiveView):
     On a terminal it prints finished trials as lines. Below them it draws the rungs of a fit, the best so far, the
     budget, and what runs.
     Elsewhere it prints one plain line for each finished trial, skipped rung and note. Events may come from any thread.
-    `label` formats a trial's conditions, which stand beside its rung and batch.
+    `label` formats a trial's conditions, which stand beside its rung and batch. With `logs`, the folder of all logs,
+    it also prints what the ranks print.
     """
 
-    def __init__(self, console: Console | None = None, *, label: Callable[[Trial], str] = lambda trial: "") -> None:
+    def __init__(
+        self,
+        console: Console | None = None,
+        *,
+        label: Callable[[Trial], str] = lambda trial: "",
+        logs: Path | None = None,
+    ) -> None:
         super().__init__(console)
         self._label = label
+        self._logs = RankLogs(logs) if logs is not None else None
         self._state = FitState(since_s=time.monotonic())
         self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        if self._logs is not None:
+            threading.Thread(target=self._follow_logs, name="rank logs", daemon=True).start()
+        return self
 
     def __call__(self, event: Event) -> None:
         with self._lock:
             self._state = advance(self._state, event, time.monotonic())
+        if isinstance(event, TrialFinished) and not event.replayed:
+            self._print_logs(event.record.id, event.record.trial, ended=True)
         match event:
             case Note():
                 self._print(Text(escape_controls(event.text), style="dim"), event.text)
@@ -138,6 +157,15 @@ class Progress(LiveView):
                 self._print(row, format_record(record, replayed=replayed, label=label))
             case SearchStarted() | TrialForecasted() | TrialStarted() | TrialMoved():
                 pass  # the view below shows them
+
+    def _follow_logs(self) -> None:
+        while not self._over.wait(_LOGS_EVERY_S):
+            for id, running in self._state.running.items():
+                self._print_logs(id, running.trial)
+
+    def _print_logs(self, id: int, trial: Trial, *, ended: bool = False) -> None:
+        for line in self._logs.read_new_lines(id, trial, ended=ended) if self._logs is not None else ():
+            self._print(Text(escape_controls(line), style="dim"), line)
 
     def _print(self, pretty: RenderableType, plain: str) -> None:
         if self._live is not None:
