@@ -165,7 +165,10 @@ class Progress(LiveView):
 
     def _print_logs(self, id: int, trial: Trial, *, ended: bool = False) -> None:
         for line in self._logs.read_new_lines(id, trial, ended=ended) if self._logs is not None else ():
-            self._print(Text(escape_controls(line), style="dim"), line)
+            if self._live is not None:  # whole lines, so that they can be copied
+                self._console.print(Text(escape_controls(line), style="dim"), soft_wrap=True)
+            else:
+                self._print_plain(line)
 
     def _print(self, pretty: RenderableType, plain: str) -> None:
         if self._live is not None:
