@@ -24,6 +24,7 @@ _NARROW_BAR, _WIDE_BAR = 15, 30  # cells
 _FORECAST, _MEASURED, _BOTH = "▀", "▄", "█"
 _AT_LIMIT, _BEYOND_LIMIT = "│", "▶"
 _WAITING, _RUNNING = Mark(" ", "waiting", "dim"), Mark("▸", "running", "cyan")
+_SIMILAR = 2.0  # ratio of two batches up to which the time of a step goes by their samples
 _OTHER_LINES = 6  # of the view, besides a row for each rung and a line for each trial
 
 
@@ -97,7 +98,7 @@ def _move(running: RunningTrial, event: TrialMoved, now_s: float) -> RunningTria
 def estimate_seconds_left(state: FitState, running: RunningTrial, now_s: float) -> float | None:
     """Seconds until the trial's planned steps are done; None when unknown, and where it does more than steps.
 
-    Its own steps tell it from the second one on. Before, the rung's last trial that fitted does, by its samples.
+    Its own steps tell it from the second one on. Before, the rung's last trial of a similar batch does.
     """
     trial = running.trial
     if trial.exam is not None or (running.stepping_since_s is not None and running.phase not in _STEP_PHASES):
@@ -108,8 +109,10 @@ def estimate_seconds_left(state: FitState, running: RunningTrial, now_s: float) 
         return max(0.0, step_s * (planned - running.step) - (now_s - running.moved_s))
     for record in reversed(state.records):
         fit, knobs = record.outcome, record.trial.knobs
-        if isinstance(fit, Fit) and record.trial.rung == trial.rung and fit.step_s and record.trial.exam is None:
-            ratio = trial.knobs.micro_batch * trial.knobs.accumulation / (knobs.micro_batch * knobs.accumulation)
+        if not isinstance(fit, Fit) or record.trial.rung != trial.rung or record.trial.exam is not None:
+            continue
+        ratio = trial.knobs.micro_batch * trial.knobs.accumulation / (knobs.micro_batch * knobs.accumulation)
+        if fit.step_s and 1 / _SIMILAR <= ratio <= _SIMILAR:
             steps_s = statistics.median(fit.step_s) * ratio * planned
             start_s = max(0.0, record.seconds - fit.timing.steps_s)
             return max(0.0, start_s + steps_s - (now_s - running.since_s))

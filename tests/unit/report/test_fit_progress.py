@@ -175,6 +175,7 @@ def test_time_left_follows_from_the_last_trial_of_the_rung() -> None:
     begun = (10.0, started(2, "zero2", knobs=Knobs(micro_batch=2)))
     assert left_s((earlier, begun), 11.0) == pytest.approx(1.8 + 5 * 2 * 0.55 - 1.0)
     assert left_s((earlier, (10.0, started(2, "zero3"))), 11.0) is None
+    assert left_s((earlier, (10.0, started(2, "zero2", knobs=Knobs(micro_batch=8)))), 11.0) is None
 
 
 def test_a_low_terminal_shows_only_what_runs() -> None:
