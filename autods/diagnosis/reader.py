@@ -20,6 +20,8 @@ _MOST_RANK_LINES = 4000  # lines that say which process has which rank are kept 
 _MOST_SHAPES = 100_000
 _MANY = 4000  # kept lines from which on likeness is judged more coarsely
 _MOST_ALIKE = 200
+_VERY_MANY = 20_000  # kept lines from which on a word counts by itself
+_MOST_OF_A_WORD = 10
 _HEX_DIGITS = b"0123456789abcdefABCDEF"
 
 
@@ -29,13 +31,15 @@ class LineFilter:
     def __init__(self) -> None:
         self._shapes: Counter[int] = Counter()
         self._word_sets: Counter[frozenset[bytes]] = Counter()
+        self._words: Counter[bytes] = Counter()
         self._kept = 0
 
     def keeps(self, line: bytes) -> bool:
         """Whether the line has a word that some row looks for and is no repetition.
 
         Lines that differ only in their digits are repetitions. After `_MANY` kept lines those with the same words,
-        or the same text but for hexadecimal digits, count as repetitions too.
+        or the same text but for hexadecimal digits, count as repetitions too. After `_VERY_MANY` a line needs a word
+        that few lines since then had.
         """
         if len(self._shapes) > _MOST_SHAPES:
             self._shapes.clear()
@@ -53,7 +57,12 @@ class LineFilter:
             return False
         words = frozenset(_telling_words().findall(lowered))
         self._word_sets[words] += 1
-        return bool(words) and self._word_sets[words] <= _MOST_ALIKE
+        keep = bool(words) and self._word_sets[words] <= _MOST_ALIKE
+        if keep and self._kept >= _VERY_MANY:
+            self._words.update(words)
+            keep = min(self._words[word] for word in words) <= _MOST_OF_A_WORD
+        self._kept += keep
+        return keep
 
     def _count(self, shape: bytes) -> int:
         key = hash(shape)
