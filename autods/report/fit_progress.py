@@ -16,7 +16,7 @@ from rich.text import Text
 from ..events import Event, Note, SearchStarted, TrialFinished, TrialForecasted, TrialMoved, TrialStarted
 from ..types import Fit, OutOfMemory, Phase, Record, Skipped, Tier, TierUse, Trial
 from ..units import escape_controls, format_bytes
-from .text import MARKS, TIER_NAMES, WIDE_PROGRESS, Mark, format_phase, format_rate, format_seconds
+from .text import MARKS, TIER_NAMES, WIDE_PROGRESS, Mark, format_number_of, format_phase, format_rate, format_seconds
 
 LabelTrial = Callable[[Trial], str]
 _STEP_PHASES: tuple[Phase, ...] = ("forward", "backward", "step")
@@ -356,13 +356,20 @@ def _describe_best(state: FitState) -> Text:
 
 
 def _describe_budget(state: FitState, now_s: float) -> Text:
-    """'budget: 7 of 40 trials, 3 min 20 s of 20 min 0 s'."""
+    """'budget: 7 of 40 trials, 3 min 20 s of 20 min 0 s'. What runs without regard to it may go beyond."""
     search = state.search
     assert search is not None
     spent_s = sum(record.seconds for record in state.records)
     spent_s += sum(now_s - running.since_s for running in state.running.values())
-    trials, seconds = str(len(state.records)), _format_rough_seconds(spent_s)
-    most_trials = f" of {search.most_trials}" if search.most_trials else ""
-    most_seconds = f" of {_format_rough_seconds(search.most_seconds)}" if search.most_seconds else ""
-    limit = "" if search.most_trials or search.most_seconds else " (no limit)"
-    return Text(f"budget used: {trials}{most_trials} trials, {seconds}{most_seconds}{limit}", style="dim")
+    trials, seconds = len(state.records), _format_rough_seconds(spent_s)
+    most_trials, most_seconds = search.most_trials, _format_rough_seconds(search.most_seconds)
+    if (most_trials and trials > most_trials) or (search.most_seconds and spent_s > search.most_seconds):
+        limits = [f"{most_trials} trials"] if most_trials else []
+        limits += [most_seconds] if search.most_seconds else []
+        return Text(
+            f"budget used up ({', '.join(limits)}): {format_number_of(trials, 'trial')}, {seconds}", style="dim"
+        )
+    used = f"{trials} of {most_trials} trials" if most_trials else format_number_of(trials, "trial")
+    used += f", {seconds} of {most_seconds}" if search.most_seconds else f", {seconds}"
+    limit = "" if most_trials or search.most_seconds else " (no limit)"
+    return Text(f"budget used: {used}{limit}", style="dim")

@@ -119,6 +119,20 @@ def test_the_view_shows_best_so_far_budget_and_current_steps() -> None:
     assert "zero2  grow 4×2  backward, 2 of 5 steps done  9.0 s, about 5 s left" in text
 
 
+@pytest.mark.parametrize(
+    ("trials", "seconds", "words"),
+    [
+        (0, 0.0, "budget used: 1 trial, 3 s (no limit)"),
+        (9, 0.0, "budget used: 1 of 9 trials, 3 s"),
+        (0, 2.0, "budget used up (2 s): 1 trial, 3 s"),
+        (9, 2.0, "budget used up (9 trials, 2 s): 1 trial, 3 s"),
+    ],
+)
+def test_the_budget_is_shown_against_its_limits(trials: int, seconds: float, words: str) -> None:
+    search = replace(SEARCH, most_trials=trials, most_seconds=seconds)
+    assert words in draw(state_after(search, finished(1, "zero2", fit())), 9.0)
+
+
 def test_the_upper_half_of_a_bar_is_the_forecast() -> None:
     events = (SEARCH, forecasted("zero2", 208), finished(1, "zero2", fit(312)), forecasted("zero3", 208))
     lines = draw(state_after(*events), 5.0, 120)
