@@ -47,8 +47,8 @@ class RankLogs:
         for path in self._folder.glob(f"{id:03d}-{trial.rung}*/rank*.log"):
             if (match := _RANK.fullmatch(path.name)) is not None and path not in self._logs:
                 self._logs[path] = _Log(path, int(match[1]))
-        own = (log for log in self._logs.values() if log.path.parent.name.startswith(f"{id:03d}-"))
-        return sorted(own, key=lambda log: (log.rank, log.path))
+        wanted = (log for log in self._logs.values() if log.path.parent.name.startswith(f"{id:03d}-"))
+        return sorted(wanted, key=lambda log: (log.rank, log.path))
 
 
 def _read_lines(log: _Log, *, ended: bool) -> Iterator[str]:
