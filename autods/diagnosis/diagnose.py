@@ -15,7 +15,7 @@ from pathlib import Path
 from ..errors import InputError
 from ..requests import check_count, show_value
 from .exit_codes import MOST_SIGNAL
-from .logs import MOST_FILES, Listen, Log, Waits, find_logs, read_blocks
+from .logs import MOST_FILES, STDIN, Listen, Log, Waits, find_logs, read_blocks
 from .messages import REPORTS_FAILURE, Assembler, Message
 from .ranks import find_local_gpu, find_nccl_device, find_rank
 from .reader import BLOCK_BYTES, Reader
@@ -89,9 +89,9 @@ def diagnose_logs(logs: Sequence[Log], exit_code: int | None, listen: Listen = l
         raise InputError("is not a text log", place=", ".join(log.place for log in logs), hint=_GIVE_TEXT)
     diagnosis = pick_root_cause(summary, exit_code)
     notes = [note for log in logs for note in log.notes]
-    if summary.not_text and len(logs) > 1:
-        names = ", ".join(summary.not_text[:_MOST_SKIPPED])
-        notes.append(f"{len(summary.not_text)} of {len(logs)} files are no text and were skipped: {names}")
+    if skipped := summary.not_text:
+        names = ", ".join(name or STDIN for name in skipped[:_MOST_SKIPPED])
+        notes.append(f"{len(skipped)} of {len(logs)} logs are no text and were skipped: {names}")
     return replace(diagnosis, notes=(*diagnosis.notes, *notes))
 
 

@@ -33,7 +33,7 @@ _KEPT_BYTES = 64 * 2**20  # of the last part of a log without positions: a pipe,
 _MOST_STREAMED = 2**38  # bytes of a log without positions
 MOST_FILES = 10_000  # in a folder
 _GIVE_LOG = "give the log of the run"
-_STDIN = "standard input"
+STDIN = "standard input"
 # First bytes of a packed log → the module of the standard library that reads it.
 _PACKINGS = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\0": "lzma", b"\x5d\0\0": "lzma"}
 _MOST_FIRST_BYTES = 6
@@ -67,7 +67,7 @@ class Log:
 
     @property
     def place(self) -> str:
-        return _STDIN if self.path is None else str(self.path)
+        return STDIN if self.path is None else str(self.path)
 
 
 def find_logs(paths: Iterable[str | os.PathLike[str]], *, stdin: bool = False) -> list[Log]:
@@ -92,7 +92,7 @@ def find_logs(paths: Iterable[str | os.PathLike[str]], *, stdin: bool = False) -
             raise InputError("no such file", place=str(path), hint=f"{_GIVE_LOG}, or a folder of logs")
         logs.setdefault(os.path.abspath(path), Log(name=path.name, path=path))
     if len(logs) > 1 and "-" in logs:
-        logs["-"].name = _STDIN
+        logs["-"].name = STDIN
     _name_by_folder(logs)
     return list(logs.values())
 
@@ -187,7 +187,7 @@ class _Source(io.RawIOBase):
         while not self._poll.poll(max(0.0, next_line_s - (time.monotonic() - began)) * 1000):
             silent_s = time.monotonic() - began
             if self.log.path is None:  # a run may be silent for long, and would die with this pipe
-                self.listen(f"waiting for {_STDIN}: {self._describe_wait()} (Ctrl-C ends it)")
+                self.listen(f"waiting for {STDIN}: {self._describe_wait()} (Ctrl-C ends it)")
             elif silent_s >= limit_s:
                 problem = f"nothing came from this pipe for {silent_s:.0f} s"
                 raise InputError(problem, place=self.log.place, hint="write the log into a file, and give that")
@@ -219,7 +219,7 @@ def _open(log: Log, listen: Listen, waits: Waits) -> _Source | _Stream:
     """Return the log's bytes. Raises InputError for what has no end or is no log."""
     if log.path is None:
         if sys.stdin is None:
-            raise InputError(f"{_STDIN} is closed", place="-", hint="pipe a log into it, or name the file")
+            raise InputError(f"{STDIN} is closed", place="-", hint="pipe a log into it, or name the file")
         try:
             descriptor = sys.stdin.fileno()
         except OSError:  # a program has put another stream there

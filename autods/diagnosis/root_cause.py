@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from ..units import format_signal
 from .exit_codes import Exit, ExitCodes, explain_exit_code, normalize_exit_code
 from .messages import REPORTS_FAILURE, Message
 from .ranks import Ranks
@@ -297,13 +298,15 @@ def _phase(message: Message) -> str | None:
     return next(phases, None)
 
 
-def _diagnose_exit(code: int, summary: LogSummary) -> Diagnosis:
-    code = normalize_exit_code(code)
+def _diagnose_exit(reported: int, summary: LogSummary) -> Diagnosis:
+    """The diagnosis by an exit code alone, as a shell or `subprocess` reports it."""
+    code = normalize_exit_code(reported)
     hints = [finding for finding in summary.findings if finding.row.weight == "hint"]
     if code == -9 and hints:
         return _diagnosis(hints[-1], "hint", hints, rank=summary.exits.root_rank)
     exits = (exit for exit in summary.exits.exits if normalize_exit_code(exit.code) == code)
-    exit = next(exits, Exit(code, line=f"exit code {code}"))
+    signal_name = f" ({format_signal(-code)})" if code < 0 else ""
+    exit = next(exits, Exit(code, line=f"exit code {reported}{signal_name}"))
     meaning = explain_exit_code(code)
     last = [line for lines in summary.last.values() for line in list(filter(_WORD.search, lines))[-1:]]
     evidence = dict.fromkeys(line[:_EVIDENCE_CHARS] for line in (exit.line, *last) if line)
@@ -320,13 +323,14 @@ def _diagnose_exit(code: int, summary: LogSummary) -> Diagnosis:
 
 
 def _no_failure(summary: LogSummary, exit_code: int | None) -> Diagnosis:
+    """The diagnosis where no message and no exit code shows a failure. A run that ended well has no advice."""
     kind: Kind = "none"
     if summary.bytes and not summary.text:
         kind, grounds, advice = "unknown", "no text", "this is not text: give the log itself"
     elif not summary.bytes and exit_code is None:
         grounds, advice = "empty", "the log is empty; if the run died, give its exit code: --exit-code"
     elif exit_code == 0 or _finished(summary):
-        grounds, advice = "ended well", "no failure was found"
+        grounds, advice = "ended well", ""
     else:
-        grounds, advice = "no failure", "no failure was found; if the run died all the same, give --exit-code"
+        grounds, advice = "no failure", "if the run died all the same, give its exit code: --exit-code"
     return Diagnosis(kind=kind, confidence=find_confidence(grounds), action="nothing", advice=advice)

@@ -188,6 +188,7 @@ def test_a_real_time_signal_is_named(exit_code: int) -> None:
     said = autods.diagnose("", exit_code)
     assert (said.kind, said.signature) == ("unknown", "exit code -40")
     assert said.advice.startswith("ended by SIGRTMIN+6")
+    assert said.evidence == (f"exit code {exit_code} (SIGRTMIN+6)",)
 
 
 def test_a_caught_shortage_and_the_later_death_are_both_said() -> None:

@@ -122,4 +122,5 @@ def test_a_binary_file_is_refused_alone_and_skipped_beside_others(nodes: Path) -
         autods.diagnose(binary)
     said = autods.diagnose(nodes / "node1")
     assert said.tier == "device"
-    assert said.notes[-1] == "1 of 2 files are no text and were skipped: model.bin"
+    assert said.notes[-1] == "1 of 2 logs are no text and were skipped: model.bin"
+    assert autods.diagnose(binary, 137).notes[-1] == "1 of 1 logs are no text and were skipped: model.bin"
