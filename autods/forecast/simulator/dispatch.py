@@ -61,6 +61,7 @@ _device_of = torch.ops.prim.device.default
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
 _LARGEST = "the size of a tensor depends on values ({}): the largest possible was taken"
+_EXPERTS = "the first experts were taken to get all tokens, until every token has its experts"
 Handler = Callable[[Any, Any, Any], Any]
 
 
@@ -184,8 +185,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _nonzero(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensor = args[0]
         self.ledger.work.read_back(tensor)
-        self._assume(_LARGEST.format("nonzero"))
-        return self._make(tensor, (tensor.numel(), tensor.dim()), torch.long)
+        count = self.ledger.choices.take(tensor)
+        self._assume(_LARGEST.format("nonzero") if count is None else _EXPERTS)
+        return self._make(tensor, (tensor.numel() if count is None else count, tensor.dim()), torch.long)
 
     def _masked_select(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.ledger.work.read_back(args[0])

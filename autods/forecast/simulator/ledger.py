@@ -11,6 +11,7 @@ from typing import Any
 
 from ...types import Tier
 from ..values import ForecastPhase, Trace
+from .choices import Choices
 from .work_log import WorkLog
 
 DEVICE, HOST, PINNED, _SUM = 0, 1, 2, 3
@@ -46,6 +47,7 @@ class Ledger:
         self.work.is_pinned = self.is_pinned
         self.device_bytes = 0
         self.capability = DEFAULT_CAPABILITY
+        self.choices = Choices()
         self.assumed: dict[str, None] = {}
         self.nvme: dict[str, int] = {}
         self._live: dict[int, tuple[int, int, int, _Watch | None]] = {}  # storage → bytes, tier, block, watch

@@ -49,6 +49,7 @@ _FOREACH_TYPES = (
 _DISPATCH_RULE = declare(
     "torch._library.simple_registry.find_torch_dispatch_rule", "it is called for every operator and answers the same"
 )
+_ONE_HOT = declare("torch.nn.functional.one_hot", "how many tokens experts get follows from routers' masks")
 _ATTENTION = declare(
     "torch.nn.functional.scaled_dot_product_attention", "torch would ask the driver for the kernel, and there is none"
 )
@@ -85,6 +86,14 @@ def install(ledger: Ledger, mode: Any) -> None:
     _COMPILE.install(compile_and_note)
     _DISPATCH_RULE.install(functools.cache(_DISPATCH_RULE.original()))
     _route_attention(ledger)
+    make_one_hot = _ONE_HOT.original()
+
+    def one_hot(tensor: Any, num_classes: int = -1) -> Any:
+        mask = make_one_hot(tensor, num_classes)
+        ledger.choices.note(mask, tensor)
+        return mask
+
+    _ONE_HOT.install(one_hot)
     Distribution.set_default_validate_args(False)  # it would look at values; routers of experts draw from one
 
 
