@@ -200,10 +200,10 @@ def _diagnose_caught_shortage(
     ]
     if not caught:
         return None
-    found = _diagnosis(
+    shortage = _diagnosis(
         caught[-1], "caught", [*caught[-1:], death], rank=diagnosis.rank, advice=_LEAVE_HEADROOM_OR_CATCH
     )
-    return replace(found, kind="out_of_memory", notes=(*found.notes, later))
+    return replace(shortage, kind="out_of_memory", notes=(*shortage.notes, later))
 
 
 # From findings to a diagnosis.
@@ -251,7 +251,8 @@ def _diagnosis(
 ) -> Diagnosis:
     """The diagnosis by a finding's row, as sure as verdicts on such grounds are.
 
-    Its lines are the evidence, and those of the findings in `same`. Of lines that differ in numbers only, as those of eight ranks do, the first is shown.
+    Its lines are the evidence, and those of the findings in `same`. Lines that differ in numbers only, as those of
+    eight ranks do, are shown once.
     """
     row, message = finding.row, finding.message
     shown: dict[str, str] = {}
