@@ -20,11 +20,12 @@ from rich.console import Console
 from rich.text import Text
 
 from autods.cli.commands import DifferenceFromFirst
-from autods.events import TrialFinished
+from autods.events import Event, SearchStarted, TrialFinished, TrialForecasted, TrialMoved, TrialStarted
 from autods.report import Report, serialize
+from autods.report.fit_progress import FitState, advance, render_search, render_status
 from autods.report.fit_view import print_fit
 from autods.report.live import Progress
-from autods.types import Record, Skipped
+from autods.types import Knobs, Record, Skipped, TierUse, Trial
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = ROOT / "docs" / "demo.json"
@@ -62,6 +63,37 @@ def print_trials(report: Report) -> str:
     return _text(console)
 
 
+def draw_progress(report: Report) -> str:
+    """What a terminal of 80 columns shows while the first trial after the walk runs."""
+    walk = {record.trial.rung: record for record in report.trials if record.trial.purpose == "walk"}
+    grown = next(record.trial for record in report.trials if record.trial.purpose != "walk")
+    question = report.question
+    assert question.device_bytes is not None
+    limit = question.device_bytes
+    events: list[Event] = [
+        SearchStarted(
+            ladder=question.ladder, device_bytes=limit, usable_bytes=limit, most_trials=question.budget.trials
+        )
+    ]
+    for row in report.forecast:
+        known = (
+            walk[row["rung"]].trial if row["rung"] in walk else Trial(rung=row["rung"], knobs=Knobs(), purpose="walk")
+        )
+        use = TierUse(peak_bytes=row["device"]["peak_bytes"], limit_bytes=limit)
+        events.append(TrialForecasted(trial=known, memory={"device": use}))
+    events += [*report.skipped, *(TrialFinished(record=record) for record in walk.values())]
+    state = FitState(since_s=0.0)
+    for event in events:
+        state = advance(state, event, 0.0)
+    state = advance(state, TrialStarted(id=len(walk) + 1, trial=grown), 0.0)
+    for step in range(2):
+        state = advance(state, TrialMoved(id=len(walk) + 1, phase="backward", step=step), 4.0 + 3.0 * step)
+    console = _console(width=80)
+    console.print(render_search(state, 8.0, width=80, height=24))
+    console.print(render_status(state, 8.0))
+    return _text(console)
+
+
 def print_details(report: Report) -> str:
     """The end of a fit with --verbose."""
     print_fit(report, console := _console(), verbose=True)
@@ -90,11 +122,11 @@ def _rung(each: Record | Skipped) -> str:
     return each.rung if isinstance(each, Skipped) else each.trial.rung
 
 
-def _console(*, colour: bool = False, record: bool = False) -> Console:
+def _console(*, width: int = _COLUMNS, colour: bool = False, record: bool = False) -> Console:
     """A console that keeps what is printed: plain text of a file, or with the colours of a terminal."""
     system: Literal["truecolor"] | None = "truecolor" if colour else None
     return Console(
-        file=io.StringIO(), width=_COLUMNS, force_terminal=colour, color_system=system, record=record, _environ={}
+        file=io.StringIO(), width=width, force_terminal=colour, color_system=system, record=record, _environ={}
     )
 
 
@@ -104,7 +136,11 @@ def _text(console: Console) -> str:
     return "\n".join(lines) + "\n"
 
 
-BLOCKS: Mapping[str, Callable[[Report], str]] = {"trials": print_trials, "details": print_details}
+BLOCKS: Mapping[str, Callable[[Report], str]] = {
+    "trials": print_trials,
+    "details": print_details,
+    "progress": draw_progress,
+}
 
 if __name__ == "__main__":
     if "--take" in sys.argv:

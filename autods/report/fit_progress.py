@@ -16,7 +16,7 @@ from rich.text import Text
 from ..events import Event, Note, SearchStarted, TrialFinished, TrialForecasted, TrialMoved, TrialStarted
 from ..types import Fit, OutOfMemory, Phase, Record, Skipped, Tier, TierUse, Trial
 from ..units import escape_controls, format_bytes
-from .text import MARKS, TIER_NAMES, WIDE_PROGRESS, Mark, format_number_of, format_phase, format_rate, format_seconds
+from .text import MARKS, WIDE_PROGRESS, Mark, format_number_of, format_phase, format_rate, format_seconds
 
 LabelTrial = Callable[[Trial], str]
 _STEP_PHASES: tuple[Phase, ...] = ("forward", "backward", "step")
@@ -344,7 +344,7 @@ def _describe_best(state: FitState) -> Text:
     if best is None or not isinstance(best.outcome, Fit):
         return Text("best so far: nothing has fitted", style="dim")
     device = best.outcome.memory.get("device")
-    memory = f", {TIER_NAMES['device']} {format_bytes(device.peak_bytes)}" if device is not None else ""
+    memory = f", {format_bytes(device.peak_bytes)}" if device is not None else ""
     knobs = best.trial.knobs
     checkpointing = "" if knobs.checkpointing else ", without checkpointing"
     return Text.assemble(

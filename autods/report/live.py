@@ -35,6 +35,7 @@ from .text import (
 
 _QUIET_S, _QUIET_AGAIN_S = 25.0, 60.0  # without a line, where nothing is redrawn
 _LOOK_EVERY_S = 1.0
+_DRAWS_PER_S = 4  # a drawing takes 5 ms, which trials on CPU ranks must not feel
 _LOGS_EVERY_S = 0.5
 
 
@@ -54,7 +55,9 @@ class LiveView:
 
     def __enter__(self) -> Self:
         if self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._live = Live(console=self._console, get_renderable=self._current, refresh_per_second=8, transient=True)
+            self._live = Live(
+                console=self._console, get_renderable=self._current, refresh_per_second=_DRAWS_PER_S, transient=True
+            )
             self._live.start()
         else:
             threading.Thread(target=self._break_silence, name="progress", daemon=True).start()

@@ -114,7 +114,7 @@ def test_no_line_of_the_view_is_wider_than_the_terminal(width: int) -> None:
 
 def test_the_view_shows_best_so_far_budget_and_current_steps() -> None:
     text = "\n".join(draw(state_after(*MIDWAY), 19.0, 120))
-    assert "best so far: zero2 1×1, 9.5 samples/s, device memory 350.0 MiB" in text
+    assert "best so far: zero2 1×1, 9.5 samples/s, 350.0 MiB" in text
     assert "budget used: 2 of 40 trials, 16 s of 20 min 0 s" in text
     assert "zero2  grow 4×2  backward, 2 of 5 steps done  9.0 s, about 5 s left" in text
 
