@@ -40,6 +40,8 @@ _MOST_SKIPPED = 5  # names in a note
 # 'logs/train.log', '/data/slurm-7.out.gz': text of a log has a space, or another end
 _PATH = re.compile(r"[^\s\0]{1,1000}\.(?:log|out|err|txt)(?:\.(?:gz|bz2|xz|\d+))?")
 _MOST_EXIT_CODE = 256 + MOST_SIGNAL  # PBS adds 256 to a signal
+_LEAST_WORDS = 12  # characters of a user's exception by which a line that repeats it is known
+_MOST_USER_WORDS = 200
 _MOST_FINDINGS = 400  # per row; findings that say that the run ended well are all kept
 _MOST_TIMES = 40  # findings per row for which the time of the line is looked up
 _LEAST_PRINTABLE = 0.7  # of a block's bytes; with less it is not text
@@ -139,6 +141,10 @@ def _add_message(message: Message, summary: LogSummary, row_counts: Counter[str]
     reports_exit = not message.by_user and any(summary.exits.read(line) for line in message.text.splitlines())
     if summary.named_rank is None and (match := _ASCEND_RANK.search(message.text)):
         summary.named_rank = int(match[1])
+    if message.by_user and len(summary.user_words) < _MOST_USER_WORDS:
+        first_line = message.text.partition(": ")[2].partition("\n")[0].strip("'\"")  # a key has quotes
+        if len(first_line) >= _LEAST_WORDS:
+            summary.user_words.add(first_line)
     row = _matching_row(message)
     if row is None:
         return

@@ -181,6 +181,7 @@ class _Open:
     ignored: bool = False
     indent: int = 0  # of the first frame
     rank: int | None = None  # named by the line before
+    remote: list[str] = field(default_factory=list)  # frames of another process that the message quotes
 
 
 Key = tuple[str, str]  # the file and the stream of a process
@@ -226,12 +227,13 @@ class Assembler:
         elif opened is not None and opened.message is None:
             yield from self._add_frame(key, opened, line)
         elif opened is None or opened.message is None or not self._continues(opened, opened.message, line):
+            remote = opened.remote if opened is not None else []
             yield from self._close(key)
             match = EXCEPTION.match(text)
             if match and (match["type"].endswith("Warning") or _is_code(text)):
                 match = None
             if match or NATIVE.match(text):
-                self._open[key] = _Open(line, message=_message(line, "stated", match), body=[text.rstrip()])
+                self._open[key] = _Open(line, message=_message(line, "stated", match, remote), body=[text.rstrip()])
             else:
                 yield from _single_line(line)
 
@@ -290,6 +292,8 @@ class Assembler:
             message.frames += (text.strip(),)
         elif belongs and not _is_code(text) and not BOILERPLATE.match(text):  # code: a remote traceback in the message
             opened.body.append(text.rstrip())
+        elif belongs and not BOILERPLATE.match(text):
+            opened.remote.append(text.strip())
         return belongs
 
     def _close(self, key: Key) -> Iterator[Message]:

@@ -61,7 +61,7 @@ class LogSummary:
     """Everything that was read from the logs of one run.
 
     `progress` maps a file to the training progress at its end, `last` maps it to its last lines.
-    An error line without a cause names `named_rank`. `text` tells whether any file was text; `not_text` names those
+    An error line without a cause names `named_rank`. `user_words` are what exceptions of the user's code say. `text` tells whether any file was text; `not_text` names those
     that were none.
     """
 
@@ -69,6 +69,7 @@ class LogSummary:
     exits: ExitCodes = field(default_factory=ExitCodes)
     ranks: Ranks = field(default_factory=Ranks)
     named_rank: int | None = None
+    user_words: set[str] = field(default_factory=set)
     progress: dict[str, int] = field(default_factory=dict)
     last: dict[str, list[str]] = field(default_factory=dict)
     bytes: int = 0
@@ -98,6 +99,7 @@ def pick_root_cause(summary: LogSummary, exit_code: int | None = None) -> Diagno
     """
     ended_well = exit_code == 0 or (exit_code is None and _finished(summary))
     alive = [finding for finding in summary.findings if not ended_well and not _survived(finding, summary)]
+    alive = [finding for finding in alive if not _repeats_user(finding, summary)]
     of_run = [cause for cause in alive if cause.row.weight in _STRENGTH]
     of_run = [cause for cause in of_run if not _is_about_other_program(cause, of_run, summary, exit_code)]
     if causes := [cause for cause in of_run if not _is_incidental_mention(cause, of_run)]:
@@ -131,6 +133,13 @@ def _survived(finding: Finding, summary: LogSummary) -> bool:
         return True
     progress = summary.progress.get(finding.message.file, 0) - finding.message.progress
     return progress >= _RESUMED_STEPS
+
+
+def _repeats_user(finding: Finding, summary: LogSummary) -> bool:
+    """Whether a line only logs what an exception of the user's code says."""
+    if finding.message.frames or finding.row.emitter == "any":
+        return False
+    return any(words in finding.message.text for words in summary.user_words)
 
 
 def _finished(summary: LogSummary) -> bool:

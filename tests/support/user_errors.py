@@ -105,6 +105,8 @@ def _write_log(choice: random.Random, rule: str, text: str) -> UserError:
     prefix = choice.choice(("", "", "[rank0]: ", "2026-01-05 10:11:13,120 - "))
     before = choice.sample(_BEFORE, choice.randrange(len(_BEFORE)))
     after: Sequence[str] = choice.choice(_AFTER)
+    if choice.random() < 0.25:  # the script logs what it raises
+        after = (f"[ERROR] training failed: {text}", *after)
     log = [*before, *(prefix + line for line in lines), *after]
     return UserError("\n".join(log) + "\n", len(before) + len(lines), rule)
 

@@ -213,6 +213,22 @@ def test_the_remedy_that_nccl_names_is_quoted() -> None:
     assert remedy in said.advice
 
 
+def test_an_exception_inside_a_ray_task_is_still_the_users() -> None:
+    quoted = '  File "/work/data.py", line 7, in check\n    raise RuntimeError("could not allocate GPU memory bank")'
+    task = f"ray.exceptions.RayTaskError(RuntimeError): ray::train() (pid=812, ip=127.0.0.1)\n{quoted}"
+    log = f"{task}\nRuntimeError: could not allocate GPU memory bank"
+    assert autods.diagnose(raised(log, "ray.get(result)"), 1).kind == "user_code"
+
+
+def test_a_line_that_repeats_the_users_exception_is_no_cause() -> None:
+    own = raised("RuntimeError: connection closed by peer list", "raise RuntimeError(message)")
+    for log in (
+        f"ERROR: connection closed by peer list\n{own}",
+        f"{own}ERROR: failed: connection closed by peer list\n",
+    ):
+        assert autods.diagnose(log, 1).kind == "user_code"
+
+
 def test_a_traceback_in_one_line_is_unfolded() -> None:
     frames = 'File "train.py", line 9, in <module> main() File "/work/data.py", line 25, in check'
     end = 'raise ValueError("buffer_size is " + n) ValueError: buffer_size is 3'
