@@ -77,7 +77,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackedBar:
-    """The forecast of a rung's device memory by kind. Places are percents of the bar, of which the limit is 83.3.
+    """The forecast of a rung's device memory by kind. Places are percents of the bar.
 
     `low` and `high` bound the forecast. `mark` is the measured peak, None where nothing was measured.
     """
@@ -86,6 +86,7 @@ class StackedBar:
     segments: tuple[Segment, ...]
     low: float
     high: float
+    limit: float
     mark: float | None = None
 
 
@@ -103,17 +104,22 @@ def stack_memory(
 ) -> StackedBar:
     """The bar of a rung's device memory, as `serialize.rung_to_dict` has it, and the peak that a trial measured.
 
-    Where `micro_batch` is given, its text begins with that.
+    Where `micro_batch` is given, its text begins with that. The bar is 1.2 times as long as the limit, or holds all.
     `limit_bytes` is that of the trial; without one it is the forecast's, and without that the peak.
     """
     peak = int(device["peak_bytes"])
     limit = limit_bytes or device.get("limit_bytes") or peak or 1
     sizes = {kind: int((device.get("breakdown") or {}).get(kind, 0)) for kind in MEMORY_KINDS}
     sizes["outside"] = max(0, peak - sum(sizes.values()))
+    whole: float = max(_BEYOND * limit, int(device["high_bytes"]), measured_bytes or 0)
+
+    def place(size: float) -> float:
+        return round(100 * size / whole, 1)
+
     ends = itertools.accumulate(sizes.values())
     segments = []
     for colour, ((kind, size), end) in enumerate(zip(sizes.items(), ends, strict=True)):
-        left, right = place_on_bar((end - size) / limit), place_on_bar(end / limit)
+        left, right = place(end - size), place(end)
         text = f"{MEMORY_KINDS[kind]}: {format_bytes(size)}"
         segments.append(Segment(left=left, width=round(right - left, 1), colour=colour, text=text))
     text = str(Interval(low_bytes=device["low_bytes"], peak_bytes=peak, high_bytes=device["high_bytes"]))
@@ -126,9 +132,10 @@ def stack_memory(
     return StackedBar(
         text=text,
         segments=tuple(segment for segment in segments if segment.width > 0),
-        low=place_on_bar(device["low_bytes"] / limit),
-        high=place_on_bar(device["high_bytes"] / limit),
-        mark=None if measured_bytes is None else place_on_bar(measured_bytes / limit),
+        low=place(device["low_bytes"]),
+        high=place(device["high_bytes"]),
+        limit=place(limit),
+        mark=None if measured_bytes is None else place(measured_bytes),
     )
 
 

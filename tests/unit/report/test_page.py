@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from autods.report import Report
+from autods.report.html_parts import stack_memory
 from autods.report.markdown import to_markdown
 from autods.report.page import PAGE, render_page, write_page
 from autods.report.results import Certificate
@@ -102,3 +103,13 @@ def test_the_winners_row_has_the_speed_of_the_answer() -> None:
     words = check_page(render_page(replace(fitting_report(), trials=trials, reasons={}))).words
     assert "host memory: 1.3 GiB of 64.0 GiB 41.7fits" in words
     assert "device memory: at least 505.4 MiB of 416.0 MiB" in words
+
+
+def test_a_bar_far_beyond_the_limit_holds_all_kinds() -> None:
+    device = {
+        "peak_bytes": 4 * LIMIT, "low_bytes": 3 * LIMIT, "high_bytes": 5 * LIMIT, "limit_bytes": LIMIT,
+        "breakdown": {"parameters": LIMIT, "gradients": LIMIT, "optimizer": 2 * LIMIT},
+    }  # fmt: skip
+    bar = stack_memory(device)
+    assert [(segment.left, segment.width) for segment in bar.segments] == [(0, 20), (20, 20), (40, 40)]
+    assert (bar.limit, bar.low, bar.high) == (20, 60, 100)
