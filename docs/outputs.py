@@ -1,8 +1,10 @@
-"""Write the outputs that README and docs show, as today's code prints them for the stored run of `make demo`.
+"""Write the outputs that README and docs show, as today's code prints them for stored runs.
 
-python docs/outputs.py                           write the blocks between the markers, and the picture
-python docs/outputs.py --take autods-out/demo    store another run first
+python docs/outputs.py                           write what stands between the markers, and the picture
+python docs/outputs.py --take autods-out/demo    store another fit first, of `make demo`
 python docs/outputs.py --check                   exit with 1 where one of them is not current
+
+The commands of docs/plan.md and docs/explain.md, with --json, write llama-7b.json and explain.json.
 """
 
 from __future__ import annotations
@@ -22,18 +24,23 @@ from rich.text import Text
 from autods.cli.commands import DifferenceFromFirst
 from autods.events import Event, SearchStarted, TrialFinished, TrialForecasted, TrialMoved, TrialStarted
 from autods.report import Report, serialize
+from autods.report.explanation import Explanation, print_explanation
 from autods.report.fit_progress import FitState, advance, render_search, render_status
 from autods.report.fit_view import print_fit
 from autods.report.live import Progress
+from autods.schema import read_known
 from autods.types import Knobs, Record, Skipped, TierUse, Trial
+from autods.units import format_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = ROOT / "docs" / "demo.json"
+PLAN = ROOT / "docs" / "llama-7b.json"
+EXPLANATION = ROOT / "docs" / "explain.json"
 PICTURE = ROOT / "docs" / "demo.svg"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "fit.md")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / name for name in ("fit.md", "plan.md", "explain.md")))
 _OUT = "autods-out/demo"
 _COLUMNS = 100
-_BLOCK = re.compile(r"(<!-- output: (\w+), written by docs/outputs.py -->\n```\n).*?(```\n<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- output: (\w+), written by docs/outputs.py -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def read_run() -> Report:
@@ -50,8 +57,9 @@ def take(folder: Path) -> None:
     RUN.write_text(json.dumps(serialize.to_dict(replace(report, out=_OUT, question=question)), allow_nan=False) + "\n")
 
 
-def print_trials(report: Report) -> str:
+def print_trials() -> str:
     """The lines of the walk and of the last trial, as they are printed where nothing is redrawn."""
+    report = read_run()
     ladder = report.question.ladder
     first = [record for record in report.trials if record.trial.purpose == "walk"]
     walk = sorted([*report.skipped, *first], key=lambda each: ladder.index(_rung(each)))
@@ -63,8 +71,9 @@ def print_trials(report: Report) -> str:
     return _text(console)
 
 
-def draw_progress(report: Report) -> str:
+def draw_progress() -> str:
     """What a terminal of 80 columns shows while the first trial after the walk runs."""
+    report = read_run()
     walk = {record.trial.rung: record for record in report.trials if record.trial.purpose == "walk"}
     grown = next(record.trial for record in report.trials if record.trial.purpose != "walk")
     question = report.question
@@ -94,15 +103,45 @@ def draw_progress(report: Report) -> str:
     return _text(console)
 
 
-def print_details(report: Report) -> str:
+def print_details() -> str:
     """The end of a fit with --verbose."""
-    print_fit(report, console := _console(), verbose=True)
+    print_fit(read_run(), console := _console(), verbose=True)
     return _text(console)
 
 
-def draw(report: Report) -> str:
+def print_explained() -> str:
+    """A config in words, with what its keys cost."""
+    print_explanation(read_known(Explanation, json.loads(EXPLANATION.read_text())), console := _console())
+    return _text(console)
+
+
+def tabulate_plan() -> str:
+    """A plan as a Markdown table, a row a rung."""
+    rungs = json.loads(PLAN.read_text())["rungs"]
+    best = next(rung["rung"] for rung in rungs if rung["verdict"] == "fits")
+    lines = [
+        "| rung | verdict | device per rank (low to high) | deciding phase | host per node | pinned per rank "
+        "| NVMe per node |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for rung in rungs:
+        device = rung["device"]
+        verdict = rung["verdict"].replace("_", " ")
+        peak, low, high = (format_bytes(device[key]) for key in ("peak_bytes", "low_bytes", "high_bytes"))
+        sizes = (rung["host"]["node"]["peak_bytes"], rung["pinned"]["peak_bytes"], rung["nvme"]["node"]["peak_bytes"])
+        cells = [
+            *(f"**{text}**" if rung["rung"] == best else text for text in (rung["rung"], verdict)),
+            f"{peak} ({low.partition(' ')[0]}–{high})",
+            max(device["by_phase"], key=device["by_phase"].get),
+            *(format_bytes(size) if size else "" for size in sizes),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw() -> str:
     """The end of a fit as an SVG image, which makes no request to another place."""
-    print_fit(report, printed := _console(colour=True))
+    print_fit(read_run(), printed := _console(colour=True))
     console = _console(colour=True, record=True)
     # Lines that are printed whole, to be copied, are wrapped: a picture would cut them.
     console.print(Text.from_ansi(_text(printed)))
@@ -112,10 +151,15 @@ def draw(report: Report) -> str:
 
 def render() -> Iterator[tuple[Path, str]]:
     """Each page that shows an output, and the picture: (file, its text today)."""
-    report = read_run()
     for page in PAGES:
-        yield page, _BLOCK.sub(lambda block: f"{block[1]}{BLOCKS[block[2]](report)}{block[3]}", page.read_text())
-    yield PICTURE, draw(report)
+        yield page, _BLOCK.sub(lambda block: f"{block[1]}{_fence(block[2])}{block[3]}", page.read_text())
+    yield PICTURE, draw()
+
+
+def _fence(name: str) -> str:
+    """The output of that name as a code block; tables of Markdown stay as they are."""
+    text = BLOCKS[name]()
+    return text if text.startswith("|") else f"```\n{text}```\n"
 
 
 def _rung(each: Record | Skipped) -> str:
@@ -136,7 +180,9 @@ def _text(console: Console) -> str:
     return "\n".join(lines) + "\n"
 
 
-BLOCKS: Mapping[str, Callable[[Report], str]] = {
+BLOCKS: Mapping[str, Callable[[], str]] = {
+    "plan": tabulate_plan,
+    "explain": print_explained,
     "trials": print_trials,
     "details": print_details,
     "progress": draw_progress,

@@ -85,7 +85,8 @@ def tune(
     records = [answer for answer in search.answers.values() if isinstance(answer, Record) and answer is not start]
     not_run = sum(isinstance(answer, RungForecast) for answer in search.answers.values())
     importances = _parameter_importances(study)
-    summary = f"{len(records) or 'no'} other settings of {rung.name} were tried"
+    noun = "setting of {} was" if len(records) == 1 else "settings of {} were"
+    summary = f"{len(records) or 'no'} other {noun.format(rung.name)} tried"
     summary += f" ({not_run} more cannot fit by the forecast)" if not_run else ""
     summary += end if records else end.replace(" until", ":", 1)
     better = [record for record in records if context.fits(record) and score(record) > score(start)]
