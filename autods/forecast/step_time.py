@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from .prices import Constants, PriceList
+from ..config.catalogue import Machine
+from .prices import Constants, PriceList, Unpriced, read_constants
 from .schedule import (
     BITS,
     CODES,
@@ -49,6 +50,51 @@ class StepTime:
     def bound(self) -> Bound:
         """What takes the largest part."""
         return max(BOUNDS, key=lambda cause: self.spent.get(cause, 0.0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """The step time of an engine on a machine, and its rate over all ranks.
+
+    `tokens_per_second` is None when a sample has no fixed length.
+    """
+
+    step: StepTime
+    micro_batch: int
+    accumulation: int
+    samples_per_second: float
+    tokens_per_second: float | None = None
+
+
+def forecast_speed(
+    schedule: Schedule,
+    machine: Machine,
+    *,
+    world_size: int,
+    ranks_per_node: int,
+    micro_batch: int,
+    micro_batches: int,
+    accumulation: int,
+    tokens_per_sample: int | None,
+) -> Speed | None:
+    """Return the speed of a step with the shipped constants; None where the machine's file lacks a rate it needs.
+
+    `micro_batches` and `accumulation` are those of `forecast_step`.
+    """
+    constants = read_constants()
+    prices = PriceList(machine=machine, ranks_per_node=ranks_per_node, efficiency=constants.efficiency)
+    try:
+        step = forecast_step(schedule, prices, constants, micro_batches=micro_batches, accumulation=accumulation)
+    except Unpriced:
+        return None
+    rate = micro_batch * accumulation * world_size / step.seconds
+    return Speed(
+        step=step,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        samples_per_second=rate,
+        tokens_per_second=None if tokens_per_sample is None else rate * tokens_per_sample,
+    )
 
 
 def forecast_step(

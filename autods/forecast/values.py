@@ -11,6 +11,7 @@ from ..events import Note
 from ..types import Device, ModelFacts, Tier, WorkloadSource
 from ..units import format_bytes
 from .schedule import Schedule
+from .step_time import Speed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +166,7 @@ class RungForecast:
     `live_peak_bytes` counts tensors alone, on the device.
     `by_phase` has the bytes that the card must hold in each phase.
     `largest_micro_batch` is the largest whose peak fits; None when it was not searched for or none fits.
+    `speed` is that of the largest micro batch, or of this one; None where the machine has no prices.
     """
 
     rung: str
@@ -176,6 +178,7 @@ class RungForecast:
     by_phase: Mapping[ForecastPhase, int] = field(default_factory=dict)
     breakdown: Mapping[str, int] = field(default_factory=dict)
     largest_micro_batch: int | None = None
+    speed: Speed | None = None
     assumed: tuple[str, ...] = ()
     seconds: float = 0.0
 

@@ -14,6 +14,7 @@ from ..config.strategies import Rung
 from ..errors import InputError
 from ..forecast.forecaster import ENOUGH_ACCUMULATION, MOST_MICRO_BATCH, Forecaster, LargestMicroBatch, Limits
 from ..forecast.simulator.client import SimulationFailed
+from ..forecast.step_time import Speed, forecast_speed
 from ..forecast.values import (
     EngineSpec,
     ForecastListener,
@@ -95,9 +96,7 @@ def engine_spec(
     reason = reason or why_not_forecast(facts)
     if reason is not None:
         return _not_applicable(rung.name, site, reason)
-    accumulation = site.base.get("gradient_accumulation_steps")
-    if site.global_batch is not None or not isinstance(accumulation, int):
-        accumulation = accumulation_for(site.global_batch, site.micro_batch, site.world_size)
+    accumulation = _choose_accumulation(site, site.micro_batch)
     sized_for, as_written = group.bucket_device_bytes, settings.as_written
     knobs = Knobs(
         micro_batch=site.micro_batch,
@@ -124,6 +123,14 @@ def engine_spec(
         zero_init=settings.zero_init and rung.stage == 3,
         capability=group.sites[0].machine.capability,
     )
+
+
+def _choose_accumulation(site: Site, micro_batch: int) -> int:
+    """Return the micro batches of a step: the config's, unless the global batch decides."""
+    accumulation = site.base.get("gradient_accumulation_steps")
+    if site.global_batch is not None or not isinstance(accumulation, int):
+        return accumulation_for(site.global_batch, micro_batch, site.world_size)
+    return accumulation
 
 
 def _not_applicable(rung: str, site: Site, reason: str) -> RungForecast:
@@ -230,7 +237,11 @@ class PlanRun:
                         nvme_bytes=machine.nvme_bytes,
                     )
                     forecast = engine.forecast(site.micro_batch, limits, on=at_site)
-                    forecast = replace(forecast, assumed=(*forecast.assumed, *list_overruled(at_site, site.base)))
+                    forecast = replace(
+                        forecast,
+                        assumed=(*forecast.assumed, *list_overruled(at_site, site.base)),
+                        speed=self._forecast_speed(at_site, site, simulation),
+                    )
                     self._report(site, forecast)
                     if guess is None or not forecast.memory:
                         continue
@@ -244,6 +255,9 @@ class PlanRun:
                     )
                     if largest.slope is not None and math.isfinite(largest.slope):
                         sample_bytes = largest.slope * limits.device_bytes
+                    if largest.micro_batch not in (None, site.micro_batch):
+                        simulation = engine.simulate(largest.micro_batch)
+                        forecast = replace(forecast, speed=self._forecast_speed(at_site, site, simulation))
                     self._report(site, _with_largest(forecast, largest))
         except SimulationFailed as failed:
             if failed.kind in _LASTING:
@@ -253,6 +267,21 @@ class PlanRun:
                 reason = f"could not be simulated: {' '.join(str(failed.problem).split())}"
                 self._report(site, _not_applicable(spec.rung, site, reason))
         return sample_bytes, others
+
+    def _forecast_speed(self, spec: EngineSpec, site: Site, simulation: Simulation) -> Speed | None:
+        """Return the speed at this micro batch; None where the engine has no schedule or the machine no prices."""
+        if simulation.schedule is None:
+            return None
+        return forecast_speed(
+            simulation.schedule,
+            site.machine,
+            world_size=site.world_size,
+            ranks_per_node=min(site.ranks_per_node, site.world_size),
+            micro_batch=simulation.micro_batch,
+            micro_batches=int(spec.ds_config.get("gradient_accumulation_steps") or 1),
+            accumulation=_choose_accumulation(site, simulation.micro_batch),
+            tokens_per_sample=self.facts.tokens_per_sample,
+        )
 
     def _report(self, site: Site, forecast: RungForecast) -> None:
         with self._lock:

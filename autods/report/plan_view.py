@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config.plan_settings import Site
+from ..forecast.step_time import StepTime
 from ..forecast.values import RungForecast, TierForecast
 from ..types import TIERS, TIERS_OF_A_NODE, Tier
 from ..units import choose_unit, format_bytes, format_count
@@ -23,7 +24,9 @@ from .text import (
     TIER_NAMES,
     bullets,
     format_ranks,
+    format_rate,
     format_seconds,
+    format_share,
     pairs_grid,
     plain_table,
 )
@@ -38,6 +41,7 @@ _TENSOR_KINDS: Mapping[str, tuple[str, str]] = {
 }
 _AT_LIMIT, _BEYOND_LIMIT = "│", "▶"
 _STATUS_STYLES = {"fits": "green", "tight": "yellow", "not_forecast": "yellow", "nothing_fits": "red"}
+_WORTH_NAMING = 0.1  # of a step
 _CLEARLY_LEANER = 0.8  # of the best rung's device memory
 
 
@@ -74,6 +78,8 @@ def _print_site(forecast: Forecast, site_forecast: SiteForecast, console: Consol
     kinds = (Text.assemble((sign, style), f" {kind}") for kind, (sign, style) in _TENSOR_KINDS.items())
     console.print(Text("  ").join(kinds))
     console.print(Text("device and pinned: a rank's; host and nvme: a node's\n", style="dim"))
+    console.print(speed_table(rungs, best=site_forecast.best_rung))
+    console.print()
     if width < PLAN_WITH_REASONS:  # the columns that the table lacks
         bars = [memory_bar(rung, 0 if width >= PLAN_WITH_BARS else _bar_scale(rungs)) for rung in rungs]
         texts = [Text.assemble(bar, "  " if bar else "", rung.reason) for bar, rung in zip(bars, rungs, strict=True)]
@@ -128,6 +134,42 @@ def rung_table(rungs: Iterable[RungForecast], *, best: str | None, width: int) -
     return table
 
 
+def speed_table(rungs: Iterable[RungForecast], *, best: str | None) -> RenderableType:
+    """A row a rung: seconds of an optimizer step, rates of all ranks, what the step is spent on; a line without any."""
+    known = [rung for rung in rungs if rung.memory]
+    if not any(rung.speed for rung in known):
+        return Text("step time: –, because the machine's rates are not known (--on NAME has them)", style="dim")
+    table = plain_table()
+    table.add_column("rung", no_wrap=True)
+    table.add_column("micro\nbatch", justify="right")
+    table.add_column("step (low to high)", no_wrap=True)
+    table.add_column("samples/s", justify="right")
+    table.add_column("tokens/s", justify="right")
+    table.add_column("spent on")
+    for rung in known:
+        name, speed = Text(rung.rung, style="bold" if rung.rung == best else ""), rung.speed
+        if speed is None:
+            table.add_row(name, *["–"] * 5)
+            continue
+        step, tokens = speed.step, speed.tokens_per_second
+        table.add_row(
+            name,
+            str(speed.micro_batch),
+            f"{step.seconds:.3g} ({step.low_seconds:.3g}–{step.high_seconds:.3g}) s",
+            format_rate(speed.samples_per_second),
+            "–" if tokens is None else format_rate(tokens),
+            format_spent(step),
+        )
+    return table
+
+
+def format_spent(step: StepTime) -> str:
+    """'compute 62 %, memory 30 %'; parts below a tenth are left out."""
+    parts = sorted(step.spent.items(), key=lambda part: -part[1])
+    named = [(cause, seconds / step.seconds) for cause, seconds in parts if seconds >= _WORTH_NAMING * step.seconds]
+    return ", ".join(f"{cause} {format_share(round(share, 2))}" for cause, share in named)
+
+
 def format_predicted(predicted: TierForecast) -> str:
     """'28.3 (27.1–30.2) / 80.0 GiB'; the limit has a unit of its own where it is far larger."""
     unit, factor = choose_unit(predicted.peak_bytes)
@@ -177,7 +219,16 @@ def describe_site_answer(site: SiteForecast) -> str:
     size = f"at micro batch {best.micro_batch}"
     if best.largest_micro_batch is not None:
         size = f"up to micro batch {best.largest_micro_batch}"
-    return f"{best.rung} is the fastest rung that {'fits' if best.verdict == 'fits' else 'may fit'}, {size}"
+    answer = f"{best.rung} is the fastest rung that {'fits' if best.verdict == 'fits' else 'may fit'}, {size}"
+    if best.speed is None:
+        return answer
+    tokens = best.speed.tokens_per_second
+    rate = (
+        f"{format_rate(best.speed.samples_per_second)} samples/s"
+        if tokens is None
+        else f"{format_rate(tokens)} tokens/s"
+    )
+    return f"{answer}: {rate}, bound by {best.speed.step.bound}"
 
 
 # What to do.
@@ -194,7 +245,14 @@ def suggestions(forecast: Forecast, site: SiteForecast) -> Iterator[str]:
         return
     if best.verdict == "tight":
         yield f"only a real trial can tell: autods fit, with {best.rung} in the ladder"
-    faster = [rung for rung in site.rungs[: site.rungs.index(best)] if rung.memory]
+    first = next(rung for rung in site.rungs if rung.verdict == best.verdict)
+    if first is not best and first.speed is not None and best.speed is not None:
+        times = best.speed.samples_per_second / first.speed.samples_per_second
+        yield (
+            f"{first.rung} comes first in the ladder, but {best.rung} is forecast {times:.2f} times as fast: a step of"
+            f" {first.rung} is spent on {format_spent(first.speed.step)}"
+        )
+    faster = [rung for rung in site.rungs[: site.rungs.index(best)] if rung.memory and _may_be_faster(rung, best)]
     tight = [rung.rung for rung in faster if rung.verdict == "tight"]
     if tight and best.verdict == "fits":
         yield f"faster, but tight: {', '.join(tight)}; only a real trial can tell (autods fit)"
@@ -208,6 +266,15 @@ def suggestions(forecast: Forecast, site: SiteForecast) -> Iterator[str]:
         yield f"{leaner.rung} leaves more memory free: {_need(leaner)}{more}"
     if best.verdict == "fits":
         yield "prove it on the machine itself: autods fit"
+
+
+def _may_be_faster(rung: RungForecast, best: RungForecast) -> bool:
+    """Whether a rung before the best in the ladder could beat it, if it fitted. Rates of other batches do not tell."""
+    if rung.verdict == best.verdict:
+        return False
+    if rung.speed is None or best.speed is None or rung.speed.micro_batch != best.speed.micro_batch:
+        return True
+    return rung.speed.samples_per_second > best.speed.samples_per_second
 
 
 def _remedies(forecast: Forecast, site: SiteForecast) -> Iterator[str]:

@@ -174,6 +174,9 @@ class Report:
 Status = Literal["fits", "tight", "not_forecast", "nothing_fits"]  # the best first
 
 
+_AS_FAST = 0.97  # of the fastest rate: the forecast cannot tell such rungs apart
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteForecast:
     """The forecasts of all rungs on one kind of machine, fastest rung first.
@@ -189,9 +192,17 @@ class SiteForecast:
 
     @property
     def best(self) -> RungForecast | None:
-        """The fastest rung that fits; if none fits, the fastest that may."""
-        candidates = [rung for rung in self.rungs if rung.verdict in ("fits", "tight")]
-        return min(candidates, key=lambda rung: rung.verdict == "tight", default=None)
+        """The fastest rung that fits; if none fits, the fastest that may.
+
+        The forecast of step time decides, if the first candidate of the ladder has one; a later one without counts as
+        slower. Rungs that are as good as equal keep the order of the ladder.
+        """
+        candidates = [rung for rung in self.rungs if rung.verdict == "fits"]
+        candidates = candidates or [rung for rung in self.rungs if rung.verdict == "tight"]
+        if not candidates or candidates[0].speed is None:
+            return next(iter(candidates), None)
+        rates = [0.0 if rung.speed is None else rung.speed.samples_per_second for rung in candidates]
+        return next(rung for rung, rate in zip(candidates, rates, strict=True) if rate >= _AS_FAST * max(rates))
 
     @property
     def best_rung(self) -> str | None:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from ..config.deepspeed import to_lightning_config, to_trainer_config
 from ..errors import InputError, make_write_error
 from ..files import LARGEST_RECORD, describe_file_kind, read_file
+from ..forecast.step_time import Speed
 from ..forecast.values import PHASES, RungForecast, TierForecast
 from ..schema import read_as, read_known
 from ..types import TIERS, TIERS_OF_A_NODE, Record, Tier, TierUse
@@ -233,6 +234,23 @@ def rung_to_dict(rung: RungForecast, ranks_per_node: int) -> dict[str, Any]:
         "assumed": list(rung.assumed),
         "seconds": round(rung.seconds, 3),
         **{tier: _tier(rung, tier, ranks_per_node) if rung.memory else None for tier in TIERS},
+        "step": None if rung.speed is None else _step(rung.speed),
+    }
+
+
+def _step(speed: Speed) -> dict[str, Any]:
+    """Seconds of an optimizer step at `micro_batch`; `breakdown` splits them by what they are spent on."""
+    step = speed.step
+    return {
+        "seconds": step.seconds,
+        "low_seconds": step.low_seconds,
+        "high_seconds": step.high_seconds,
+        "bound": step.bound,
+        "breakdown": dict(step.spent),
+        "micro_batch": speed.micro_batch,
+        "accumulation": speed.accumulation,
+        "samples_per_second": speed.samples_per_second,
+        "tokens_per_second": speed.tokens_per_second,
     }
 
 

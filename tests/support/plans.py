@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from autods.config.catalogue import find_machines
 from autods.config.plan_settings import Site
+from autods.forecast.step_time import Bound, Speed, StepTime
 from autods.forecast.values import RungForecast, TierForecast, Verdict
 from autods.report.results import Forecast, SiteForecast
 from autods.system.host import Hardware
@@ -49,6 +50,20 @@ def rung(
         breakdown={"parameters": size // 4, "optimizer": size // 2, "activations": size // 20},
         largest_micro_batch=largest,
         **fields,  # type: ignore[arg-type]
+    )
+
+
+def speed(
+    samples_per_s: float, *, seconds: float = 0.5, bound: Bound = "compute", micro_batch: int = 1, tokens: int = 2048
+) -> Speed:
+    """A step of which 80 % are spent on `bound`, and the rest on launches."""
+    spent: dict[Bound, float] = {bound: 0.8 * seconds, "launch": 0.2 * seconds}
+    return Speed(
+        step=StepTime(seconds=seconds, low_seconds=0.8 * seconds, high_seconds=1.2 * seconds, spent=spent),
+        micro_batch=micro_batch,
+        accumulation=1,
+        samples_per_second=samples_per_s,
+        tokens_per_second=samples_per_s * tokens,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from autods.errors import EnvironmentBroken, InputError, Interrupted
+from autods.forecast.schedule import Schedule, Work
 from autods.forecast.simulator import SimulationFailed
 from autods.forecast.testing import ScriptedSimulator, fail_with, simulate_peaks
 from autods.forecast.values import EngineSpec, RungFinished, RungForecast, Simulation
@@ -31,6 +32,21 @@ def test_the_fastest_rung_that_fits_is_the_best() -> None:
     fitting = [rung.rung for rung in site.rungs if rung.verdict == "fits"]
     assert site.best_rung == fitting[0]
     assert planned.forecast.status == "fits"
+
+
+def test_a_rung_has_the_speed_of_its_largest_micro_batch() -> None:
+    def script(ask: EngineSpec, micro_batch: int) -> Simulation:
+        work = Work(kind="matmul", flops=1e12 * (1 + micro_batch), dtype="bfloat16", least_dim=4096)
+        schedule = Schedule(events=(0,), works=(work,))
+        return replace(shrinking(ask, micro_batch), schedule=schedule)
+
+    planned = Planned(question(on="a100-40gb", gpus=8, ladder=("zero3",)), script)
+    (rung,) = planned.forecast.sites[0].rungs
+    assert rung.speed is not None
+    assert rung.speed.micro_batch == rung.largest_micro_batch
+    assert rung.speed.tokens_per_second == pytest.approx(1024 * rung.speed.samples_per_second)
+    samples = rung.speed.micro_batch * 8
+    assert rung.speed.samples_per_second == pytest.approx(samples / rung.speed.step.seconds)
 
 
 def test_each_rung_is_reported_when_it_is_done() -> None:

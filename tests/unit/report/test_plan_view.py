@@ -13,7 +13,7 @@ from autods.report.live import PlanProgress
 from autods.report.plan_view import bytes_by_kind, format_predicted, memory_bar, print_plan
 from autods.report.results import Forecast
 from autods.report.serialize import plan_to_dict as to_dict
-from tests.support.plans import GIB, LIMIT, RUNGS, comparison, forecast, hopeless, left_out, predicted, rung
+from tests.support.plans import GIB, LIMIT, RUNGS, comparison, forecast, hopeless, left_out, predicted, rung, speed
 
 
 def printed(said: Forecast, width: int = 160) -> str:
@@ -188,3 +188,43 @@ def events() -> Iterator[Note | SimulationStarted | RungFinished]:
     yield RungFinished(machine="asked", forecast=without, done=1, total=5)
     yield RungFinished(machine="asked", forecast=RUNGS[2], done=1, total=5)
     yield RungFinished(machine="asked", forecast=RUNGS[4], done=2, total=5)
+
+
+OFFLOAD_FIRST = (
+    rung("zero2-offload", 14, verdict="fits", speed=speed(8, bound="host")),
+    rung("zero3", 20, verdict="fits", speed=speed(20)),
+    rung("zero3-nvme", 5, verdict="fits"),
+)
+
+
+def test_the_rung_with_the_least_time_is_recommended() -> None:
+    text = sentence(printed(forecast(OFFLOAD_FIRST)))
+    assert "zero3 is the fastest rung that fits, at micro batch 1: 40,960 tokens/s, bound by compute" in text
+    assert "zero2-offload comes first in the ladder, but zero3 is forecast 2.50 times as fast" in text
+    assert "a step of zero2-offload is spent on host 80 %, launch 20 %" in text
+
+
+def test_rungs_of_equal_speed_keep_the_ladder_s_order() -> None:
+    rungs = (rung("zero2", 30, verdict="fits", speed=speed(20)), rung("zero3", 20, verdict="fits", speed=speed(20.2)))
+    assert forecast(rungs).sites[0].best_rung == "zero2"
+
+
+def test_without_prices_the_ladder_s_order_decides() -> None:
+    rungs = (rung("zero2", 30, verdict="fits"), rung("zero3", 20, verdict="fits", speed=speed(20)))
+    assert forecast(rungs).sites[0].best_rung == "zero2"
+    assert "step time: –" in sentence(printed(forecast()))
+
+
+@pytest.mark.parametrize("width", [80, 112, 160])
+def test_each_rung_shows_its_step_time(width: int) -> None:
+    text = printed(forecast(OFFLOAD_FIRST), width)
+    assert "0.5 (0.4–0.6) s" in text
+    assert "compute 80 %" in sentence(text)
+
+
+def test_json_has_the_step_of_each_rung() -> None:
+    rows = to_dict(forecast(OFFLOAD_FIRST))["rungs"]
+    assert rows[0]["step"]["breakdown"] == {"host": 0.4, "launch": 0.1}
+    assert (rows[1]["step"]["seconds"], rows[1]["step"]["bound"]) == (0.5, "compute")
+    assert rows[1]["step"]["tokens_per_second"] == 40_960
+    assert rows[2]["step"] is None
