@@ -81,6 +81,7 @@ class Ledger:
     def restart(self) -> None:
         """Begin a trace for another micro batch: living tensors open it, as if allocated in init."""
         self._close()
+        self.work.restart()
         self._by_phase.clear()
         self._tapes = [_Tape() for _ in _TIERS]
         self._emptied, self._copied = [], []

@@ -1,0 +1,107 @@
+"""The log of streams, events, copies and collectives that a schedule is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autods.forecast import schedule
+from autods.forecast.schedule import BITS, CODES, STREAM_BITS, Work
+from autods.forecast.simulator.fake_gpu import Event, Stream
+from autods.forecast.simulator.work_log import WorkLog
+
+_aten = torch.ops.aten
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> WorkLog:
+    log = WorkLog()
+    monkeypatch.setattr(Stream, "log", log)
+    monkeypatch.setattr(Event, "log", log)
+    log.begin("forward", 0)
+    del log.events[:]
+    return log
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeTensorMode]:
+    with FakeTensorMode() as mode:
+        yield mode
+
+
+def _codes(log: WorkLog) -> list[int]:
+    return [event & CODES for event in log.events]
+
+
+def _issue(log: WorkLog, func: object, *args: object) -> Work:
+    """Run an operator on the CPU and return its work, as if its tensors were on the device."""
+    log.issue(func, args, {}, func(*args))  # type: ignore[operator]
+    return log.schedule().works[log.events[-1] >> BITS]
+
+
+def test_a_stream_waits_for_another_s_record(log: WorkLog) -> None:
+    first, second = Stream(), Stream()
+    second.wait_stream(first)
+    assert _codes(log) == [schedule.RECORD, schedule.WAIT]
+    recorded, waited = (event >> BITS for event in log.events)
+    assert recorded >> STREAM_BITS == waited >> STREAM_BITS
+    assert waited & schedule.STREAMS == second.stream_id
+
+
+def test_a_stream_is_current_inside_its_block(log: WorkLog) -> None:
+    stream = Stream()
+    with stream:
+        assert log.current == stream.stream_id
+    assert log.current == 0
+
+
+def test_an_event_that_was_never_recorded_holds_nobody(log: WorkLog) -> None:
+    event = Event()
+    event.wait()
+    event.synchronize()
+    assert not log.events
+    event.record()
+    event.synchronize()
+    assert _codes(log) == [schedule.RECORD, schedule.HOST_WAITS_RECORD]
+
+
+def test_a_new_step_forgets_the_former(log: WorkLog) -> None:
+    Stream().synchronize()
+    log.begin("backward", 0)
+    assert len(log.events) == 1
+    log.begin("forward", 0)
+    assert _codes(log)[-1] == schedule.MICRO_BATCH
+    log.begin("forward", 1)
+    assert _codes(log) == [schedule.SWITCH]
+
+
+def test_another_micro_batch_size_begins_a_new_step(log: WorkLog) -> None:
+    Stream().synchronize()
+    log.restart()
+    log.begin("forward", 0)
+    assert _codes(log) == [schedule.SWITCH]
+
+
+def test_operators_of_the_host_are_the_host_s_work(log: WorkLog, fake: FakeTensorMode) -> None:
+    work = _issue(log, _aten.add.Tensor, torch.empty(100), torch.empty(100))
+    assert _codes(log) == [schedule.HOST]
+    assert work == Work(kind="host", bytes=3 * 400)
+
+
+def test_an_expanded_tensor_is_read_once(log: WorkLog, fake: FakeTensorMode) -> None:
+    work = _issue(log, _aten.add.Tensor, torch.empty(100), torch.empty(1).expand(100))
+    assert work.bytes == 2 * 400 + 4
+
+
+def test_an_overwritten_tensor_is_not_read(log: WorkLog, fake: FakeTensorMode) -> None:
+    assert _issue(log, _aten.copy_.default, torch.empty(100), torch.empty(100)).bytes == 2 * 400
+    assert _issue(log, _aten.zero_.default, torch.empty(100)).bytes == 400
+    assert _issue(log, _aten.add_.Tensor, torch.empty(100), torch.empty(100)).bytes == 3 * 400
+
+
+def test_an_embedding_reads_its_rows_only(log: WorkLog, fake: FakeTensorMode) -> None:
+    table, rows = torch.empty(10**6, 4), torch.empty(3, dtype=torch.long)
+    assert _issue(log, _aten.embedding.default, table, rows).bytes == 2 * 3 * 4 * 4
