@@ -127,6 +127,11 @@ def _check(overheads: Overheads) -> None:
             raise ValueError(f"{name} needs a number between 0 and 1 for each of {', '.join(_DEVICES)}")
 
 
+def estimate_outside_bytes(spec: EngineSpec) -> int:
+    """Return the bytes of a card that the CUDA context and the first communicator take beside torch's allocator."""
+    return read_overheads().sum(spec, "device", "outside", {}).peak_bytes
+
+
 _DEFAULT_BUCKET = 500_000_000  # elements, DeepSpeed's reduce_bucket_size
 _KEPT_SHARE_OF_CACHE = 0.1  # of the bytes that could be given back but may have to be kept; estimated
 

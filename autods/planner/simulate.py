@@ -13,6 +13,7 @@ from ..config.plan_settings import PlanSettings, Site
 from ..config.strategies import Rung
 from ..errors import InputError
 from ..forecast.forecaster import ENOUGH_ACCUMULATION, MOST_MICRO_BATCH, Forecaster, LargestMicroBatch, Limits
+from ..forecast.memory_model import estimate_outside_bytes
 from ..forecast.simulator.client import SimulationFailed
 from ..forecast.step_time import Speed, forecast_speed
 from ..forecast.values import (
@@ -70,7 +71,7 @@ def holds_on_smaller_device(simulation: Simulation, spec: EngineSpec, device_byt
     if device_bytes >= spec.device_bytes or get_key(spec.ds_config, "zero_optimization.stage") not in (1, 2):
         return True
     peaks = {phase: tiers.get("device", 0) for phase, tiers in simulation.live_bytes.items()}
-    return peaks.get("init", 0) <= device_bytes or any(
+    return peaks.get("init", 0) <= device_bytes - estimate_outside_bytes(spec) or any(
         peak > device_bytes for phase, peak in peaks.items() if phase != "init"
     )
 

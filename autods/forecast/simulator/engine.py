@@ -17,6 +17,7 @@ from ...trial.pipeline import build_whole
 from ...trial.training import build, initialize, optimizer_step
 from ...types import ModelFacts, Phase, Tier
 from ...workload.protocol import Workload
+from ..memory_model import estimate_outside_bytes
 from ..values import EngineSpec, ForecastPhase, Simulation
 from . import attribution, deepspeed_patches, fake_gpu, padding, torch_patches
 from .dispatch import Recorder, join_world
@@ -51,6 +52,7 @@ class SimulationContext:
         """Make this process rank 0 of the world in `spec`, and begin to record."""
         self.ledger.device_bytes = spec.device_bytes
         self.ledger.capability = spec.capability or DEFAULT_CAPABILITY
+        self.ledger.outside_bytes = estimate_outside_bytes(spec)
         join_world(spec.world_size, spec.ranks_per_node)
         deepspeed_patches.install_large_worlds(spec.world_size)
         self.ledger.kind_of_new = attribution.kind_by_caller
@@ -91,6 +93,7 @@ class Engine:
         self._first_peaks: Mapping[ForecastPhase, Mapping[Tier, int]] = {}
         context.ledger.device_bytes = spec.device_bytes
         context.ledger.capability = spec.capability or DEFAULT_CAPABILITY
+        context.ledger.outside_bytes = estimate_outside_bytes(spec)
 
     def measure(self, micro_batch: int) -> Simulation:
         """Run steps with this micro batch; the first call initialises DeepSpeed. Errors of user code pass through."""

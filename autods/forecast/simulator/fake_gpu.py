@@ -47,6 +47,10 @@ _MEMORY_PATCHES = declare_all(
     ),
     "the ledger knows the memory of the simulated GPU",
 )  # fmt: skip
+_AVAILABLE = declare(
+    "deepspeed.accelerator.cuda_accelerator.CUDA_Accelerator.available_memory",
+    "it asks NVML, which counts the CUDA context and NCCL as used, and there is no card",
+)
 _NCCL_VERSION = declare("torch.cuda.nccl.version", _NO_GPU)
 _CUDA_VERSION = declare("torch.version.cuda", "a build without CUDA has none, and DeepSpeed reads it")
 _CUDNN_ACCEPTS = declare("torch.backends.cudnn.is_acceptable", "nn.GRU would ask a CUDA build for cuDNN's version")
@@ -154,7 +158,7 @@ def install(ledger: Ledger) -> None:
         return max(ledger.highest[DEVICE], *(peaks["device"] for peaks in ledger.peaks().values()))
 
     def free_and_total(*args: Any) -> tuple[int, int]:
-        return max(0, ledger.device_bytes - ledger.current[DEVICE]), ledger.device_bytes
+        return max(0, ledger.device_bytes - ledger.outside_bytes - ledger.current[DEVICE]), ledger.device_bytes
 
     def properties(*args: Any) -> Any:
         return types.SimpleNamespace(
@@ -188,6 +192,7 @@ def install(ledger: Ledger) -> None:
         patch.install(_always(None), everywhere=True)
     for name, patch in _MEMORY_PATCHES.items():
         patch.install(memory[name], everywhere=True)
+    _AVAILABLE.install(lambda accelerator, device_index=None: free_and_total()[0])
     install_streams(ledger.work)
     _RANDOM_STATE.install(lambda *args: torch.zeros(16, dtype=torch.uint8), everywhere=True)
     _NCCL_VERSION.install(_always((2, 27, 0)))

@@ -46,6 +46,7 @@ class Ledger:
         self.work = WorkLog()
         self.work.is_pinned = self.is_pinned
         self.device_bytes = 0
+        self.outside_bytes = 0  # of the device, held beside torch's allocator
         self.capability = DEFAULT_CAPABILITY
         self.choices = Choices()
         self.assumed: dict[str, None] = {}
@@ -63,9 +64,7 @@ class Ledger:
         self._stream_of = array("B")  # of the device's blocks
         self._pools: dict[int, int] = {0: 0}  # streams in the order of their first allocation
         self._uses: dict[int, set[int]] = {}  # living block → other streams that use it
-        self._unfinished: dict[
-            int, deque[tuple[int, int]]
-        ] = {}  # stream → its marks, with blocks that were freed there
+        self._unfinished: dict[int, deque[tuple[int, int]]] = {}  # stream → its marks, with the blocks freed there
         self._left: Counter[int] = Counter()  # freed block → streams that have not passed its marks
         self._held: dict[int, int] = {}  # freed block → events before it came back
         self.kind_of_new: Callable[[ForecastPhase, int], int] = lambda phase, size: 0

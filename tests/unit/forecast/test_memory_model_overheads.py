@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autods.errors import InputError
-from autods.forecast.memory_model import read_overheads
+from autods.forecast.memory_model import estimate_outside_bytes, read_overheads
 from autods.forecast.values import EngineSpec, Interval
 
 HEAD = """
@@ -118,3 +118,9 @@ def test_a_wrong_row_is_said_with_the_files_name(tmp_path: Path, text: str, said
     with pytest.raises(InputError, match=said) as raised:
         read_overheads(written(tmp_path, text))
     assert "constants.toml" in str(raised.value)
+
+
+def test_a_context_and_a_communicator_are_taken_before_init() -> None:
+    alone, several = (estimate_outside_bytes(replace(ask(), world_size=ranks)) for ranks in (1, 2))
+    assert (alone, several) == (480 * 2**20, (480 + 600) * 2**20)
+    assert estimate_outside_bytes(replace(ask(), device="cpu")) == 0

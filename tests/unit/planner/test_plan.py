@@ -215,6 +215,16 @@ def test_a_card_is_simulated_alone_where_deepspeed_would_branch() -> None:
     assert planned.verdicts(0) == {"zero1": "fits"}
 
 
+@pytest.mark.parametrize(("init", "engines"), [(37, 1), (39, 2)])
+def test_deepspeed_branches_on_what_the_context_leaves(init: int, engines: int) -> None:
+    # Of the smaller card's 39.38 GiB, the CUDA context and NCCL take one.
+    planned = Planned(
+        question(on="a100-40gb,a100-80gb", gpus=8, ladder=("zero1",), largest=False),
+        lambda ask, micro_batch: simulate_peaks(micro_batch, init=init * GIB, backward=20 * GIB),
+    )
+    assert len(planned.simulator.engines) == engines
+
+
 def test_no_second_simulation_where_another_phase_decides() -> None:
     def script(ask: EngineSpec, micro_batch: int) -> Simulation:
         return simulate_peaks(micro_batch, init=50 * GIB, backward=70 * GIB)
