@@ -56,6 +56,8 @@ class LineFilter:
         if self._count(line[:_HEAD_CHARS].translate(None, _HEX_DIGITS)) > _MOST_ALIKE:
             return False
         words = frozenset(_telling_words().findall(lowered))
+        if len(self._word_sets) > _VERY_MANY:
+            self._word_sets.clear()
         self._word_sets[words] += 1
         keep = bool(words) and self._word_sets[words] <= _MOST_ALIKE
         if keep and self._kept >= _VERY_MANY:
