@@ -134,7 +134,9 @@ class _Clocks:
         launch, seconds, causes = self._launch, self._seconds, self._causes
         contention = self._contention
         streams: defaultdict[int, float] = defaultdict(float)
-        last: dict[int, Bound] = {}  # the cause of each stream's last work
+        # What each stream was held by most, of its last wait and the work since then.
+        last: dict[int, Bound] = {}
+        weights: defaultdict[int, float] = defaultdict(float)
         records: dict[int, tuple[float, Bound]] = {}
         spent: dict[Bound, float] = dict.fromkeys(BOUNDS, 0.0)
         # Since the default stream last waited for the host: the host's own work, and its waits for other streams.
@@ -171,7 +173,8 @@ class _Clocks:
                     start = host
                 if seconds[argument]:
                     streams[current] = start + seconds[argument]
-                    last[current] = causes[argument]
+                    if current == 0 or seconds[argument] >= weights[current]:
+                        last[current], weights[current] = causes[argument], seconds[argument]
                     if current == 0:
                         spent[causes[argument]] += seconds[argument]
                     elif causes[argument] == "communication" and streams[0] > start:
@@ -192,6 +195,8 @@ class _Clocks:
                 if until > streams[stream]:
                     if stream == 0:
                         spent[cause] += until - streams[0]
+                    else:
+                        last[stream], weights[stream] = cause, until - streams[stream]
                     streams[stream] = until
             elif code == HOST_WAITS_RECORD:
                 hold_host(*records.get(argument, (0.0, "launch")))

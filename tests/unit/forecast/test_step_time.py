@@ -84,6 +84,14 @@ def test_a_wait_for_a_collective_is_communication() -> None:
     assert step.spent["communication"] == pytest.approx(2)
 
 
+def test_work_after_a_collective_does_not_hide_it() -> None:
+    gather = (_switch(2), _run(_COLLECTIVE), _run(_COLLECTIVE), _run(_COLLECTIVE), _record(1, 2))
+    copied = (_switch(1), _wait(1, 1), _run(_KERNEL), _record(2, 1))
+    step = _replay(*gather, *copied, _switch(0), _wait(2, 0))
+    assert step.seconds == pytest.approx(4)
+    assert step.bound == "communication"
+
+
 def test_a_wait_for_another_step_s_record_costs_nothing() -> None:
     assert _replay(_wait(7, 0), _run(_KERNEL)).seconds == pytest.approx(1)
 
