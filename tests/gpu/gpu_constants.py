@@ -4,9 +4,10 @@ python tests/gpu/gpu_constants.py tests/benchmarks/results/DEVICE.json [MORE.jso
 
 Each row is (low, typical, high) of what was measured, of all files together, and says its source:
 - "CUDA context": what lies beside torch's allocator on one rank after the kinds of kernels of a training step.
-- "NCCL": what its first collectives add, on two ranks or more; left as it is where no file has as many.
-- "cuBLAS workspaces": of each trial that ran, what was reserved less what the forecast says without constants.
-  Temporaries inside kernels are in it too, so their row is left to widen the high side alone.
+- "NCCL": what its first collectives add, on two ranks or more; left as it is where no file has as many. The row is that
+  of cards with NVLink: measured on others, its bytes belong to "NCCL without NVLink".
+- "cuBLAS workspaces", or those "from Hopper on": of each trial that ran, what was reserved less what the forecast says
+  without constants. Temporaries inside kernels are in it too, so their row is left to widen the high side alone.
 - spread: the relative standard error of what is left of the forecast's error after that; half of the present `least` at
   the least.
 Too few readings change nothing, and that is said. --out writes the whole constants.toml with these rows replaced,
@@ -89,10 +90,16 @@ def fitted(files: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Constant
     rows = (
         _row("CUDA context", [size for one in files for size in contexts(one)], 1, f"context, {where}"),
         _row("NCCL", [size for one in files for size in collectives(one)], 1, f"first collectives, {where}"),
-        _row("cuBLAS workspaces", inside, LEAST_CELLS, f"reserved less tensors' forecast, {where}"),
+        _row(workspaces_row(files), inside, LEAST_CELLS, f"reserved less tensors' forecast, {where}"),
     )
     workspace = rows[-1].typical if rows[-1].why is None else None
     return Constants(rows=rows, spread=_spread(cells, workspace), spread_source=f"{len(cells)} trials, {where}")
+
+
+def workspaces_row(files: Sequence[Mapping[str, Any]]) -> str:
+    """The name of the row of cuBLAS workspaces for these cards; of cards on both sides of Hopper, the larger one's."""
+    known = [tuple(one["capability"]) for said in files for one in said["context"] if one.get("capability")]
+    return "cuBLAS workspaces from Hopper on" if max(known, default=(0, 0)) >= (9, 0) else "cuBLAS workspaces"
 
 
 def contexts(said: Mapping[str, Any]) -> list[int]:

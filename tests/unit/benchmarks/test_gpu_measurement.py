@@ -312,3 +312,8 @@ def test_a_question_that_fails_has_its_reason_and_ends_no_other(monkeypatch: pyt
 def test_every_question_is_explained_where_a_person_looks() -> None:
     explained = str(measure.__doc__)
     assert [name for name in gpu_questions.QUESTIONS if f"\n  {name} " not in explained] == []
+
+
+@pytest.mark.parametrize(("capability", "suffix"), [([8, 0], ""), ([9, 0], " from Hopper on"), (None, "")])
+def test_workspaces_are_those_of_the_measured_card(capability: list[int] | None, suffix: str) -> None:
+    assert constants.workspaces_row([{"context": [{"capability": capability}, {}]}]) == f"cuBLAS workspaces{suffix}"
