@@ -32,7 +32,9 @@ def commands() -> Iterator[tuple[str, str]]:
         lines += re.findall(r"`((?:\.venv/bin/)?autods [a-z]+ [^`]+)`", re.sub(r"\s*\n\s*", " ", BLOCK.sub("", text)))
         for line in lines:
             line = re.sub(r"\s+#.*", "", line).strip().removeprefix("$ ").removeprefix(".venv/bin/")
-            if line.startswith("autods ") and not re.search(r"…|COMMAND|\bDIR\b|\[OPTIONS\]|WORKLOAD|CONFIG", line):
+            if line.startswith("autods ") and not re.search(
+                r"…|COMMAND|\b(?:DIR|FOLDER)\b|\[OPTIONS\]|WORKLOAD|CONFIG", line
+            ):
                 yield page.name, line
 
 
