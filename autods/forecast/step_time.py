@@ -117,7 +117,7 @@ def forecast_step(
 
 
 class _Clocks:
-    """The clocks of one replay, in seconds since the step began."""
+    """The clocks of one replay, in seconds since the step began: one for each stream and one for the host."""
 
     def __init__(self, schedule: Schedule, prices: PriceList) -> None:
         self._schedule, self._contention = schedule, prices.efficiency.contention
@@ -128,90 +128,108 @@ class _Clocks:
             _CAUSES.get(work.kind, "compute" if price.compute_bound else "memory")
             for work, price in zip(schedule.works, priced, strict=True)
         ]
+        self._host = self._first_s = 0.0
+        self._streams: defaultdict[int, float] = defaultdict(float)
+        # What each stream was held by most, of its last wait and the work since then, and for how long.
+        self._held_by: dict[int, Bound] = {}
+        self._held_s: defaultdict[int, float] = defaultdict(float)
+        self._records: dict[int, tuple[float, Bound]] = {}
+        self._spent: dict[Bound, float] = dict.fromkeys(BOUNDS, 0.0)
+        # Since the default stream last waited for the host: the host's own work, and its waits for other streams.
+        self._behind: dict[Bound, float] = {"host": 0.0, "communication": 0.0}
 
     def run(self) -> tuple[float, float, dict[Bound, float]]:
         """Return the step's seconds, those of its first micro batch, and what they were spent on."""
-        launch, seconds, causes = self._launch, self._seconds, self._causes
-        contention = self._contention
-        streams: defaultdict[int, float] = defaultdict(float)
-        # What each stream was held by most, of its last wait and the work since then.
-        last: dict[int, Bound] = {}
-        weights: defaultdict[int, float] = defaultdict(float)
-        records: dict[int, tuple[float, Bound]] = {}
-        spent: dict[Bound, float] = dict.fromkeys(BOUNDS, 0.0)
-        # Since the default stream last waited for the host: the host's own work, and its waits for other streams.
-        behind: dict[Bound, float] = {"host": 0.0, "communication": 0.0}
-        host = first_s = 0.0
         current = 0
-
-        def attribute(gap: float) -> None:
-            """Split the default stream's wait for the host by what the host has done meanwhile."""
-            for cause in behind:
-                part = min(gap, behind[cause])
-                spent[cause] += part
-                gap -= part
-                behind[cause] = 0.0
-            spent["launch"] += gap
-
-        def hold_host(until: float, cause: Bound) -> None:
-            nonlocal host
-            if until > host:
-                # The default stream's own work is no reason for its next gap.
-                waited = until - max(host, streams[0])
-                if waited > 0 and cause in behind:
-                    behind[cause] += waited
-                host = until
-
         for event in self._schedule.events:
             code, argument = event & CODES, event >> BITS
             if code == RUN:
-                host += launch[argument]
-                start = streams[current]
-                if host > start:
-                    if current == 0 and seconds[argument]:
-                        attribute(host - start)
-                    start = host
-                if seconds[argument]:
-                    streams[current] = start + seconds[argument]
-                    if current == 0 or seconds[argument] >= weights[current]:
-                        last[current], weights[current] = causes[argument], seconds[argument]
-                    if current == 0:
-                        spent[causes[argument]] += seconds[argument]
-                    elif causes[argument] == "communication" and streams[0] > start:
-                        slower = contention * min(seconds[argument], streams[0] - start)
-                        streams[0] += slower
-                        spent["communication"] += slower
+                self._run_work(argument, current)
             elif code == HOST:
-                host += launch[argument] + seconds[argument]
-                behind["host"] += seconds[argument]
+                self._host += self._launch[argument] + self._seconds[argument]
+                self._behind["host"] += self._seconds[argument]
             elif code == SWITCH:
                 current = argument
             elif code == RECORD:
                 stream = argument & STREAMS
-                records[argument >> STREAM_BITS] = streams[stream], last.get(stream, "launch")
+                self._records[argument >> STREAM_BITS] = self._streams[stream], self._held_by.get(stream, "launch")
             elif code == WAIT:
-                stream = argument & STREAMS
-                until, cause = records.get(argument >> STREAM_BITS, (0.0, "launch"))
-                if until > streams[stream]:
-                    if stream == 0:
-                        spent[cause] += until - streams[0]
-                    else:
-                        last[stream], weights[stream] = cause, until - streams[stream]
-                    streams[stream] = until
+                self._hold_stream(argument & STREAMS, *self._find_record(argument >> STREAM_BITS))
             elif code == HOST_WAITS_RECORD:
-                hold_host(*records.get(argument, (0.0, "launch")))
+                self._hold_host(*self._find_record(argument))
             elif code == HOST_WAITS_STREAM:
-                hold_host(streams[argument], last.get(argument, "launch"))
+                self._hold_host(self._streams[argument], self._held_by.get(argument, "launch"))
             elif code == MICRO_BATCH:
-                first_s = first_s or max(host, streams[0])
+                self._first_s = self._first_s or max(self._host, self._streams[0])
             else:  # the host waits for all
-                latest = max(streams, key=streams.__getitem__, default=0)
-                hold_host(streams[latest], last.get(latest, "launch"))
-        end = max([host, *streams.values()])
-        if end > streams[0]:
-            latest = max(streams, key=streams.__getitem__)
-            if streams[latest] >= host:
-                spent[last.get(latest, "launch")] += end - streams[0]
+                latest = self._find_latest()
+                self._hold_host(self._streams[latest], self._held_by.get(latest, "launch"))
+        return self._end()
+
+    def _find_record(self, number: int) -> tuple[float, Bound]:
+        return self._records.get(number, (0.0, "launch"))
+
+    def _find_latest(self) -> int:
+        """The stream that is busy for longest."""
+        return max(self._streams, key=self._streams.__getitem__, default=0)
+
+    def _run_work(self, number: int, stream: int) -> None:
+        """The host launches a work, and the stream does it when both are there."""
+        self._host += self._launch[number]
+        seconds, cause = self._seconds[number], self._causes[number]
+        if not seconds:
+            return
+        start = self._streams[stream]
+        if self._host > start:
+            if stream == 0:
+                self._split_wait(self._host - start)
+            start = self._host
+        self._streams[stream] = start + seconds
+        if stream == 0 or seconds >= self._held_s[stream]:
+            self._held_by[stream], self._held_s[stream] = cause, seconds
+        if stream == 0:
+            self._spent[cause] += seconds
+        elif cause == "communication" and self._streams[0] > start:
+            # Kernels of both streams share the processors and the memory of the GPU meanwhile.
+            slower = self._contention * min(seconds, self._streams[0] - start)
+            self._streams[0] += slower
+            self._spent["communication"] += slower
+
+    def _hold_stream(self, stream: int, until: float, cause: Bound) -> None:
+        """A stream waits for an event."""
+        waited = until - self._streams[stream]
+        if waited <= 0:
+            return
+        if stream == 0:
+            self._spent[cause] += waited
+        else:
+            self._held_by[stream], self._held_s[stream] = cause, waited
+        self._streams[stream] = until
+
+    def _hold_host(self, until: float, cause: Bound) -> None:
+        if until <= self._host:
+            return
+        # The default stream's own work is no reason for its next gap.
+        waited = until - max(self._host, self._streams[0])
+        if waited > 0 and cause in self._behind:
+            self._behind[cause] += waited
+        self._host = until
+
+    def _split_wait(self, gap: float) -> None:
+        """Split the default stream's wait for the host by what the host has done meanwhile."""
+        for cause in self._behind:
+            part = min(gap, self._behind[cause])
+            self._spent[cause] += part
+            gap -= part
+            self._behind[cause] = 0.0
+        self._spent["launch"] += gap
+
+    def _end(self) -> tuple[float, float, dict[Bound, float]]:
+        end = max([self._host, *self._streams.values()])
+        if end > self._streams[0]:
+            latest = self._find_latest()
+            if self._streams[latest] >= self._host:
+                self._spent[self._held_by.get(latest, "launch")] += end - self._streams[0]
             else:
-                attribute(end - streams[0])
-        return end, first_s or end, spent
+                self._split_wait(end - self._streams[0])
+        return end, self._first_s or end, self._spent
