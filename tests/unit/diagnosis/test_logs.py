@@ -54,7 +54,7 @@ def test_a_log_given_twice_is_read_once(nodes: Path) -> None:
     assert names(nodes, nodes / "node1", nodes / "node1/train.log") == [f"node{node}/train.log" for node in range(3)]
 
 
-@pytest.mark.parametrize("content", [b"Killed\n", gzip.compress(b"Killed\n")])
+@pytest.mark.parametrize("content", [b"Killed\n", gzip.compress(b"Killed\n")], ids=["plain", "gzip"])
 def test_standard_input_is_read_beside_other_logs(
     nodes: Path, content: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
