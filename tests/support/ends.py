@@ -53,6 +53,10 @@ def outcome(*ranks: RankExit) -> Outcome:
 
 
 def spare_present_children(patch: pytest.MonkeyPatch) -> None:
-    """Hide the present children of this process, such as a Ray for other tests: an agent ends all strays."""
+    """Let an agent run in this process, as if it had no children yet: an agent ends all strays, a Ray too.
+
+    Nor does this process adopt orphans. It would go on doing so, and later tests would meet zombies that nobody reaps.
+    """
+    patch.setattr(processes, "adopt_orphans", lambda: None)
     present, list_all = set(processes.list_children()), processes.list_children
     patch.setattr(processes, "list_children", lambda *pid: [child for child in list_all(*pid) if child not in present])

@@ -5,6 +5,7 @@ save_checkpoint.py FOLDER…, each with its ds_config.json
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import deepspeed
@@ -34,7 +35,15 @@ def train(folder: Path) -> None:
     torch.distributed.barrier()
 
 
+def leave_together(folder: Path) -> None:
+    """End gloo's group when no rank is in a collective: one whose peer closes its connections meanwhile aborts."""
+    (folder / f"left{torch.distributed.get_rank()}").touch()
+    while len(list(folder.glob("left*"))) < torch.distributed.get_world_size():
+        time.sleep(0.01)
+    torch.distributed.destroy_process_group()
+
+
 if __name__ == "__main__":
     for name in sys.argv[1:]:
         train(Path(name))
-    torch.distributed.destroy_process_group()  # left to the interpreter's end, a rank may abort when its peer is gone
+    leave_together(Path(sys.argv[1]))
