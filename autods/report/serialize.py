@@ -7,11 +7,11 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from ..config.deepspeed import to_lightning_config, to_trainer_config
 from ..errors import InputError, make_write_error
@@ -33,6 +33,7 @@ from .results import PROBE, PROBE_CSV, Capacity, CellResult, Forecast, ProbeRepo
 
 REPORT = "report.json"
 SO_FAR = "ds_config_so_far.json"
+Finished = TypeVar("Finished", Report, ProbeReport)
 _MEASURE: Any = Literal["samples", "tokens"]  # of a probe's ratios
 
 
@@ -89,12 +90,16 @@ def write_so_far(ds_config: Mapping[str, Any], folder: Path) -> None:
 
 def read(folder: Path) -> Report:
     """The finished fit in this folder. Raises InputError when its report is missing or damaged."""
-    path = folder / REPORT
+    return _read_finished(folder / REPORT, from_dict, "fit")
+
+
+def _read_finished(path: Path, make: Callable[[dict[str, Any]], Finished], command: str) -> Finished:
+    """Make the report in this file. Raises InputError when it is missing, or is not one of that command."""
     text = read_file(path, most=LARGEST_RECORD)
     try:
-        return from_dict(json.loads(text))
+        return make(json.loads(text))
     except (ValueError, RecursionError, InputError):
-        raise InputError("is not the report of a fit", place=str(path), hint="start over with --fresh") from None
+        raise InputError(f"is not the report of a {command}", place=str(path), hint="start over with --fresh") from None
 
 
 def _record_from_row(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -322,12 +327,7 @@ def has_probe(folder: Path) -> bool:
 
 def read_probe(folder: Path) -> ProbeReport:
     """The finished probe in this folder. Raises InputError when its report is missing or damaged."""
-    path = folder / PROBE
-    text = read_file(path, most=LARGEST_RECORD)
-    try:
-        return probe_from_dict(json.loads(text))
-    except (ValueError, RecursionError, InputError):
-        raise InputError("is not the report of a probe", place=str(path), hint="start over with --fresh") from None
+    return _read_finished(folder / PROBE, probe_from_dict, "probe")
 
 
 def to_csv(report: ProbeReport) -> str:
