@@ -17,7 +17,7 @@ from ..plain_text import clean, read_text, read_traceback
 from ..types import PHASES, Device, Exam, Phase, Steps, WorkloadSource
 from ..workload.protocol import WorkloadError
 
-JobKind = Literal["train", "survey", "ops"]
+JobKind = Literal["train", "survey", "ops", "run"]
 _MOST_CAUSES = 8
 
 
@@ -52,6 +52,7 @@ class RankJob:
     steps: Steps = field(default_factory=Steps)
     exam: Exam | None = None
     only_build: bool = False  # stop before the engine is initialised
+    order: str | None = None  # the file of a run's order, see `run.order.RunOrder`; it replaces the fields of a trial
     limit_bytes: int | None = None  # of the device; None: no limit
     ops: tuple[str, ...] = ()
     threads: int | None = None  # of each rank; None: its share of the node's cores
