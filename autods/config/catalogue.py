@@ -52,12 +52,19 @@ class Tflops:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """The peaks of one device by its maker's data sheet. `compute_capability` is NVIDIA's, such as "8.6"."""
+    """The peaks of one device by its maker's data sheet. `compute_capability` is NVIDIA's, such as "8.6".
+
+    `matmul_share` is what large matmuls reach of the dense peak: power limits lower a card's clock under their load.
+    `attention_share` is what flash attention reaches of it forward and backward, with causal attention counted as half.
+    Where the card has none, it is the share of memory-efficient attention.
+    """
 
     multiprocessors: int
     memory_gb_per_s: float
     tflops: Tflops
     source: str
+    matmul_share: float = 0.75
+    attention_share: float = 0.4
     compute_capability: str | None = None
 
     @property
@@ -177,6 +184,9 @@ def _check(machine: Machine) -> None:
         if speed is not None and not 0 < speed < 10**6:
             raise ValueError(f"{name} is {speed:g}; it must be above 0 and below 1,000,000")
     rates = machine.rates
+    for share in ("matmul_share", "attention_share") if rates is not None else ():
+        if not 0 < getattr(rates, share) <= 1:
+            raise ValueError(f"rates.{share} is {getattr(rates, share):g}; it must be above 0 and at most 1")
     if rates is not None and rates.compute_capability is not None:
         parse_capability(rates.compute_capability)
     if rates is not None and machine.bf16 != (rates.tflops.bf16 is not None):

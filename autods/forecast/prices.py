@@ -20,7 +20,8 @@ _DTYPES: Mapping[str, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": 
 class Efficiency:
     """The shares of a machine's peaks that work reaches, and its fixed costs.
 
-    A matmul reaches `matmul` × d / (d + `matmul_half_dim`) of the peak, where d is its smallest dimension.
+    A matmul reaches `matmul` × d / (d + `matmul_half_dim`) of what large ones reach on the card alone (`matmul_share`
+    of its rates), where d is its smallest dimension. Attention reaches `attention` of the card's `attention_share`.
     `launch_us` is what the host pays to issue an operator, `view_us` a view, and `collective_us` a collective.
     `kernel_us` is the least time of a kernel on the card. `contention` is the share of a collective's seconds by which
     it delays kernels beside it: it takes multiprocessors and bandwidth from them.
@@ -110,9 +111,9 @@ class PriceList:
             case "view":
                 return Price(launch_s=ours.view_us * 1e-6, seconds=0.0)
             case "matmul" | "attention":
-                share = ours.attention
+                share = ours.attention * rates.attention_share
                 if work.kind == "matmul":
-                    share = ours.matmul
+                    share = ours.matmul * rates.matmul_share
                     if work.least_dim:
                         share *= work.least_dim / (work.least_dim + ours.matmul_half_dim)
                 computed_s = work.flops / (self._peak(rates, work.dtype) * share)

@@ -90,6 +90,7 @@ def test_a_machine_of_ones_own_is_a_file(tmp_path: Path) -> None:
         ("fp16 = 65", "fp16 = 65\nbf16 = 65", "contradict each other"),
         ("fp16 = 65", "fp8 = 65", "unknown key 'fp8'"),
         ("memory_gb_per_s = 320", "memory_gb_per_s = 0", "rates.memory_gb_per_s is 0"),
+        ("matmul_share = 0.50", "matmul_share = 50", "rates.matmul_share is 50; it must be above 0 and at most 1"),
         ("to_host_gb_per_s = 16", "to_host_gb_per_s = -16", "links.to_host_gb_per_s is -16"),
     ],
 )

@@ -26,7 +26,14 @@ _MACHINE = Machine(
     device_bytes=1,
     dram_gb_per_s=1,
     nvme_gb_per_s=1,
-    rates=Rates(multiprocessors=1, memory_gb_per_s=1, source="made up", tflops=Tflops(fp32=1, bf16=1)),
+    rates=Rates(
+        multiprocessors=1,
+        memory_gb_per_s=1,
+        source="made up",
+        tflops=Tflops(fp32=1, bf16=1),
+        matmul_share=1.0,
+        attention_share=1.0,
+    ),
     links=Links(
         between_gpus="NVLink", between_gpus_gb_per_s=2, to_host="PCIe", to_host_gb_per_s=1, network_gb_per_s=0.5
     ),
