@@ -24,8 +24,14 @@ from .rules import ERROR_LINE, Signature, find_signature
 from .values import Diagnosis
 
 Logs = str | PathLike[str] | Mapping[str, str] | Iterable[str | PathLike[str]]
-# Exceptions of launchers, which only report that a child failed. The child's message stands in another place.
-_LAUNCHER_ERRORS = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException")
+# Exceptions that only report others, of a child or of a group. The cause is a message of its own.
+_REPORTS_OTHERS = (
+    "ChildFailedError",
+    "ProcessRaisedException",
+    "ProcessExitedException",
+    "ExceptionGroup",
+    "BaseExceptionGroup",
+)
 _ASCEND_RANK = re.compile(r"\bRankID:(\d+)\)")
 # The line is about memory running out, not a report of it: release notes, settings, advice.
 _ONLY_TALKS = re.compile(
@@ -165,7 +171,7 @@ def _add_message(message: Message, summary: LogSummary, row_counts: Counter[str]
 
 
 def _matching_row(message: Message) -> Signature | None:
-    if message.manner == "quoted" or message.type in _LAUNCHER_ERRORS:
+    if message.manner == "quoted" or message.type in _REPORTS_OTHERS:
         return None
     is_error = message.prefix.level == "error" or REPORTS_FAILURE.match(message.text) is not None
     type = message.type or (ERROR_LINE if is_error and message.manner == "stated" else "")

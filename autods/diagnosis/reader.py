@@ -151,6 +151,9 @@ _LEVELS: dict[str, Level] = {
 }  # fmt: skip
 _PREFIXES = tuple(re.compile(expand(pattern)) for pattern in read_toml("log_lines")["prefixes"])
 _MOST_PREFIXES = 7
+_GROUP_MARGIN = re.compile(
+    r"^ {2,}(?:\||\+[-+]{4,}(?: (?:\d+|\.{3}) -+)?$|\+(?= Exception Group)) ?"
+)  # of ExceptionGroup's parts
 
 
 def split_prefix(text: str) -> tuple[Prefix, str]:
@@ -163,6 +166,7 @@ def split_prefix(text: str) -> tuple[Prefix, str]:
             break
         parts += ((name, value) for name, value in match.groupdict().items() if value is not None)
         rest = rest[match.end() :]
+    rest = _GROUP_MARGIN.sub("", rest, count=1) if rest.startswith("  ") else rest
     first, last = dict(reversed(parts)), dict(parts)
     prefix = Prefix(
         stream=" ".join({"rank": "rank "}.get(name, "") + value for name, value in parts if name in ("rank", "stream")),
@@ -300,6 +304,8 @@ class Reader:
         self._raws: list[bytes] = []
         self._first = 0
         self._watch_until = -1
+        self._searched = 0  # the line that was looked up last, and its time
+        self._clock: Clock | None = None
         self._last_step = ""
         self._filter = LineFilter()
 
@@ -321,11 +327,19 @@ class Reader:
         self._watch_until = self.number + _WATCH_LINES
 
     def when(self, number: int) -> Clock | None:
-        """The time of a line that was just read, or of the last line before it with a time."""
-        here = number - self._first
-        raws = reversed(self._raws[max(0, here - _BACK_LINES) : here])
-        clocks = (parse_clock(raw[: 2 * _TIME_SPAN].decode(errors="replace")) for raw in raws)
-        return next(filter(None, clocks), None)
+        """The time of a line that was just read, or of the last line before it with a time.
+
+        Lines that were searched for an earlier call are not searched again.
+        """
+        here, searched = number - self._first, self._searched - self._first
+        start = max(0, here - _BACK_LINES)
+        known = self._clock if start <= searched <= here else None
+        start = searched if start <= searched <= here else start
+        clocks = (
+            parse_clock(raw[: 2 * _TIME_SPAN].decode(errors="replace")) for raw in reversed(self._raws[start:here])
+        )
+        self._searched, self._clock = number, next(filter(None, clocks), known)
+        return self._clock
 
     def _read_block(self, block: bytes) -> Iterator[Line]:
         if block:

@@ -102,6 +102,7 @@ def pick_root_cause(summary: LogSummary, exit_code: int | None = None) -> Diagno
     alive = [finding for finding in alive if not _repeats_user(finding, summary)]
     of_run = [cause for cause in alive if cause.row.weight in _STRENGTH]
     of_run = [cause for cause in of_run if not _is_about_other_program(cause, of_run, summary, exit_code)]
+    of_run = [cause for cause in of_run if not _follows_lost_peer(cause, alive)]
     if causes := [cause for cause in of_run if not _is_incidental_mention(cause, of_run)]:
         diagnosis = _diagnose_cause(causes, summary)
         return _diagnose_caught_shortage(diagnosis, causes, alive) or diagnosis
@@ -161,6 +162,16 @@ def _is_about_other_program(
     if -9 in (normalize_exit_code(exit_code or 0), normalize_exit_code(summary.first_exit.code)):
         return False
     return any(other.message.manner == "raised" for other in causes)
+
+
+def _follows_lost_peer(cause: Finding, alive: Sequence[Finding]) -> bool:
+    """The process could not reach the others after one of them was gone: it only noticed."""
+    return cause.row.kind == "communication" and any(
+        other.row.weight == "secondary"
+        and other.message.file == cause.message.file
+        and other.message.order < cause.message.order
+        for other in alive
+    )
 
 
 def _is_incidental_mention(cause: Finding, causes: Sequence[Finding]) -> bool:

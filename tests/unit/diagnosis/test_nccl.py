@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import autods
 from autods.runner.outcome import find_failure
 from autods.runner.protocol import RankExit
 from autods.trial.job import RankJob
@@ -93,3 +94,16 @@ def test_a_crash_stays_a_crash_when_its_log_mentions_peers() -> None:
     assert isinstance(found, Failed)
     assert found.rank == 1
     assert "SIGSEGV" in found.evidence
+
+
+def test_a_lost_store_after_a_lost_peer_is_secondary() -> None:
+    lost = "[rank9]:[W TCPStore.cpp:125] [c10d] recvValue failed on SocketImpl(fd=91): failed to recv, got 0 bytes\n"
+    store = "RendezvousConnectionError: The connection to the C10d store has failed."
+    assert autods.diagnose(f"{lost}{store}").kind == "secondary"
+    assert autods.diagnose(store).kind == "communication"
+
+
+def test_the_cuda_error_that_nccl_names_is_the_cause() -> None:
+    log = "DistBackendError: NCCL error in: NCCLUtils.cpp:77, unhandled cuda error, NCCL version 2.26.2\nLast error:\n"
+    assert autods.diagnose(f"{log}Cuda failure 'uncorrectable ECC error encountered'").kind == "infrastructure"
+    assert autods.diagnose(f"{log}Cuda failure 'unknown error'").kind == "unknown"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 import autods
 from autods.diagnosis.reader import Reader, parse_clock, parse_record
 
@@ -121,3 +123,43 @@ def test_a_failure_at_the_end_of_much_noise_is_found() -> None:
     noise = "".join(f"2026-01-05 10:00:00 error {n:032x} while reading {n * 7919:x}\n" for n in range(30_000))
     said = autods.diagnose(f"{noise}[rank2]: {OOM.format(gpu=2)}\n", exit_code=1)
     assert (said.kind, said.tier, said.rank) == ("out_of_memory", "device", 2)
+
+
+GROUP = """\
+  + Exception Group Traceback (most recent call last):
+  |   File "/work/launch.py", line 9, in run
+  |     raise ExceptionGroup("shards failed", errors)
+  | ExceptionGroup: shards failed (2 sub-exceptions)
+  +-+---------------- 1 ----------------
+    | Traceback (most recent call last):
+    |   File "/work/launch.py", line 5, in load
+    |     return np.load(path)
+    | numpy.core._exceptions._ArrayMemoryError: Unable to allocate 96.0 GiB for an array with shape (12884901888,)
+    +---------------- 2 ----------------
+    | ExceptionGroup: nested (1 sub-exception)
+    +-+---------------- 1 ----------------
+      | Traceback (most recent call last):
+      |   File "/work/launch.py", line 7, in load
+      |     rows = table["texts"]
+      | KeyError: 'texts'
+      +------------------------------------
+"""
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank3]: "])
+def test_the_parts_of_an_exception_group_are_read(prefix: str) -> None:
+    said = autods.diagnose("".join(f"{prefix}{line}\n" for line in GROUP.splitlines()))
+    assert (said.kind, said.tier, said.places) == ("out_of_memory", "host", ("line 9",))
+
+
+def test_a_nested_group_of_the_users_exceptions_is_user_code() -> None:
+    said = autods.diagnose(GROUP.replace("numpy.core._exceptions._ArrayMemoryError: Unable to allocate", "KeyError:"))
+    assert (said.kind, said.places) == ("user_code", ("line 9",))
+
+
+def test_a_time_before_many_failures_is_that_of_each() -> None:
+    reader = Reader("train.log")
+    lines = [b"2026-01-05 10:00:01 start", *[b"KeyError: %d" % number for number in range(300)]]
+    found = [(line.number, reader.when(line.number)) for line in reader.read([b"\n".join(lines) + b"\n"])]
+    assert {when for _, when in found} == {parse_clock("2026-01-05 10:00:01")}
+    assert reader.when(290) is None  # earlier than the last look-up: searched again, 200 lines at most
