@@ -58,6 +58,10 @@ Paths = Annotated[
     Kind(Iterable, "a list", list[str], items=Kind((str, os.PathLike), "a path")),
 ]
 Names = Annotated[str | Sequence[str], Kind((str, Iterable), "text such as 'a,b', or a list", items=Kind(str, "text"))]
+Amount = Annotated[str | float, Kind((str, Real), "an amount such as '300B', or a number")]
+Prices = Annotated[
+    str | float | Mapping[str, float], Kind((str, Real, Mapping), "a price, or a dict of machines and prices")
+]
 OnOff = Annotated[str | bool, Kind((str, bool), "'on', 'off', True or False")]
 Counts = Annotated[int | str | Sequence[int], Kind(object, "a number, or several")]
 Axes = Annotated[
@@ -307,12 +311,18 @@ class PlanRequest(WorkloadRequest):
     host_memory: Size | None = _option("Machine", "Memory of a node, such as 1TiB.", "SIZE")
     nvme: Size | None = _option("Machine", "NVMe of a node, such as 2TiB; opens zero3-nvme.", "SIZE")
     nvme_path: PathText | None = _option("Machine", "The same without a size; the folder need not be here.", "DIR")
+    price_per_gpu_hour: Prices | None = _option(
+        "Machine",
+        "What an hour of a GPU costs, such as 2.5; for several machines a100-80gb=1.8,h100-80gb=2.5. With --tokens.",
+        "PRICE",
+    )
     micro_batch: Count | None = _option("Search", "Samples of a rank at a time.", "N", default="1", most=10**6)
     checkpointing: OnOff | None = _option("Search", "Recompute activations.", "on|off", default="on, if the model can")
     as_written: Switch = _option(
         "Search", "Buckets and limits of the base config, not as a fit would start them.", value=False
     )
     largest: Switch = _option("Search", "Look for the largest micro batch of each rung.", value=True)
+    tokens: Amount | None = _option("Output", "Say how long training on so many tokens takes: 300B, 1.5T, 300e9.", "N")
     stall_limit: Duration | None = _option(
         "Search", "Silence of a simulation that counts as a hang: 90s, 20m, 2h.", "TIME", default="15m"
     )

@@ -46,6 +46,22 @@ def parse_seconds(text: str) -> float:
     return seconds
 
 
+MOST_AMOUNT = 1e18
+_AMOUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_AMOUNT = re.compile(r"\s*(\d[\d,_]*(?:\.\d+)?(?:[eE]\+?\d{1,3})?)\s*([kKmMbBtT]?)\s*")
+
+
+def parse_amount(text: str) -> float:
+    """'300B' → 3e11; also 1.5T, 300e9 and 1,000,000. Raises ValueError with the accepted forms."""
+    match = _AMOUNT.fullmatch(text)
+    amount = float(re.sub("[,_]", "", match[1])) * _AMOUNTS[match[2].lower()] if match else 0.0
+    if amount < 1:
+        raise ValueError(f"{text!r:.60} is not an amount; write it as 300B, 1.5T, 20M or 300e9")
+    if amount > MOST_AMOUNT:
+        raise ValueError(f"{text!r:.60} is more than {MOST_AMOUNT:.0e}")
+    return amount
+
+
 def format_bytes(size: float) -> str:
     """436207616 → '416.0 MiB'; negative sizes keep their sign."""
     name, factor = choose_unit(size)

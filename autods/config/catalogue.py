@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from ..errors import InputError
 from ..requests import MOST_RANKS, PlanRequest, ProbeRequest
 from ..schema import check_name, read_checked, read_toml
+from ..system.gpus import Card
 from ..system.host import Hardware, data_folder
 from ..types import Device
 from .base_config import parse_size
@@ -87,7 +88,7 @@ class Machine:
 
     `device_bytes` is the memory that the driver leaves to programs. `gpus`, `host_bytes`, `nvme_bytes`, `dram_gb_per_s`
     and `nvme_gb_per_s` (sequential reads) count for the whole node. They are None where they are unknown, those of NVMe
-    also where the node has none.
+    also where the node has none. `driver_names` are the card's names in NVML.
     """
 
     name: str
@@ -95,6 +96,7 @@ class Machine:
     device_bytes: int
     gpus: int | None = None
     bf16: bool = True
+    driver_names: tuple[str, ...] = ()
     host_bytes: int | None = None
     nvme_bytes: int | None = None
     dram_gb_per_s: float | None = None
@@ -143,9 +145,7 @@ def choose_machines(request: PlanRequest | ProbeRequest, device: Device, hardwar
     elif device_bytes is not None:
         machines = (Machine(name=ASKED, title="as asked", device_bytes=device_bytes, gpus=len(cards) or None),)
     elif cards:
-        card, bf16 = min(cards, key=lambda card: card.total_bytes), all(card.bf16 for card in cards)
-        here = Machine(name=HERE, title=card.name, device_bytes=card.total_bytes, gpus=len(cards), bf16=bf16)
-        machines = (replace(here, host_bytes=hardware.host_bytes, source="NVML and psutil"),)
+        machines = (_describe_this_machine(cards, hardware),)
     elif device == "cpu":
         raise InputError("--device cpu has no card", hint="give --gpu-memory 80GiB")
     else:
@@ -154,6 +154,36 @@ def choose_machines(request: PlanRequest | ProbeRequest, device: Device, hardwar
             hint="give --gpu-memory 80GiB, --on a100-80gb or --on all",
         )
     return tuple(replace(machine, host_bytes=host_bytes or machine.host_bytes) for machine in machines)
+
+
+def _describe_this_machine(cards: Sequence[Card], hardware: Hardware) -> Machine:
+    """Return the machine of the smallest visible card, with rates and links of the catalogue if it has the card."""
+    card, bf16 = min(cards, key=lambda card: card.total_bytes), all(card.bf16 for card in cards)
+    known = find_by_driver_name(card.name) if not card.slice and len({card.name for card in cards}) == 1 else None
+    return Machine(
+        name=HERE,
+        title=card.name,
+        device_bytes=card.total_bytes,
+        gpus=len(cards),
+        bf16=bf16,
+        host_bytes=hardware.host_bytes,
+        dram_gb_per_s=None if known is None else known.dram_gb_per_s,
+        nvme_gb_per_s=None if known is None else known.nvme_gb_per_s,
+        rates=None if known is None else known.rates,
+        links=None if known is None else known.links,
+        source="NVML and psutil"
+        if known is None
+        else f"NVML and psutil; rates, links and host bandwidth: {known.name}",
+    )
+
+
+def find_by_driver_name(name: str) -> Machine | None:
+    """Return the machine of the catalogue whose card NVML calls so. Old drivers leave out the maker."""
+    short = name.removeprefix("NVIDIA ")
+    machines = read_catalogue().values()
+    return next(
+        (known for known in machines if short in {each.removeprefix("NVIDIA ") for each in known.driver_names}), None
+    )
 
 
 def _read_machine(path: Path) -> Machine:

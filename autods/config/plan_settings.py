@@ -12,6 +12,7 @@ from ..errors import InputError
 from ..requests import PlanRequest
 from ..system.host import Hardware
 from ..types import Device, ModelFacts, WorkloadSource
+from ..units import parse_amount
 from .base_config import (
     check_ranks,
     find_misspelt_keys,
@@ -22,13 +23,14 @@ from .base_config import (
     resolve_base_config,
     resolve_global_batch,
 )
-from .catalogue import Machine, choose_machines
+from .catalogue import HERE, Machine, choose_machines, find_by_driver_name
 from .profiles import read_profile
 from .settings import parse_time, select_ladder
 from .strategies import Rung
 
 _MOST_IN_A_NODE = 16  # cards; DGX-2 and AWS p2.16xlarge have them
 _USUAL_IN_A_NODE = 8
+_HIGHEST_PRICE = 1e9
 NVME_PLACE = Path("/local_nvme")  # a placeholder; nothing is written there
 
 
@@ -43,6 +45,7 @@ class Site:
     micro_batch: int = 1
     global_batch: int | None = None
     nvme_path: Path | None = None
+    price_per_gpu_hour: float | None = None
     problem: str | None = None
 
     @property
@@ -62,6 +65,7 @@ class PlanSettings:
     With `zero_init`, stage 3 builds the model under `deepspeed.zero.Init`. With `as_written`, buckets and limits are
     those of the base config, or DeepSpeed's defaults, and not those that a fit would start with.
     `stall_s` is the longest that loading or one simulation may take; None: as long as usual.
+    `tokens` are those of a training whose duration is asked for.
     `assumed` holds sentences about what the request leaves open.
     """
 
@@ -74,6 +78,7 @@ class PlanSettings:
     zero_init: bool = False
     as_written: bool = False
     stall_s: float | None = None
+    tokens: float | None = None
     assumed: tuple[str, ...] = field(default=())
 
 
@@ -97,8 +102,11 @@ def resolve_plan(request: PlanRequest, source: WorkloadSource, *, hardware: Hard
     if request.micro_batch is not None and request.micro_batch < 1:
         raise InputError(f"--micro-batch {request.micro_batch}: at least one sample is needed")
     nvme_bytes = parse_size(request.nvme, "--nvme")
+    tokens = _parse_tokens(request.tokens)
+    machines = choose_machines(request, kind, hardware)
+    prices = _read_prices(request, [machine.name for machine in machines])
     sites = []
-    for named in choose_machines(request, kind, hardware):
+    for named in machines:
         machine = replace(named, nvme_bytes=nvme_bytes or named.nvme_bytes)
         ranks, per_node = spread_ranks(request.gpus, request.nodes, machine, kind)
         base = resolve_base_config(source, request.base_config, request.precision, world_size=ranks, bf16=machine.bf16)
@@ -108,6 +116,7 @@ def resolve_plan(request: PlanRequest, source: WorkloadSource, *, hardware: Hard
             ranks_per_node=per_node,
             base=base,
             nvme_path=nvme_place(request.nvme_path, machine),
+            price_per_gpu_hour=prices.get(machine.name),
         )
         sites.append(_with_base(site, base, request.micro_batch, request.global_batch))
     if source.kind != "script":
@@ -122,8 +131,48 @@ def resolve_plan(request: PlanRequest, source: WorkloadSource, *, hardware: Hard
         zero_init=request.zero_init,
         as_written=request.as_written,
         stall_s=None if request.stall_limit is None else parse_time(request.stall_limit, "--stall-limit"),
+        tokens=tokens,
         assumed=tuple(_list_assumptions(sites, kind, request)),
     )
+
+
+def _parse_tokens(tokens: str | float | None) -> float | None:
+    """Return the number of tokens. Raises InputError."""
+    try:
+        return None if tokens is None else parse_amount(str(tokens))
+    except ValueError as error:
+        raise InputError(f"--tokens {error}") from None
+
+
+def _read_prices(request: PlanRequest, machines: Sequence[str]) -> Mapping[str, float]:
+    """Return the price of a GPU-hour by machine. Raises InputError for a price without a machine or a sense."""
+    option, given = "--price-per-gpu-hour", request.price_per_gpu_hour
+    if given is None:
+        return {}
+    if request.tokens is None:
+        raise InputError(f"{option} is the price of a training, so it needs its length", hint="give --tokens 300B, too")
+    if isinstance(given, Mapping):
+        pairs = [(name, str(price)) for name, price in given.items()]
+    elif "=" in str(given):
+        pairs = [
+            (name.strip().lower(), price) for name, _, price in (part.partition("=") for part in str(given).split(","))
+        ]
+    elif len(machines) == 1:
+        pairs = [(machines[0], str(given))]
+    else:
+        hint = f"give {option} {machines[0]}=1.8,{machines[-1]}=2.5"
+        raise InputError(f"{option} {given}: machines have prices of their own", hint=hint)
+    prices: dict[str, float] = {}
+    for name, text in pairs:
+        if name not in machines:
+            raise InputError(f"{option}: the plan has no machine {name!r:.60}", hint=f"of: {', '.join(machines)}")
+        try:
+            prices[name] = float(text)
+        except ValueError:
+            prices[name] = 0.0
+        if not 0 < prices[name] < _HIGHEST_PRICE:
+            raise InputError(f"{option} {text!r:.60} is not a price", hint="give a number such as 2.5")
+    return prices
 
 
 def apply_script_config_to_plan(settings: PlanSettings, facts: ModelFacts) -> PlanSettings:
@@ -170,7 +219,7 @@ def spread_ranks(gpus: int | None, nodes: int | None, machine: Machine, device: 
         return check_ranks(machine.gpus * (nodes or 1)), machine.gpus
     check_ranks(gpus, nodes or 1)
     if nodes is None:
-        catalogued = machine.links is not None and machine.gpus is not None
+        catalogued = machine.links is not None and machine.gpus is not None and machine.name != HERE
         if not catalogued and device == "cuda" and gpus > _MOST_IN_A_NODE:
             return gpus, machine.gpus or _USUAL_IN_A_NODE
         return gpus, min(gpus, machine.gpus or gpus) if catalogued else gpus
@@ -195,4 +244,7 @@ def _list_assumptions(sites: Sequence[Site], device: Device, request: PlanReques
         assumptions.append(f"micro batch {sites[0].micro_batch} (--micro-batch)")
     if device == "cuda" and any(site.machine.host_bytes is None for site in sites):
         assumptions.append("host memory without a limit (--host-memory)")
+    here = next((site.machine for site in sites if site.machine.name == HERE), None)
+    if here is not None and here.rates is not None and (known := find_by_driver_name(here.title)) is not None:
+        assumptions.append(f"links and host bandwidth of a usual node with {here.title}: {known.name} (--on FILE.toml)")
     return [*assumptions, *dict.fromkeys(sentence for site in sites for sentence in find_misspelt_keys(site.base))]

@@ -156,6 +156,11 @@ class Forecaster:
     def get(self, spec: EngineSpec, micro_batch: int) -> Simulation | None:
         return self._simulations.get((memory_key(spec), micro_batch))
 
+    def list_simulated(self, spec: EngineSpec) -> list[int]:
+        """Return the micro batches of the engine that were simulated so far, ascending."""
+        key = memory_key(spec)
+        return sorted(micro_batch for known, micro_batch in self._simulations if known == key)
+
     def judge(
         self,
         spec: EngineSpec,

@@ -13,6 +13,7 @@ from ..system.host import data_folder
 from .schedule import Work
 
 _G = 1e9
+_IN_CACHE = 1 << 20  # bytes of host work that need no bandwidth of the memory
 _DTYPES: Mapping[str, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "tf32": "tf32"}
 
 
@@ -130,10 +131,12 @@ class PriceList:
             case "collective":
                 return Price(launch_s=ours.collective_us * 1e-6, seconds=self._collect(work))
             case "host" | "host_optimizer":
-                if work.bytes and self.machine.dram_gb_per_s is None:
-                    raise Unpriced("the bandwidth of host memory")
+                if self.machine.dram_gb_per_s is None:
+                    if work.bytes > _IN_CACHE:
+                        raise Unpriced("the bandwidth of host memory")
+                    return Price(launch_s=launch_s, seconds=0.0)
                 share = ours.dram if work.kind == "host" else ours.host_optimizer
-                speed = (self.machine.dram_gb_per_s or 1.0) * _G * share / self.ranks_per_node
+                speed = self.machine.dram_gb_per_s * _G * share / self.ranks_per_node
                 return Price(launch_s=launch_s, seconds=work.bytes / speed)
             case "nvme":
                 if self.machine.nvme_gb_per_s is None:

@@ -24,6 +24,7 @@ from ..runner.cleanup import open_session, simulator_variables
 from ..system.host import installed_versions
 from ..tuner.candidates import why_not_forecast
 from ..types import ModelFacts, WorkloadSource
+from .alternatives import list_alternatives
 from .simulate import PlanRun, SiteGroup, choose_checkpointing, group_sites
 
 
@@ -51,22 +52,33 @@ def plan(settings: PlanSettings, *, listen: ForecastListener, start: StartSimula
         with session, (start or start_processes)(source) as simulator:
             listen(Note(text="preparing the simulated device"))
             facts = _read_facts(simulator, settings, listen)
+            if settings.tokens is not None and facts.tokens_per_sample is None:
+                raise InputError(
+                    "--tokens: the tokens of this workload's samples are not known",
+                    place=settings.source.path,
+                    hint="tokens are integers of a model's batch, such as input_ids; without the option, divide the"
+                    " training's samples by the samples/s",
+                )
             settings = apply_script_config_to_plan(settings, facts)
             checkpointing = choose_checkpointing(settings, facts)
             allocator = read_alloc_conf(os.environ) if settings.device == "cuda" else AllocConf()
             run = PlanRun(settings, facts, simulator, listen, expandable=allocator.expandable)
             _forecast_all(run)
+            sites = tuple(_site_forecast(run, site) for site in settings.sites)
+            if len(sites) == 1 and (best := sites[0].best) is not None:
+                sites = (replace(sites[0], alternatives=list_alternatives(run, sites[0].site, best)),)
     except SimulationFailed as failed:
         raise make_user_error(failed, settings.source, more_samples="--micro-batch 2") from None
     except KeyboardInterrupt:
         raise Interrupted("stopped; nothing of the simulation is left running") from None
     return Forecast(
-        sites=tuple(_site_forecast(run, site) for site in settings.sites),
+        sites=sites,
         source=settings.source,
         facts=facts,
         device=settings.device,
         checkpointing=checkpointing,
         zero_init=settings.zero_init,
+        tokens=settings.tokens,
         assumed=(*settings.assumed, *_list_notes(settings, allocator)),
         versions=installed_versions(),
         seconds=time.monotonic() - began,

@@ -76,6 +76,11 @@ def holds_on_smaller_device(simulation: Simulation, spec: EngineSpec, device_byt
     )
 
 
+def find_limits(site: Site) -> Limits:
+    machine = site.machine
+    return Limits(device_bytes=machine.device_bytes, host_bytes=machine.host_bytes, nvme_bytes=machine.nvme_bytes)
+
+
 def choose_checkpointing(settings: PlanSettings, facts: ModelFacts) -> bool:
     """Return whether activations are recomputed. Raises InputError when the model cannot although it should."""
     if settings.checkpointing and not facts.checkpointing:
@@ -173,10 +178,10 @@ class PlanRun:
     failures: dict[str, SimulationFailed] = field(default_factory=dict)  # by rung
     stopped: bool = False  # nothing is simulated or reported any more
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _forecaster: Forecaster = field(init=False)
+    forecaster: Forecaster = field(init=False)
 
     def __post_init__(self) -> None:
-        self._forecaster = Forecaster(self.simulator, self.expandable, self._before_simulation)
+        self.forecaster = Forecaster(self.simulator, self.expandable, self._before_simulation)
 
     def list_forecasts(self, site: Site) -> tuple[RungForecast, ...]:
         """Return the forecasts at a site, fastest rung first.
@@ -212,7 +217,7 @@ class PlanRun:
             return None
         sample_bytes, others = self._forecast_on_one_engine(shared, applicable, guess)
         for site in others:
-            alone, _ = self._forecast_on_one_engine(_at_site(shared, site), [site], guess)
+            alone, _ = self._forecast_on_one_engine(move_engine(shared, site), [site], guess)
             sample_bytes = sample_bytes if alone is None else alone
         return sample_bytes
 
@@ -225,23 +230,19 @@ class PlanRun:
         """
         sample_bytes, others = None, []
         try:
-            with self._forecaster.open(spec) as engine:
+            with self.forecaster.open(spec) as engine:
                 for site in sites:
-                    machine, at_site = site.machine, _at_site(spec, site)
+                    machine, at_site = site.machine, move_engine(spec, site)
                     simulation = engine.simulate(site.micro_batch)
                     if not holds_on_smaller_device(simulation, spec, machine.device_bytes):
                         others.append(site)
                         continue
-                    limits = Limits(
-                        device_bytes=machine.device_bytes,
-                        host_bytes=machine.host_bytes,
-                        nvme_bytes=machine.nvme_bytes,
-                    )
+                    limits = find_limits(site)
                     forecast = engine.forecast(site.micro_batch, limits, on=at_site)
                     forecast = replace(
                         forecast,
                         assumed=(*forecast.assumed, *list_overruled(at_site, site.base)),
-                        speed=self._forecast_speed(at_site, site, simulation),
+                        speed=self.forecast_speed(at_site, site, simulation),
                     )
                     self._report(site, forecast)
                     if guess is None or not forecast.memory:
@@ -258,7 +259,7 @@ class PlanRun:
                         sample_bytes = largest.slope * limits.device_bytes
                     if largest.micro_batch not in (None, site.micro_batch):
                         simulation = engine.simulate(largest.micro_batch)
-                        forecast = replace(forecast, speed=self._forecast_speed(at_site, site, simulation))
+                        forecast = replace(forecast, speed=self.forecast_speed(at_site, site, simulation))
                     self._report(site, _with_largest(forecast, largest))
         except SimulationFailed as failed:
             if failed.kind in _LASTING:
@@ -269,7 +270,14 @@ class PlanRun:
                 self._report(site, _not_applicable(spec.rung, site, reason))
         return sample_bytes, others
 
-    def _forecast_speed(self, spec: EngineSpec, site: Site, simulation: Simulation) -> Speed | None:
+    def find_engine(self, site: Site, rung: str) -> EngineSpec | None:
+        """Return the engine of a rung of the plan, as the site's group shares it; None where it does not apply."""
+        group = next(group for group in group_sites(self.settings.sites) if site in group.sites)
+        row = next(row for row in self.settings.ladder if row.name == rung)
+        spec = engine_spec(row, site, self.settings, self.facts, group)
+        return spec if isinstance(spec, EngineSpec) else None
+
+    def forecast_speed(self, spec: EngineSpec, site: Site, simulation: Simulation) -> Speed | None:
         """Return the speed at this micro batch; None where the engine has no schedule or the machine no prices."""
         if simulation.schedule is None:
             return None
@@ -299,7 +307,7 @@ class PlanRun:
         self.listen(SimulationStarted(rung=spec.rung, micro_batch=micro_batch))
 
 
-def _at_site(spec: EngineSpec, site: Site) -> EngineSpec:
+def move_engine(spec: EngineSpec, site: Site) -> EngineSpec:
     """Return the same engine on the site's machine."""
     machine = site.machine
     nvlink = None if machine.links is None else machine.links.nvlink_gb_per_s is not None

@@ -9,19 +9,19 @@ from typing import Any
 from ..config.catalogue import ASKED, HERE
 from ..forecast.values import PHASES, RungForecast
 from ..types import TIERS
-from ..units import format_bytes
+from ..units import format_bytes, format_count
 from .html_parts import render, stack_memory
+from .machines_view import compare_machines, describe_machines_answer
+from .plan_speed import format_cost, format_days, format_speed, format_spent, format_step
 from .plan_view import (
-    describe_machines_answer,
     describe_site,
     describe_site_answer,
     describe_workload,
-    format_predicted,
     suggestions,
 )
-from .results import Forecast, SiteForecast
+from .results import Forecast, SiteForecast, forecast_training
 from .serialize import rung_to_dict, write_whole
-from .text import MARKS, TIER_NAMES, format_seconds
+from .text import MARKS, TIER_NAMES, format_predicted, format_seconds
 
 _CLASSES = {"fits": "good", "tight": "fair", "cannot_fit": "bad", "not_applicable": "dim"}
 
@@ -37,6 +37,7 @@ def render_plan_page(forecast: Forecast) -> str:
         question=describe_workload(forecast),
         effort=format_seconds(forecast.seconds),
         several=several,
+        compared=list(compare_machines(forecast)) if several else [],
         sites=[_site(forecast, site) for site in forecast.sites],
         assumed=list(forecast.all_assumed),
         facts=sorted(forecast.versions.items()),
@@ -55,12 +56,13 @@ def _site(forecast: Forecast, site_forecast: SiteForecast) -> dict[str, Any]:
         "name": "this machine" if name == HERE else "the machine" if name == ASKED else name,
         "question": describe_site(forecast, site),
         "answer": describe_site_answer(site_forecast),
-        "rungs": [_rung(site_forecast, rung) for rung in site_forecast.rungs],
+        "rungs": [_rung(forecast, site_forecast, rung) for rung in site_forecast.rungs],
         "suggestions": list(suggestions(forecast, site_forecast)),
+        "timed": any(rung.speed for rung in site_forecast.rungs),
     }
 
 
-def _rung(site_forecast: SiteForecast, rung: RungForecast) -> dict[str, Any]:
+def _rung(forecast: Forecast, site_forecast: SiteForecast, rung: RungForecast) -> dict[str, Any]:
     device = rung_to_dict(rung, site_forecast.site.ranks_per_node)["device"]
     return {
         "rung": rung.rung,
@@ -71,7 +73,23 @@ def _rung(site_forecast: SiteForecast, rung: RungForecast) -> dict[str, Any]:
         "phases": [(phase, format_bytes(rung.by_phase[phase])) for phase in PHASES if phase in rung.by_phase],
         "largest": "" if rung.largest_micro_batch is None else f"{rung.largest_micro_batch:,}",
         "reason": rung.reason,
+        "speed": list(_speed(forecast, site_forecast, rung)),
     }
+
+
+def _speed(forecast: Forecast, site: SiteForecast, rung: RungForecast) -> Iterator[str]:
+    """Step time, rate, what the step is spent on, and the duration and cost of a training; nothing without a time."""
+    speed = rung.speed
+    if speed is None:
+        return
+    yield f"step {format_step(speed.step)} at micro batch {speed.micro_batch}"
+    yield format_speed(speed)
+    yield format_spent(speed.step)
+    training = None if forecast.tokens is None else forecast_training(site.site, speed, forecast.tokens)
+    if training is not None:
+        yield f"{format_count(training.tokens)} tokens: {format_days(training)} days"
+        if training.cost is not None:
+            yield f"cost {format_cost(training)}"
 
 
 def _other_tiers(rung: RungForecast) -> Iterator[str]:

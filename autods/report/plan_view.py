@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Iterator, Mapping
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..config.catalogue import HERE
 from ..config.plan_settings import Site
-from ..forecast.step_time import StepTime
-from ..forecast.values import RungForecast, TierForecast
+from ..forecast.values import RungForecast
 from ..types import TIERS, TIERS_OF_A_NODE, Tier
-from ..units import choose_unit, format_bytes, format_count
+from ..units import format_bytes, format_count
+from .machines_view import print_machines
+from .plan_speed import compare_speeds, describe_training, format_speed, format_spent, speed_table
 from .results import Forecast, SiteForecast
 from .text import (
     BAR_CELLS,
@@ -23,10 +24,9 @@ from .text import (
     PLAN_WITH_REASONS,
     TIER_NAMES,
     bullets,
+    format_predicted,
     format_ranks,
-    format_rate,
     format_seconds,
-    format_share,
     pairs_grid,
     plain_table,
 )
@@ -41,7 +41,6 @@ _TENSOR_KINDS: Mapping[str, tuple[str, str]] = {
 }
 _AT_LIMIT, _BEYOND_LIMIT = "│", "▶"
 _STATUS_STYLES = {"fits": "green", "tight": "yellow", "not_forecast": "yellow", "nothing_fits": "red"}
-_WORTH_NAMING = 0.1  # of a step
 _CLEARLY_LEANER = 0.8  # of the best rung's device memory
 
 
@@ -50,7 +49,8 @@ def print_plan(forecast: Forecast, console: Console) -> None:
     if len(forecast.sites) == 1:
         _print_site(forecast, forecast.sites[0], console)
     else:
-        _print_machines(forecast, console)
+        console.print(Text.assemble("\n", (describe_workload(forecast), "bold")))
+        print_machines(forecast, console)
     if assumed := forecast.all_assumed:
         console.print(Text("\nAssumed", style="bold"))
         console.print(bullets(assumed, style="dim"))
@@ -78,7 +78,7 @@ def _print_site(forecast: Forecast, site_forecast: SiteForecast, console: Consol
     kinds = (Text.assemble((sign, style), f" {kind}") for kind, (sign, style) in _TENSOR_KINDS.items())
     console.print(Text("  ").join(kinds))
     console.print(Text("device and pinned: a rank's; host and nvme: a node's\n", style="dim"))
-    console.print(speed_table(rungs, best=site_forecast.best_rung))
+    console.print(speed_table(forecast, site_forecast, width=width))
     console.print()
     if width < PLAN_WITH_REASONS:  # the columns that the table lacks
         bars = [memory_bar(rung, 0 if width >= PLAN_WITH_BARS else _bar_scale(rungs)) for rung in rungs]
@@ -94,7 +94,8 @@ def _print_site(forecast: Forecast, site_forecast: SiteForecast, console: Consol
 def describe_site(forecast: Forecast, site: Site) -> str:
     """'micro batch 1, bf16: 8 cuda ranks × 80.0 GiB (a100-80gb)'."""
     nodes = f" on {site.nodes} nodes" if site.nodes > 1 else ""
-    card = f" ({site.machine.name})" if site.machine.links else ""
+    name = site.machine.title if site.machine.name == HERE else site.machine.name
+    card = f" ({name})" if site.machine.links else ""
     ranks = f"{format_ranks(site.world_size, forecast.device)}{nodes} × {format_bytes(site.machine.device_bytes)}{card}"
     return f"micro batch {site.micro_batch}, {site.precision}: {ranks}"
 
@@ -132,55 +133,6 @@ def rung_table(rungs: Iterable[RungForecast], *, best: str | None, width: int) -
         ]
         table.add_row(*cells[: len(table.columns)])
     return table
-
-
-def speed_table(rungs: Iterable[RungForecast], *, best: str | None) -> RenderableType:
-    """A row a rung: seconds of an optimizer step, rates of all ranks, what the step is spent on; a line without any."""
-    known = [rung for rung in rungs if rung.memory]
-    if not any(rung.speed for rung in known):
-        return Text("step time: –, because the machine's rates are not known (--on NAME has them)", style="dim")
-    table = plain_table()
-    table.add_column("rung", no_wrap=True)
-    table.add_column("micro\nbatch", justify="right")
-    table.add_column("step (low to high)", no_wrap=True)
-    table.add_column("samples/s", justify="right")
-    table.add_column("tokens/s", justify="right")
-    table.add_column("spent on")
-    for rung in known:
-        name, speed = Text(rung.rung, style="bold" if rung.rung == best else ""), rung.speed
-        if speed is None:
-            table.add_row(name, *["–"] * 5)
-            continue
-        step, tokens = speed.step, speed.tokens_per_second
-        table.add_row(
-            name,
-            str(speed.micro_batch),
-            f"{step.seconds:.3g} ({step.low_seconds:.3g}–{step.high_seconds:.3g}) s",
-            format_rate(speed.samples_per_second),
-            "–" if tokens is None else format_rate(tokens),
-            format_spent(step),
-        )
-    return table
-
-
-def format_spent(step: StepTime) -> str:
-    """'compute 62 %, memory 30 %'; parts below a tenth are left out."""
-    parts = sorted(step.spent.items(), key=lambda part: -part[1])
-    named = [(cause, seconds / step.seconds) for cause, seconds in parts if seconds >= _WORTH_NAMING * step.seconds]
-    return ", ".join(f"{cause} {format_share(round(share, 2))}" for cause, share in named)
-
-
-def format_predicted(predicted: TierForecast) -> str:
-    """'28.3 (27.1–30.2) / 80.0 GiB'; the limit has a unit of its own where it is far larger."""
-    unit, factor = choose_unit(predicted.peak_bytes)
-    sizes = (predicted.low_bytes, predicted.peak_bytes, predicted.high_bytes)
-    low, peak, high = (f"{size / factor:.1f}" for size in sizes)
-    interval = f" ({low}–{high})" if low != high else ""
-    if not predicted.limit_bytes:
-        return f"{peak}{interval} {unit}"
-    if choose_unit(predicted.limit_bytes)[0] == unit:
-        return f"{peak}{interval} / {predicted.limit_bytes / factor:.1f} {unit}"
-    return f"{peak}{interval} {unit} / {format_bytes(predicted.limit_bytes)}"
 
 
 def memory_bar(rung: RungForecast, scale: int) -> Text:
@@ -222,13 +174,7 @@ def describe_site_answer(site: SiteForecast) -> str:
     answer = f"{best.rung} is the fastest rung that {'fits' if best.verdict == 'fits' else 'may fit'}, {size}"
     if best.speed is None:
         return answer
-    tokens = best.speed.tokens_per_second
-    rate = (
-        f"{format_rate(best.speed.samples_per_second)} samples/s"
-        if tokens is None
-        else f"{format_rate(tokens)} tokens/s"
-    )
-    return f"{answer}: {rate}, bound by {best.speed.step.bound}"
+    return f"{answer}: {format_speed(best.speed)}, bound by {best.speed.step.bound}"
 
 
 # What to do.
@@ -245,6 +191,8 @@ def suggestions(forecast: Forecast, site: SiteForecast) -> Iterator[str]:
         return
     if best.verdict == "tight":
         yield f"only a real trial can tell: autods fit, with {best.rung} in the ladder"
+    if (training := describe_training(forecast, site)) is not None:
+        yield training
     first = next(rung for rung in site.rungs if rung.verdict == best.verdict)
     if first is not best and first.speed is not None and best.speed is not None:
         times = best.speed.samples_per_second / first.speed.samples_per_second
@@ -252,6 +200,7 @@ def suggestions(forecast: Forecast, site: SiteForecast) -> Iterator[str]:
             f"{first.rung} comes first in the ladder, but {best.rung} is forecast {times:.2f} times as fast: a step of"
             f" {first.rung} is spent on {format_spent(first.speed.step)}"
         )
+    yield from compare_speeds(site)
     faster = [rung for rung in site.rungs[: site.rungs.index(best)] if rung.memory and _may_be_faster(rung, best)]
     tight = [rung.rung for rung in faster if rung.verdict == "tight"]
     if tight and best.verdict == "fits":
@@ -311,63 +260,3 @@ def _fullest_tier(rung: RungForecast) -> Tier | None:
     """The tier that exceeds its limit by the largest share; None when none does."""
     over = [tier for tier, predicted in rung.memory.items() if predicted.fill > 1]
     return max(over, key=lambda tier: rung.memory[tier].fill, default=None)
-
-
-# Several machines.
-
-
-def _print_machines(forecast: Forecast, console: Console) -> None:
-    wide = console.width >= PLAN_WITH_REASONS
-    console.print(Text.assemble("\n", (describe_workload(forecast), "bold")))
-    table = plain_table(expand=wide)
-    for name in ("machine", "ranks", "fastest rung", "verdict", "device"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("largest\nmicro batch", justify="right")
-    if wide:
-        table.add_column("why", ratio=1)
-    for site in forecast.sites:
-        table.add_row(*_machine_row(site)[: len(table.columns)])
-    console.print(table)
-    enough = find_smallest_enough(forecast)
-    spent = Text(f"({format_seconds(forecast.seconds)})", style="dim")
-    if enough is None:
-        console.print(Text(describe_machines_answer(forecast), style="bold red"), spent)
-        return
-    head, machine = describe_machines_answer(forecast), enough.site.machine.name
-    console.print(Text(head, style="bold green"), spent)
-    command = f"autods plan {shlex.quote(forecast.source.path)} --gpus {enough.site.world_size} --on {machine}"
-    console.print(bullets([f"all of its rungs: {command}"]))
-
-
-def find_smallest_enough(forecast: Forecast) -> SiteForecast | None:
-    """The first machine, in the order of a plan, on which a rung surely fits."""
-    return next((site for site in forecast.sites if site.status == "fits"), None)
-
-
-def describe_machines_answer(forecast: Forecast) -> str:
-    """'a100-80gb is the smallest that is enough: zero2 on 8 bf16'."""
-    enough = find_smallest_enough(forecast)
-    if enough is None:
-        return "no machine of the list is surely enough"
-    rung = f"{enough.best_rung} on {format_ranks_of_site(enough)}"
-    return f"{enough.site.machine.name} is the smallest that is enough: {rung}"
-
-
-def _machine_row(site: SiteForecast) -> list[RenderableType]:
-    name, ranks = Text(site.site.machine.name), Text(format_ranks_of_site(site))
-    rung = site.best or (site.rungs[-1] if site.rungs else None)
-    if rung is None:
-        return [name, ranks]
-    verdict = rung.verdict if site.best is not None or rung.verdict == "not_applicable" else "cannot_fit"
-    device = rung.memory.get("device")
-    memory = format_predicted(device) if device is not None else format_bytes(site.site.machine.device_bytes)
-    largest = Text(str(rung.largest_micro_batch or ""))
-    best = Text(site.best_rung or "none", style="bold")
-    return [name, ranks, best, MARKS[verdict].text(), Text(memory), largest, Text(rung.reason)]
-
-
-def format_ranks_of_site(site_forecast: SiteForecast) -> str:
-    """'2 × 8 bf16'."""
-    site = site_forecast.site
-    ranks = f"{site.nodes} × {site.ranks_per_node}" if site.nodes > 1 else str(site.world_size)
-    return f"{ranks} {site.precision}"

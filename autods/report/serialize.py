@@ -29,7 +29,18 @@ from .launch import (
     launch_commands,
     trainer_arguments,
 )
-from .results import PROBE, PROBE_CSV, Capacity, CellResult, Forecast, ProbeReport, Ratio, Report, SiteForecast
+from .results import (
+    PROBE,
+    PROBE_CSV,
+    Capacity,
+    CellResult,
+    Forecast,
+    ProbeReport,
+    Ratio,
+    Report,
+    SiteForecast,
+    forecast_training,
+)
 
 REPORT = "report.json"
 SO_FAR = "ds_config_so_far.json"
@@ -218,16 +229,47 @@ def plan_to_dict(forecast: Forecast) -> dict[str, Any]:
         "seconds": round(forecast.seconds, 3),
     }
     if len(forecast.sites) == 1:
-        return {**_site(forecast.sites[0]), **common}
-    return {"machines": [_site(site) for site in forecast.sites], **common}
+        return {**_site(forecast, forecast.sites[0]), **common}
+    enough = forecast.smallest_enough
+    return {
+        "machines": [_site(forecast, site) for site in forecast.sites],
+        "ranking": [site.site.machine.name for site in forecast.ranked_sites],
+        "smallest_enough": None if enough is None else enough.site.machine.name,
+        **common,
+    }
 
 
-def _site(forecast: SiteForecast) -> dict[str, Any]:
+def _site(plan: Forecast, forecast: SiteForecast) -> dict[str, Any]:
     site = forecast.site
     names = ("world_size", "nodes", "ranks_per_node", "precision", "micro_batch")
     hardware = asdict(site.machine) | {name: getattr(site, name) for name in names}
-    rungs = [rung_to_dict(rung, site.ranks_per_node) for rung in forecast.rungs]
-    return {"status": forecast.status, "best": forecast.best_rung, "rungs": rungs, "hardware": hardware}
+    rungs = [
+        {**rung_to_dict(rung, site.ranks_per_node), "training": _training(plan, forecast, rung)}
+        for rung in forecast.rungs
+    ]
+    alternatives = [
+        {
+            "checkpointing": alternative.checkpointing,
+            "switched": alternative.switched,
+            **rung_to_dict(alternative.forecast, site.ranks_per_node),
+        }
+        for alternative in forecast.alternatives
+    ]
+    return {
+        "status": forecast.status,
+        "best": forecast.best_rung,
+        "rungs": rungs,
+        "alternatives": alternatives,
+        "hardware": hardware | {"price_per_gpu_hour": site.price_per_gpu_hour},
+    }
+
+
+def _training(plan: Forecast, forecast: SiteForecast, rung: RungForecast) -> dict[str, Any] | None:
+    """How long the plan's tokens take on the rung, and what they cost; null without tokens or a time."""
+    if plan.tokens is None or rung.speed is None:
+        return None
+    training = forecast_training(forecast.site, rung.speed, plan.tokens)
+    return None if training is None else asdict(training)
 
 
 def rung_to_dict(rung: RungForecast, ranks_per_node: int) -> dict[str, Any]:

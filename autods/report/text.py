@@ -11,6 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ..forecast.values import TierForecast
 from ..types import Failed, Fit, Knobs, Outcome, OutOfMemory, Phase, Record, Scalar, Tier, TierUse, first_line
 from ..units import choose_unit, format_bytes
 
@@ -49,6 +50,19 @@ def format_use(use: TierUse) -> str:
         return f"{format_bytes(use.peak_bytes)} / {format_bytes(use.limit_bytes)}"
     digits = 1 if factor > 1 else 0
     return f"{use.peak_bytes / factor:.{digits}f} / {use.limit_bytes / factor:.{digits}f} {name}"
+
+
+def format_predicted(predicted: TierForecast) -> str:
+    """'28.3 (27.1–30.2) / 80.0 GiB'; the limit has a unit of its own where it is far larger."""
+    unit, factor = choose_unit(predicted.peak_bytes)
+    sizes = (predicted.low_bytes, predicted.peak_bytes, predicted.high_bytes)
+    low, peak, high = (f"{size / factor:.1f}" for size in sizes)
+    interval = f" ({low}–{high})" if low != high else ""
+    if not predicted.limit_bytes:
+        return f"{peak}{interval} {unit}"
+    if choose_unit(predicted.limit_bytes)[0] == unit:
+        return f"{peak}{interval} / {predicted.limit_bytes / factor:.1f} {unit}"
+    return f"{peak}{interval} {unit} / {format_bytes(predicted.limit_bytes)}"
 
 
 def format_rate(per_second: float) -> str:

@@ -1,6 +1,6 @@
 import pytest
 
-from autods.units import format_bytes, format_count, format_signal, parse_bytes
+from autods.units import format_bytes, format_count, format_signal, parse_amount, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -44,3 +44,30 @@ def test_parameters_are_shown_as_people_say_them() -> None:
 )
 def test_every_signal_has_a_name_as_kill_lists_it(number: int, name: str) -> None:
     assert format_signal(number) == name
+
+
+@pytest.mark.parametrize(
+    ("text", "amount"),
+    [
+        ("300B", 3e11),
+        ("1.5T", 1.5e12),
+        ("300e9", 3e11),
+        ("2.5E+11", 2.5e11),
+        ("20M", 2e7),
+        ("1,000,000", 1e6),
+        ("7", 7),
+    ],
+)
+def test_an_amount_is_read_as_people_write_it(text: str, amount: float) -> None:
+    assert parse_amount(text) == pytest.approx(amount)
+
+
+@pytest.mark.parametrize("text", ["", "0", "-3B", "many", "300 billion", "nan", "inf", "1e-3", "B"])
+def test_what_is_no_amount_is_refused_with_the_forms(text: str) -> None:
+    with pytest.raises(ValueError, match=r"300B, 1\.5T"):
+        parse_amount(text)
+
+
+def test_an_absurd_amount_is_refused() -> None:
+    with pytest.raises(ValueError, match="more than"):
+        parse_amount("1e300")

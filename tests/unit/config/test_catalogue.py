@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from autods.config.catalogue import find_machines, read_catalogue
+from autods.config.catalogue import find_by_driver_name, find_machines, read_catalogue
 from autods.errors import InputError
 from autods.system.host import data_folder
 
@@ -66,6 +66,17 @@ def test_a_card_without_a_link_of_its_own_has_no_nvlink() -> None:
     links = {name: machine.links.nvlink_gb_per_s for name, machine in catalogue.items() if machine.links}
     assert links["a100-80gb"] == 600
     assert links["rtx4090-24gb"] is None
+
+
+def test_a_card_is_found_by_its_name_in_the_driver() -> None:
+    names = ("NVIDIA A100-SXM4-80GB", "A100-SXM4-80GB", "Tesla T4", "NVIDIA A10G", "NVIDIA A100 80GB PCIe x")
+    found = [find_by_driver_name(name) for name in names]
+    assert [known and known.name for known in found] == ["a100-80gb", "a100-80gb", "t4-16gb", None, None]
+
+
+def test_no_two_cards_share_a_name_in_the_driver() -> None:
+    names = [name for machine in read_catalogue().values() for name in machine.driver_names]
+    assert len(names) == len(set(names)) >= 18
 
 
 def test_a_machine_that_is_not_there_is_refused_with_those_that_are() -> None:

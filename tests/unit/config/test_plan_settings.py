@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
+from autods.config.catalogue import read_catalogue
 from autods.config.plan_settings import PlanSettings
 from autods.config.plan_settings import apply_script_config_to_plan as with_config_of
 from autods.errors import InputError
-from autods.system.gpus import Card
+from autods.system.gpus import Card, read_nvml
 from autods.system.host import Hardware
 from autods.types import ModelFacts, WorkloadSource
+from tests.support.scripted_nvml import FakeCard, FakeNvml
 from tests.support.settings import plan_settings
 
 GIB = 2**30
@@ -100,6 +102,37 @@ def test_a_plan_for_this_machine_follows_its_card() -> None:
     assert "Tesla V100 has no bf16" in refusal(hardware=here, precision="bf16")
 
 
+def test_a_visible_card_of_the_catalogue_has_its_rates() -> None:
+    nvml = FakeNvml(cards=[FakeCard(name="NVIDIA H100 80GB HBM3", uuid=f"GPU-{n}", total_bytes=79 * GIB) for n in "ab"])
+    question = asked(hardware=replace(LAPTOP, cards=read_nvml(None, nvml).cards))
+    (site,) = question.sites
+    assert (site.machine.name, site.machine.device_bytes, site.world_size) == ("here", 79 * GIB, 2)
+    known = read_catalogue()["h100-80gb"]
+    assert (site.machine.rates, site.machine.links) == (known.rates, known.links)
+    assert site.machine.host_bytes == LAPTOP.host_bytes
+    assert any("links and host bandwidth of a usual node" in sentence for sentence in question.assumed)
+
+
+def test_more_ranks_than_visible_cards_stay_on_one_node() -> None:
+    card = Card(index=0, name="GeForce RTX 4090", total_bytes=23 * GIB, free_bytes=23 * GIB)
+    (site,) = asked(gpus=8, hardware=replace(LAPTOP, cards=(card,))).sites
+    assert (site.nodes, site.machine.capability) == (1, (8, 9))
+
+
+@pytest.mark.parametrize("names", [("NVIDIA Secret",), ("NVIDIA L4", "NVIDIA A40")], ids=["unknown", "mixed"])
+def test_a_card_outside_the_catalogue_has_no_rates(names: tuple[str, ...]) -> None:
+    cards = tuple(Card(index=0, name=name, total_bytes=22 * GIB, free_bytes=22 * GIB) for name in names)
+    (site,) = asked(hardware=replace(LAPTOP, cards=cards)).sites
+    assert (site.machine.rates, site.machine.links) == (None, None)
+
+
+@pytest.mark.parametrize("price", [2, "2.0", {"a100-80gb": 2}, "A100-80GB=2"])
+def test_a_price_belongs_to_a_machine(price: Any) -> None:
+    question = asked(on="a100-80gb", tokens="300B", price_per_gpu_hour=price)
+    assert question.tokens == 3e11
+    assert question.sites[0].price_per_gpu_hour == 2
+
+
 def test_a_machine_without_bf16_is_kept_with_a_reason() -> None:
     sites = asked(on="t4-16gb,a100-80gb", precision="bf16").sites
     assert [site.problem for site in sites] == ["NVIDIA T4 16 GB has no bf16", None]
@@ -142,6 +175,12 @@ def test_a_micro_batch_must_divide_the_global_batch() -> None:
         ({"gpus": 1, "gpu_memory": "1GiB", "on": "all"}, "drop one of the two"),
         ({"gpus": 1, "device": "cpu"}, "give --gpu-memory"),
         ({"gpus": 1, "gpu_memory": "1GiB", "precision": "int8"}, "no precision 'int8'"),
+        ({"on": "a100-80gb", "tokens": "many"}, "--tokens 'many' is not an amount"),
+        ({"on": "a100-80gb", "price_per_gpu_hour": 2}, "give --tokens 300B"),
+        ({"on": "a100-80gb", "tokens": "1B", "price_per_gpu_hour": "cheap"}, "'cheap' is not a price"),
+        ({"on": "a100-80gb", "tokens": "1B", "price_per_gpu_hour": -1}, "is not a price"),
+        ({"on": "a100-80gb,l4-24gb", "tokens": "1B", "price_per_gpu_hour": 2}, "l4-24gb=1.8,a100-80gb=2.5"),
+        ({"on": "a100-80gb", "tokens": "1B", "price_per_gpu_hour": {"h100-80gb": 2}}, "no machine 'h100-80gb'"),
     ],
 )
 def test_wrong_input_is_refused_in_two_lines(wrong: dict[str, Any], said: str) -> None:

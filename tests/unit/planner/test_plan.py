@@ -34,13 +34,58 @@ def test_the_fastest_rung_that_fits_is_the_best() -> None:
     assert planned.forecast.status == "fits"
 
 
-def test_a_rung_has_the_speed_of_its_largest_micro_batch() -> None:
+def timed(ask: EngineSpec, micro_batch: int) -> Simulation:
+    """As `shrinking`, with a schedule. Without checkpointing a sample takes twice the memory and 3/4 of the time."""
+    samples = micro_batch if ask.checkpointing else 2 * micro_batch
+    flops = 1e12 * (1 + micro_batch) * (1 if ask.checkpointing else 0.75)
+    work = Work(kind="matmul", flops=flops, dtype="bfloat16", least_dim=4096)
+    return replace(shrinking(ask, samples), micro_batch=micro_batch, schedule=Schedule(events=(0,), works=(work,)))
+
+
+def test_the_best_rung_has_its_other_settings() -> None:
+    planned = Planned(question(on="a100-40gb", gpus=8, ladder=("zero2", "zero3")), timed)
+    site = planned.forecast.sites[0]
+    assert site.best is not None
+    assert site.best.speed is not None
+    smaller, larger, switched = site.alternatives
+    assert smaller.forecast.micro_batch < site.best.speed.micro_batch < larger.forecast.micro_batch
+    assert (smaller.forecast.verdict, smaller.switched, larger.switched) == ("fits", False, False)
+    assert larger.forecast.fill > 1
+    assert (switched.switched, switched.checkpointing) == (True, False)
+    assert switched.forecast.speed is not None
+    assert 2 * switched.forecast.micro_batch == pytest.approx(site.best.speed.micro_batch, abs=2)
+    assert switched.forecast.speed.samples_per_second > site.best.speed.samples_per_second
+
+
+def test_other_settings_need_few_simulations() -> None:
+    planned = Planned(question(on="a100-40gb", gpus=8, ladder=("zero3",)), timed)
+    on = sum(spec.checkpointing for spec in planned.simulator.engines)
+    assert (on, len(planned.simulator.engines)) == (1, 2)
+    assert len(planned.simulator.measured) <= 10
+
+
+def test_a_model_that_recomputes_by_itself_has_no_switch() -> None:
     def script(ask: EngineSpec, micro_batch: int) -> Simulation:
-        work = Work(kind="matmul", flops=1e12 * (1 + micro_batch), dtype="bfloat16", least_dim=4096)
-        schedule = Schedule(events=(0,), works=(work,))
-        return replace(shrinking(ask, micro_batch), schedule=schedule)
+        return timed(replace(ask, checkpointing=True), micro_batch)
 
     planned = Planned(question(on="a100-40gb", gpus=8, ladder=("zero3",)), script)
+    assert not any(alternative.switched for alternative in planned.forecast.sites[0].alternatives)
+
+
+def test_without_a_time_no_other_setting_is_simulated() -> None:
+    planned = Planned(question(ladder=("zero3",)), timed)
+    assert planned.forecast.sites[0].alternatives == ()
+    assert all(spec.checkpointing for spec in planned.simulator.engines)
+
+
+def test_tokens_of_images_are_refused() -> None:
+    facts = replace(FACTS, tokens_per_sample=None)
+    with pytest.raises(InputError, match="--tokens: the tokens of this workload's samples are not known"):
+        Planned(question(on="a100-40gb", tokens="1B"), facts=facts)
+
+
+def test_a_rung_has_the_speed_of_its_largest_micro_batch() -> None:
+    planned = Planned(question(on="a100-40gb", gpus=8, ladder=("zero3",)), timed)
     (rung,) = planned.forecast.sites[0].rungs
     assert rung.speed is not None
     assert rung.speed.micro_batch == rung.largest_micro_batch

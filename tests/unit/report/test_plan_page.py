@@ -9,7 +9,7 @@ import pytest
 from autods.report.plan_page import render_plan_page
 from autods.report.results import Forecast
 from tests.support.pages import HOSTILE, check_page
-from tests.support.plans import RUNGS, comparison, forecast, hopeless
+from tests.support.plans import RUNGS, comparison, forecast, hopeless, rung, speed
 
 
 @pytest.mark.parametrize("plan", [forecast(), comparison(), hopeless()], ids=["one machine", "several", "nothing fits"])
@@ -20,12 +20,20 @@ def test_the_page_of_a_plan_is_whole_and_requests_nothing(plan: Forecast) -> Non
 def test_the_page_of_a_plan_has_every_rung_with_its_memory() -> None:
     words = check_page(render_plan_page(forecast())).words
     assert "zero2 is the fastest rung that fits, up to micro batch 6" in words
-    for rung in RUNGS:
-        assert rung.rung in words
-        assert rung.reason in words
+    for row in RUNGS:
+        assert row.rung in words
+        assert row.reason in words
     assert "40.0 GiB (36.0 to 44.0) of 80.0 GiB" in words
     assert "host memory: 320.0 (288.0–352.0) GiB / 1.0 TiB" in words
     assert "the loss scale starts at 65536" in words
+
+
+def test_the_page_of_a_plan_has_each_rungs_time() -> None:
+    plan = replace(forecast((rung("zero2", 14, verdict="fits", speed=speed(8, bound="host")),)), tokens=1e9)
+    words = check_page(render_plan_page(plan)).words
+    assert "step 0.5 (0.4–0.6) s at micro batch 1" in words
+    assert "16,384 tokens/s" in words
+    assert "1B tokens: 0.706 (0.565–0.848) days" in words
 
 
 def test_several_machines_have_a_section_each() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -10,9 +11,10 @@ from rich.console import Console
 from autods.events import Note
 from autods.forecast.values import RungFinished, SimulationStarted
 from autods.report.live import PlanProgress
-from autods.report.plan_view import bytes_by_kind, format_predicted, memory_bar, print_plan
-from autods.report.results import Forecast
+from autods.report.plan_view import bytes_by_kind, memory_bar, print_plan
+from autods.report.results import Alternative, Forecast
 from autods.report.serialize import plan_to_dict as to_dict
+from autods.report.text import format_predicted
 from tests.support.plans import GIB, LIMIT, RUNGS, comparison, forecast, hopeless, left_out, predicted, rung, speed
 
 
@@ -228,3 +230,66 @@ def test_json_has_the_step_of_each_rung() -> None:
     assert (rows[1]["step"]["seconds"], rows[1]["step"]["bound"]) == (0.5, "compute")
     assert rows[1]["step"]["tokens_per_second"] == 40_960
     assert rows[2]["step"] is None
+
+
+def training(price: float | None = 2.0) -> Forecast:
+    """zero3 at 40,960 tokens/s on 8 cards; a training of 300B tokens."""
+    plan = forecast(OFFLOAD_FIRST)
+    (site_forecast,) = plan.sites
+    site = replace(site_forecast.site, price_per_gpu_hour=price)
+    others = (
+        Alternative(forecast=rung("zero3", 15, verdict="fits", speed=speed(18)), checkpointing=True),
+        Alternative(
+            forecast=rung("zero3", 90, verdict="cannot_fit", speed=speed(26)), checkpointing=False, switched=True
+        ),
+    )
+    return replace(plan, tokens=3e11, sites=(replace(site_forecast, site=site, alternatives=others),))
+
+
+@pytest.mark.parametrize("width", [80, 112, 160])
+def test_a_training_has_its_days_and_its_cost(width: int) -> None:
+    text = sentence(printed(training(), width))
+    days = 3e11 / 40_960 / 86_400
+    assert f"300B tokens take {days:.3g} ({0.8 * days:.3g}–{1.2 * days:.0f}) days with zero3" in text
+    cost = days * 24 * 8 * 2
+    assert f"and cost {float(f'{cost:.3g}'):,.0f}" in text
+
+
+def test_a_training_in_json_has_its_bounds() -> None:
+    row = to_dict(training())["rungs"][1]["training"]
+    assert row["days"] == pytest.approx(3e11 / 40_960 / 86_400)
+    assert (row["low_days"], row["high_days"]) == (pytest.approx(0.8 * row["days"]), pytest.approx(1.2 * row["days"]))
+    assert row["cost"] == pytest.approx(2 * row["gpu_hours"]) == pytest.approx(row["days"] * 24 * 8 * 2)
+    assert to_dict(training(None))["rungs"][1]["training"]["cost"] is None
+    assert to_dict(forecast(OFFLOAD_FIRST))["rungs"][1]["training"] is None
+
+
+def test_what_other_settings_give_is_said_of_the_best_rung() -> None:
+    text = sentence(printed(training()))
+    assert "micro batch 1 instead of 1: 0.90 × the tokens/s" in text
+    assert "without activation checkpointing even micro batch 1 needs 90.0 GiB of device memory" in text
+    assert "the other rungs beside zero3, each at its micro batch: zero2-offload 0.40 ×" in text
+
+
+def test_machines_are_ranked_by_their_rate() -> None:
+    plan = comparison()
+    rates = {"a100-80gb": 20.0, "h200-141gb": 50.0}
+    sites = tuple(
+        replace(
+            each, rungs=tuple(replace(row, speed=speed(rates[name])) if name in rates else row for row in each.rungs)
+        )
+        for each in plan.sites
+        for name in [each.site.machine.name]
+    )
+    plan = replace(plan, sites=sites, tokens=1e12)
+    text = sentence(printed(plan))
+    assert text.index("h200-141gb") < text.index("a100-80gb") < text.index("l4-24gb")
+    assert "h200-141gb is the fastest: 102,400 tokens/s with ddp" in text
+    assert "1T tokens take" in text
+    data = to_dict(plan)
+    assert data["ranking"] == ["h200-141gb", "a100-80gb", "l4-24gb"]
+    assert data["smallest_enough"] == "a100-80gb"
+
+
+def test_a_machine_without_a_time_says_why() -> None:
+    assert "no time of a100-80gb, h200-141gb, because" in sentence(printed(comparison()))

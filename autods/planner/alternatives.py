@@ -1,0 +1,91 @@
+"""What another setting of the recommended rung would give: another micro batch, or the other kind of checkpointing.
+
+Micro batches were simulated in the search for the largest; only the other kind of checkpointing needs new simulations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..config.plan_settings import Site
+from ..events import Note
+from ..forecast.forecaster import MOST_MICRO_BATCH, EngineForecaster, LargestMicroBatch
+from ..forecast.simulator.client import SimulationFailed
+from ..forecast.values import EngineSpec, RungForecast
+from ..report.results import Alternative
+from ..tuner.trials import micro_batches
+from .simulate import PlanRun, choose_checkpointing, find_limits, move_engine
+
+
+def list_alternatives(run: PlanRun, site: Site, best: RungForecast) -> tuple[Alternative, ...]:
+    """Return the neighbours of the best rung's forecast; none where its time is not known."""
+    spec = run.find_engine(site, best.rung)
+    if spec is None or best.speed is None:
+        return ()
+    found = [*_list_micro_batches(run, site, spec, best.speed.micro_batch)]
+    if run.settings.source.kind != "script" and run.facts.checkpointing:
+        found += _switch_checkpointing(run, site, spec, best)
+    return tuple(found)
+
+
+def _list_micro_batches(run: PlanRun, site: Site, spec: EngineSpec, micro_batch: int) -> list[Alternative]:
+    """The simulated micro batch nearest to half of this one, and the next larger one that was simulated."""
+    sizes = run.forecaster.list_simulated(spec)
+    smaller = min(
+        (size for size in sizes if size < micro_batch), key=lambda size: abs(2 * size - micro_batch), default=0
+    )
+    larger = min((size for size in sizes if size > micro_batch), default=0)
+    with run.forecaster.open(spec) as engine:
+        return [_judge(run, site, engine, size) for size in (smaller, larger) if size]
+
+
+def _switch_checkpointing(run: PlanRun, site: Site, spec: EngineSpec, best: RungForecast) -> list[Alternative]:
+    """The rung at its largest micro batch with activations recomputed, where they are not, or the other way round."""
+    other = replace(spec, checkpointing=not spec.checkpointing)
+    run.listen(Note(text=f"{best.rung} with checkpointing {'on' if other.checkpointing else 'off'}", passing=True))
+    try:
+        with run.forecaster.open(other) as engine:
+            first = _judge(run, site, engine, site.micro_batch)
+            known = run.forecaster.get(spec, site.micro_batch)
+            if known is not None and known.live_bytes == engine.simulate(site.micro_batch).live_bytes:
+                return []  # the model's own code decides
+            if not run.settings.largest or first.forecast.verdict == "cannot_fit":
+                return [first]
+            largest = _find_largest(run, site, spec, engine, first.forecast)
+            return [first if largest.micro_batch is None else _judge(run, site, engine, largest.micro_batch)]
+    except SimulationFailed:
+        return []
+
+
+def _find_largest(
+    run: PlanRun, site: Site, spec: EngineSpec, engine: EngineForecaster, first: RungForecast
+) -> LargestMicroBatch:
+    """Search the largest micro batch of the engine, from its forecast at the first.
+
+    Both kinds of checkpointing hold the same without any sample. So the forecasts of `spec`, the other kind, show where
+    the line begins whose slope is the bytes of a sample.
+    """
+    limits, slope = find_limits(site), None
+    sizes = run.forecaster.list_simulated(spec)
+    if len(sizes) > 1:
+        low, high = sizes[0], sizes[1]
+        with run.forecaster.open(spec) as known:
+            fills = [known.forecast(size, limits, on=move_engine(spec, site)).fill for size in (low, high)]
+        empty = fills[0] - low * (fills[1] - fills[0]) / (high - low)
+        slope = max(0.0, first.fill - empty) / first.micro_batch
+    return engine.find_largest(
+        micro_batches(site.global_batch, site.world_size, MOST_MICRO_BATCH),
+        limits,
+        on=move_engine(engine.spec, site),
+        known=(first.micro_batch, first.fill),
+        slope=slope,
+    )
+
+
+def _judge(run: PlanRun, site: Site, engine: EngineForecaster, micro_batch: int) -> Alternative:
+    spec = move_engine(engine.spec, site)
+    forecast = engine.forecast(micro_batch, find_limits(site), on=spec)
+    speed = run.forecast_speed(spec, site, engine.simulate(micro_batch))
+    switched = spec.checkpointing != choose_checkpointing(run.settings, run.facts)
+    forecast = replace(forecast, speed=speed)
+    return Alternative(forecast=forecast, checkpointing=spec.checkpointing, switched=switched)
