@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import os
 import re
@@ -68,6 +69,9 @@ class Meter:
     def leave_device(self) -> dict[str, int]:
         """From here on the host works on a checkpoint. Return the device's peak until now, if it counts alone."""
         return {}
+
+    def return_to_device(self) -> None:
+        """The checkpoint is done, and training goes on within the limit."""
 
     def allocator(self) -> dict[str, int]:
         """Return `idle_bytes`, reserved on the device without a tensor, and `alloc_retries` since the last `settle`."""
@@ -141,6 +145,13 @@ class CpuMeter(Meter):
         peak = self.peaks()["device"] or 0
         self.lift()
         return {"device": peak}
+
+    def return_to_device(self) -> None:
+        """Give the memory of the checkpoint back, and set the limit again."""
+        if self.limit_bytes is not None:
+            gc.collect()
+            _LIBC.malloc_trim(0)
+            resource.setrlimit(resource.RLIMIT_DATA, (self._data_at_start + self.limit_bytes, self._hard_limit))
 
 
 @dataclass(slots=True)

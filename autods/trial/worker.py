@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -246,7 +246,46 @@ def _train(context: RankContext) -> Result:
     return complete(asdict(train(workload, job, observe=observer, meter=meter, ranks=ranks)))
 
 
-_HANDLERS: Mapping[JobKind, Callable[[RankContext], Result]] = {"train": _train, "survey": _survey, "ops": _build_ops}
+def _run(context: RankContext) -> Result:
+    """Do this rank's part of a training run, as its order says; return how it ended, with the peak bytes."""
+    from .run import session
+    from .run.order import VARIABLE, read_order
+
+    assert context.job.order is not None
+    order = read_order(context.job.order)
+    os.environ[VARIABLE] = context.job.order
+    job = replace(
+        context.job,
+        ds_config=order.ds_config,
+        micro_batch=order.micro_batch,
+        accumulation=order.accumulation,
+        checkpointing=order.checkpointing,
+        seed=order.seed,
+    )
+    seed_all(order.seed + job.local_ranks[context.slot])
+    context.observer.meter.start()
+    session.observe_with(context.observer)
+    if job.source.kind == "script":
+        from .run.script import run_script
+
+        run_script(job, context.slot, context.store)
+    else:
+        from .distributed import join
+        from .run.loop import train
+
+        context.observer("rendezvous", 0)
+        join(job, context.store)
+        train(context.load_workload(), job, order, context.observer)
+    context.observer("done", context.observer.step)
+    return {**session.describe_end(), "peaks": context.observer.meter.peaks()}
+
+
+_HANDLERS: Mapping[JobKind, Callable[[RankContext], Result]] = {
+    "train": _train,
+    "survey": _survey,
+    "ops": _build_ops,
+    "run": _run,
+}
 
 
 def environment(job: RankJob, slot: int, port: int) -> dict[str, str]:

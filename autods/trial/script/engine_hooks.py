@@ -21,7 +21,7 @@ from .engine_config import read_config
 from .session import Session
 from .user_errors import script_error
 
-_INITIALIZE = declare("deepspeed.initialize", "the engine gets the trial's config and is watched")
+INITIALIZE = declare("deepspeed.initialize", "the engine gets the trial's config and is watched")
 _ZERO_INIT = declare(
     "deepspeed.zero.Init.__init__", "parameters are partitioned by the trial's stage, not the script's"
 )
@@ -34,7 +34,7 @@ def install(session: Session) -> None:
 
     if session.job.job == "survey":
         pipeline.build_all_layers()
-    _INITIALIZE.wrap(_initialize, session, everywhere=True)
+    INITIALIZE.wrap(_initialize, session, everywhere=True)
     _ZERO_INIT.wrap(_partition, session)
     _DESTROY.wrap(destroy_process_group, session, everywhere=True)
     kind = session.job.source.script_kind
@@ -152,11 +152,11 @@ def _initialize(session: Session, original: Any, /, *args: Any, **kwargs: Any) -
     bound = inspect.signature(original).bind(*args, **kwargs)
     bound.apply_defaults()
     arguments = bound.arguments
-    config, from_file = _find_config(arguments)
+    config, from_file = find_config(arguments)
     has_optimizer = arguments["optimizer"] is not None
     if config is not None and not has_optimizer and not arguments["model_parameters"] and "optimizer" not in config:
         # Nothing to train with: the engine serves a frozen model, such as a reference or a teacher.
-        _set_config(arguments, without_monitors(config))
+        set_config(arguments, without_monitors(config))
         return _refuse_training(original(*bound.args, **bound.kwargs), session, find_caller())
     if session.engine is not None:
         raise script_error(
@@ -167,7 +167,7 @@ def _initialize(session: Session, original: Any, /, *args: Any, **kwargs: Any) -
     if session.job.stops_at_engine:
         session.stop_with_facts(_describe_model(session, arguments, config, from_file=from_file))
     if config is not None:
-        _set_config(arguments, session.config.for_engine(config, has_optimizer=has_optimizer))
+        set_config(arguments, session.config.for_engine(config, has_optimizer=has_optimizer))
     session.begin_phase("init")
     with session.watch_call():
         returned = original(*bound.args, **bound.kwargs)
@@ -176,7 +176,7 @@ def _initialize(session: Session, original: Any, /, *args: Any, **kwargs: Any) -
     return returned
 
 
-def _find_config(arguments: Mapping[str, Any]) -> tuple[dict[str, Any] | None, bool]:
+def find_config(arguments: Mapping[str, Any]) -> tuple[dict[str, Any] | None, bool]:
     """The config that the script gives, and whether it is a file's. None where DeepSpeed itself reports the problem."""
     args = arguments["args"]
     in_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
@@ -188,7 +188,7 @@ def _find_config(arguments: Mapping[str, Any]) -> tuple[dict[str, Any] | None, b
     return config, config is not None and not isinstance(given, Mapping) and Path(given).is_file()
 
 
-def _set_config(arguments: dict[str, Any], config: Mapping[str, Any]) -> None:
+def set_config(arguments: dict[str, Any], config: Mapping[str, Any]) -> None:
     """Replace the config, whichever way the script gives it."""
     arguments["config"], arguments["config_params"] = config, None
     if arguments["args"] is not None:

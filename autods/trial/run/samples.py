@@ -1,0 +1,144 @@
+"""The order of a run's samples: the same for every micro batch, accumulation and number of ranks.
+
+The samples are one endless stream. Each epoch is a permutation of the dataset, drawn from the run's seed and the
+epoch's number alone. Optimizer step s trains on positions [s·G, (s+1)·G) of the stream, where G is the global batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...workload.protocol import WorkloadError
+
+_WORD = 2**32
+
+
+@dataclass(slots=True)
+class SampleOrder:
+    """The stream of samples of a dataset with `count` samples. `shuffle` False keeps the dataset's order."""
+
+    count: int
+    seed: int
+    shuffle: bool = True
+    _permutations: dict[int, Any] = field(default_factory=dict)  # of the last two epochs
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise WorkloadError("the dataset has no samples", hint="check its path and its filters")
+
+    def ids(self, first: int, last: int) -> list[int]:
+        """Return the samples at the positions [first, last) of the stream."""
+        samples: list[int] = []
+        while first < last:
+            epoch, offset = divmod(first, self.count)
+            size = min(last - first, self.count - offset)
+            if self.shuffle:
+                samples += self._permutation(epoch)[offset : offset + size].tolist()
+            else:
+                samples += range(offset, offset + size)
+            first += size
+        return samples
+
+    def _permutation(self, epoch: int) -> Any:
+        """The samples of an epoch. numpy keeps the stream of RandomState the same in all releases."""
+        if epoch not in self._permutations:
+            import numpy
+
+            words = [self.seed // _WORD % _WORD, self.seed % _WORD, epoch // _WORD, epoch % _WORD]
+            self._permutations = dict(itertools.islice(self._permutations.items(), 1, 2))
+            self._permutations[epoch] = numpy.random.RandomState(words).permutation(self.count)
+        return self._permutations[epoch]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """The part of each global batch that one rank trains on, in micro batches."""
+
+    rank: int  # among the replicas
+    replicas: int
+    micro_batch: int
+    accumulation: int
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of an optimizer step on all ranks."""
+        return self.micro_batch * self.accumulation * self.replicas
+
+    def spans(self, step: int) -> list[tuple[int, int]]:
+        """Return the positions [first, last) of this rank's micro batches in an optimizer step."""
+        begin = step * self.global_batch
+        starts = (begin + (index * self.replicas + self.rank) * self.micro_batch for index in range(self.accumulation))
+        return [(start, start + self.micro_batch) for start in starts]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSampler:
+    """A batch sampler for torch's DataLoader: a rank's micro batches from the optimizer step `first_step` on.
+
+    It ends before the step `end_step`; None: never.
+    """
+
+    order: SampleOrder
+    share: Share
+    first_step: int = 0
+    end_step: int | None = None
+
+    def __iter__(self) -> Iterator[list[int]]:
+        steps = itertools.count(self.first_step) if self.end_step is None else range(self.first_step, self.end_step)
+        for step in steps:
+            for first, last in self.share.spans(step):
+                yield self.order.ids(first, last)
+
+    def __len__(self) -> int:
+        if self.end_step is None:
+            raise TypeError("a run without a number of steps has no number of batches")
+        return max(0, self.end_step - self.first_step) * self.share.accumulation
+
+
+def deal_stream(samples: Iterable[Any], share: Share, first_step: int) -> Iterator[list[Any]]:
+    """Yield a rank's micro batches of a dataset that can only be read in order.
+
+    Each rank reads every sample and keeps its share; samples before `first_step` are read and dropped. At its end the
+    dataset is read again. Raises WorkloadError for a dataset that yields nothing.
+    """
+    stream = _repeat(samples)
+    _drop(stream, first_step * share.global_batch)
+    position = first_step * share.global_batch
+    for step in itertools.count(first_step):
+        for first, last in share.spans(step):
+            _drop(stream, first - position)
+            yield list(itertools.islice(stream, last - first))
+            position = last
+        end = (step + 1) * share.global_batch
+        _drop(stream, end - position)
+        position = end
+
+
+def _repeat(samples: Iterable[Any]) -> Iterator[Any]:
+    while True:
+        empty = True
+        for sample in samples:
+            empty = False
+            yield sample
+        if empty:
+            raise WorkloadError(
+                "the dataset yields no samples", hint="an iterator that is read once cannot be repeated"
+            )
+
+
+def _drop(stream: Iterator[Any], count: int) -> None:
+    next(itertools.islice(stream, count, count), None)
+
+
+def digest_ids(ids: Sequence[int]) -> str:
+    """Return a digest of a set of samples, whatever their order."""
+    return hashlib.sha256(" ".join(map(str, sorted(ids))).encode()).hexdigest()[:16]
+
+
+def derive_seed(*numbers: int) -> int:
+    """Return a seed of 32 bits made from some numbers, the same in every process and release."""
+    return int(hashlib.sha256(" ".join(map(str, numbers)).encode()).hexdigest()[:8], 16)

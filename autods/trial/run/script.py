@@ -1,0 +1,59 @@
+"""Run a training script as it is: with its real files, in the user's folder, with the order's DeepSpeed config."""
+
+from __future__ import annotations
+
+import inspect
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ...config.deepspeed import merge, strip_rung_keys, to_lightning_config, to_trainer_config
+from ...types import ScriptKind
+from ..job import RankJob
+from ..script import cpu_ranks
+from ..script.engine_hooks import INITIALIZE, find_config, set_config
+from ..script.run import prepare_process, run_as_main
+from ..script.user_errors import cause_of_exit, explain
+
+# The config file of a script whose library calls the engine.
+_CONVERSIONS: Mapping[ScriptKind | None, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "hf_trainer": to_trainer_config,
+    "accelerate": to_trainer_config,
+    "lightning": to_lightning_config,
+}
+
+
+def run_script(job: RankJob, slot: int, store: socket.socket | None) -> None:
+    """Run the job's script as `__main__` until it ends. Raises the error that ended it, explained where that helps."""
+    stand_ins: list[str] = []
+    cpu_ranks.install(job, slot, store, stand_ins)
+    convert = _CONVERSIONS.get(job.source.script_kind)
+    if convert is None:
+        INITIALIZE.wrap(_initialize, job, everywhere=True)
+    prepare_process(job, slot, convert(job.ds_config) if convert else job.ds_config)
+    try:
+        run_as_main(job.source)
+    except BaseException as error:
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            return
+        failure = cause_of_exit(error, None)
+        explained = explain(failure, job.device)
+        if explained is failure:
+            raise failure from None
+        raise explained from failure
+
+
+def _initialize(job: RankJob, original: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Make the engine with the run's settings over the script's own config, as the trials did."""
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    bound.apply_defaults()
+    arguments = bound.arguments
+    config, _ = find_config(arguments)
+    has_optimizer = arguments["optimizer"] is not None
+    trains = has_optimizer or arguments["model_parameters"] or "optimizer" in (config or {})
+    if config is not None and trains:  # else the engine serves a frozen model, or DeepSpeed reports the problem
+        completed = merge(strip_rung_keys(config), job.ds_config)
+        if has_optimizer:
+            completed.pop("optimizer", None)
+        set_config(arguments, completed)
+    return original(*bound.args, **bound.kwargs)

@@ -1,0 +1,415 @@
+"""The hook of a training run in the user's script: `autods.session(engine)`.
+
+In an attempt of `autods run` it restores the last checkpoint, deals out the samples, saves when that is due, and ends
+the ranks together. Without a run it deals out samples and counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ...types import Phase
+from ...units import format_bytes
+from ...workload.protocol import WorkloadError
+from ..model_facts import seed_all
+from . import states
+from .checkpoints import (
+    RANKS,
+    Manifest,
+    checkpoint_folder,
+    list_checkpoints,
+    list_files,
+    read_checkpoint,
+    remove_checkpoint,
+    remove_old,
+    sync_files,
+    write_manifest,
+)
+from .consensus import Consensus
+from .order import RunOrder, find_order
+from .samples import SampleOrder, Share, StepSampler, deal_stream, derive_seed, digest_ids
+
+_ROOM_TO_SPARE = 1.05  # of a checkpoint's bytes: the next one is hardly larger
+_PEAK_EVERY_S = 1.0  # an exact peak of a CPU rank costs a tenth of a millisecond
+_FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT)
+_WRITTEN_BADLY = ("PytorchStreamWriter", "inline_container", "unexpected pos")  # torch.save on a full disk
+
+
+class Stopped(BaseException):
+    """The driver asked the ranks to save and to end. No Exception, so that `except Exception` does not catch it."""
+
+
+class NoObserver:
+    """The phases of a rank that nobody watches."""
+
+    meter: Any = None
+    step = 0
+
+    def __call__(self, phase: Phase, step: int) -> None:
+        self.step = step
+
+
+_observer: Any = NoObserver()
+_current: Session | None = None
+
+
+def observe_with(observer: Any) -> None:
+    """Report the phases of the next session to this observer, which has the rank's meter."""
+    global _observer
+    _observer = observer
+
+
+def session(engine: Any) -> Session:
+    """Return the session of DeepSpeed's engine, which has the states of the last checkpoint if the run has one.
+
+    Call it once, right after `deepspeed.initialize`, on every rank.
+    """
+    global _current
+    _current = Session(engine, find_order(), _observer)
+    _current.restore()
+    return _current
+
+
+def describe_end() -> dict[str, Any]:
+    """Return how this rank's session ended: 'done' or 'stopped', and its step. Saves the last steps if none has."""
+    if _current is None:
+        raise WorkloadError(
+            "it ended and never called autods.session",
+            hint="add session = autods.session(engine) after deepspeed.initialize, and train on session.batches(…)",
+        )
+    _current.finish()
+    return {"ended": "stopped" if _current.stopped else "done", "step": _current.step}
+
+
+class Session:
+    """One rank's training. `state` is the user's: a dict that each checkpoint saves and restores.
+
+    `observer` gets the phases; its meter, which may be None, has the peak of the device's memory.
+    """
+
+    def __init__(self, engine: Any, order: RunOrder | None, observer: Any = None) -> None:
+        self.engine, self.order = engine, order
+        self.observer = NoObserver() if observer is None else observer
+        self.state: dict[str, Any] = {}
+        self.stopped = False
+        self.consensus = Consensus(deliver=self._write_step)
+        if order is not None:
+            self.consensus.join()
+        rank, replicas = states.find_replica(engine)
+        self.share = Share(
+            rank=rank,
+            replicas=replicas,
+            micro_batch=int(engine.train_micro_batch_size_per_gpu()),
+            accumulation=int(engine.gradient_accumulation_steps()),
+        )
+        self._check_batch()
+        self._saved_step = -1  # of the last checkpoint
+        self._seen_step = self.step
+        self._samples: SampleOrder | None = None
+        self._step_began_s = time.perf_counter()
+        self._peak_read_s = 0.0
+        self._peak_bytes: int | None = None
+        self._losses: list[Any] = []  # of this step's micro batches, on the device
+
+    # What a script reads.
+
+    @property
+    def step(self) -> int:
+        """The optimizer steps that are done, those of earlier attempts included."""
+        return int(self.engine.global_steps)
+
+    @property
+    def samples(self) -> int:
+        """The samples of all ranks that the run has trained on."""
+        return self.step * self.share.global_batch
+
+    @property
+    def steps(self) -> int | None:
+        """The optimizer steps at which the run ends; None where the script decides."""
+        return None if self.order is None else self.order.steps
+
+    @property
+    def done(self) -> bool:
+        """Whether the run has done its steps."""
+        return self.steps is not None and self.step >= self.steps
+
+    def batches(
+        self,
+        dataset: Any,
+        *,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        epochs: int | None = None,
+        shuffle: bool = True,
+        **loader_options: Any,
+    ) -> Iterator[Any]:
+        """Yield this rank's micro batches on the engine's device, from the step where the run goes on.
+
+        They end after the run's steps, or after `epochs` passes through the data; without both, after one pass.
+        `loader_options` are those of torch's DataLoader, such as num_workers. A dataset that can only be iterated must
+        yield the same samples in the same order on every rank; a resumed run reads and drops what it has trained on.
+        """
+        from torch.utils.data import DataLoader, default_collate
+
+        for name in ("batch_size", "sampler", "batch_sampler", "drop_last"):
+            if name in loader_options:
+                raise WorkloadError(
+                    f"session.batches takes no {name}", hint="the run decides which samples make a micro batch"
+                )
+        collate = collate_fn or default_collate
+        if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+            seed = 0 if self.order is None else self.order.seed
+            self._samples = SampleOrder(len(dataset), seed, shuffle)
+            end = self._find_end(len(dataset), epochs)
+            sampler = StepSampler(order=self._samples, share=self.share, first_step=self.step, end_step=end)
+            loader: Iterable[Any] = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate, **loader_options)
+        else:
+            if epochs is not None:
+                raise WorkloadError("the dataset has no length, so its epochs cannot be counted", hint="drop epochs")
+            if self.samples:
+                self._note(f"reading {self.samples} samples of the dataset to go on behind them")
+            stream = DataLoader(dataset, batch_size=None, collate_fn=_keep, **loader_options)
+            loader, end = (collate(batch) for batch in deal_stream(stream, self.share, self.step)), self.steps
+        micro_batches = iter(loader)
+        while end is None or self.step < end:
+            batch = next(micro_batches, None)
+            if batch is None:
+                return
+            self.observer("forward", self.step)
+            yield states.move(batch, self.engine.device)
+
+    def step_done(self, loss: Any = None) -> None:
+        """Count a micro batch, after `engine.step()`. At the end of an optimizer step it may save, and end the run.
+
+        All ranks call it alike. `loss` is that of the micro batch, for the run's journal.
+        """
+        if loss is not None:
+            self._losses.append(loss.detach() if hasattr(loss, "detach") else loss)
+        self.observer("step", self.step)
+        if self.step == self._seen_step or self.order is None:
+            self._seen_step = self.step
+            return
+        self._seen_step = self.step
+        self._note_step(self.order)
+        if self.done or self.step % self.order.checkpoint_every == 0:
+            self.save()
+        if self.consensus.stop_agreed and not self.done:
+            self.stopped = True
+            if self._saved_step != self.step:
+                self.save()
+            raise Stopped
+        self.observer("forward", self.step)
+        self._step_began_s = time.perf_counter()
+
+    # Checkpoints.
+
+    def restore(self) -> None:
+        """Load the order's checkpoint, if it names one. Every rank has the same states afterwards as when it saved."""
+        order = self.order
+        if order is None or order.restore is None:
+            return
+        self.observer("load", self.step)
+        checkpoint = read_checkpoint(Path(order.restore))
+        states.load(self.engine, checkpoint, universal=order.universal)
+        if self.step != checkpoint.step:
+            raise RuntimeError(f"{order.restore} is of step {checkpoint.step}, and the engine is at {self.step}")
+        saved_ranks = checkpoint.layout.world_size
+        rank = self.consensus.rank
+        file = checkpoint.path / RANKS / states.rank_file(rank if saved_ranks == order.world_size else 0)
+        saved = states.read_rank_file(file)
+        self.state = saved["state"]
+        if saved_ranks == order.world_size:
+            states.set_random_states(saved["random"])
+        else:
+            seed_all(derive_seed(order.seed, self.step, rank))
+            self._note(
+                f"{order.world_size} ranks go on from {saved_ranks}: random generators begin anew at step {self.step}"
+            )
+        self._saved_step = self._seen_step = self.step
+        self._step_began_s = time.perf_counter()
+
+    def save(self) -> bool:
+        """Save a checkpoint now, on every rank; return whether there was room for it on the disk.
+
+        Raises OSError for a save that fails half-way. The torn checkpoint stays, and does not count.
+        """
+        order = self.order
+        if order is None or self._saved_step == self.step:
+            return order is not None
+        self.consensus.flush()
+        began = time.perf_counter()
+        first = self.consensus.rank == 0
+        problem = self._make_room(order) if first else None
+        if (problem := self.consensus.broadcast(problem)) is not None:
+            self._note(f"no checkpoint at step {self.step}: {problem}")
+            if first:
+                self._write_line(order, {"step": self.step, "unsaved": problem})
+            return False
+        folder = checkpoint_folder(order.checkpoints, self.step)
+        if first:
+            if folder.exists():  # torn: it is not the one that this attempt began from
+                remove_checkpoint(folder)
+            (folder / RANKS).mkdir(parents=True)
+        self.consensus.wait()
+        self.observer("save", self.step)
+        with self._off_the_device():
+            try:
+                states.save(self.engine, folder, rank=self.consensus.rank, state=self.state)
+                self.consensus.wait()
+                if os.environ.get("LOCAL_RANK", "0") == "0":
+                    sync_files(folder)
+                self.consensus.wait()
+                if first:
+                    self._complete(order, folder, time.perf_counter() - began)
+            except Exception as error:
+                raise _explain_failed_save(error, folder) from error
+        self.consensus.wait()  # no rank leaves while the first one still writes
+        self._saved_step = self.step
+        return True
+
+    def finish(self) -> None:
+        """The training is over: save its last step, if that is not saved and the ranks can still communicate."""
+        if self.order is not None and not self.stopped and self._saved_step != self.step:
+            if self.consensus.can_communicate:
+                self.save()
+            else:
+                self._note(f"the last checkpoint is of step {self._saved_step}: the ranks left before they could save")
+        if self.consensus.can_communicate:
+            self.consensus.flush()
+
+    def _complete(self, order: RunOrder, folder: Path, save_s: float) -> None:
+        files = list_files(folder)
+        manifest = Manifest(
+            step=self.step,
+            samples=self.samples,
+            global_batch=order.global_batch,
+            seed=order.seed,
+            layout=states.describe_layout(self.engine),
+            optimizer=type(states.base_optimizer(self.engine)).__name__,
+            files=files,
+            versions=states.versions(),
+            save_s=save_s,
+        )
+        write_manifest(folder, manifest)
+        remove_old(order.checkpoints, order.keep)
+
+    def _make_room(self, order: RunOrder) -> str | None:
+        """Return why a checkpoint does not fit on the disk; None if it does.
+
+        Where only the older ones are in the way, they are removed, and the last one stays.
+        """
+        order.checkpoints.mkdir(parents=True, exist_ok=True)
+        complete = list(list_checkpoints(order.checkpoints).complete)
+        size = max((checkpoint.size_bytes for checkpoint in complete), default=0) or states.estimate_bytes(self.engine)
+        needed = int(size * _ROOM_TO_SPARE) + order.least_free_bytes
+        free = shutil.disk_usage(order.checkpoints).free
+        while free < needed and len(complete) > 1:
+            with contextlib.suppress(OSError):
+                remove_checkpoint(complete[0].path)
+            del complete[0]
+            free = shutil.disk_usage(order.checkpoints).free
+        if free >= needed:
+            return None
+        return f"about {format_bytes(needed)} of disk are needed and {format_bytes(free)} are free"
+
+    @contextlib.contextmanager
+    def _off_the_device(self) -> Iterator[None]:
+        """A checkpoint passes through host memory, which is no part of an emulated device's budget."""
+        meter = self.observer.meter
+        if meter is not None:
+            self._peak_bytes = max(self._peak_bytes or 0, meter.leave_device().get("device", 0)) or None
+        yield
+        if meter is not None:
+            meter.return_to_device()
+
+    # The journal of steps.
+
+    def _note_step(self, order: RunOrder) -> None:
+        """Report the step to the other ranks, and let rank 0 write the line of the step that all have reported."""
+        loss, self._losses = states.start_copy(self._losses), []
+        line = None
+        stop = False
+        if self.consensus.rank == 0:
+            stop = order.stop_file.exists()
+            first = (self.step - 1) * self.share.global_batch
+            now = time.perf_counter()
+            line = {
+                "step": self.step,
+                "samples": [first, first + self.share.global_batch],
+                "ids": self._digest(first),
+                "seconds": round(now - self._step_began_s, 6),
+                "device_peak_bytes": self._read_peak(now),
+            }
+        self.consensus.report(line, loss, stop=stop)
+
+    def _write_step(self, line: Mapping[str, Any] | None, loss: float | None) -> None:
+        if line is not None and self.order is not None:
+            self._write_line(self.order, {**line, "loss": loss})
+
+    def _digest(self, first: int) -> str | None:
+        """A digest of the samples of a step, in any order; None where the script deals them out itself."""
+        if self._samples is None:
+            return None
+        return digest_ids(self._samples.ids(first, first + self.share.global_batch))
+
+    def _read_peak(self, now: float) -> int | None:
+        meter = self.observer.meter
+        if meter is None:
+            return None
+        if now - self._peak_read_s > _PEAK_EVERY_S:
+            self._peak_read_s = now
+            self._peak_bytes = max(self._peak_bytes or 0, meter.peaks()["device"] or 0)
+        return self._peak_bytes
+
+    def _write_line(self, order: RunOrder, line: Mapping[str, Any]) -> None:
+        data = (json.dumps(line) + "\n").encode()
+        descriptor = os.open(order.steps_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            os.write(descriptor, data)
+        finally:
+            os.close(descriptor)
+
+    def _find_end(self, count: int, epochs: int | None) -> int | None:
+        """The step before which the batches of a dataset end."""
+        ends = [] if self.steps is None else [self.steps]
+        if epochs is not None or self.steps is None:
+            ends.append(count * (1 if epochs is None else epochs) // self.share.global_batch)
+        return min(ends)
+
+    def _check_batch(self) -> None:
+        if self.order is not None and self.share.global_batch != self.order.global_batch:
+            share = self.share
+            raise WorkloadError(
+                f"its engine trains on {share.global_batch} samples a step, not {self.order.global_batch} as the run",
+                hint=f"let deepspeed.initialize get the config {{ds_config}}: micro batch {share.micro_batch} × "
+                f"accumulation {share.accumulation} × {share.replicas} ranks does not come from it",
+            )
+
+    def _note(self, text: str) -> None:
+        if self.consensus.rank == 0:
+            print(f"autods: {text}", file=sys.stderr, flush=True)
+
+
+def _keep(sample: Any) -> Any:
+    return sample
+
+
+def _explain_failed_save(error: Exception, folder: Path) -> Exception:
+    """The error of a save as an OSError where the disk is full: torch's writer reports its own."""
+    if isinstance(error, OSError):
+        return error
+    with contextlib.suppress(OSError):
+        free = shutil.disk_usage(folder).free
+        if any(sign in str(error) for sign in _WRITTEN_BADLY):
+            return OSError(
+                errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {format_bytes(free)} are free while saving", str(folder)
+            )
+    return error

@@ -1,0 +1,176 @@
+"""The states of a rank's training: what DeepSpeed's checkpoint holds, what it leaves out, and how both come back."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .checkpoints import RANKS, STATE, UNIVERSAL, Checkpoint, Layout
+
+_ADAM_BYTES = 12  # of a parameter that is trained: its fp32 copy and two moments
+
+
+def find_replica(engine: Any) -> tuple[int, int]:
+    """Return this rank's number among the replicas of the model, and how many there are."""
+    from deepspeed import comm
+
+    group = getattr(engine, "data_parallel_group", None)
+    return (0, 1) if group is None else (int(comm.get_rank(group=group)), int(engine.dp_world_size))
+
+
+def read_config(engine: Any) -> Mapping[str, Any]:
+    """The DeepSpeed config of an engine as it was given."""
+    config: Mapping[str, Any] = engine._config._param_dict
+    return config
+
+
+def describe_layout(engine: Any) -> Layout:
+    """How the states of this engine lie on its ranks."""
+    return Layout.from_config(read_config(engine), int(engine.world_size))
+
+
+def base_optimizer(engine: Any) -> Any:
+    """The optimizer that DeepSpeed's wraps, or that trains alone."""
+    return engine.basic_optimizer or engine.optimizer
+
+
+def versions() -> dict[str, str]:
+    """The versions of what wrote a checkpoint."""
+    return {name: importlib.metadata.version(name) for name in ("autods", "deepspeed", "torch")}
+
+
+def estimate_bytes(engine: Any) -> int:
+    """Estimate the bytes of a checkpoint of all ranks: the weights, and for each that is trained Adam's states."""
+    return sum(
+        getattr(parameter, "ds_numel", parameter.numel())
+        * (parameter.element_size() + _ADAM_BYTES * parameter.requires_grad)
+        for parameter in engine.module.parameters()
+    )
+
+
+# Checkpoints.
+
+
+def save(engine: Any, folder: Path, *, rank: int, state: Mapping[str, Any]) -> None:
+    """Save this rank's part of a checkpoint; all ranks call it."""
+    import torch
+
+    engine.save_checkpoint(str(folder), tag=STATE, save_latest=False)
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in param_groups(engine)]
+    own = {"random": random_states(), "state": dict(state), "groups": groups}
+    torch.save(own, folder / RANKS / rank_file(rank))
+
+
+def load(engine: Any, checkpoint: Checkpoint, *, universal: bool) -> None:
+    """Load a checkpoint into a new engine: weights, optimizer, schedule and loss scale; all ranks call it."""
+    with _loading_universal(engine) if universal else contextlib.nullcontext():
+        path, _ = engine.load_checkpoint(str(checkpoint.path), tag=UNIVERSAL if universal else STATE)
+    if path is None:
+        raise RuntimeError(f"DeepSpeed found nothing to load in {checkpoint.path}")
+    saved = read_rank_file(checkpoint.path / RANKS / rank_file(0))["groups"]
+    for group, values in zip(param_groups(engine), saved, strict=True):
+        group.update({key: value for key, value in values.items() if key in ("lr", "weight_decay", "betas", "eps")})
+
+
+def rank_file(rank: int) -> str:
+    """The name of a rank's own file in a checkpoint."""
+    return f"rank{rank:05d}.pt"
+
+
+def read_rank_file(path: Path) -> dict[str, Any]:
+    """What a rank has saved beside DeepSpeed's files."""
+    import torch
+
+    content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)
+    return content
+
+
+def param_groups(engine: Any) -> Sequence[dict[str, Any]]:
+    """The parameter groups of the base optimizer, whose learning rate a schedule sets."""
+    groups: Sequence[dict[str, Any]] = base_optimizer(engine).param_groups
+    return groups
+
+
+@contextlib.contextmanager
+def _loading_universal(engine: Any) -> Iterator[None]:
+    """Let the engine load a universal checkpoint. DeepSpeed reads the switch when it loads."""
+    before = engine._config.load_universal_checkpoint
+    engine._config.load_universal_checkpoint = True
+    try:
+        yield
+    finally:
+        engine._config.load_universal_checkpoint = before
+
+
+# Random generators.
+
+
+def random_states() -> dict[str, Any]:
+    """The states of this rank's generators: Python's, NumPy's, torch's on the CPU and on the rank's device."""
+    import numpy
+    import torch
+
+    states = {"python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Set what `random_states` returned."""
+    import numpy
+    import torch
+
+    random.setstate(states["python"])
+    numpy.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+@contextlib.contextmanager
+def preserved_random_states() -> Iterator[None]:
+    """Let the block draw from generators that it seeds, and set them back after it."""
+    states = random_states()
+    try:
+        yield
+    finally:
+        set_random_states(states)
+
+
+# Batches and losses.
+
+
+def move(batch: Any, device: Any) -> Any:
+    """Return a batch with its tensors on the device."""
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+
+def start_copy(losses: Sequence[Any]) -> Callable[[], float | None]:
+    """Begin to copy the mean of some losses to the host; the function that is returned waits for it and reads it."""
+    import torch
+
+    if not losses:
+        return lambda: None
+    if not isinstance(losses[0], torch.Tensor):
+        return lambda: sum(map(float, losses)) / len(losses)
+    mean = torch.stack([loss.float().reshape(()) for loss in losses]).mean()
+    if mean.device.type == "cpu":
+        return lambda: float(mean)
+    on_host = torch.empty((), pin_memory=True)
+    on_host.copy_(mean, non_blocking=True)
+    copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record()
+
+    def read() -> float:
+        copied.synchronize()
+        return float(on_host)
+
+    return read
