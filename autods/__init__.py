@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .errors import InputError as InputError
     from .errors import Interrupted as Interrupted
     from .report import Report as Report
+    from .trial.run.session import session as session
     from .workload import Workload as Workload
 
 _HOMES = {
@@ -31,6 +32,7 @@ _HOMES = {
     "find_best_config": "api",
     "plan": "api",
     "probe": "api",
+    "session": "trial.run.session",
     "Report": "report",
     "Workload": "workload",
     "AutodsError": "errors",
