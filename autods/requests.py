@@ -322,6 +322,11 @@ class PlanRequest(WorkloadRequest):
         "Search", "Buckets and limits of the base config, not as a fit would start them.", value=False
     )
     largest: Switch = _option("Search", "Look for the largest micro batch of each rung.", value=True)
+    timeline: PathText | None = _option(
+        "Output",
+        "Write the recommended rung's step there as a trace for ui.perfetto.dev; NAME.json.gz packs it.",
+        "FILE",
+    )
     tokens: Amount | None = _option("Output", "Say how long training on so many tokens takes: 300B, 1.5T, 300e9.", "N")
     stall_limit: Duration | None = _option(
         "Search", "Silence of a simulation that counts as a hang: 90s, 20m, 2h.", "TIME", default="15m"

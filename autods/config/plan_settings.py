@@ -65,7 +65,7 @@ class PlanSettings:
     With `zero_init`, stage 3 builds the model under `deepspeed.zero.Init`. With `as_written`, buckets and limits are
     those of the base config, or DeepSpeed's defaults, and not those that a fit would start with.
     `stall_s` is the longest that loading or one simulation may take; None: as long as usual.
-    `tokens` are those of a training whose duration is asked for.
+    `tokens` are those of a training whose duration is asked for, and `timeline` is the file for a step's trace.
     `assumed` holds sentences about what the request leaves open.
     """
 
@@ -79,6 +79,7 @@ class PlanSettings:
     as_written: bool = False
     stall_s: float | None = None
     tokens: float | None = None
+    timeline: Path | None = None
     assumed: tuple[str, ...] = field(default=())
 
 
@@ -132,8 +133,21 @@ def resolve_plan(request: PlanRequest, source: WorkloadSource, *, hardware: Hard
         as_written=request.as_written,
         stall_s=None if request.stall_limit is None else parse_time(request.stall_limit, "--stall-limit"),
         tokens=tokens,
+        timeline=_check_timeline(request.timeline, machines),
         assumed=tuple(_list_assumptions(sites, kind, request)),
     )
+
+
+def _check_timeline(path: str | os.PathLike[str] | None, machines: Sequence[Machine]) -> Path | None:
+    """Return the file. Raises InputError where there are several machines, or one without rates."""
+    if path is None:
+        return None
+    if len(machines) > 1:
+        raise InputError("--timeline shows a step on one machine", hint=f"give --on {machines[0].name}, say")
+    if machines[0].rates is None:
+        problem = f"--timeline needs the rates of {machines[0].title}, which are not known"
+        raise InputError(problem, hint="give --on with a machine of the catalogue, or a FILE.toml")
+    return Path(path)
 
 
 def _parse_tokens(tokens: str | float | None) -> float | None:

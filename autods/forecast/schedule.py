@@ -17,7 +17,7 @@ WorkKind = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """The amount of one piece of work.
+    """The amount of one piece of work. `name` is its operator's, for people.
 
     `bytes` are read and written; of a collective, those that a ring of infinitely many ranks would move a rank.
     `dtype` is that of a matmul's operands, and `least_dim` its smallest dimension.
@@ -25,6 +25,7 @@ class Work:
     """
 
     kind: WorkKind
+    name: str = ""
     flops: float = 0.0
     bytes: int = 0
     dtype: str = ""
@@ -50,7 +51,11 @@ STREAMS = (1 << STREAM_BITS) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The events of one optimizer step; RUN and HOST have the index of their work as the argument."""
+    """The events of one optimizer step; RUN and HOST have the index of their work as the argument.
+
+    `first` is how many events came before this step.
+    """
 
     events: Sequence[int]
     works: tuple[Work, ...]
+    first: int = 0

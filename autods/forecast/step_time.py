@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -104,7 +104,7 @@ def forecast_step(
 
     `micro_batches` is how many the schedule has; of `accumulation` the others take as long as its first.
     """
-    seconds, first_s, spent = _Clocks(schedule, prices).run()
+    seconds, first_s, spent = StepClocks(schedule, prices).run()
     more = max(0, accumulation - micro_batches) * (first_s if micro_batches > 1 else seconds)
     scale = (seconds + more) / seconds if seconds else 1.0
     total = seconds + more
@@ -116,54 +116,57 @@ def forecast_step(
     )
 
 
-class _Clocks:
+class StepClocks:
     """The clocks of one replay, in seconds since the step began: one for each stream and one for the host."""
 
     def __init__(self, schedule: Schedule, prices: PriceList) -> None:
         self._schedule, self._contention = schedule, prices.efficiency.contention
         priced = [prices.price(work) for work in schedule.works]
         self._launch = [price.launch_s for price in priced]
-        self._seconds = [price.seconds for price in priced]
-        self._causes: list[Bound] = [
+        self.seconds = [price.seconds for price in priced]
+        self.causes: list[Bound] = [
             _CAUSES.get(work.kind, "compute" if price.compute_bound else "memory")
             for work, price in zip(schedule.works, priced, strict=True)
         ]
-        self._host = self._first_s = 0.0
-        self._streams: defaultdict[int, float] = defaultdict(float)
+        self.host = self._first_s = 0.0
+        self.streams: defaultdict[int, float] = defaultdict(float)
         # What each stream was held by most, of its last wait and the work since then, and for how long.
         self._held_by: dict[int, Bound] = {}
         self._held_s: defaultdict[int, float] = defaultdict(float)
         self._records: dict[int, tuple[float, Bound]] = {}
-        self._spent: dict[Bound, float] = dict.fromkeys(BOUNDS, 0.0)
+        self.spent: dict[Bound, float] = dict.fromkeys(BOUNDS, 0.0)
         # Since the default stream last waited for the host: the host's own work, and its waits for other streams.
         self._behind: dict[Bound, float] = {"host": 0.0, "communication": 0.0}
 
-    def run(self) -> tuple[float, float, dict[Bound, float]]:
-        """Return the step's seconds, those of its first micro batch, and what they were spent on."""
+    def run(self, events: Iterable[int] | None = None) -> tuple[float, float, dict[Bound, float]]:
+        """Return the step's seconds, those of its first micro batch, and what they were spent on.
+
+        `events` are those of the schedule, passed on by an observer that looks at the clocks between two of them.
+        """
         current = 0
-        for event in self._schedule.events:
+        for event in self._schedule.events if events is None else events:
             code, argument = event & CODES, event >> BITS
             if code == RUN:
                 self._run_work(argument, current)
             elif code == HOST:
-                self._host += self._launch[argument] + self._seconds[argument]
-                self._behind["host"] += self._seconds[argument]
+                self.host += self._launch[argument] + self.seconds[argument]
+                self._behind["host"] += self.seconds[argument]
             elif code == SWITCH:
                 current = argument
             elif code == RECORD:
                 stream = argument & STREAMS
-                self._records[argument >> STREAM_BITS] = self._streams[stream], self._held_by.get(stream, "launch")
+                self._records[argument >> STREAM_BITS] = self.streams[stream], self._held_by.get(stream, "launch")
             elif code == WAIT:
                 self._hold_stream(argument & STREAMS, *self._find_record(argument >> STREAM_BITS))
             elif code == HOST_WAITS_RECORD:
                 self._hold_host(*self._find_record(argument))
             elif code == HOST_WAITS_STREAM:
-                self._hold_host(self._streams[argument], self._held_by.get(argument, "launch"))
+                self._hold_host(self.streams[argument], self._held_by.get(argument, "launch"))
             elif code == MICRO_BATCH:
-                self._first_s = self._first_s or max(self._host, self._streams[0])
+                self._first_s = self._first_s or max(self.host, self.streams[0])
             else:  # the host waits for all
                 latest = self._find_latest()
-                self._hold_host(self._streams[latest], self._held_by.get(latest, "launch"))
+                self._hold_host(self.streams[latest], self._held_by.get(latest, "launch"))
         return self._end()
 
     def _find_record(self, number: int) -> tuple[float, Bound]:
@@ -171,65 +174,65 @@ class _Clocks:
 
     def _find_latest(self) -> int:
         """The stream that is busy for longest."""
-        return max(self._streams, key=self._streams.__getitem__, default=0)
+        return max(self.streams, key=self.streams.__getitem__, default=0)
 
     def _run_work(self, number: int, stream: int) -> None:
         """The host launches a work, and the stream does it when both are there."""
-        self._host += self._launch[number]
-        seconds, cause = self._seconds[number], self._causes[number]
+        self.host += self._launch[number]
+        seconds, cause = self.seconds[number], self.causes[number]
         if not seconds:
             return
-        start = self._streams[stream]
-        if self._host > start:
+        start = self.streams[stream]
+        if self.host > start:
             if stream == 0:
-                self._split_wait(self._host - start)
-            start = self._host
-        self._streams[stream] = start + seconds
+                self._split_wait(self.host - start)
+            start = self.host
+        self.streams[stream] = start + seconds
         if stream == 0 or seconds >= self._held_s[stream]:
             self._held_by[stream], self._held_s[stream] = cause, seconds
         if stream == 0:
-            self._spent[cause] += seconds
-        elif cause == "communication" and self._streams[0] > start:
+            self.spent[cause] += seconds
+        elif cause == "communication" and self.streams[0] > start:
             # Kernels of both streams share the processors and the memory of the GPU meanwhile.
-            slower = self._contention * min(seconds, self._streams[0] - start)
-            self._streams[0] += slower
-            self._spent["communication"] += slower
+            slower = self._contention * min(seconds, self.streams[0] - start)
+            self.streams[0] += slower
+            self.spent["communication"] += slower
 
     def _hold_stream(self, stream: int, until: float, cause: Bound) -> None:
         """A stream waits for an event."""
-        waited = until - self._streams[stream]
+        waited = until - self.streams[stream]
         if waited <= 0:
             return
         if stream == 0:
-            self._spent[cause] += waited
+            self.spent[cause] += waited
         else:
             self._held_by[stream], self._held_s[stream] = cause, waited
-        self._streams[stream] = until
+        self.streams[stream] = until
 
     def _hold_host(self, until: float, cause: Bound) -> None:
-        if until <= self._host:
+        if until <= self.host:
             return
         # The default stream's own work is no reason for its next gap.
-        waited = until - max(self._host, self._streams[0])
+        waited = until - max(self.host, self.streams[0])
         if waited > 0 and cause in self._behind:
             self._behind[cause] += waited
-        self._host = until
+        self.host = until
 
     def _split_wait(self, gap: float) -> None:
         """Split the default stream's wait for the host by what the host has done meanwhile."""
         for cause in self._behind:
             part = min(gap, self._behind[cause])
-            self._spent[cause] += part
+            self.spent[cause] += part
             gap -= part
             self._behind[cause] = 0.0
-        self._spent["launch"] += gap
+        self.spent["launch"] += gap
 
     def _end(self) -> tuple[float, float, dict[Bound, float]]:
-        end = max([self._host, *self._streams.values()])
-        if end > self._streams[0]:
+        end = max([self.host, *self.streams.values()])
+        if end > self.streams[0]:
             latest = self._find_latest()
-            if self._streams[latest] >= self._host:
-                self._spent[self._held_by.get(latest, "launch")] += end - self._streams[0]
+            if self.streams[latest] >= self.host:
+                self.spent[self._held_by.get(latest, "launch")] += end - self.streams[0]
             else:
-                self._split_wait(end - self._streams[0])
-        return end, self._first_s or end, self._spent
+                self._split_wait(end - self.streams[0])
+        return end, self._first_s or end, self.spent

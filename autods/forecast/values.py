@@ -76,6 +76,7 @@ Verdict = Literal["fits", "tight", "cannot_fit", "not_applicable"]
 # The phases of a forecast, in order. `init` includes building the model.
 ForecastPhase = Literal["init", "forward", "backward", "step"]
 PHASES: tuple[ForecastPhase, ...] = ("init", "forward", "backward", "step")
+KINDS = ("parameters", "gradients", "optimizer", "activations", "buckets", "other")  # of bytes on the device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +117,8 @@ class Trace:
     `emptied` has the number of events before each empty_cache().
     `copied` are pairs (number of events before it, bytes): memory that a CPU rank's collective allocates and frees.
     `streams` has the stream on which each block was allocated; none: all on the first.
+    `issued` has for each event how much work was issued before it, counted as `Schedule.first` is.
+    `kinds` has the kind of each block, a place in `KINDS`.
     `held` maps blocks that another stream still used when they were freed (`record_stream`) to the number of events
     before the one at which the allocator can give them out again.
     """
@@ -127,6 +130,8 @@ class Trace:
     copied: tuple[tuple[int, int], ...] = ()
     streams: Sequence[int] = ()
     held: Mapping[int, int] = field(default_factory=dict)
+    issued: Sequence[int] = ()
+    kinds: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,13 +19,15 @@ from ..forecast.forecaster import PARALLEL_ENGINES
 from ..forecast.simulator.client import LIMIT_S, SimulationFailed
 from ..forecast.simulator.client import Simulator as ProcessSimulator
 from ..forecast.values import ForecastListener, Simulator, StartSimulator
-from ..report.results import Forecast, SiteForecast
+from ..report.results import Forecast, SiteForecast, Timeline
+from ..report.serialize import check_writable
 from ..runner.cleanup import open_session, simulator_variables
 from ..system.host import installed_versions
 from ..tuner.candidates import why_not_forecast
 from ..types import ModelFacts, WorkloadSource
 from .alternatives import list_alternatives
 from .simulate import PlanRun, SiteGroup, choose_checkpointing, group_sites
+from .timeline import write_timeline
 
 
 def plan(settings: PlanSettings, *, listen: ForecastListener, start: StartSimulator | None = None) -> Forecast:
@@ -35,6 +37,8 @@ def plan(settings: PlanSettings, *, listen: ForecastListener, start: StartSimula
     when the workload is at fault, EnvironmentBroken when it cannot be simulated here, Interrupted on Ctrl-C.
     """
     began, source = time.monotonic(), settings.source
+    if settings.timeline is not None:
+        check_writable(settings.timeline)
     if source.kind == "script":  # its `{ds_config}` stands for the base config
         source = replace(source, base_config=settings.sites[0].base)
 
@@ -67,6 +71,7 @@ def plan(settings: PlanSettings, *, listen: ForecastListener, start: StartSimula
             sites = tuple(_site_forecast(run, site) for site in settings.sites)
             if len(sites) == 1 and (best := sites[0].best) is not None:
                 sites = (replace(sites[0], alternatives=list_alternatives(run, sites[0].site, best)),)
+            timeline, notes = _write_timeline(run, sites[0])
     except SimulationFailed as failed:
         raise make_user_error(failed, settings.source, more_samples="--micro-batch 2") from None
     except KeyboardInterrupt:
@@ -79,7 +84,8 @@ def plan(settings: PlanSettings, *, listen: ForecastListener, start: StartSimula
         checkpointing=checkpointing,
         zero_init=settings.zero_init,
         tokens=settings.tokens,
-        assumed=(*settings.assumed, *_list_notes(settings, allocator)),
+        timeline=timeline,
+        assumed=(*settings.assumed, *notes, *_list_notes(settings, allocator)),
         versions=installed_versions(),
         seconds=time.monotonic() - began,
     )
@@ -158,6 +164,21 @@ def _site_forecast(run: PlanRun, site: Site) -> SiteForecast:
         to_try=tuple(rung.rung for rung in rungs if reason is not None and rung.reason == reason),
         lacks_nvme=tuple(rung.name for rung in run.settings.ladder if rung.needs.nvme_path and site.nvme_path is None),
     )
+
+
+def _write_timeline(run: PlanRun, site: SiteForecast) -> tuple[Timeline | None, tuple[str, ...]]:
+    """Write the trace of the best rung's step, or of the first with a time. Returns it, or a sentence without one."""
+    path = run.settings.timeline
+    if path is None:
+        return None, ()
+    drawn = next((rung for rung in (site.best, *site.rungs) if rung is not None and rung.speed is not None), None)
+    spec = None if drawn is None else run.find_engine(site.site, drawn.rung)
+    if drawn is None or drawn.speed is None or spec is None:
+        return None, ("no timeline was written, because no rung has a time",)
+    simulation = run.forecaster.get(spec, drawn.speed.micro_batch)
+    assert simulation is not None
+    write_timeline(simulation, site.site, drawn.rung, path)
+    return Timeline(path=str(path), rung=drawn.rung, micro_batch=drawn.speed.micro_batch), ()
 
 
 def _list_notes(settings: PlanSettings, allocator: AllocConf) -> tuple[str, ...]:

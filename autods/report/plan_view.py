@@ -182,7 +182,10 @@ def describe_site_answer(site: SiteForecast) -> str:
 
 def suggestions(forecast: Forecast, site: SiteForecast) -> Iterator[str]:
     """The needs of the neighbouring rungs and what to do next, the most useful first."""
-    best = site.best
+    best, timeline = site.best, forecast.timeline
+    if timeline is not None:
+        step = f"a step of {timeline.rung} at micro batch {timeline.micro_batch}"
+        yield f"{step} is drawn in {timeline.path}: open it in https://ui.perfetto.dev"
     if best is None:
         if site.to_try:
             yield f"{' and '.join(site.to_try)} may fit: autods fit tries them"

@@ -270,12 +270,21 @@ class SiteForecast:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """The file with a rung's step as a trace."""
+
+    path: str
+    rung: str
+    micro_batch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
     """The result of a plan, machine by machine, smallest device first.
 
     `assumed` holds sentences about values that the user left open and the result depends on. Each rung adds its own.
     `zero_init` is true if stage 3 was built under `deepspeed.zero.Init`.
-    `tokens` are those of a training whose duration was asked for.
+    `tokens` are those of a training whose duration was asked for. `timeline` is the trace that was written.
     """
 
     sites: tuple[SiteForecast, ...]
@@ -285,6 +294,7 @@ class Forecast:
     checkpointing: bool = True
     zero_init: bool = False
     tokens: float | None = None
+    timeline: Timeline | None = None
     assumed: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     seconds: float = 0.0

@@ -167,15 +167,15 @@ def as_json(data: Any) -> str:
     return json.dumps(_plain(data), indent=2) + "\n"
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: str | bytes) -> None:
     """Replace the file at once: a reader sees the old or the new one. Raises like `write`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     if os.path.lexists(path) and (kind := describe_file_kind(os.lstat(path).st_mode)):
         raise InputError(f"cannot be written: it is a {kind}", place=str(path), hint="give another place")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "w", encoding="utf-8", errors="surrogateescape") as file:
-            file.write(text)
+        with open(temporary, "wb") as file:
+            file.write(content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -224,6 +224,7 @@ def plan_to_dict(forecast: Forecast) -> dict[str, Any]:
     common = {
         "status": forecast.status,
         "workload": _workload(forecast),
+        "timeline": None if forecast.timeline is None else asdict(forecast.timeline),
         "assumed": list(forecast.all_assumed),
         "versions": dict(forecast.versions),
         "seconds": round(forecast.seconds, 3),

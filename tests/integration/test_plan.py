@@ -77,6 +77,25 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not(llama: Path, capsys:
     assert beyond["device"]["peak_bytes"] > 4 * 2**30
 
 
+def test_the_timeline_of_a_step_has_its_time_and_memory(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "step.json"
+    options = ["--gpus", "2", "--on", "a100-80gb", "--ladder", "zero3", "--timeline", str(path), "--json", "--quiet"]
+    assert main(["plan", str(llama), *options, *SAMPLES]) == 0
+    data = json.loads(capsys.readouterr().out)
+    (row,) = data["rungs"]
+    assert data["timeline"] == {"path": str(path), "rung": "zero3", "micro_batch": 32}
+    events = json.loads(path.read_text())["traceEvents"]
+    stream = [event for event in events if event["ph"] == "X" and event["tid"] == 2]
+    assert sum(event["dur"] for event in stream) / 1e6 == pytest.approx(row["step"]["seconds"], rel=1e-4)
+    assert {event["name"] for event in events if event.get("cat") == "phase"} == {"forward", "backward", "step"}
+    peak = max(sum(event["args"].values()) for event in events if event["ph"] == "C")
+    assert peak == pytest.approx(row["device"]["live_peak_bytes"], rel=0.02)
+    switched = [each["step"]["tokens_per_second"] for each in data["alternatives"] if each["switched"]]
+    assert switched[0] > row["step"]["tokens_per_second"]
+
+
 def test_without_checkpointing_a_rung_needs_more(
     planned: dict[str, Any], llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from ...trial import training
-from ..values import ForecastPhase
+from ..values import KINDS, ForecastPhase
 from .ledger import Ledger
 
-KINDS = ("parameters", "gradients", "optimizer", "activations", "buckets", "other")
 _PARAMETERS, _GRADIENTS, _OPTIMIZER, _ACTIVATIONS, _BUCKETS, _OTHER = range(len(KINDS))
 _BUILD = training.build.__code__
 _LARGE = 1 << 20  # bytes; for smaller blocks the search for the caller takes too long

@@ -18,7 +18,7 @@ from ...trial.training import build, initialize, optimizer_step
 from ...types import ModelFacts, Phase, Tier
 from ...workload.protocol import Workload
 from ..memory_model import estimate_outside_bytes
-from ..values import EngineSpec, ForecastPhase, Simulation
+from ..values import KINDS, EngineSpec, ForecastPhase, Simulation
 from . import attribution, deepspeed_patches, fake_gpu, padding, torch_patches
 from .dispatch import Recorder, join_world
 from .ledger import DEFAULT_CAPABILITY, DEVICE, PINNED, Ledger
@@ -169,7 +169,7 @@ def read_ledger(ledger: Ledger, engine: Any, micro_batch: int, seconds: float) -
         optimizer_elements=attribution.optimizer_elements(engine),
         expert_groups=attribution.expert_groups(),
         communicators=ledger.work.communicators,
-        breakdown={attribution.KINDS[kind]: size for kind, size in sorted(ledger.bytes_at_peak().items())},
+        breakdown={KINDS[kind]: size for kind, size in sorted(ledger.bytes_at_peak().items())},
         assumed=tuple(ledger.assumed),
         schedule=None if ledger.one_memory else ledger.work.schedule(),
         seconds=seconds,

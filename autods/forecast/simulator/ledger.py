@@ -62,6 +62,7 @@ class Ledger:
         self._locked: set[int] = set()  # pinned blocks that do not come from torch's allocator
         self._kinds = bytearray()  # of the device's blocks, see `attribution`
         self._stream_of = array("B")  # of the device's blocks
+        self._issued = array("q")  # work issued before each event of the device
         self._pools: dict[int, int] = {0: 0}  # streams in the order of their first allocation
         self._uses: dict[int, set[int]] = {}  # living block → other streams that use it
         self._unfinished: dict[int, deque[tuple[int, int]]] = {}  # stream → its marks, with the blocks freed there
@@ -87,6 +88,7 @@ class Ledger:
         locked, self._locked = self._locked, set()
         kinds, self._kinds = self._kinds, bytearray()
         stream_of, self._stream_of = self._stream_of, array("B")
+        self._issued = array("q")
         uses, self._uses = self._uses, {}
         self._unfinished, self._left, self._held = {}, Counter(), {}
         self.begin("init")
@@ -96,6 +98,7 @@ class Ledger:
             if tier == DEVICE:
                 self._kinds.append(kinds[block])
                 self._stream_of.append(stream_of[block])
+                self._issued.append(self.work.issued)
                 if block in uses:
                     self._uses[tape.blocks] = uses[block]
             elif tier == PINNED and block in locked:
@@ -195,6 +198,8 @@ class Ledger:
             unrounded=frozenset(self._locked) if tier == PINNED else frozenset(),
             streams=array("B", self._stream_of) if on_device and any(self._stream_of) else (),
             held={**self._held, **dict.fromkeys(self._left, len(tape.events))} if on_device else {},
+            issued=array("q", self._issued) if on_device else (),
+            kinds=bytes(self._kinds) if on_device else (),
         )
 
     def bytes_at_peak(self) -> Mapping[int, int]:
@@ -217,6 +222,7 @@ class Ledger:
                 self._pass_marks()
             self.work.order.launch(self.work.current)  # a kernel fills it
             self._stream_of.append(self._number_pool(self.work.current))
+            self._issued.append(self.work.issued)
         self._live[key] = (size, tier, tape.blocks, watch)
         tape.blocks += 1
         tape.events.append(size)
@@ -232,7 +238,10 @@ class Ledger:
         self.current[tier] -= size
         self.current[_SUM] -= size
         self._tapes[tier].events.append(~block)
-        if tier == DEVICE and (uses := self._uses.pop(block, None)) is not None:
+        if tier != DEVICE:
+            return
+        self._issued.append(self.work.issued)
+        if (uses := self._uses.pop(block, None)) is not None:
             for stream in uses:
                 self._unfinished.setdefault(stream, deque()).append((self.work.order.launched(stream), block))
             self._left[block] = len(uses)

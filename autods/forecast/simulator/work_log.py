@@ -58,6 +58,7 @@ class WorkLog:
         self.events = array("q")
         self.current = 0
         self._step = -1
+        self._forgotten = 0  # events of former steps
         self._works: dict[Work, int] = {}
         self._streams = 0
         self.order = StreamOrder()
@@ -71,6 +72,7 @@ class WorkLog:
         """Begin a phase of an optimizer step. Another step than before makes the log forget the former."""
         if step != self._step:
             self._step = step
+            self._forgotten += len(self.events)
             del self.events[:]
             self._handles.clear()
             self.switch(self.current)
@@ -82,7 +84,12 @@ class WorkLog:
         self._step = -1
 
     def schedule(self) -> Schedule:
-        return Schedule(events=array("q", self.events), works=tuple(self._works))
+        return Schedule(events=array("q", self.events), works=tuple(self._works), first=self._forgotten)
+
+    @property
+    def issued(self) -> int:
+        """How many events were entered so far, in all steps."""
+        return self._forgotten + len(self.events)
 
     @property
     def communicators(self) -> int:
@@ -140,14 +147,16 @@ class WorkLog:
         elif "cuda" in devices:
             code = self._code(schedule.RUN, _describe_kernel(func, name, args, kwargs, out))
         else:
-            code = self._code(schedule.HOST, Work(kind="host", bytes=_moved_bytes(func, name, args, kwargs, out)))
+            code = self._code(
+                schedule.HOST, Work(kind="host", name=name, bytes=_moved_bytes(func, name, args, kwargs, out))
+            )
         self.events.append(code)
         self.last_issued = code
 
     def read_back(self, tensor: Any) -> None:
         """Enter that the host reads a value of the tensor."""
         if tensor.device.type == "cuda":
-            self.events.append(self._code(schedule.RUN, Work(kind="copy", bytes=tensor.element_size())))
+            self.events.append(self._code(schedule.RUN, Work(kind="copy", name="item", bytes=tensor.element_size())))
             self.host_waits_for_stream(self.current)
 
     def optimize(self, args: Iterable[Any]) -> None:
@@ -155,14 +164,14 @@ class WorkLog:
         tensors = [leaf for leaf in tree_leaves(list(args)) if isinstance(leaf, torch.Tensor)]
         size = int(_OPTIMIZER_BYTES * sum(map(_bytes, tensors)))
         if any(tensor.device.type == "cuda" for tensor in tensors):
-            self.events.append(self._code(schedule.RUN, Work(kind="kernel", bytes=size)))
+            self.events.append(self._code(schedule.RUN, Work(kind="kernel", name="optimizer", bytes=size)))
         elif tensors:
-            self.events.append(self._code(schedule.HOST, Work(kind="host_optimizer", bytes=size)))
+            self.events.append(self._code(schedule.HOST, Work(kind="host_optimizer", name="optimizer", bytes=size)))
 
     def swap(self, tensor: Any) -> None:
         """Enter an asynchronous read or write of the tensor's bytes on NVMe."""
         former = self.switch(_NVME_STREAM)
-        self.events.append(self._code(schedule.RUN, Work(kind="nvme", bytes=_bytes(tensor))))
+        self.events.append(self._code(schedule.RUN, Work(kind="nvme", name="swap", bytes=_bytes(tensor))))
         self.switch(former)
 
     def host_waits_for_nvme(self) -> None:
@@ -174,7 +183,8 @@ class WorkLog:
         place, passes = _COLLECTIVES.get(name, (0, 0))
         stream, ranks, stride = self._communicator(args)
         tensors = [leaf for leaf in tree_leaves(args[place]) if isinstance(leaf, torch.Tensor)]
-        work = Work(kind="collective", bytes=int(passes * sum(map(_bytes, tensors))), ranks=ranks, stride=stride)
+        moved = int(passes * sum(map(_bytes, tensors)))
+        work = Work(kind="collective", name=name.strip("_"), bytes=moved, ranks=ranks, stride=stride)
         current = self.current
         self.wait(self.record(current), stream)
         self.switch(stream)
@@ -193,8 +203,12 @@ class WorkLog:
         host = target if target.device.type == "cpu" else source
         asynchronous = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
         pinned = self.is_pinned(host)
-        kind = schedule.Work(kind="copy" if pinned else "pageable_copy", bytes=min(_bytes(target), _bytes(source)))
-        self.events.append(self._code(schedule.RUN, kind))
+        work = Work(
+            kind="copy" if pinned else "pageable_copy",
+            name="to host" if host is target else "from host",
+            bytes=min(_bytes(target), _bytes(source)),
+        )
+        self.events.append(self._code(schedule.RUN, work))
         if not (asynchronous and pinned):
             self.host_waits_for_stream(self.current)
 
@@ -254,7 +268,7 @@ def _describe_kernel(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> 
     size = _moved_bytes(func, name, args, kwargs, out)
     count = flop_registry.get(func._overloadpacket)
     if count is None:
-        return Work(kind="kernel", bytes=size)
+        return Work(kind="kernel", name=name, bytes=size)
     flops = float(count(*args, **kwargs, out_val=out))
     first = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
     dtype = str(first.dtype).removeprefix("torch.")
@@ -266,9 +280,9 @@ def _describe_kernel(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> 
             place = names.index("is_causal")
             causal = args[place] if place < len(args) else kwargs.get("is_causal", False)
             flops /= 2 if causal else 1
-        return Work(kind="attention", flops=flops, bytes=size, dtype=dtype)
+        return Work(kind="attention", name=name, flops=flops, bytes=size, dtype=dtype)
     least = 0
     if name in _MATMULS:
         left, right = args[_MATMULS[name] : _MATMULS[name] + 2]
         least = int(min(*left.shape[-2:], right.shape[-1]))
-    return Work(kind="matmul", flops=flops, bytes=size, dtype=dtype, least_dim=least)
+    return Work(kind="matmul", name=name, flops=flops, bytes=size, dtype=dtype, least_dim=least)

@@ -88,7 +88,7 @@ def test_another_micro_batch_size_begins_a_new_step(log: WorkLog) -> None:
 def test_operators_of_the_host_are_the_host_s_work(log: WorkLog, fake: FakeTensorMode) -> None:
     work = _issue(log, _aten.add.Tensor, torch.empty(100), torch.empty(100))
     assert _codes(log) == [schedule.HOST]
-    assert work == Work(kind="host", bytes=3 * 400)
+    assert work == Work(kind="host", name="add", bytes=3 * 400)
 
 
 def test_an_expanded_tensor_is_read_once(log: WorkLog, fake: FakeTensorMode) -> None:
