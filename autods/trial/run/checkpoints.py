@@ -1,8 +1,7 @@
-"""The folder of a run's checkpoints: which are whole, which are torn, and in which form an attempt can load one.
+"""The folder of a run's checkpoints: which are whole, which are torn, and which an attempt can load.
 
 A checkpoint is a folder step-N. DeepSpeed's files lie in its `state`, the ranks' random generators in `ranks`.
-`complete.json` is written last: it lists every file with its size. `universal` has the same states in the form of
-DeepSpeed's universal checkpoint, which every number of ranks can load; its own `complete.json` is written last, too.
+`complete.json` is written last: it lists every file with its size.
 """
 
 from __future__ import annotations
@@ -12,16 +11,17 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ...config.deepspeed import enabled_half_precision, get_key
 from ...schema import read_as
 
-STATE, RANKS, UNIVERSAL = "state", "ranks", "universal"
+STATE, RANKS = "state", "ranks"
 MARK = "complete.json"
 _PREFIX = "step-"
+_SUB_GROUP_SIZE = 1_000_000_000  # DeepSpeed's own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,8 @@ class Layout:
     """How the states of a training run lie on its ranks: what decides whether a checkpoint can be loaded as it is.
 
     `offload_optimizer` and `offload_param` are 'cpu', 'nvme' or None. `precision` is 'bf16', 'fp16' or None for fp32.
-    Stage 3 cuts its flat tensors by `sub_group_size`; stages 1 and 2 order theirs by `round_robin`.
+    Stage 3 cuts its flat tensors by `sub_group_size`; stages 1 and 2 order theirs by `round_robin`. `divided` is
+    whether the ranks hold different parts of the model: stages of a pipeline, or experts.
     """
 
     stage: int
@@ -39,9 +40,10 @@ class Layout:
     precision: str | None = None
     sub_group_size: int | None = None
     round_robin: bool = False
+    divided: bool = False
 
     @classmethod
-    def from_config(cls, ds_config: Mapping[str, Any], world_size: int) -> Layout:
+    def from_config(cls, ds_config: Mapping[str, Any], world_size: int, *, divided: bool = False) -> Layout:
         """The layout of an engine with this DeepSpeed config."""
 
         def device(name: str) -> str | None:
@@ -49,15 +51,16 @@ class Layout:
             return None if where in (None, "none") else str(where)
 
         stage = int(get_key(ds_config, "zero_optimization.stage") or 0)
-        size = get_key(ds_config, "zero_optimization.sub_group_size")
+        size = get_key(ds_config, "zero_optimization.sub_group_size") or _SUB_GROUP_SIZE
         return cls(
             stage=stage,
             world_size=world_size,
             offload_optimizer=device("offload_optimizer"),
             offload_param=device("offload_param"),
             precision=enabled_half_precision(ds_config),
-            sub_group_size=None if stage < 3 or size is None else int(size),
+            sub_group_size=None if stage < 3 else int(size),
             round_robin=stage in (1, 2) and bool(get_key(ds_config, "zero_optimization.round_robin_gradients")),
+            divided=divided,
         )
 
 
@@ -98,13 +101,8 @@ class Checkpoint:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes on disk, without the converted form."""
+        """Bytes on disk."""
         return sum(self.manifest.files.values())
-
-    @property
-    def is_converted(self) -> bool:
-        """Whether its universal form is whole."""
-        return (self.path / UNIVERSAL).is_dir() and find_tear(self.path / UNIVERSAL) is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,15 +152,12 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def find_tear(folder: Path) -> str | None:
-    """Return why the folder of a checkpoint, or its universal form, is not whole; None if it is."""
+    """Return why the folder of a checkpoint is not whole; None if it is."""
     try:
-        data = json.loads((folder / MARK).read_text())
-        if folder.name != UNIVERSAL:
-            read_as(Manifest, data, name=MARK)
-        files = dict(data["files"])
+        files = read_checkpoint(folder).manifest.files
     except FileNotFoundError:
         return f"it has no {MARK}: it was not saved to its end"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         return f"its {MARK} cannot be read: {error}"
     for name, size in files.items():
         try:
@@ -171,6 +166,34 @@ def find_tear(folder: Path) -> str | None:
             return f"{name} cannot be read: {error.strerror}"
         if actual != size:
             return f"{name} has {actual} bytes instead of {size}"
+    return None
+
+
+def can_load_directly(saved: Manifest, layout: Layout, optimizer: str) -> bool:
+    """Whether DeepSpeed itself loads the checkpoint into an engine of this layout and class of optimizer.
+
+    The classes of Adam count their steps in different places.
+    """
+    before, after = saved.layout, layout
+    if before.stage == after.stage == 0:  # every rank saves and loads the whole states
+        after = replace(after, world_size=before.world_size)
+    elif {before.stage, after.stage} == {1, 2}:  # their files are the same
+        after = replace(after, stage=before.stage)
+    return before == after and saved.optimizer == optimizer
+
+
+def find_obstacle(checkpoint: Checkpoint, layout: Layout) -> str | None:
+    """Return why no engine of this layout can go on from the checkpoint; None if it can.
+
+    A supervisor asks before it chooses a rung or a number of ranks.
+    """
+    saved = checkpoint.layout
+    if replace(saved, divided=layout.divided) == layout:
+        return None
+    if saved.divided:
+        return "the model is divided among the ranks, so its checkpoint needs the same rung and number of ranks"
+    if saved.offload_optimizer == "nvme":
+        return "its optimizer was on NVMe, so its checkpoint needs the same rung and number of ranks"
     return None
 
 
@@ -185,10 +208,6 @@ def remove_torn(checkpoints: Path) -> list[Torn]:
     listed = list_checkpoints(checkpoints)
     for torn in listed.torn:
         remove_checkpoint(torn.path)
-    for checkpoint in listed.complete:
-        half = checkpoint.path / UNIVERSAL
-        if half.exists() and not checkpoint.is_converted:
-            shutil.rmtree(half, ignore_errors=True)
     return list(listed.torn)
 
 
@@ -200,25 +219,16 @@ def remove_old(checkpoints: Path, keep: int) -> None:
 
 
 def list_files(folder: Path) -> dict[str, int]:
-    """Return the files below a folder by relative path, with their bytes; without the mark and the converted form."""
-    sizes = {}
-    for file in _walk(folder):
-        name = str(file.relative_to(folder))
-        if name != MARK and name.split(os.sep)[0] != UNIVERSAL:
-            sizes[name] = file.stat().st_size
-    return sizes
+    """Return the files below a folder by relative path, with their bytes; without the mark."""
+    names = {str(file.relative_to(folder)): file.stat().st_size for file in _walk(folder)}
+    return {name: size for name, size in names.items() if name != MARK}
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Mark a checkpoint as complete, once its files are safe on the disk."""
-    write_mark(folder, asdict(manifest))
-
-
-def write_mark(folder: Path, content: Mapping[str, Any]) -> None:
-    """Write `complete.json` whole or not at all, and let it reach the disk."""
+    """Mark a checkpoint as complete, once its files are safe on the disk: whole or not at all."""
     temporary = folder / f"{MARK}.tmp"
     with open(temporary, "w") as file:
-        json.dump(content, file)
+        json.dump(asdict(manifest), file)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, folder / MARK)

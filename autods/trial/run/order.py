@@ -23,8 +23,8 @@ class RunOrder:
 
     `folder` is the run's: it has checkpoints/ and attempts/N/. One optimizer step trains on `global_batch` samples,
     micro batch × accumulation × data-parallel ranks. Training ends after `steps` optimizer steps; None: the script
-    decides. `restore` is the folder of a checkpoint; with `universal` it is loaded in its converted form. A save needs
-    `least_free_bytes` on the disk of the checkpoints, besides what the checkpoint takes.
+    decides. `restore` is the folder of a checkpoint, of this layout or another. A save needs `least_free_bytes` on the
+    disk of the checkpoints, besides what the checkpoint takes.
     """
 
     folder: str
@@ -39,7 +39,6 @@ class RunOrder:
     checkpoint_every: int  # optimizer steps
     keep: int = 2  # complete checkpoints
     restore: str | None = None
-    universal: bool = False
     data: str | None = None
     seed: int = 0
     least_free_bytes: int = 0
@@ -97,8 +96,6 @@ class RunOrder:
                 f"order.global_batch is {self.global_batch}, not micro batch {self.micro_batch} × accumulation "
                 f"{self.accumulation} × the replicas of {self.world_size} ranks"
             )
-        if self.universal and self.restore is None:
-            raise ValueError("order.universal is true, and order.restore names no checkpoint")
 
     def write(self) -> Path:
         """Write the order into its file, whole or not at all, and return the file's path."""

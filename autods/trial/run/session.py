@@ -218,7 +218,7 @@ class Session:
             return
         self.observer("load", self.step)
         checkpoint = read_checkpoint(Path(order.restore))
-        states.load(self.engine, checkpoint, universal=order.universal)
+        states.load(self.engine, checkpoint)
         if self.step != checkpoint.step:
             raise RuntimeError(f"{order.restore} is of step {checkpoint.step}, and the engine is at {self.step}")
         saved_ranks = checkpoint.layout.world_size

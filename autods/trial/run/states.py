@@ -9,8 +9,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .checkpoints import RANKS, STATE, UNIVERSAL, Checkpoint, Layout
+from ...workload.protocol import WorkloadError
+from .checkpoints import RANKS, STATE, Checkpoint, Layout, can_load_directly, find_obstacle
+from .resharding import read_states, write_states
 
+# Settings of a parameter group that its optimizer reads, in the words of torch's and DeepSpeed's optimizers.
+_SETTINGS = ("lr", "initial_lr", "weight_decay", "betas", "eps", "momentum", "alpha", "bias_correction")
 _ADAM_BYTES = 12  # of a parameter that is trained: its fp32 copy and two moments
 
 
@@ -30,7 +34,8 @@ def read_config(engine: Any) -> Mapping[str, Any]:
 
 def describe_layout(engine: Any) -> Layout:
     """How the states of this engine lie on its ranks."""
-    return Layout.from_config(read_config(engine), int(engine.world_size))
+    divided = hasattr(engine, "num_stages") or bool(getattr(engine, "has_moe_layers", False))
+    return Layout.from_config(read_config(engine), int(engine.world_size), divided=divided)
 
 
 def base_optimizer(engine: Any) -> Any:
@@ -61,19 +66,53 @@ def save(engine: Any, folder: Path, *, rank: int, state: Mapping[str, Any]) -> N
 
     engine.save_checkpoint(str(folder), tag=STATE, save_latest=False)
     groups = [{key: value for key, value in group.items() if key != "params"} for group in param_groups(engine)]
-    own = {"random": random_states(), "state": dict(state), "groups": groups}
-    torch.save(own, folder / RANKS / rank_file(rank))
+    content = {
+        "random": random_states(),
+        "state": dict(state),
+        "groups": groups,
+        "names": name_groups(engine),
+        "loss_scale": getattr(engine.optimizer, "cur_scale", None),
+    }
+    torch.save(content, folder / RANKS / rank_file(rank))
 
 
-def load(engine: Any, checkpoint: Checkpoint, *, universal: bool) -> None:
-    """Load a checkpoint into a new engine: weights, optimizer, schedule and loss scale; all ranks call it."""
-    with _loading_universal(engine) if universal else contextlib.nullcontext():
-        path, _ = engine.load_checkpoint(str(checkpoint.path), tag=UNIVERSAL if universal else STATE)
-    if path is None:
-        raise RuntimeError(f"DeepSpeed found nothing to load in {checkpoint.path}")
-    saved = read_rank_file(checkpoint.path / RANKS / rank_file(0))["groups"]
-    for group, values in zip(param_groups(engine), saved, strict=True):
-        group.update({key: value for key, value in values.items() if key in ("lr", "weight_decay", "betas", "eps")})
+def load(engine: Any, checkpoint: Checkpoint) -> None:
+    """Load a checkpoint into a new engine: weights, optimizer, schedule and loss scale; all ranks call it.
+
+    Raises WorkloadError where the engine's layout does not allow it.
+    """
+    layout = describe_layout(engine)
+    if (obstacle := find_obstacle(checkpoint, layout)) is not None:
+        raise WorkloadError(f"{checkpoint.path} cannot be loaded here: {obstacle}")
+    saved = read_rank_file(checkpoint.path / RANKS / rank_file(0))
+    if can_load_directly(checkpoint.manifest, layout, type(base_optimizer(engine)).__name__):
+        path, _ = engine.load_checkpoint(str(checkpoint.path), tag=STATE)
+        if path is None:
+            raise RuntimeError(f"DeepSpeed found nothing to load in {checkpoint.path}")
+    else:
+        states = read_states(checkpoint.path / STATE, checkpoint.layout.stage, saved["names"])
+        write_states(engine, states, engine.param_names)
+        _set_loss_scale(engine, saved["loss_scale"])
+    # A schedule sets the rate of the step after the next one; DeepSpeed may leave the other settings as they were.
+    for group, values in zip(param_groups(engine), saved["groups"], strict=True):
+        group.update({key: value for key, value in values.items() if key in group and key in _SETTINGS})
+
+
+def name_groups(engine: Any) -> list[list[str]]:
+    """The names of the trained parameters by group, in the optimizer's order; empty for stages that save them."""
+    if engine.zero_optimization_stage() or not isinstance(getattr(engine, "param_names", None), dict):
+        return []
+    groups = getattr(engine.optimizer, "fp16_groups", None) or [group["params"] for group in param_groups(engine)]
+    return [[engine.param_names[parameter] for parameter in group] for group in groups]
+
+
+def _set_loss_scale(engine: Any, scale: float | None) -> None:
+    """Go on with the saved scale of fp16. When it grows next is counted anew."""
+    if scale is None or not engine.fp16_enabled() or not engine.dynamic_loss_scale():
+        return
+    optimizer: Any = engine.optimizer
+    holder = optimizer.loss_scaler if hasattr(optimizer, "loss_scaler") else optimizer.loss_scale_config
+    holder.cur_scale = scale
 
 
 def rank_file(rank: int) -> str:
@@ -93,17 +132,6 @@ def param_groups(engine: Any) -> Sequence[dict[str, Any]]:
     """The parameter groups of the base optimizer, whose learning rate a schedule sets."""
     groups: Sequence[dict[str, Any]] = base_optimizer(engine).param_groups
     return groups
-
-
-@contextlib.contextmanager
-def _loading_universal(engine: Any) -> Iterator[None]:
-    """Let the engine load a universal checkpoint. DeepSpeed reads the switch when it loads."""
-    before = engine._config.load_universal_checkpoint
-    engine._config.load_universal_checkpoint = True
-    try:
-        yield
-    finally:
-        engine._config.load_universal_checkpoint = before
 
 
 # Random generators.
