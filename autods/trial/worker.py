@@ -275,7 +275,8 @@ def _run(context: RankContext) -> Result:
 
         context.observer("rendezvous", 0)
         join(job, context.store)
-        train(context.load_workload(), job, order, context.observer)
+        with contextlib.suppress(session.Stopped):
+            train(context.load_workload(), job, order, context.observer)
     context.observer("done", context.observer.step)
     return {**session.describe_end(), "peaks": context.observer.meter.peaks()}
 

@@ -227,7 +227,8 @@ def _pickle_by_value(workload: Workload) -> bytes:
     """Pickle functions of the user's modules by value, and those of installed packages by name."""
     installed = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
     builders = (workload.build_model, workload.build_batch, workload.build_longest_batch)
-    functions = (*builders, workload.build_optimizer, workload.loss)
+    of_data = (workload.build_dataset, workload.collate)
+    functions = (*builders, workload.build_optimizer, workload.loss, *of_data)
     names = {getattr(function, "__module__", None) or "" for function in functions} - {"__main__", "builtins"}
     modules = {sys.modules[name] for name in names if name in sys.modules}
     registered = {sys.modules[name] for name in cloudpickle.list_registry_pickle_by_value()}

@@ -52,6 +52,9 @@ class Workload:
 
     `loss(model, batch)` returns a scalar tensor, if forward does not return the loss.
 
+    `build_dataset(path)` returns what a run trains on: a map-style dataset, or a list of samples. `path` is --data, or
+    None. `collate(samples)` makes a batch of some of them; without it torch's default does.
+
     `deepspeed_config` is the workload's base config. The driver reads it; `--base-config` takes precedence.
     """
 
@@ -61,6 +64,8 @@ class Workload:
     loss: Callable[[Any, Batch], Any] | None = None
     deepspeed_config: Mapping[str, Any] | None = None
     build_longest_batch: Callable[[int], Batch] | None = None
+    build_dataset: Callable[[str | None], Any] | None = None
+    collate: Callable[[Sequence[Any]], Batch] | None = None
 
 
 def load_model_py(path: Path) -> Workload:
@@ -89,6 +94,8 @@ def load_model_py(path: Path) -> Workload:
         build_optimizer=getattr(module, "build_optimizer", None),
         loss=getattr(module, "loss", None),
         build_longest_batch=getattr(module, "build_longest_batch", None),
+        build_dataset=getattr(module, "build_dataset", None),
+        collate=getattr(module, "collate", None),
     )
 
 

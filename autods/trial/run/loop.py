@@ -2,49 +2,121 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ...types import Phase
 from ...workload.protocol import Workload, WorkloadError
 from ..job import RankJob
-from ..model_facts import check_batch, place, seed_all
+from ..model_facts import check_batch, named_tensors, place, seed_all
+from ..pipeline import is_pipeline
 from ..training import build, initialize, optimizer_step
+from .data import TokenDataset
 from .order import RunOrder
 from .samples import derive_seed
 from .session import Session, session
+from .states import preserved_random_states
 
 Observe = Callable[[Phase, int], None]
 
 
 def train(workload: Workload, job: RankJob, order: RunOrder, observe: Observe) -> None:
     """Train a workload until the order's steps are done, on every rank. Exceptions of the user's code are passed on."""
-    if order.steps is None:
-        raise WorkloadError("a run of a model.py or a config needs a number of steps", hint="give --steps")
     observe("build", 0)
     model = build(workload, checkpointing=job.checkpointing)
+    if is_pipeline(model):
+        raise WorkloadError(
+            "a PipelineModule is not trained by autods run", hint="write a script: engine.train_batch(data_iter=…)"
+        )
+    dataset = make_dataset(workload, job, order, model)
     observe("init", 0)
     engine = initialize(workload, model, order.ds_config)
     del model
     current = session(engine)
-    for batch in draw_batches(workload, current, order):
-        loss = optimizer_step(workload, engine, place(batch, engine), 1, current.step, observe)
-        current.step_done(loss)
+    if dataset is None:
+        batches = draw_batches(workload, current, order)
+    else:
+        batches = current.batches(dataset, collate_fn=workload.collate)
+    for batch in batches:
+        current.step_done(optimizer_step(workload, engine, place(batch, engine), 1, current.step, observe))
+
+
+def make_dataset(workload: Workload, job: RankJob, order: RunOrder, model: Any) -> Any:
+    """Return the samples of a run; None where `build_batch` makes them.
+
+    Raises WorkloadError where the workload takes no --data, and where nothing says when training ends.
+    """
+    if workload.build_dataset is not None:
+        return workload.build_dataset(order.data)
+    if order.data is None:
+        if order.steps is None:
+            raise WorkloadError("nothing says when the training ends", hint="give --steps")
+        return None
+    if job.source.kind != "hf_config":
+        raise WorkloadError(
+            "it defines no build_dataset, so --data has no effect",
+            place=job.source.path,
+            hint="add: def build_dataset(path) -> a dataset or a list of samples",
+        )
+    if job.source.task != "causal-lm":
+        raise WorkloadError(
+            f"--data is for causal-lm, and this is {job.source.task}",
+            place=job.source.path,
+            hint="write a model.py with build_model, build_batch and build_dataset",
+        )
+    with preserved_random_states():
+        length = int(workload.build_batch(1)["input_ids"].shape[1])  # type: ignore[call-overload]
+    return TokenDataset(order.data, length, int(model.config.get_text_config().vocab_size))
 
 
 def draw_batches(workload: Workload, current: Session, order: RunOrder) -> Iterator[Any]:
-    """Yield this rank's micro batches of `build_batch`, each sample drawn with a seed of its own."""
-    while not current.done:
-        for first, last in current.share.spans(current.step):
-            yield _join([_draw(workload, order.seed, sample) for sample in range(first, last)])
+    """Yield this rank's micro batches of `build_batch`, without end.
+
+    Each sample is drawn alone with a seed of its own, so that the global batch is the same in any division. Where
+    samples differ in shape, or none can be drawn alone, a micro batch is drawn at once.
+    """
+    with preserved_random_states():
+        alone = _can_draw_alone(workload, order.seed)
+    if not alone and current.consensus.rank == 0:
+        print(
+            "autods: build_batch draws no single samples of one shape: its batches depend on the micro batch",
+            file=sys.stderr,
+            flush=True,
+        )
+    for step in itertools.count(current.step):
+        for first, last in current.share.spans(step):
+            with preserved_random_states():
+                if alone:
+                    batch = _join([_draw(workload, order.seed, sample, 1) for sample in range(first, last)])
+                else:
+                    batch = _draw(workload, order.seed, first, last - first)
+            yield batch
+        if current.done:
+            return
 
 
-def _draw(workload: Workload, seed: int, sample: int) -> Any:
+def _draw(workload: Workload, seed: int, sample: int, count: int) -> Any:
     seed_all(derive_seed(seed, sample))
-    return check_batch(workload.build_batch(1), 1)
+    return check_batch(workload.build_batch(count), count)
+
+
+def _can_draw_alone(workload: Workload, seed: int) -> bool:
+    """Whether samples can be drawn one by one, and have the same shapes."""
+    try:
+        shapes = [
+            {name: tuple(tensor.shape) for name, tensor in named_tensors(_draw(workload, seed, sample, 1)).items()}
+            for sample in range(4)
+        ]
+    except Exception:  # a mistake of the user's comes up again with the micro batch
+        return False
+    scalars = any(not shape for shape in shapes[0].values())
+    return not scalars and all(other == shapes[0] for other in shapes)
 
 
 def _join(samples: list[Any]) -> Any:
+    """One batch of batches of one sample each."""
     import torch
 
     first = samples[0]
@@ -52,4 +124,6 @@ def _join(samples: list[Any]) -> Any:
         return torch.cat(samples)
     if isinstance(first, Mapping):
         return {key: _join([sample[key] for sample in samples]) for key in first}
-    return type(first)(_join(list(items)) for items in zip(*samples, strict=True))
+    if isinstance(first, tuple | list):
+        return type(first)(_join(list(items)) for items in zip(*samples, strict=True))
+    return first

@@ -14,6 +14,7 @@ from ..script import cpu_ranks
 from ..script.engine_hooks import INITIALIZE, find_config, set_config
 from ..script.run import prepare_process, run_as_main
 from ..script.user_errors import cause_of_exit, explain
+from .session import Stopped
 
 # The config file of a script whose library calls the engine.
 _CONVERSIONS: Mapping[ScriptKind | None, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
@@ -34,7 +35,7 @@ def run_script(job: RankJob, slot: int, store: socket.socket | None) -> None:
     try:
         run_as_main(job.source)
     except BaseException as error:
-        if isinstance(error, SystemExit) and error.code in (None, 0):
+        if isinstance(error, Stopped) or (isinstance(error, SystemExit) and error.code in (None, 0)):
             return
         failure = cause_of_exit(error, None)
         explained = explain(failure, job.device)

@@ -39,7 +39,7 @@ from .order import RunOrder, find_order
 from .samples import SampleOrder, Share, StepSampler, deal_stream, derive_seed, digest_ids
 
 _ROOM_TO_SPARE = 1.05  # of a checkpoint's bytes: the next one is hardly larger
-_PEAK_EVERY_S = 1.0  # an exact peak of a CPU rank costs a tenth of a millisecond
+_PEAK_EVERY_S = 0.2  # torch's counters of a card take a tenth of a millisecond to read
 _FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 _WRITTEN_BADLY = ("PytorchStreamWriter", "inline_container", "unexpected pos")  # torch.save on a full disk
 
@@ -80,12 +80,9 @@ def session(engine: Any) -> Session:
 
 
 def describe_end() -> dict[str, Any]:
-    """Return how this rank's session ended: 'done' or 'stopped', and its step. Saves the last steps if none has."""
-    if _current is None:
-        raise WorkloadError(
-            "it ended and never called autods.session",
-            hint="add session = autods.session(engine) after deepspeed.initialize, and train on session.batches(…)",
-        )
+    """Return how this rank's session ended, 'done' or 'stopped', and its step; save that step, if nothing has."""
+    if _current is None:  # a script that trains and saves by itself
+        return {"ended": "done", "step": None}
     _current.finish()
     return {"ended": "stopped" if _current.stopped else "done", "step": _current.step}
 
@@ -218,7 +215,8 @@ class Session:
             return
         self.observer("load", self.step)
         checkpoint = read_checkpoint(Path(order.restore))
-        states.load(self.engine, checkpoint)
+        with self._off_the_device():
+            states.load(self.engine, checkpoint)
         if self.step != checkpoint.step:
             raise RuntimeError(f"{order.restore} is of step {checkpoint.step}, and the engine is at {self.step}")
         saved_ranks = checkpoint.layout.world_size
@@ -325,7 +323,7 @@ class Session:
         """A checkpoint passes through host memory, which is no part of an emulated device's budget."""
         meter = self.observer.meter
         if meter is not None:
-            self._peak_bytes = max(self._peak_bytes or 0, meter.leave_device().get("device", 0)) or None
+            meter.lift()
         yield
         if meter is not None:
             meter.return_to_device()
@@ -366,7 +364,7 @@ class Session:
             return None
         if now - self._peak_read_s > _PEAK_EVERY_S:
             self._peak_read_s = now
-            self._peak_bytes = max(self._peak_bytes or 0, meter.peaks()["device"] or 0)
+            self._peak_bytes = meter.device_peak()
         return self._peak_bytes
 
     def _write_line(self, order: RunOrder, line: Mapping[str, Any]) -> None:
