@@ -74,7 +74,9 @@ class LineFilter:
 
 @cache
 def _telling_words() -> re.Pattern[bytes]:
-    words = {word for row in read_signatures() for word in row.phrases} | set(read_toml("fragments")["telling_word"])
+    words = {word for row in read_signatures() for word in (*row.phrases, *row.words)} | set(
+        read_toml("fragments")["telling_word"]
+    )
     return re.compile(_any_of(words).encode())
 
 

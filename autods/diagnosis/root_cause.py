@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 
 from ..units import format_signal
 from .exit_codes import Exit, ExitCodes, explain_exit_code, normalize_exit_code
@@ -306,8 +307,8 @@ def _diagnosis(
 def _telling_lines(finding: Finding) -> list[str]:
     """The first line of the message, and the line that the row matched. Rules such as ===== are no lines."""
     lines = [line.strip() for line in finding.message.text.splitlines() if _WORD.search(line)]
-    matched = [line for line in lines if any(phrase in line.lower() for phrase in finding.row.phrases)]
-    return [line[:_EVIDENCE_CHARS] for line in dict.fromkeys((*lines[:1], *matched[:1]))]
+    matched = filter(finding.row.tells, lines)
+    return [line[:_EVIDENCE_CHARS] for line in dict.fromkeys((*lines[:1], *islice(matched, 1)))]
 
 
 _PHASES = [(re.compile(pattern), phase) for pattern, phase in read_toml("log_lines")["phases"]]

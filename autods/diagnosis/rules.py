@@ -36,20 +36,20 @@ FILES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """One row. It matches a message when all of its conditions hold.
+    """One row. It matches a message that has one of its phrases or the pattern, and for which all conditions hold.
 
+    `phrases`: the text has one of them (lower case).
+    `pattern`: a regular expression that matches the text. Where there are `words`, the text has one of them, too.
+    `also`: a regular expression for the line that `pattern` matched.
+    The conditions:
     `emitter`: who says it. Another one's words in an exception of the user's own code are the user's.
-    `phrases`: the text contains at least one of them (lower case).
     `types`: the exception has one of these names; "*" is any exception.
-    `pattern`: a regular expression that matches the text.
-    `also`: a second one, for the line that `pattern` matched.
     `stack`: a regular expression that matches the traceback's frames.
     `unless`: one that must not match the text.
 
     `passing` rows also count on a line below level ERROR that only mentions the failure. A `budget` row means, in a
     process with a memory budget, that the budget is used up. A `killed` row reports that a process was killed. It
     counts as an OOM kill only if the node's memory shows one, where that is known.
-    `example` is a message that this row matches and no earlier one.
     """
 
     name: str
@@ -57,11 +57,11 @@ class Signature:
     kind: Kind
     action: Action
     advice: str
-    example: str
     source: str
     tier: Tier | None = None
     weight: Weight = "cause"
     phrases: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
     types: tuple[str, ...] = ()
     pattern: str = ""
     also: str = ""
@@ -70,30 +70,37 @@ class Signature:
     passing: bool = False
     budget: bool = False
     killed: bool = False
-    example_stack: str = ""
     file: str = ""
 
-    def matches(self, text: str, type: str, stack: str) -> bool:
-        """Whether all conditions except `phrases` and the user's authorship hold."""
-        if self.emitter in _OUTSIDE_PYTHON and type in _OF_PYTHON_CODE:
-            return False
+    def matches(self, text: str, lowered: str, type: str, stack: str) -> bool:
+        """Whether the row matches, the user's authorship apart. `lowered` is the text in lower case."""
         if self.types and type not in self.types and not ("*" in self.types and type not in ("", ERROR_LINE)):
             return False
-        match = _compiled(self.pattern).search(text)
-        if match is None:
+        if self.emitter in _OUTSIDE_PYTHON and type in _OF_PYTHON_CODE:
             return False
-        start, end = text.rfind("\n", 0, match.start()) + 1, text.find("\n", match.end())
-        if self.also and not _compiled(self.also).search(text, start, len(text) if end < 0 else end):
+        if not (self._has_phrase(lowered) or self._has_pattern(text, lowered)):
             return False
         if self.stack and not _compiled(self.stack).search(stack):
             return False
         return not (self.unless and _compiled(self.unless).search(text))
 
     def tells(self, line: str) -> bool:
-        """Whether the line is what the row looks for: it has one of the phrases, or else matches the pattern."""
-        if self.phrases:
-            return any(phrase in line.lower() for phrase in self.phrases)
+        """Whether the line is what the row looks for: it has one of the phrases or words, or else matches the pattern."""
+        if self.phrases or self.words:
+            return any(word in line.lower() for word in (*self.phrases, *self.words))
         return bool(self.pattern) and _compiled(self.pattern).search(line) is not None
+
+    def _has_phrase(self, lowered: str) -> bool:
+        return any(phrase in lowered for phrase in self.phrases) or not (self.phrases or self.pattern)
+
+    def _has_pattern(self, text: str, lowered: str) -> bool:
+        if not self.pattern or (self.words and not any(word in lowered for word in self.words)):
+            return False
+        match = _compiled(self.pattern).search(text)
+        if match is None or not self.also:
+            return match is not None
+        start, end = text.rfind("\n", 0, match.start()) + 1, text.find("\n", match.end())
+        return _compiled(self.also).search(text, start, len(text) if end < 0 else end) is not None
 
 
 _FOLDER = Path(__file__).with_name("signatures")
@@ -151,11 +158,9 @@ def find_signature(
     """
     lowered = text.lower()
     for row in read_signatures():
-        if by_user and row.emitter != "any":
+        if (by_user and row.emitter != "any") or (passing and not row.passing):
             continue
-        if row.phrases and not any(phrase in lowered for phrase in row.phrases):
-            continue
-        if (row.passing or not passing) and row.matches(text, type, stack):
+        if row.matches(text, lowered, type, stack):
             return row
     return None
 

@@ -42,7 +42,7 @@ def write_errors() -> Iterator[str]:
 
 def write_words() -> Iterator[str]:
     choice = random.Random(5)
-    phrases = [phrase for row in read_signatures() for phrase in row.phrases]
+    phrases = [phrase for row in read_signatures() for phrase in (*row.phrases, *row.words)]
     while True:
         first, second = choice.choices(phrases, k=2)
         yield f"{choice.randrange(10**9):x} {first} {choice.randbytes(12).hex()} {second}\n"

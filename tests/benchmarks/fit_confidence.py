@@ -54,13 +54,19 @@ class Outcome:
 
 @contextmanager
 def forget_phrases(forgotten: frozenset[str]) -> Iterator[None]:
-    """Diagnose without these phrases. A row that had no others does not match."""
-    kept = ((row, tuple(phrase for phrase in row.phrases if phrase not in forgotten)) for row in ALL)
-    rows = tuple(replace(row, phrases=phrases) for row, phrases in kept if phrases or not row.phrases)
+    """Diagnose without these phrases and words. A row that had no others does not match."""
+    rows = tuple(row for each in ALL if (row := _forget(each, forgotten)) is not None)
     with mock.patch.object(rules, "read_signatures", return_value=rows):
         rules.find_signature.cache_clear()
         yield
     rules.find_signature.cache_clear()
+
+
+def _forget(row: rules.Signature, forgotten: frozenset[str]) -> rules.Signature | None:
+    phrases, words = (tuple(word for word in known if word not in forgotten) for known in (row.phrases, row.words))
+    pattern = row.pattern if words or not row.words else ""
+    is_left = bool(phrases or pattern or not (row.phrases or row.pattern))
+    return replace(row, phrases=phrases, words=words, pattern=pattern) if is_left else None
 
 
 ALL = rules.read_signatures()
@@ -82,7 +88,7 @@ def judge(case: Case) -> Outcome:
 
 def judge_unseen(cases: Sequence[Case]) -> list[Outcome]:
     """Judge each case as if nobody had seen its source."""
-    phrases = frozenset(phrase for row in ALL for phrase in row.phrases)
+    phrases = frozenset(phrase for row in ALL for phrase in (*row.phrases, *row.words))
     texts = ["\n".join(case.files.values()).lower() for case in cases]
     used = [frozenset(phrase for phrase in phrases if phrase in text) for text in texts]
     outcomes = []
@@ -128,10 +134,10 @@ def main() -> None:
         same = [outcome.right for outcome in outcomes if outcome.grounds == grounds]
         sure = round(estimate(outcomes, grounds, strength), 2)
         print(f"{grounds:18} {sure:.2f}  {sum(same)}/{len(same)}")
-        tables.append(f'["{grounds}"]\nconfidence = {sure}\ncases = {len(same)}\nright = {sum(same)}\n')
-    tables += [f'["{grounds}"]\nconfidence = {sure}\n' for grounds, sure in NOT_FITTED.items()]
+        tables.append(f'"{grounds}" = {{ confidence = {sure}, cases = {len(same)}, right = {sum(same)} }}\n')
+    tables += [f'"{grounds}" = {{ confidence = {sure} }}\n' for grounds, sure in NOT_FITTED.items()]
     if options.write:
-        TARGET.write_text("\n".join(tables), encoding="utf-8")
+        TARGET.write_text("".join(tables), encoding="utf-8")
 
 
 if __name__ == "__main__":

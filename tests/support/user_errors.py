@@ -84,7 +84,7 @@ class UserError:
 def generate_user_errors(count: int, seed: int) -> Iterator[UserError]:
     """Yield `count` logs. One seed yields the same logs as long as the rules keep their phrases."""
     choice = random.Random(seed)
-    rows = [(f"{row.file}/{row.name}", row.phrases) for row in read_signatures() if row.phrases]
+    rows = [(f"{row.file}/{row.name}", words) for row in read_signatures() if (words := (*row.phrases, *row.words))]
     for _ in range(count):
         rule, phrases = choice.choice(rows)
         text = choice.choice(_SENTENCES).format(choice.choice(phrases), choice.randrange(2, 4000))
