@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ...errors import InputError
 from ...files import check_is_file
 from ...workload.protocol import WorkloadError
 
@@ -67,6 +68,10 @@ def _open_tokens(path: Path) -> Any:
                 tokens = tokens.view("<u4")
         else:
             raise WorkloadError("is not a file of tokens", place=str(path), hint=_HINT)
+    except WorkloadError:
+        raise
+    except InputError as error:
+        raise WorkloadError(error.problem, place=str(path), hint=_HINT) from None
     except OSError as error:
         raise WorkloadError(f"cannot be read: {error.strerror}", place=str(path), hint=_HINT) from None
     except ValueError as error:
