@@ -145,7 +145,7 @@ def choose_machines(request: PlanRequest | ProbeRequest, device: Device, hardwar
     elif device_bytes is not None:
         machines = (Machine(name=ASKED, title="as asked", device_bytes=device_bytes, gpus=len(cards) or None),)
     elif cards:
-        machines = (_describe_this_machine(cards, hardware),)
+        machines = (describe_this_machine(cards, hardware),)
     elif device == "cpu":
         raise InputError("--device cpu has no card", hint="give --gpu-memory 80GiB")
     else:
@@ -156,7 +156,7 @@ def choose_machines(request: PlanRequest | ProbeRequest, device: Device, hardwar
     return tuple(replace(machine, host_bytes=host_bytes or machine.host_bytes) for machine in machines)
 
 
-def _describe_this_machine(cards: Sequence[Card], hardware: Hardware) -> Machine:
+def describe_this_machine(cards: Sequence[Card], hardware: Hardware) -> Machine:
     """Return the machine of the smallest visible card, with rates and links of the catalogue if it has the card."""
     card, bf16 = min(cards, key=lambda card: card.total_bytes), all(card.bf16 for card in cards)
     known = find_by_driver_name(card.name) if not card.slice and len({card.name for card in cards}) == 1 else None

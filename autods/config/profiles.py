@@ -29,7 +29,7 @@ class GrowLimits:
 class RaceLimits:
     """How the rungs that fit compete.
 
-    With `stop` "first-fit", the first rung of the ladder that fits wins; with "fastest", the others race against it.
+    With `stop` "first-fit", the first rung tried that fits wins; with "fastest", the others race against it.
     `noise` is the relative error of a short timing. `most_trials` limits the trials that grow a rival's batch.
     `steps` are those of a rival's trials, `finals` those of the last comparison, which repeats `turns` times.
     `checkpointing` also races configs without gradient checkpointing.

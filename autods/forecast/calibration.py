@@ -16,6 +16,29 @@ _WEIGHT_OF_ZERO = 1.0  # the simulation is right
 _WEIGHT_OF_POOL = 1.0  # each rung errs as the others do
 _WEIGHT_OF_SPREAD = 4.0  # the spread is the stated one
 _WIDTH = 2.0  # standard errors each way: about 95 %
+# Of step times: the variance of a forecast's relative error after calibration, over that of a machine's factors.
+_STEP_RIDGE = (0.1 / 0.3) ** 2
+_LEAST_FACTOR, _MOST_FACTOR = 0.25, 4.0  # beyond these something else is wrong
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepObservation:
+    """A trial's median step, and its forecast before calibration.
+
+    `computed_s` is what the card computes and launches take, `moved_s` what the step waits for links and the host.
+    """
+
+    computed_s: float
+    moved_s: float
+    measured_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFactors:
+    """By how much a machine is slower than its data sheet lets expect: its card, and its links with the host."""
+
+    compute: float = 1.0
+    link: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +47,7 @@ class Observation:
 
     `beside_bytes` is the other part: the CUDA context, NCCL and kernels.
     `at_least` means that the trial ran out of memory, so that the true peak is larger. Such a peak counts only if it
-    contradicts the forecast.
+    contradicts the forecast. `step` is None where the trial timed no step or the machine has no rates.
     """
 
     rung: str
@@ -32,6 +55,7 @@ class Observation:
     measured_bytes: int
     at_least: bool = False
     beside_bytes: int | None = None
+    step: StepObservation | None = None
 
     @property
     def error(self) -> float:
@@ -136,3 +160,21 @@ def observe_trial(
             return Observation(rung=spec.rung, predicted_bytes=predicted, measured_bytes=least, at_least=True)
         case _:
             return None
+
+
+def fit_step_factors(observations: Iterable[Observation], prior: StepFactors) -> StepFactors:
+    """Return the factors after these trials; `prior` are those before any.
+
+    The relative errors of compute × computed + link × moved are squared and summed, with a ridge towards the prior.
+    """
+    steps = [each.step for each in observations if each.step is not None and each.step.measured_s > 0]
+    aa, ab, bb = _STEP_RIDGE, 0.0, _STEP_RIDGE
+    ay, by = _STEP_RIDGE * prior.compute, _STEP_RIDGE * prior.link
+    for step in steps:
+        computed, moved = step.computed_s / step.measured_s, step.moved_s / step.measured_s
+        aa, ab, bb = aa + computed * computed, ab + computed * moved, bb + moved * moved
+        ay, by = ay + computed, by + moved
+    determinant = aa * bb - ab * ab
+    compute, link = (bb * ay - ab * by) / determinant, (aa * by - ab * ay) / determinant
+    compute, link = (min(_MOST_FACTOR, max(_LEAST_FACTOR, factor)) for factor in (compute, link))
+    return StepFactors(compute=compute, link=link)

@@ -5,17 +5,28 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import statistics
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 
+from ..config.catalogue import Machine
 from ..config.deepspeed import BATCH_KEYS
 from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import AutodsError
-from ..types import Device, Outcome, Tier, Trial
-from .calibration import Observation, calibrate_forecast, observe_trial
+from ..types import Device, Fit, Outcome, Tier, Trial
+from .calibration import (
+    Observation,
+    StepFactors,
+    StepObservation,
+    calibrate_forecast,
+    fit_step_factors,
+    observe_trial,
+)
+from .prices import Unpriced
 from .simulator.client import SimulationFailed
+from .step_time import forecast_speed, least_step_s
 from .values import Engine, EngineSpec, RungForecast, Simulation, Simulator
 from .verdict import judge_memory
 
@@ -251,6 +262,14 @@ def memory_key(spec: EngineSpec) -> str:
     return json.dumps({**known, "takes_flash": spec.takes_flash}, sort_keys=True, default=str)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepForecast:
+    """The seconds of a trial's optimizer step: what is expected, and the least that the machine's peak rates allow."""
+
+    seconds: float
+    least_seconds: float
+
+
 @dataclass(slots=True)
 class TrialForecaster:
     """Forecasts the trials of a fit, corrected by the trials' measurements; a `tuner.forecasts.Forecaster`.
@@ -258,8 +277,10 @@ class TrialForecaster:
     A simulation that fails is reported once, by `report`, and leaves its trials without a forecast.
     A model may refuse so few samples: the forecast is then that of a larger micro batch.
 
-    `spec_of` returns the engine that a trial runs.
+    `spec_of` returns the engine that a trial runs, with at most `ENOUGH_ACCUMULATION` micro batches a step.
     `key_of` returns the trial's key in `observations`.
+    `machine` has the rates that step times are forecast by; None where they are unknown. `factors` are those that
+    earlier fits on this machine have left.
     """
 
     forecaster: Forecaster
@@ -267,6 +288,8 @@ class TrialForecaster:
     key_of: Callable[[Trial], str]
     limits: Limits
     report: Callable[[str], None]
+    machine: Machine | None = None
+    factors: StepFactors = field(default_factory=StepFactors)
     observations: dict[str, Observation] = field(default_factory=dict)
     forecasts: dict[str, RungForecast] = field(default_factory=dict)  # the first forecast of each rung, for the report
     _pending: dict[tuple[str, int], Future[Simulation]] = field(default_factory=dict)
@@ -314,6 +337,23 @@ class TrialForecaster:
             smallest = min(sizes, default=_LARGEST_FIRST_MICRO_BATCH)
             return self.largest(trial, sizes, usable_bytes) if self._can_retry(trial.rung, smallest, error) else None
 
+    def step_time(self, trial: Trial) -> StepForecast | None:
+        """Return the seconds of the trial's step, corrected by the trials so far; None when it cannot be forecast.
+
+        The step is that of `trial.knobs.accumulation` micro batches. It costs a simulation unless `largest` made it.
+        """
+        parts = self._step_parts(trial)
+        if parts is None:
+            return None
+        computed_s, moved_s, least_s = parts
+        factors = self.step_factors()
+        seconds = factors.compute * computed_s + factors.link * moved_s
+        return StepForecast(seconds=max(seconds, least_s), least_seconds=least_s)
+
+    def step_factors(self) -> StepFactors:
+        """Return the machine's factors after the trials so far."""
+        return fit_step_factors(self.observations.values(), self.factors)
+
     def learn(self, trial: Trial, outcome: Outcome) -> Observation | None:
         """Store the trial's peak with its forecast, and return both; None if the trial shows nothing new."""
         spec, key = self.spec_of(trial), self.key_of(trial)
@@ -322,8 +362,53 @@ class TrialForecaster:
             return None
         observation = observe_trial(spec, simulation, outcome, expandable=self.forecaster.expandable)
         if observation is not None:
+            observation = replace(observation, step=self._observe_step(trial, outcome))
             self.observations[key] = observation
         return observation
+
+    def _observe_step(self, trial: Trial, outcome: Outcome) -> StepObservation | None:
+        if not (isinstance(outcome, Fit) and len(outcome.step_s) > 1 and trial.exam is None):
+            return None  # a single step may be the one in which the allocator grows
+        parts = self._step_parts(trial)
+        if parts is None:
+            return None
+        return StepObservation(computed_s=parts[0], moved_s=parts[1], measured_s=statistics.median(outcome.step_s))
+
+    def _step_parts(self, trial: Trial) -> tuple[float, float, float] | None:
+        """The seconds of the step before calibration, see `StepObservation`, and those at peak rates."""
+        if self.machine is None or self.forecast(trial) is None:
+            return None
+        trial = self._with_least(trial)
+        spec, knobs = self.spec_of(trial), trial.knobs
+        simulation = self.forecaster.get(spec, knobs.micro_batch)
+        if simulation is None or simulation.schedule is None:
+            return None
+        micro_batches = int(spec.ds_config.get("gradient_accumulation_steps") or 1)
+        ranks_per_node = min(spec.ranks_per_node, spec.world_size)
+        speed = forecast_speed(
+            simulation.schedule,
+            self.machine,
+            world_size=spec.world_size,
+            ranks_per_node=ranks_per_node,
+            micro_batch=knobs.micro_batch,
+            micro_batches=micro_batches,
+            accumulation=knobs.accumulation,
+            tokens_per_sample=None,
+        )
+        try:
+            least_s = least_step_s(
+                simulation.schedule,
+                self.machine,
+                ranks_per_node=ranks_per_node,
+                micro_batches=micro_batches,
+                accumulation=knobs.accumulation,
+            )
+        except Unpriced:
+            return None
+        if speed is None:
+            return None
+        moved_s = sum(speed.step.spent[cause] for cause in ("communication", "host"))
+        return speed.step.seconds - moved_s, moved_s, least_s
 
     def _start(self, trial: Trial) -> Future[Simulation]:
         spec, micro_batch = self.spec_of(trial), trial.knobs.micro_batch

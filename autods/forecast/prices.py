@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -91,6 +91,14 @@ class Price:
     compute_bound: bool = False
 
 
+# What no step can beat: every piece of work at the data sheet's rate, and nothing else costs time.
+_AT_PEAK = Efficiency(
+    matmul=1.0, matmul_half_dim=0.0, attention=1.0, memory=1.0, nvlink=1.0, pcie_between_gpus=1.0, network=1.0,
+    contention=0.0, pinned_copy=1.0, pageable_copy=1.0, dram=1.0, host_optimizer=1.0, nvme=1.0, launch_us=0.0,
+    view_us=0.0, collective_us=0.0, kernel_us=0.0, step_us=0.0, network_step_us=0.0,
+)  # fmt: skip
+
+
 class Unpriced(Exception):
     """The machine's file lacks a rate that the step needs; the text names it."""
 
@@ -102,6 +110,12 @@ class PriceList:
     machine: Machine
     ranks_per_node: int
     efficiency: Efficiency
+
+    @classmethod
+    def at_peak(cls, machine: Machine, ranks_per_node: int) -> PriceList:
+        """The least that work can cost on this machine: each kind at its peak rate, without any overhead."""
+        rates = machine.rates and replace(machine.rates, matmul_share=1.0, attention_share=1.0)
+        return cls(machine=replace(machine, rates=rates), ranks_per_node=ranks_per_node, efficiency=_AT_PEAK)
 
     def price(self, work: Work) -> Price:
         """Return the price of a piece of work. Raises Unpriced."""

@@ -97,6 +97,19 @@ def forecast_speed(
     )
 
 
+def least_step_s(
+    schedule: Schedule, machine: Machine, *, ranks_per_node: int, micro_batches: int, accumulation: int
+) -> float:
+    """Return the seconds that a step takes at least, with all work at the machine's peak rates. Raises Unpriced.
+
+    `micro_batches` and `accumulation` are those of `forecast_step`.
+    """
+    prices = PriceList.at_peak(machine, ranks_per_node)
+    return forecast_step(
+        schedule, prices, read_constants(), micro_batches=micro_batches, accumulation=accumulation
+    ).seconds
+
+
 def forecast_step(
     schedule: Schedule, prices: PriceList, constants: Constants, *, micro_batches: int, accumulation: int
 ) -> StepTime:

@@ -83,7 +83,7 @@ def _print_answer(report: Report, console: Console) -> None:
 def describe_claim(report: Report) -> str:
     """What the fit says of its rung: it is the fastest, or the first that fits where the others were not raced."""
     raced = report.question.stop == "fastest"
-    return "is the fastest that fits" if raced else "fits, the first rung of the ladder that does"
+    return "is the fastest that fits" if raced else "fits, the first rung tried that does"
 
 
 def answer_rows(report: Report) -> list[tuple[str, Text]]:

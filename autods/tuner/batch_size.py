@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from ..types import Failed, Fit, OutOfMemory, Purpose, Record, Steps, Trial, first_line
 from ..units import format_bytes
 from .batch_curve import LONGEST_JUMP, SURE, BatchCurve, well_below
+from .prospects import MOST_AT_FIRST
 from .trials import FitContext, fit_steps_to_budget, fits_well, median_step_s, run_with_retry, samples_per_second
 
-_MOST_AT_FIRST = 64  # micro batch: a thousand samples may fit where throughput stops growing at twenty
 _LONGER_STEPS = 4  # a step may take so many times the shortest one, even where that exceeds the trial's budget
 _WORTH_A_LONG_STEP = 1.15  # ratio of micro batches below which a trial with steps near the longest is not worth it
 
@@ -200,7 +200,7 @@ class Growth:
         size = curve.next_size(sizes)
         if not self.records:  # the forecast knows better than the walk's peak alone
             most = self.forecast_limit() or 0
-            most = min(most, _MOST_AT_FIRST) if global_batch is None else most
+            most = min(most, MOST_AT_FIRST) if global_batch is None else most
             size = max((other for other in curve.open_sizes(sizes) if other <= most), default=size)
         if size is None:
             return self._stop_without_size(curve)

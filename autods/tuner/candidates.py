@@ -9,7 +9,7 @@ from ..config.deepspeed import compose, get_key, required_ops, start_settings
 from ..config.settings import Settings
 from ..config.strategies import Rung
 from ..errors import InputError
-from ..types import Knobs, ModelFacts, Scalar
+from ..types import Knobs, ModelFacts, Scalar, Steps, Trial
 from .trials import accumulation_for
 
 # (what the model has, the ZeRO stages under which DeepSpeed refuses it, the reason)
@@ -126,6 +126,12 @@ def list_candidates(settings: Settings, facts: ModelFacts, op_problems: Mapping[
         pinned = tuple(key for key in _PINS if get_key(config, key) is True)
         candidates.append(Candidate(rung=rung, knobs=knobs, skip=skip, ops=ops, pinned=pinned))
     return tuple(candidates)
+
+
+def first_trial(candidate: Candidate, steps: Steps, micro_batch: int) -> Trial:
+    """The trial that shows whether a rung fits."""
+    knobs = replace(candidate.knobs, micro_batch=micro_batch)
+    return Trial(rung=candidate.rung.name, knobs=knobs, purpose="walk", steps=steps)
 
 
 def without_checkpointing(candidate: Candidate) -> Candidate:

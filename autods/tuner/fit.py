@@ -222,7 +222,7 @@ def build_report(result: FitResult | NothingFits, context: FitContext, *, finger
     outcome, knobs = result.best.outcome, result.best.trial.knobs
     assert isinstance(outcome, Fit)
     raced = settings.profile.race.stop == "fastest"
-    leaner = f"not tried: {'its states would pass through NVMe, and ' if raced else ''}a rung above it fits"
+    leaner = f"not tried: {'its states would pass through NVMe, and ' if raced else ''}a rung before it fits"
     not_tried = {
         rung.name: refusal_reason(rung, facts, settings.gpus) or leaner
         for rung in settings.ladder

@@ -5,23 +5,25 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from ..config.catalogue import describe_this_machine
 from ..config.deepspeed import without_monitors
 from ..config.settings import Settings
 from ..events import Listener, Note
 from ..forecast.allocator import AllocConf, read_alloc_conf
-from ..forecast.calibration import Observation
+from ..forecast.calibration import Observation, StepFactors
+from ..forecast.forecaster import ENOUGH_ACCUMULATION, Limits, StepForecast, TrialForecaster
 from ..forecast.forecaster import Forecaster as ForecastService
-from ..forecast.forecaster import Limits, TrialForecaster
 from ..forecast.simulator.client import Simulator
 from ..forecast.values import EngineSpec, RungForecast, StartSimulator
 from ..journal import TrialStore, trial_key
 from ..runner.cleanup import simulator_variables
 from ..schema import read_as
 from ..types import Fit, Record, Trial
+from .step_factors import keep_factors, open_factors
 
 
 class Forecaster(Protocol):
@@ -44,6 +46,10 @@ class Forecaster(Protocol):
 
     def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:
         """The largest of these micro batches (ascending) that should fit in `usable_bytes`; None when unknown."""
+        return None
+
+    def step_time(self, trial: Trial) -> StepForecast | None:
+        """The seconds of the trial's optimizer step; None when they cannot be forecast."""
         return None
 
 
@@ -89,6 +95,11 @@ def engine_spec(settings: Settings, trial: Trial, ds_config: Mapping[str, Any]) 
     )
 
 
+def shorten_accumulation(trial: Trial) -> Trial:
+    """The trial with as many micro batches a step as a simulation needs: those that follow repeat the second."""
+    return replace(trial, knobs=replace(trial.knobs, accumulation=min(ENOUGH_ACCUMULATION, trial.knobs.accumulation)))
+
+
 def start_processes(settings: Settings, listen: Listener) -> StartSimulator:
     """Return the start of a simulator that waits as long as the profile of these settings allows, and reports waits."""
     limit_s = settings.profile.limits.init_s
@@ -118,11 +129,21 @@ def open_forecaster(
         yield NO_FORECASTER
         return
     on_cuda = settings.device == "cuda"
+    cards = settings.hardware.cards if on_cuda else ()
+    machine = describe_this_machine(cards, settings.hardware) if cards else None
+    machine = None if machine is None or machine.rates is None else machine
     allocator = read_alloc_conf(os.environ) if on_cuda else AllocConf()
     if allocator.warning is not None:
         listen(Note(text=allocator.warning))
 
     past = memory.past
+
+    def note(text: str) -> None:
+        listen(Note(text=text))
+
+    def spec_of(trial: Trial) -> EngineSpec:
+        trial = shorten_accumulation(trial)
+        return engine_spec(settings, trial, config_of(trial))
 
     def learn(record: Record) -> Mapping[str, Any] | None:
         if (key := trial_key(record.trial)) in past.records:
@@ -137,16 +158,20 @@ def open_forecaster(
     with (start or start_processes(settings, listen))(settings.source) as simulator:
         forecaster = TrialForecaster(
             forecaster=ForecastService(simulator, allocator.expandable),
-            spec_of=lambda trial: engine_spec(settings, trial, config_of(trial)),
+            spec_of=spec_of,
             key_of=trial_key,
             limits=Limits(
                 device_bytes=settings.device_bytes,
                 host_bytes=settings.hardware.host_bytes,
             ),
             report=lambda text: listen(Note(text=text, passing=True)),
+            machine=machine,
+            factors=StepFactors() if machine is None else open_factors(machine, settings.out, note),
         )
         memory.learn = learn
         try:
             yield forecaster
         finally:
             forecaster.close()
+            if machine is not None and any(each.step for each in forecaster.observations.values()):
+                keep_factors(machine, forecaster.step_factors())

@@ -1,4 +1,4 @@
-"""Walk the ladder from the fastest rung to the leanest until one fits."""
+"""Walk the ladder from the rung that should be fastest to the slowest until one fits."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from ..config.strategies import Rung
 from ..report.results import ClosestRung
-from ..types import Failed, Fit, Outcome, OutOfMemory, Record, Run, Skipped, Steps, Trial, is_machines_fault
-from .candidates import Candidate
+from ..types import Failed, Fit, Outcome, OutOfMemory, Record, Run, Skipped, Trial, is_machines_fault
+from .candidates import Candidate, first_trial
 from .forecasts import lacking_bytes, why_impossible
+from .prospects import order_by_time
 from .trials import FitContext, fits_well, run_with_retry
 
 _MOST_FIRST_MICRO_BATCH = 8  # a model that cannot be trained with so many samples lacks something else
@@ -63,11 +64,12 @@ def _states_on_host(rung: Rung) -> set[str]:
 
 
 def walk_ladder(rungs: Sequence[Candidate], context: FitContext) -> WalkResult:
-    """Try each rung at the smallest micro batch until one fits.
+    """Try each rung at the smallest micro batch until one fits, in the order of forecast time.
 
-    A rung is skipped when its forecast cannot fit, or by `Lessons`. A full device does not skip the rungs below. They
-    are ordered by speed, and a leaner rung can need more device memory (ZeRO-2 with CPU offload more than ZeRO-1).
-    When no rung fits, the one whose forecast lacks least still runs, so that its verdict is measured.
+    Where no time can be forecast, the order is the ladder's. A rung is skipped when its forecast cannot fit, or by
+    `Lessons`. A full device does not skip the rungs below: a leaner rung can need more device memory (ZeRO-2 with CPU
+    offload more than ZeRO-1). When no rung fits, the one whose forecast lacks least still runs, so that its verdict is
+    measured.
     """
     memory, forecaster, steps = context.memory, context.forecaster, context.settings.profile.walk
     walked = WalkResult()
@@ -88,6 +90,7 @@ def walk_ladder(rungs: Sequence[Candidate], context: FitContext) -> WalkResult:
         return [first_trial(each, steps, context.sizes[0]) for each in candidates if each.skip is None]
 
     forecaster.prepare(first_trials(rungs))
+    rungs = order_by_time(rungs, context)
     for place, candidate in enumerate(rungs, 1):
         reason = candidate.skip or walked.lessons.reason_to_skip(candidate.rung, candidate.ops)
         if reason is None:
@@ -142,12 +145,6 @@ def try_rung(candidate: Candidate, context: FitContext, run: Run) -> tuple[Recor
             return records + (try_rung(candidate, larger, run) if larger.sizes else ())
         case _:
             return records
-
-
-def first_trial(candidate: Candidate, steps: Steps, micro_batch: int) -> Trial:
-    """The trial that shows whether a rung fits."""
-    knobs = replace(candidate.knobs, micro_batch=micro_batch)
-    return Trial(rung=candidate.rung.name, knobs=knobs, purpose="walk", steps=steps)
 
 
 def find_closest_rung(walked: WalkResult, context: FitContext) -> ClosestRung | None:

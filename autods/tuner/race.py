@@ -9,10 +9,11 @@ from ..types import Fit, Record, Steps
 from ..units import format_bytes
 from .batch_curve import BatchCurve, least_sample_s
 from .batch_size import Growth, describe_misfit
-from .candidates import Candidate, config_name, in_precision, without_checkpointing
+from .candidates import Candidate, config_name, first_trial, in_precision, without_checkpointing
 from .comparison import PRIOR_NOISE, FinalsResult, comparison_words, finals
 from .forecasts import why_impossible
-from .ladder_walk import Lessons, WalkResult, first_trial, try_rung, untried_rungs
+from .ladder_walk import Lessons, WalkResult, try_rung, untried_rungs
+from .prospects import CLOSE, Prospect, find_prospect, rank
 from .trials import FitContext, fit_steps_to_budget, median_step_s, repeat_difference
 
 _ENTRY_TRIALS = 3  # at ever smaller micro batches, before the contestant is tried as the walk would try it
@@ -21,7 +22,7 @@ _FEWEST_FINAL_STEPS = 2
 _OTHER_SIZE = 1.25  # ratio of two micro batches of one config below which only the larger is compared
 # Recomputing activations adds a third to forward and backward, so that leaving it out gains no more than this.
 _WITHOUT_RECOMPUTING = 4 / 3
-_FIRST_RUNG = "the first rung of the ladder that fits"
+_FIRST_RUNG = "the first rung tried that fits"
 _WITHOUT = f"{_FIRST_RUNG}; without checkpointing, since memory is not what ends its growth"
 
 
@@ -43,8 +44,10 @@ class RaceResult:
 def run_race(first: Record, walked: WalkResult, rungs: Sequence[Candidate], context: FitContext) -> RaceResult:
     """Grow the walk's winner `first` and, unless the profile says "first-fit", race the untried rungs against it.
 
-    A rival enters with one short trial at the leader's micro batch. It is out when its step times show that no micro
-    batch would make it the fastest; the failure of another rung never decides. Those that stay in grow.
+    Rivals enter in the order of forecast time, with one short trial at the micro batch that should be their best, or at
+    the leader's where no time is forecast. A rival is out before that when it could not lead at the machine's peak
+    rates, and later when its step times show that no micro batch would make it the fastest. The failure of another rung
+    never decides. Those that stay in grow.
 
     Checkpointing costs every rung the same arithmetic, so the winner alone shows whether it pays. If it does not,
     rivals enter without it, and with it where memory limits them. Those that may lead are tried in the other allowed
@@ -58,7 +61,8 @@ def run_race(first: Record, walked: WalkResult, rungs: Sequence[Candidate], cont
     has_choice = profile.race.checkpointing and winner.knobs.checkpointing
     if profile.race.stop == "first-fit":
         return _take_first_fit(leader, has_choice)
-    leader.run()
+    if not (has_choice and _favours(without_checkpointing(winner), winner, context)):
+        leader.run()
     race = _Race(context=context, lessons=walked.lessons, contestants=[leader])
     rivals = untried_rungs(rungs, walked)
     if has_choice:
@@ -76,15 +80,23 @@ def run_race(first: Record, walked: WalkResult, rungs: Sequence[Candidate], cont
     return race.decide()
 
 
+def _favours(config: Candidate, other: Candidate, context: FitContext) -> bool:
+    """Whether the forecast finds the config clearly faster than the other."""
+    first, second = find_prospect(config, context), find_prospect(other, context)
+    context.forecaster.finish()
+    return first is not None and second is not None and first.rate > (1 + CLOSE) * second.rate
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Contestant(Growth):
     """A config in the race.
 
-    `out` is the reason that it left the race; None while it is in.
+    `prospect` is what the forecast expects of it. `out` is the reason that it left the race; None while it is in.
     `entry` are the trials that tried it at the smallest micro batch.
     """
 
     candidate: Candidate
+    prospect: Prospect | None = None
     out: str | None = None
     entry: tuple[Record, ...] = ()
 
@@ -101,11 +113,15 @@ class Contestant(Growth):
         return 0.0 if best is None else self.context.score(best)
 
     def check_forecast(self, size: int) -> int:
-        """The micro batch to enter with: `size` or the forecast's limit. Sets `out` where even the smallest cannot fit.
+        """The micro batch to enter with: the one that should be best, or else `size` or the forecast's limit.
 
-        Where the middle of the forecast leaves the headroom on the device and fits on the other tiers, it is `size`.
+        Sets `out` where even the smallest cannot fit. Where the middle of the forecast leaves the headroom on the
+        device and fits on the other tiers, it is `size`.
         """
         context, smallest = self.context, self.context.sizes[0]
+        self.prospect = find_prospect(self.candidate, context)
+        if self.prospect is not None:
+            size = self.prospect.micro_batch
         forecast = context.forecast(self.trial_at(size))
         if forecast is None:
             return smallest
@@ -202,8 +218,9 @@ class _Race:
     def add(self, candidates: Sequence[Candidate]) -> list[Contestant]:
         """Let candidates in that are not in yet: all forecasts, then a first trial each, then their growth.
 
-        They enter at the leader's micro batch, or at twice that if memory ended the leader's growth. The forecasts come
-        first because simulations would disturb timed trials.
+        The best prospects enter first. Without a forecast of time they enter at the leader's micro batch, or at twice
+        that if memory ended the leader's growth. The forecasts come first because simulations would disturb timed
+        trials.
         """
         context, limits, leader = self.context, self.context.settings.profile.race, self.leader()
         entering = [_make_contestant(each, context, limits.most_trials, limits.steps) for each in candidates]
@@ -221,8 +238,10 @@ class _Race:
         context.forecaster.prepare([rival.trial_at(size) for rival in rivals if rival.out is None])
         entry_sizes = [rival.check_forecast(size) if rival.out is None else size for rival in rivals]
         context.forecaster.finish()
-        for rival, entry_size in zip(rivals, entry_sizes, strict=True):
+        rates = [None if rival.prospect is None else rival.prospect.rate for rival in rivals]
+        for rival, entry_size in rank(list(zip(rivals, entry_sizes, strict=True)), rates):
             rung = rival.candidate.rung
+            rival.out = rival.out or self._why_hopeless(rival)
             rival.out = rival.out or self.lessons.reason_to_skip(rung, rival.candidate.ops)
             if rival.out is None and not self._may_go_on():
                 rival.out = "not tried: the budget is spent"
@@ -234,6 +253,14 @@ class _Race:
         for contestant in (self.leader(), *rivals):
             self._grow(contestant)
         return rivals
+
+    def _why_hopeless(self, rival: Contestant) -> str | None:
+        """The reason that a contestant cannot lead even at the machine's peak rates; None where it may."""
+        prospect, leader = rival.prospect, self.leader()
+        if prospect is None or prospect.most_rate >= self.score_to_beat():
+            return None
+        most = f"at most {prospect.most_rate:.3g} samples/s, with micro batch {prospect.micro_batch}"
+        return f"not tried: the machine's peak rates allow {most}; {leader.name} has {leader.describe_best()}"
 
     def leader(self) -> Contestant:
         """The best so far; of equals the first."""

@@ -1,7 +1,7 @@
 """How near the search comes to the best: whole searches of made-up machines whose optimum is known.
 
 python tests/benchmarks/regret.py [--seeds 200] [--first-seed 0] [--config default] [--blind] [--tune] [--quantised]
-    [--rough] [--busy] [--json]
+    [--rough] [--busy] [--json] [--time-error E,…]
 
 Each seed draws a model and a machine (tests/support/surfaces.py): eight rungs, none of which is always the fastest,
 with and without checkpointing; step times that are 5 % noise each; cliffs; a forecast that is a few percent wrong.
@@ -11,6 +11,8 @@ longer. --quantised: kernels run in whole waves, so that a size just above a ful
 --rough: the same, with noisy peaks and models that need several samples (tests/support/true_answers.py), and each
 answer is held beside what was measured: none may be slower than a measured config that leaves the headroom by more than
 the profile's noise, and every reason has to follow from the trials. --busy: also with other work at times.
+--time-error 0,0.3,1: the same seeds with forecasts of step time, whose logarithm errs by so much for each rung (0.3: by
+about 30 %); "none" is without. A table compares the trials that each needs until one of them reaches 97 % of the best.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from autods.config.profiles import read_profile
 from autods.tuner.fit import NothingFits, search
 from autods.types import Fit, OutOfMemory, Record
-from tests.support.surfaces import Surface, searching
+from tests.support.surfaces import Surface, SurfaceForecaster, searching
 from tests.support.true_answers import RoughSurface, contradictions, slower_than_measured
 
 _GOOD = 0.97
@@ -53,6 +55,7 @@ class Answer:
     deciding_s: float
     slower: float = 0.0
     wrong: tuple[str, ...] = ()
+    until_good: int | None = None  # trials until one reached 97 % of the best; None: none did
 
 
 def main() -> int:
@@ -66,13 +69,16 @@ def main() -> int:
     parser.add_argument("--rough", action="store_true")
     parser.add_argument("--busy", action="store_true")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--time-error", default="none", help="standard errors of forecasts of step time; none")
     asked = parser.parse_args()
+    errors = [None if word == "none" else float(word) for word in asked.time_error.split(",")]
+    if len(errors) > 1:
+        return _compare(errors, asked)
     jobs = [
         Job(seed, asked.config, asked.blind, asked.tune, asked.quantised, asked.rough or asked.busy, asked.busy)
         for seed in range(asked.first_seed, asked.first_seed + asked.seeds)
     ]
-    with ProcessPoolExecutor(2) as pool:
-        answers = [answer for answer in pool.map(_answer, jobs, chunksize=4) if answer is not None]
+    answers = _run([job._replace(time_error=errors[0]) for job in jobs])
     if asked.json:
         print(json.dumps([asdict(answer) for answer in answers], indent=1))
     else:
@@ -89,6 +95,29 @@ def main() -> int:
     return 0 if _good(answers) >= 0.95 * len(answers) and _full(answers) <= 0.10 else 1
 
 
+def _run(jobs: list[Job]) -> list[Answer]:
+    with ProcessPoolExecutor(2) as pool:
+        return [answer for answer in pool.map(_answer, jobs, chunksize=4) if answer is not None]
+
+
+def _compare(errors: list[float | None], asked: argparse.Namespace) -> int:
+    seeds = range(asked.first_seed, asked.first_seed + asked.seeds)
+    jobs = [Job(seed, asked.config, asked.blind, asked.tune, asked.quantised, asked.rough, False) for seed in seeds]
+    print(f"seeds {seeds[0]} to {seeds[-1]}: trials until one reaches {_GOOD:.0%} of the best, and of the whole search")
+    print(f"{'error of step time':20}{'median':>8}{'nine in ten':>13}{'reached':>9}{'whole':>7}{'good answers':>14}")
+    for error in errors:
+        answers = _run([job._replace(time_error=error) for job in jobs])
+        until = sorted(answer.until_good or 10**6 for answer in answers)
+        reached = sum(answer.until_good is not None for answer in answers) / len(answers)
+        tenth = until[int(0.9 * (len(until) - 1))]
+        whole = median(answer.trials for answer in answers)
+        name = "no forecast" if error is None else f"{error:.0%}"
+        good = _good(answers) / len(answers)
+        most = f"{tenth}" if tenth < 10**6 else "never"
+        print(f"{name:20}{median(until):>8.0f}{most:>13}{reached:>9.0%}{whole:>7.0f}{good:>14.1%}")
+    return 0
+
+
 class Job(NamedTuple):
     """One search; the fields are those of the command."""
 
@@ -99,6 +128,7 @@ class Job(NamedTuple):
     quantised: bool
     rough: bool
     busy: bool
+    time_error: float | None = None
 
 
 def _answer(job: Job) -> Answer | None:
@@ -107,7 +137,8 @@ def _answer(job: Job) -> Answer | None:
     profile = read_profile(job.config)
     if not job.tunes:
         profile = replace(profile, tune=replace(profile.tune, trials=0))
-    with searching(surface, profile=profile, blind=job.blind) as context:
+    forecaster = SurfaceForecaster(surface, job.time_error)
+    with searching(surface, profile=profile, forecaster=forecaster, blind=job.blind) as context:
         best, what = surface.optimum(context.usable_bytes, [name for name in surface.rungs if name != "zero3-nvme"])
         began = time.process_time()
         found = search(context)
@@ -120,6 +151,7 @@ def _answer(job: Job) -> Answer | None:
         return None  # only NVMe, or nothing, holds this model: there is nothing to choose from
     trial = found.best.trial
     tuned = surface.rate(trial) / best
+    shares = [_share(surface, record, best) if context.fits(record) else 0.0 for record in records]
     recomputes = "with" if trial.knobs.checkpointing else "without"
     return Answer(
         seed=seed,
@@ -133,6 +165,7 @@ def _answer(job: Job) -> Answer | None:
         deciding_s=deciding_s,
         slower=slower,
         wrong=tuple(wrong),
+        until_good=next((number for number, share in enumerate(shares, 1) if share >= _GOOD), None),
     )
 
 

@@ -69,7 +69,7 @@ def test_with_memory_to_spare_only_the_first_rung_is_tried(run, tmp_path):
     report = run(question("tiny.py", tmp_path))
     assert (report.status, report.rung) == ("fit", "ddp")
     assert {record.trial.rung for record in report.trials} == {"ddp"}
-    assert report.reasons["zero3"] == "not tried: a rung above it fits"
+    assert report.reasons["zero3"] == "not tried: a rung before it fits"
 
 
 def test_report_json_keeps_the_contract(run, tmp_path):

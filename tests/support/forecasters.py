@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from autods.forecast.forecaster import StepForecast
 from autods.forecast.values import RungForecast, TierForecast, Verdict
 from autods.types import Trial
 
@@ -34,6 +35,9 @@ class ScriptedForecaster:
     def forecast(self, trial: Trial) -> RungForecast | None:
         self.asked.append(trial.rung)
         return self.answer(trial)
+
+    def step_time(self, trial: Trial) -> StepForecast | None:
+        return None
 
     def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:
         return self.batch

@@ -7,7 +7,14 @@ from dataclasses import asdict
 
 import pytest
 
-from autods.forecast.calibration import Calibration, Observation, fit_calibration
+from autods.forecast.calibration import (
+    Calibration,
+    Observation,
+    StepFactors,
+    StepObservation,
+    fit_calibration,
+    fit_step_factors,
+)
 from autods.schema import read_as
 
 
@@ -72,3 +79,29 @@ def test_the_order_of_trials_does_not_matter() -> None:
     pairs = (pair(1.1), pair(0.97, "zero3"), pair(1.02), pair(1.2, "ddp"))
     one, other = after(*pairs), after(*reversed(pairs))
     assert one.ratios("zero2").middle == pytest.approx(other.ratios("zero2").middle)
+
+
+def timed(computed_s: float, moved_s: float, measured_s: float) -> Observation:
+    step = StepObservation(computed_s=computed_s, moved_s=moved_s, measured_s=measured_s)
+    return Observation(rung="zero2", predicted_bytes=1, measured_bytes=1, step=step)
+
+
+def test_without_timed_steps_the_factors_are_the_earlier_ones() -> None:
+    earlier = StepFactors(compute=1.2, link=0.9)
+    assert fit_step_factors([pair(1.0)], earlier) == earlier
+
+
+def test_a_slow_card_and_a_slow_link_are_told_apart() -> None:
+    steps = [timed(1.0, 0.0, 1.3), timed(1.0, 1.0, 3.3), timed(0.5, 2.0, 4.65)] * 8  # 1.3 and 2 times as slow
+    learned = fit_step_factors(steps, StepFactors())
+    assert (learned.compute, learned.link) == (pytest.approx(1.3, rel=0.05), pytest.approx(2.0, rel=0.05))
+
+
+def test_one_timed_step_moves_the_factor_most_of_the_way() -> None:
+    learned = fit_step_factors([timed(1.0, 0.0, 2.0)], StepFactors())
+    assert 1.5 < learned.compute < 2.0
+    assert learned.link == pytest.approx(1.0)
+
+
+def test_a_factor_stays_within_reason() -> None:
+    assert fit_step_factors([timed(1.0, 0.0, 10.0)] * 50, StepFactors()).compute == 4.0

@@ -8,8 +8,10 @@ from dataclasses import replace
 
 import pytest
 
+from autods.config.catalogue import Machine, Rates, Tflops
 from autods.config.deepspeed import compose
 from autods.forecast.forecaster import Forecaster, Limits, TrialForecaster
+from autods.forecast.schedule import BITS, RUN, Schedule, Work
 from autods.forecast.testing import Script, ScriptedSimulator, fail_with, simulate_peaks
 from autods.forecast.values import EngineSpec, Simulation, Trace
 from autods.journal import trial_key
@@ -51,6 +53,46 @@ def make_forecaster(script: Script = grows) -> tuple[TrialForecaster, ScriptedSi
         report=reported.append,
     )
     return made, simulator, reported
+
+
+MACHINE = Machine(
+    name="made-up",
+    title="made up",
+    device_bytes=16 * GIB,
+    gpus=2,
+    rates=Rates(multiprocessors=1, memory_gb_per_s=1, source="made up", tflops=Tflops(fp32=1), matmul_share=1.0),
+)
+_SECOND = Work(kind="kernel", bytes=10**9)  # at the machine's peak
+
+
+def lasts_as_many_seconds_as_samples(spec: EngineSpec, micro_batch: int) -> Simulation:
+    events = [0 << BITS | RUN] * micro_batch
+    return replace(grows(spec, micro_batch), schedule=Schedule(events=events, works=(_SECOND,)))
+
+
+def test_a_step_is_forecast_with_its_least_time() -> None:
+    forecaster, _, _ = make_forecaster(lasts_as_many_seconds_as_samples)
+    assert forecaster.step_time(trial()) is None  # the machine is not known
+    forecaster.machine = MACHINE
+    step = forecaster.step_time(trial(micro_batch=4))
+    assert step is not None
+    assert step.least_seconds == pytest.approx(4.0)
+    assert 4.2 < step.seconds < 8
+
+
+def test_a_timed_trial_corrects_the_step_times_after_it() -> None:
+    forecaster, _, _ = make_forecaster(lasts_as_many_seconds_as_samples)
+    forecaster.machine = MACHINE
+    before = forecaster.step_time(trial(micro_batch=2))
+    assert before is not None
+    for size in range(1, 9):
+        outcome = fit(peak_bytes=3 * GIB, step_s=1.5 * before.seconds * size / 2)
+        forecaster.forecast(trial(micro_batch=size))
+        forecaster.learn(trial(micro_batch=size), replace(outcome, step_s=outcome.step_s[:1] * 3))
+    after = forecaster.step_time(trial(micro_batch=2))
+    assert after is not None
+    assert after.seconds == pytest.approx(1.5 * before.seconds, rel=0.03)
+    assert after.least_seconds == before.least_seconds
 
 
 @pytest.mark.parametrize(("micro_batch", "verdict"), [(1, "fits"), (40, "cannot_fit")])

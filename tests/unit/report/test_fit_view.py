@@ -239,7 +239,7 @@ def test_the_launcher_takes_the_cards_that_were_measured(visible: tuple[int, ...
 
 def test_the_answer_comes_first_in_four_lines() -> None:
     lines = shown(fitting_report(), 80, verbose=False).split("\n\n")[0].splitlines()
-    assert lines[2].startswith("zero3 fits, the first rung of the ladder that does")
+    assert lines[2].startswith("zero3 fits, the first rung tried that does")
     answer = " ".join(" ".join(lines[3:]).split())
     for words in (
         "config micro batch 4 × accumulation 2, gradient checkpointing",

@@ -13,6 +13,7 @@ import pytest
 
 from autods.config.profiles import Budget
 from autods.config.settings import Settings
+from autods.forecast.forecaster import StepForecast
 from autods.forecast.values import RungForecast, TierForecast
 from autods.journal import Journal, TrialStore, trial_key
 from autods.runner.testing import fit, out_of_memory
@@ -121,6 +122,9 @@ class Foreseeing:
             rung=trial.rung, verdict="fits" if peak <= LIMIT else "cannot_fit", reason=f"needs {peak // GIB} GiB",
             micro_batch=trial.knobs.micro_batch, memory={"device": use},
         )  # fmt: skip
+
+    def step_time(self, trial: Trial) -> StepForecast | None:
+        return None
 
     def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:
         sized = [replace(trial, knobs=replace(trial.knobs, micro_batch=size)) for size in sizes[:64]]
@@ -416,7 +420,7 @@ def test_first_fit_takes_the_first_that_fits_and_tries_nothing_else(raced: Calla
     result = raced(machine, stop="first-fit")
     assert result.best.trial.rung == "zero1"
     assert set(machine.sizes("zero3") + machine.sizes("zero2")) == set()
-    assert result.raced.reasons == {"zero1": "the first rung of the ladder that fits"}
+    assert result.raced.reasons == {"zero1": "the first rung tried that fits"}
 
 
 def take_first_fit(raced: Callable[..., FitResult], machine: Machine, **asked: Any) -> FitResult:
@@ -436,7 +440,7 @@ def test_first_fit_keeps_checkpointing_that_pays(raced: Callable[..., FitResult]
     result = take_first_fit(raced, machine)
     assert result.best.trial.knobs.checkpointing
     assert result.best.trial.knobs.micro_batch > 3
-    assert result.raced.reasons["zero1"] == "the first rung of the ladder that fits"
+    assert result.raced.reasons["zero1"] == "the first rung tried that fits"
     assert result.raced.reasons["zero1 without checkpointing"].endswith("times as fast as zero1")
 
 
@@ -525,3 +529,44 @@ def test_no_trial_is_run_twice(
     machine = replace(machine, ran=[])
     raced(machine, forecaster=forecaster, checkpointing=True, precisions=("fp16",))
     assert [key for key, count in Counter(map(trial_key, machine.ran)).items() if count > 1] == []
+
+
+class Timing(Foreseeing):
+    """Forecasts a machine's memory, and its step times wrongly by a factor a rung; peak rates halve the true time."""
+
+    def __init__(self, machine: Machine, wrong: Mapping[str, float] | None = None) -> None:
+        super().__init__(machine)
+        self.wrong = wrong or {}
+
+    def step_time(self, trial: Trial) -> StepForecast | None:
+        if trial.rung not in self.machine.rungs:
+            return None
+        step_s = self.machine.step_s(trial)
+        return StepForecast(seconds=step_s * self.wrong.get(trial.rung, 1.0), least_seconds=step_s / 2)
+
+
+def test_the_rung_that_should_be_fastest_runs_first(raced: Callable[..., FitResult]) -> None:
+    machine = Machine({"ddp": Rung(gib=13), "zero3": Rung(gib=3, fixed_s=1.5)})
+    assert won(raced(machine, forecaster=Timing(machine))) == ("zero3", 24)
+    assert [trial.rung for trial in machine.ran[:2]] == ["zero3", "zero3"]
+
+
+def test_a_rung_too_slow_at_peak_rates_is_not_tried(raced: Callable[..., FitResult]) -> None:
+    machine = Machine({"ddp": Rung(gib=3), "zero3-offload": Rung(gib=2, sample_s=0.5)})
+    result = raced(machine, forecaster=Timing(machine))
+    assert won(result)[0] == "ddp"
+    assert machine.sizes("zero3-offload") == []
+    reason = "not tried: the machine's peak rates allow at most 7.43 samples/s, with micro batch 26; ddp has "
+    assert result.raced.reasons["zero3-offload"].startswith(reason)
+
+
+def test_a_rung_whose_time_is_forecast_too_long_wins_still(raced: Callable[..., FitResult]) -> None:
+    machine = Machine({"ddp": Rung(gib=3), "zero2": Rung(gib=3, sample_s=0.2), "zero3": Rung(gib=3, sample_s=0.07)})
+    assert won(raced(machine, forecaster=Timing(machine, {"zero3": 3.0, "zero2": 0.5})))[0] == "zero3"
+
+
+def test_what_does_without_checkpointing_begins_the_race(raced: Callable[..., FitResult]) -> None:
+    machine = Machine({"ddp": Rung(gib=3)}, kept_gib=0.1)
+    result = raced(machine, forecaster=Timing(machine), checkpointing=True)
+    assert won(result)[0] == "ddp"
+    assert [trial.knobs.checkpointing for trial in machine.ran[:2]] == [True, False]

@@ -1,0 +1,80 @@
+"""What the forecast expects of a config: its best micro batch and its rate. The best prospects are tried first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from ..types import Trial
+from .candidates import Candidate, first_trial, without_checkpointing
+from .trials import FitContext
+
+MOST_AT_FIRST = 64  # micro batch: a thousand samples may fit where throughput stops growing at twenty
+CLOSE = 0.03  # share by which two rates may differ for the order of the ladder to decide
+Ranked = TypeVar("Ranked")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prospect:
+    """The forecast of a config at its best micro batch.
+
+    `rate` is in samples a second of all ranks. `most_rate` is the one at the peak rates of the machine's data sheet: no
+    step is faster.
+    """
+
+    micro_batch: int
+    rate: float
+    most_rate: float
+
+
+def find_prospect(candidate: Candidate, context: FitContext) -> Prospect | None:
+    """The prospect of a config; None where nothing is known of its memory or its step time, or nothing fits."""
+    if context.settings.objective == "memory" or candidate.skip is not None:
+        return None
+    first = first_trial(candidate, context.settings.profile.timed, context.sizes[0])
+
+    def trial_at(micro_batch: int) -> Trial:
+        return replace(first, knobs=context.resize(first.knobs, micro_batch))
+
+    smallest = trial_at(context.sizes[0])
+    if context.forecaster.step_time(smallest) is None:  # before the search for the largest, which simulates more
+        return None
+    most = context.forecaster.largest(smallest, context.sizes, context.usable_bytes)
+    if most is None:
+        return None
+    if context.settings.global_batch is None:
+        most = max(context.sizes[0], min(most, MOST_AT_FIRST))
+    trial = trial_at(most)
+    step = context.forecaster.step_time(trial)
+    if step is None or step.seconds <= 0 or step.least_seconds <= 0:
+        return None
+    samples = trial.knobs.train_batch(context.world_size)
+    return Prospect(micro_batch=most, rate=samples / step.seconds, most_rate=samples / step.least_seconds)
+
+
+def rank(items: Sequence[Ranked], rates: Sequence[float | None]) -> list[Ranked]:
+    """The items by their rates, the highest first; within 3 % in the given order. Those without a rate come last."""
+    left = list(range(len(items)))
+    order: list[int] = []
+    while known := [place for place in left if rates[place] is not None]:
+        fastest = max(rates[place] or 0.0 for place in known)
+        order.append(next(place for place in known if (rates[place] or 0.0) >= (1 - CLOSE) * fastest))
+        left.remove(order[-1])
+    return [items[place] for place in (*order, *left)]
+
+
+def order_by_time(candidates: Sequence[Candidate], context: FitContext) -> list[Candidate]:
+    """The candidates by their forecast rates, with or without checkpointing; in the given order where none is known.
+
+    A rung that keeps states on NVMe comes last: they pass through it in every step, and its op takes minutes to build.
+    """
+    rates: list[float | None] = []
+    for candidate in candidates:
+        configs = [candidate]
+        if context.settings.profile.race.checkpointing and candidate.knobs.checkpointing:
+            configs.append(without_checkpointing(candidate))
+        prospects = [prospect for config in configs if (prospect := find_prospect(config, context)) is not None]
+        rates.append(max((prospect.rate for prospect in prospects), default=None))
+    ranked = rank(candidates, rates)
+    return sorted(ranked, key=lambda candidate: "nvme" in candidate.rung.places.values())

@@ -1,0 +1,107 @@
+"""The order in which configs are tried: by what the forecast expects of each at its best micro batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from autods.forecast.forecaster import StepForecast
+from autods.runner.testing import ScriptedRunner
+from autods.tuner.candidates import list_candidates
+from autods.tuner.forecasts import NoForecaster
+from autods.tuner.ladder_walk import walk_ladder
+from autods.tuner.prospects import MOST_AT_FIRST, Prospect, find_prospect, order_by_time, rank
+from autods.types import Trial
+from tests.support.contexts import make_context
+from tests.support.walks import FACTS, FITS, SETTINGS
+
+CANDIDATES = list_candidates(SETTINGS, FACTS, {})
+NAMES = [candidate.rung.name for candidate in CANDIDATES]
+
+
+@dataclass
+class Timed(NoForecaster):
+    """Forecasts seconds of a sample by rung, and the largest micro batch; twice as fast at peak rates."""
+
+    sample_s: dict[str, float]
+    most: int | None = 8
+    plain: float = 1.0  # a sample's share of time without checkpointing
+
+    def step_time(self, trial: Trial) -> StepForecast | None:
+        if (sample_s := self.sample_s.get(trial.rung)) is None:
+            return None
+        share = 1.0 if trial.knobs.checkpointing else self.plain
+        step_s = share * sample_s * trial.knobs.micro_batch * trial.knobs.accumulation
+        return StepForecast(seconds=step_s, least_seconds=step_s / 2)
+
+    def largest(self, trial: Trial, sizes: Any, usable_bytes: float) -> int | None:
+        return self.most
+
+
+def ordered(forecaster: NoForecaster) -> list[str]:
+    context = make_context(ScriptedRunner(lambda trial: FITS).run, forecaster=forecaster)
+    return [candidate.rung.name for candidate in order_by_time(CANDIDATES, context)]
+
+
+def test_the_fastest_by_the_forecast_comes_first() -> None:
+    assert ordered(Timed({"ddp": 3.0, "zero2": 2.0, "zero3": 1.0}))[:3] == ["zero3", "zero2", "ddp"]
+
+
+def test_without_times_the_order_is_the_ladders() -> None:
+    assert ordered(NoForecaster()) == NAMES
+
+
+def test_the_ladder_decides_between_equal_times() -> None:
+    assert ordered(Timed({"zero3": 0.99, "zero1": 1.0, "ddp": 1.5}))[:3] == ["zero1", "zero3", "ddp"]
+
+
+def test_rungs_without_a_time_follow_those_with_one() -> None:
+    assert ordered(Timed({"zero3": 1.0}))[:3] == ["zero3", "ddp", "zero1"]
+
+
+def test_a_rung_that_keeps_states_on_nvme_comes_last() -> None:
+    assert ordered(Timed({"zero3-nvme": 0.1, "zero3": 1.0}))[-1] == "zero3-nvme"
+
+
+def test_the_walk_tries_the_fastest_rung_first() -> None:
+    runner = ScriptedRunner(lambda trial: FITS)
+    walked = walk_ladder(CANDIDATES, make_context(runner.run, forecaster=Timed({"ddp": 2.0, "zero3": 1.0})))
+    assert walked.winner is not None
+    assert [trial.rung for trial in runner.trials] == ["zero3"]
+    assert walked.winner.trial.knobs.micro_batch == 1
+
+
+def test_a_prospect_has_the_rates_of_its_best_micro_batch() -> None:
+    context = make_context(ScriptedRunner(lambda trial: FITS).run, forecaster=Timed({"ddp": 0.5}))
+    prospect = find_prospect(CANDIDATES[0], context)  # 2 ranks of 0.5 s a sample
+    assert prospect == Prospect(micro_batch=8, rate=pytest.approx(4.0), most_rate=pytest.approx(8.0))
+
+
+def test_a_prospect_keeps_the_global_batch() -> None:
+    context = make_context(ScriptedRunner(lambda trial: FITS).run, forecaster=Timed({"ddp": 0.5}), global_batch=64)
+    prospect = find_prospect(CANDIDATES[0], context)
+    assert prospect is not None
+    assert (prospect.micro_batch, prospect.rate) == (8, pytest.approx(4.0))
+
+
+def test_a_first_micro_batch_is_no_larger_than_64() -> None:
+    context = make_context(ScriptedRunner(lambda trial: FITS).run, forecaster=Timed({"ddp": 0.5}, most=4000))
+    prospect = find_prospect(CANDIDATES[0], context)
+    assert prospect is not None
+    assert prospect.micro_batch == MOST_AT_FIRST
+
+
+def test_what_cannot_fit_has_no_prospect() -> None:
+    context = make_context(ScriptedRunner(lambda trial: FITS).run, forecaster=Timed({"ddp": 0.5}, most=None))
+    assert find_prospect(CANDIDATES[0], context) is None
+
+
+def test_the_least_memory_needs_no_forecast_of_time() -> None:
+    context = make_context(ScriptedRunner(lambda trial: FITS).run, forecaster=Timed({"ddp": 0.5}), objective="memory")
+    assert find_prospect(CANDIDATES[0], context) is None
+
+
+def test_equal_rates_are_compared_with_the_fastest_left() -> None:
+    assert rank(["a", "b", "c", "d"], [97.5, None, 95.0, 100.0]) == ["a", "d", "c", "b"]

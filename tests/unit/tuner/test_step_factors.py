@@ -1,0 +1,57 @@
+"""What trials show of a machine's speed is kept for its later fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autods.config.catalogue import read_catalogue
+from autods.forecast.calibration import StepFactors
+from autods.tuner.step_factors import FILE, keep_factors, open_factors
+
+MACHINE = read_catalogue()["a100-80gb"]
+SLOW = StepFactors(compute=1.25, link=1.5)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("AUTODS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def open_in(folder: Path) -> tuple[StepFactors, list[str]]:
+    told: list[str] = []
+    return open_factors(MACHINE, folder, told.append), told
+
+
+def test_a_later_fit_begins_with_what_the_last_one_learned(tmp_path: Path) -> None:
+    assert open_in(tmp_path / "first") == (StepFactors(), [])
+    keep_factors(MACHINE, SLOW)
+    assert open_in(tmp_path / "second") == (SLOW, [])
+
+
+def test_a_resumed_fit_begins_as_its_first_run_did(tmp_path: Path) -> None:
+    open_in(tmp_path)
+    keep_factors(MACHINE, SLOW)
+    assert open_in(tmp_path) == (StepFactors(), [])
+
+
+def test_another_number_of_cards_is_another_machine(tmp_path: Path) -> None:
+    keep_factors(replace(MACHINE, gpus=4), SLOW)
+    assert open_in(tmp_path)[0] == StepFactors()
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"compute": 1}x', '{"compute": 0, "link": 1}', '{"colour": 2}'])
+def test_a_broken_file_is_named_and_not_used(tmp_path: Path, content: str) -> None:
+    (tmp_path / FILE).write_text(content)
+    factors, told = open_in(tmp_path)
+    assert factors == StepFactors()
+    assert [text.partition(" is not used")[0] for text in told] == [str(tmp_path / FILE)]
+
+
+def test_a_cache_that_cannot_be_written_stops_nothing(tmp_path: Path, cache: Path) -> None:
+    cache.write_text("a file in the folder's place")
+    keep_factors(MACHINE, SLOW)
+    assert open_in(tmp_path)[0] == StepFactors()
