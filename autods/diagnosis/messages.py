@@ -17,7 +17,6 @@ TRACEBACK = re.compile(r"(?:Original |Remote )?Traceback \(most recent call last
 FRAME = re.compile(r"\s*File \"[^\"]+\", line \d+, in \S+")
 BOXED_FRAME = re.compile(r"[│|] (?:\S+\.py:\d+(?: in\b|\s*[│|]?$)|❱)")  # rich's
 IPYTHON_FRAME = re.compile(r"Cell In ?\[\d+\], line \d+|File \S+\.py:\d+, in |-+> \d+ ")
-CHAINED = re.compile(r"(?:During handling of the above exception|The above exception was the direct cause)")
 _FOLDED_FRAME = re.compile(r"\s*(?=File \"[^\"]+\", line \d+)")
 _FOLDED_END = re.compile(
     expand(
@@ -218,9 +217,6 @@ class Assembler:
             self._spawned[key] = int(match[1])
         if IGNORED.search(text):
             self._ignore.add(key)
-        if CHAINED.search(text):
-            yield from self._close(key)
-            return
         opened = self._open.get(key)
         if opened is None and (FRAME.match(text) or BOXED_FRAME.match(text)):  # the traceback's beginning is missing
             self._open[key] = _Open(line, frames=[text.strip()], indent=_indent(text))

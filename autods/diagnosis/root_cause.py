@@ -166,12 +166,16 @@ def _is_about_other_program(
 
 
 def _follows_lost_peer(cause: Finding, alive: Sequence[Finding]) -> bool:
-    """The process could not reach the others after one of them was gone: it only noticed."""
-    return cause.row.kind == "communication" and any(
-        other.row.weight == "secondary"
-        and other.message.file == cause.message.file
-        and other.message.order < cause.message.order
-        for other in alive
+    """torch's rendezvous or store failed after a peer was gone: the process only noticed."""
+    return (
+        cause.row.file == "communication"
+        and cause.row.emitter == "torch"
+        and any(
+            other.row.weight == "secondary"
+            and other.message.file == cause.message.file
+            and other.message.order < cause.message.order
+            for other in alive
+        )
     )
 
 
