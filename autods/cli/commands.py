@@ -293,8 +293,10 @@ autods plan train.py --gpus 8 --on a100-80gb -- --deepspeed_config {ds_config} -
 autods plan model.py --gpus 8 --on all      which machine do I need?
 
 autods plan model.py --gpus 8 --on a100-80gb --html plan.html      a page to send to somebody
-autods plan model.py --gpus 8 --on a100-80gb --tokens 300B         days and GPU-hours of a training
-autods plan model.py --gpus 8 --on a100-80gb --timeline step.json  a step drawn, for ui.perfetto.dev
+
+autods plan model.py --gpus 8 --on a100-80gb --tokens 300B      days of a training
+
+autods plan model.py --gpus 8 --on a100-80gb --timeline step.json      a step for ui.perfetto.dev
 
 Exit codes: 0 something fits or may (tight, not forecast), 1 nothing fits, 2 wrong input, 3 broken environment,
 130 interrupted.
