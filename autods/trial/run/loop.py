@@ -85,6 +85,7 @@ def draw_batches(workload: Workload, current: Session, order: RunOrder) -> Itera
             file=sys.stderr,
             flush=True,
         )
+    current.list_samples = range
     for step in itertools.count(current.step):
         for first, last in current.share.spans(step):
             with preserved_random_states():

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,13 +110,27 @@ class Session:
             accumulation=int(engine.gradient_accumulation_steps()),
         )
         self._check_batch()
+        if self.observer.meter is not None:
+            self._report_calls()
         self._saved_step = -1  # of the last checkpoint
         self._seen_step = self.step
-        self._samples: SampleOrder | None = None
+        self.list_samples: Callable[[int, int], Sequence[int]] | None = None  # at two positions of the stream
         self._step_began_s = time.perf_counter()
         self._peak_read_s = 0.0
         self._peak_bytes: int | None = None
         self._losses: list[Any] = []  # of this step's micro batches, on the device
+
+    def _report_calls(self) -> None:
+        """Report the parts of a step: where the memory ran out is evidence, and a CPU rank's meter looks there."""
+        for name in ("backward", "step"):
+            original = getattr(self.engine, name)
+
+            @functools.wraps(original)
+            def call(*args: Any, phase: Phase = name, original: Any = original, **kwargs: Any) -> Any:
+                self.observer(phase, self.step)
+                return original(*args, **kwargs)
+
+            setattr(self.engine, name, call)
 
     # What a script reads.
 
@@ -164,15 +179,17 @@ class Session:
         collate = collate_fn or default_collate
         if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
             seed = 0 if self.order is None else self.order.seed
-            self._samples = SampleOrder(len(dataset), seed, shuffle)
+            samples = SampleOrder(len(dataset), seed, shuffle)
+            self.list_samples = samples.ids
             end = self._find_end(len(dataset), epochs)
-            sampler = StepSampler(order=self._samples, share=self.share, first_step=self.step, end_step=end)
+            sampler = StepSampler(order=samples, share=self.share, first_step=self.step, end_step=end)
             loader: Iterable[Any] = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate, **loader_options)
         else:
             if epochs is not None:
                 raise WorkloadError("the dataset has no length, so its epochs cannot be counted", hint="drop epochs")
             if self.samples:
                 self._note(f"reading {self.samples} samples of the dataset to go on behind them")
+            self.list_samples = range
             stream = DataLoader(dataset, batch_size=None, collate_fn=_keep, **loader_options)
             loader, end = (collate(batch) for batch in deal_stream(stream, self.share, self.step)), self.steps
         micro_batches = iter(loader)
@@ -190,7 +207,6 @@ class Session:
         """
         if loss is not None:
             self._losses.append(loss.detach() if hasattr(loss, "detach") else loss)
-        self.observer("step", self.step)
         if self.step == self._seen_step or self.order is None:
             self._seen_step = self.step
             return
@@ -354,9 +370,9 @@ class Session:
 
     def _digest(self, first: int) -> str | None:
         """A digest of the samples of a step, in any order; None where the script deals them out itself."""
-        if self._samples is None:
+        if self.list_samples is None:
             return None
-        return digest_ids(self._samples.ids(first, first + self.share.global_batch))
+        return digest_ids(self.list_samples(first, first + self.share.global_batch))
 
     def _read_peak(self, now: float) -> int | None:
         meter = self.observer.meter
