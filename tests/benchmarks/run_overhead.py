@@ -2,9 +2,10 @@
 
 `python tests/benchmarks/run_overhead.py [--rounds 6] [--steps 60] [--width 1024]`
 
-Both train in turns. A rank of a run reports heartbeats, samples its memory, writes a line for each step and agrees with
-the other rank. Printed are the ratios of the median step, in wall time and in processor time of rank 0, for each round
-and their median over all rounds. Checkpoints are not counted.
+A rank of a run reports heartbeats, samples its memory, writes a line for each step and agrees with the other rank. What
+that costs is measured in one run: every second step does without. Then torchrun and runs train in turns, which also
+shows what the processes differ in, where the machine is quiet enough. Printed are ratios of the median step, in wall
+time and in processor time of rank 0. Checkpoints are not counted.
 """
 
 from __future__ import annotations
@@ -32,40 +33,43 @@ import json, os, sys, time
 import deepspeed, torch
 from torch import nn
 
-width, steps, plain = int(os.environ["WIDTH"]), int(os.environ["STEPS"]), "PLAIN" in os.environ
+width, steps, mode = int(os.environ["WIDTH"]), int(os.environ["STEPS"]), os.environ["MODE"]
 torch.set_num_threads(1)
 torch.manual_seed(0)
 layers = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.ReLU())]
 model = nn.Sequential(*layers)
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=sys.argv[1])
 data = [torch.randn(width) for _ in range(512)]
-if plain:
-    session = None
+plain = {name: getattr(engine, name) for name in ("backward", "step")}
+
+def repeat():
     sampler = torch.utils.data.DistributedSampler(data, shuffle=True)
-    size = engine.train_micro_batch_size_per_gpu()
-    def repeat():
-        while True:
-            yield from torch.utils.data.DataLoader(data, batch_size=size, sampler=sampler, drop_last=True)
-    batches = repeat()
-else:
+    while True:
+        yield from torch.utils.data.DataLoader(
+            data, batch_size=engine.train_micro_batch_size_per_gpu(), sampler=sampler, drop_last=True
+        )
+
+sources = {"plain": repeat()}
+session = None
+if mode != "plain":
     import autods
     session = autods.session(engine)
-    batches = session.batches(data)
-times, began, cpu_began = [], time.perf_counter(), time.process_time()
-for batch in batches:
-    loss = engine(batch).square().mean()
-    engine.backward(loss)
-    engine.step()
-    if session:
-        session.step_done(loss)
-    if engine.global_steps > len(times):
-        now, cpu = time.perf_counter(), time.process_time()
-        times.append((now - began, cpu - cpu_began))
-        began, cpu_began = time.perf_counter(), time.process_time()
-    if len(times) == steps:
-        break
+    sources["run"] = session.batches(data)
+watched = {name: getattr(engine, name) for name in plain}
+times = {"plain": [], "run": []}
+for number in range(steps):
+    kind = mode if mode != "both" else "run" if number % 2 else "plain"
+    engine.backward, engine.step = (watched if kind == "run" else plain).values()
+    began, cpu_began = time.perf_counter(), time.process_time()
+    for _ in range(engine.gradient_accumulation_steps()):
+        loss = engine(next(sources[kind])).square().mean()
+        engine.backward(loss)
+        engine.step()
+        if kind == "run":
+            session.step_done(loss)
+    times[kind].append((time.perf_counter() - began, time.process_time() - cpu_began))
 if os.environ["RANK"] == "0":
-    open(os.environ["TIMES"], "w").write(json.dumps(times[5:]))
+    open(os.environ["TIMES"], "w").write(json.dumps({kind: rows[3:] for kind, rows in times.items()}))
 torch.distributed.barrier()
 time.sleep(0.2)
 """
@@ -78,33 +82,36 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--width", type=int, default=1024)
     options = parser.parse_args()
-    wall, cpu, step_ms = [], [], []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "train.py").write_text(SCRIPT)
         os.chdir(folder)
         os.environ |= {"WIDTH": str(options.width), "STEPS": str(options.steps), "TIMES": str(folder / "times.json")}
         order = make_order(folder, options.steps)
-        config = folder / "ds_config.json"
-        config.write_text(json.dumps(order.ds_config))
+        (folder / "ds_config.json").write_text(json.dumps(order.ds_config))
+        within, between = [], []
         for number in range(options.rounds):
-            turns = [lambda: train_plainly(config), lambda: train_as_run(folder, order)]
-            medians = {}
-            for index in (0, 1) if number % 2 == 0 else (1, 0):
-                turns[index]()
-                times = json.loads((folder / "times.json").read_text())
-                medians[index] = [statistics.median(column) for column in zip(*times, strict=True)]
-            wall.append(medians[1][0] / medians[0][0])
-            cpu.append(medians[1][1] / medians[0][1])
-            step_ms.append(1000 * medians[0][0])
-            print(
-                f"round {number + 1}: step {step_ms[-1]:.0f} ms, wall {wall[-1]:.4f}, processor {cpu[-1]:.4f}",
-                flush=True,
-            )
-    print(
-        f"median of {options.rounds} rounds: step {statistics.median(step_ms):.0f} ms, "
-        f"wall {statistics.median(wall):.4f}, processor {statistics.median(cpu):.4f}"
-    )
+            within.append(compare(train_as_run(folder, order, "both")))
+            print_ratio(f"round {number + 1}, every second step", *within[-1])
+        for number in range(options.rounds):
+            turns = [train_plainly, lambda folder: train_as_run(folder, order, "run")]
+            first, second = (turn(folder) for turn in (turns if number % 2 == 0 else reversed(turns)))
+            between.append(compare({kind: first[kind] or second[kind] for kind in first}))
+            print_ratio(f"round {number + 1}, torchrun and a run", *between[-1])
+    for title, rounds in (("every second step", within), ("torchrun and a run", between)):
+        print_ratio(
+            f"median of {options.rounds}, {title}", *(statistics.median(part) for part in zip(*rounds, strict=True))
+        )
+
+
+def compare(times: dict[str, list[list[float]]]) -> tuple[float, float, float]:
+    """The median step of plain training in seconds, and the ratios of a run's to it: wall, processor."""
+    plain, run = ([statistics.median(column) for column in zip(*times[kind], strict=True)] for kind in ("plain", "run"))
+    return plain[0], run[0] / plain[0], run[1] / plain[1]
+
+
+def print_ratio(title: str, step_s: float, wall: float, processor: float) -> None:
+    print(f"{title}: step {1000 * step_s:.0f} ms, wall {wall:.4f}, processor {processor:.4f}", flush=True)
 
 
 def make_order(folder: Path, steps: int) -> RunOrder:
@@ -127,15 +134,23 @@ def make_order(folder: Path, steps: int) -> RunOrder:
     return order
 
 
-def train_plainly(config: Path) -> None:
-    """Train under torchrun."""
+def train_plainly(folder: Path) -> dict[str, list[list[float]]]:
+    """Train under torchrun, and return the times of its steps."""
     launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
-    env = {**cpu_env(), "DS_ACCELERATOR": "cpu", "PLAIN": "1"}
-    subprocess.run([sys.executable, "-m", *launcher, "train.py", str(config)], env=env, check=True, capture_output=True)
+    env = {**cpu_env(), "DS_ACCELERATOR": "cpu", "MODE": "plain"}
+    command = [sys.executable, "-m", *launcher, "train.py", str(folder / "ds_config.json")]
+    subprocess.run(command, env=env, check=True, capture_output=True)
+    return read_times()
 
 
-def train_as_run(folder: Path, order: RunOrder) -> None:
-    """Train with ranks as a zygote starts them where it must not fork."""
+def read_times() -> dict[str, list[list[float]]]:
+    """Wall and processor seconds of each step, by kind."""
+    times: dict[str, list[list[float]]] = json.loads(Path(os.environ["TIMES"]).read_text())
+    return times
+
+
+def train_as_run(folder: Path, order: RunOrder, mode: str) -> dict[str, list[list[float]]]:
+    """Train with ranks as a zygote starts them where it must not fork; return the times of their steps."""
     source = make_source(Path("train.py"), folder=folder, argv=["{ds_config}"])
     board = Heartbeats.create(RANKS)
     os.set_inheritable(board.fd, True)
@@ -160,7 +175,8 @@ def train_as_run(folder: Path, order: RunOrder) -> None:
     ranks = []
     for slot in range(RANKS):
         env = {
-            **cpu_env(), "DS_ACCELERATOR": "cpu", "RANK": str(slot), "LOCAL_RANK": str(slot), "WORLD_SIZE": str(RANKS),
+            **cpu_env(), "DS_ACCELERATOR": "cpu", "MODE": mode,
+            "RANK": str(slot), "LOCAL_RANK": str(slot), "WORLD_SIZE": str(RANKS),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "lo",
         }  # fmt: skip
         command = [
@@ -180,6 +196,7 @@ def train_as_run(folder: Path, order: RunOrder) -> None:
     for rank in ranks:
         rank.wait()
     board.close()
+    return read_times()
 
 
 if __name__ == "__main__":
