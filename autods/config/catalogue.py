@@ -88,7 +88,8 @@ class Machine:
 
     `device_bytes` is the memory that the driver leaves to programs. `gpus`, `host_bytes`, `nvme_bytes`, `dram_gb_per_s`
     and `nvme_gb_per_s` (sequential reads) count for the whole node. They are None where they are unknown, those of NVMe
-    also where the node has none. `driver_names` are the card's names in NVML.
+    also where the node has none. `driver_names` are the card's names in NVML, and `driver_capability` is its compute
+    capability as NVML has it, for a card without rates.
     """
 
     name: str
@@ -97,6 +98,7 @@ class Machine:
     gpus: int | None = None
     bf16: bool = True
     driver_names: tuple[str, ...] = ()
+    driver_capability: tuple[int, int] | None = None
     host_bytes: int | None = None
     nvme_bytes: int | None = None
     dram_gb_per_s: float | None = None
@@ -108,7 +110,7 @@ class Machine:
     @property
     def capability(self) -> tuple[int, int] | None:
         """The compute capability of the card; None where it is unknown."""
-        return None if self.rates is None else self.rates.capability
+        return self.driver_capability if self.rates is None else self.rates.capability
 
 
 def read_catalogue() -> Mapping[str, Machine]:
@@ -166,6 +168,7 @@ def describe_this_machine(cards: Sequence[Card], hardware: Hardware) -> Machine:
         device_bytes=card.total_bytes,
         gpus=len(cards),
         bf16=bf16,
+        driver_capability=card.capability,
         host_bytes=hardware.host_bytes,
         dram_gb_per_s=None if known is None else known.dram_gb_per_s,
         nvme_gb_per_s=None if known is None else known.nvme_gb_per_s,

@@ -145,7 +145,8 @@ def _check_timeline(path: str | os.PathLike[str] | None, machines: Sequence[Mach
     if len(machines) > 1:
         raise InputError("--timeline shows a step on one machine", hint=f"give --on {machines[0].name}, say")
     if machines[0].rates is None:
-        problem = f"--timeline needs the rates of {machines[0].title}, which are not known"
+        card = machines[0].title if machines[0].name == HERE else "the card"
+        problem = f"--timeline needs the rates of {card}, which are not known"
         raise InputError(problem, hint="give --on with a machine of the catalogue, or a FILE.toml")
     return Path(path)
 

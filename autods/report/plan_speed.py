@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 from rich.text import Text
 
+from ..config.catalogue import HERE
 from ..forecast.step_time import Speed, StepTime
 from ..forecast.values import RungForecast
 from ..units import format_bytes, format_count
@@ -67,7 +68,8 @@ def explain_no_time(site: SiteForecast) -> str:
     """'the file of the machine lacks dram_gb_per_s'."""
     machine, lacks = site.site.machine, []
     if machine.rates is None:
-        return f"the rates of {machine.title} are not known (--on NAME or FILE.toml has them)"
+        card = machine.title if machine.name == HERE else "the card"
+        return f"the rates of {card} are not known (--on NAME or FILE.toml has them)"
     if machine.links is None:
         lacks.append("links")
     elif site.site.nodes > 1 and machine.links.network_gb_per_s is None:

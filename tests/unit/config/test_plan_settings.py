@@ -122,8 +122,10 @@ def test_more_ranks_than_visible_cards_stay_on_one_node() -> None:
 @pytest.mark.parametrize("names", [("NVIDIA Secret",), ("NVIDIA L4", "NVIDIA A40")], ids=["unknown", "mixed"])
 def test_a_card_outside_the_catalogue_has_no_rates(names: tuple[str, ...]) -> None:
     cards = tuple(Card(index=0, name=name, total_bytes=22 * GIB, free_bytes=22 * GIB) for name in names)
+    cards = tuple(replace(card, capability=(7, 5)) for card in cards)
     (site,) = asked(hardware=replace(LAPTOP, cards=cards)).sites
     assert (site.machine.rates, site.machine.links) == (None, None)
+    assert site.machine.capability == (7, 5)
 
 
 @pytest.mark.parametrize("price", [2, "2.0", {"a100-80gb": 2}, "A100-80GB=2"])
