@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 from .config.base_config import check_ranks
 from .config.plan_settings import PlanSettings, resolve_plan
+from .config.rehearsal import resolve_rehearsal
 from .config.settings import Settings, check_exported, check_nodes, resolve_fit
+from .errors import InputError
 from .events import Event, Listener, Note
 from .forecast.values import ForecastEvent, ForecastListener
 from .report.checkup import Checkup
@@ -55,12 +57,20 @@ class UseCase(Generic[Request, Resolved, AnyEvent, Result]):
 
 
 def _resolve_fit(request: FitRequest) -> Settings:
+    if request.rehearse:
+        return resolve_rehearsal(request, _make_source(request, out=request.out, zero_init=request.zero_init))
+    if request.on is not None:
+        raise InputError(f"--on {request.on} is for a rehearsal: a fit runs here", hint="add --rehearse, or drop --on")
     hardware = _find_hardware(request, request.gpus)
     source = _make_source(request, out=request.out, zero_init=request.zero_init)
     return resolve_fit(request, source, hardware=hardware)
 
 
 def _run_fit(settings: Settings, listen: Listener) -> Report:
+    if settings.rehearsed_on is not None:
+        from .tuner.rehearsal import rehearse
+
+        return rehearse(settings, listen=listen)
     from .tuner.fit import fit  # it brings Ray
 
     _warn(settings, listen)

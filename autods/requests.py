@@ -272,6 +272,12 @@ class FitRequest(TrialRequest):
     gpus: Count | None = _option(
         "Machine", "Ranks, of all nodes together.", "N", default="all visible cards", most=MOST_RANKS
     )
+    rehearse: Switch = _option(
+        "Machine",
+        "Run the whole search on the simulated GPUs of --on: no card, no ranks, nothing is proven.",
+        value=False,
+    )
+    on: Text | None = _option("Machine", "With --rehearse: a machine of the catalogue, such as h100-80gb.", "NAME")
     objective: Text = _option(
         "Search", "samples or tokens (the most a second), memory (the least of the device).", "NAME", value="samples"
     )

@@ -180,6 +180,26 @@ def describe_this_machine(cards: Sequence[Card], hardware: Hardware) -> Machine:
     )
 
 
+def make_hardware(machine: Machine, cards: int) -> Hardware:
+    """Return a node of this machine as if it were here, with so many cards."""
+    card = Card(
+        index=0,
+        name=machine.title,
+        total_bytes=machine.device_bytes,
+        free_bytes=machine.device_bytes,
+        bf16=machine.bf16,
+        capability=machine.capability,
+    )
+    host_bytes = machine.host_bytes or 0
+    return Hardware(
+        cpu=machine.title,
+        cores=max(1, cards),
+        host_bytes=host_bytes,
+        host_free_bytes=host_bytes,
+        cards=tuple(replace(card, index=index) for index in range(cards)),
+    )
+
+
 def find_by_driver_name(name: str) -> Machine | None:
     """Return the machine of the catalogue whose card NVML calls so. Old drivers leave out the maker."""
     short = name.removeprefix("NVIDIA ")

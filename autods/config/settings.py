@@ -27,6 +27,7 @@ from .base_config import (
     resolve_base_config,
     resolve_global_batch,
 )
+from .catalogue import Machine
 from .profiles import Budget, Profile, Stop, read_profile
 from .strategies import Rung, read_rungs, select_rungs
 
@@ -150,6 +151,7 @@ class Settings:
     `nodes` and `address` describe a Ray cluster. Without an address autods starts Ray on this machine.
     `hardware` is that of the weakest node. `exported` names environment variables that the nodes get besides the usual.
     `fresh` forgets the finished trials of an earlier fit in `out`.
+    `rehearsed_on` is the machine whose simulation answers the trials; None for a real fit.
     """
 
     source: WorkloadSource
@@ -175,6 +177,7 @@ class Settings:
     exported: tuple[str, ...] = ()
     platform: tuple[str, ...] = ()
     fresh: bool = False
+    rehearsed_on: Machine | None = None
 
     @property
     def is_limited(self) -> bool:
@@ -210,6 +213,7 @@ class Settings:
             "precisions": self.precisions,
             **({"nodes": self.nodes} if self.nodes > 1 else {}),
             **({} if self.threads is None else {"threads": self.threads}),
+            **({} if self.rehearsed_on is None else {"rehearsed_on": repr(self.rehearsed_on)}),
         }
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -16,7 +16,7 @@ from rich.text import Text
 from ..config.settings import KEPT_BY_KERNEL, KEPT_BY_PYTHON
 from ..types import TIERS, Failed, Fit, Outcome, OutOfMemory, Record, Scalar, Tier, TierUse, first_line
 from ..units import format_bytes, format_count
-from .launch import ACCELERATE, DS_CONFIG, DS_CONFIG_HF, launch_lines
+from .launch import ACCELERATE, DS_CONFIG, DS_CONFIG_HF, DS_CONFIG_REHEARSED, launch_lines
 from .results import Certificate, Checkpoint, ClosestRung, Parity, Report
 from .serialize import REPORT
 from .text import (
@@ -62,14 +62,17 @@ def print_fit(report: Report, console: Console, *, verbose: bool = False) -> Non
         console.print(certificate_headline(report.certificate))
         console.print(pairs_grid(certificate_lines(report.certificate)))
     console.print(Text("\nNext", style="bold"))
-    files = f"{DS_CONFIG}, {DS_CONFIG_HF}, {ACCELERATE} and {REPORT} in {Path(report.out)}"
+    configs = f"{DS_CONFIG}, {DS_CONFIG_HF}, {ACCELERATE}"
+    if report.question.rehearsed_on is not None:
+        configs = DS_CONFIG_REHEARSED
+    files = f"{configs} and {REPORT} in {Path(report.out)}"
     for name, command in (*launch_lines(report), ("files", files)):  # on whole lines, so that they can be copied
         console.print(Text.assemble((f"  {name:<10}  ", "cyan"), command), soft_wrap=True)
 
 
 def _print_answer(report: Report, console: Console) -> None:
     """Four lines: the config, its speed, its memory, and how to use it; or what is missing."""
-    effort = (f"  ({len(report.trials)} trials, {format_seconds(report.seconds)})", "dim")
+    effort = (f"  ({describe_effort(report)})", "dim")
     if report.status == "nothing_fits":
         console.print(Text.assemble(("nothing fits: ", "bold red"), (describe_shortage(report), "bold"), effort))
         console.print(pairs_grid((f"{n}.", Text(remedy)) for n, remedy in enumerate(remedies(report), 1)))
@@ -80,9 +83,21 @@ def _print_answer(report: Report, console: Console) -> None:
     console.print(Text.assemble(("  use it  ", "cyan"), command), soft_wrap=True)  # a whole line, to be copied
 
 
+def describe_effort(report: Report) -> str:
+    """'12 trials, 4 min'; of a rehearsal also what a real fit would take."""
+    effort = f"{len(report.trials)} trials, {format_seconds(report.seconds)}"
+    if report.question.rehearsed_on is None:
+        return effort
+    real_s = sum(record.seconds for record in report.trials)
+    return f"{effort}; the trials of a real fit would take about {format_seconds(real_s)}"
+
+
 def describe_claim(report: Report) -> str:
     """What the fit says of its rung: it is the fastest, or the first that fits where the others were not raced."""
     raced = report.question.stop == "fastest"
+    if report.question.rehearsed_on is not None:
+        claim = "would be the fastest that fits" if raced else "would fit, the first rung tried that does"
+        return f"{claim} on {report.question.rehearsed_on}, by a rehearsal"
     return "is the fastest that fits" if raced else "fits, the first rung tried that does"
 
 
@@ -97,7 +112,9 @@ def answer_rows(report: Report) -> list[tuple[str, Text]]:
     if report.memory:
         uses = [f"{TIER_NAMES[tier]} {format_use(report.memory[tier])}" for tier in TIERS if tier in report.memory]
         rows.append(("memory", Text(", ".join(uses))))
-    if report.certificate is not None:
+    if report.question.rehearsed_on is not None:
+        rows.append(("proof", Text("not proven: a rehearsal, nothing ran", style="yellow")))
+    elif report.certificate is not None:
         rows.append(("proof", _describe_proof(report.certificate)))
     return rows
 

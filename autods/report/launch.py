@@ -14,6 +14,7 @@ from .results import Report
 
 DS_CONFIG = "ds_config.json"
 DS_CONFIG_HF = "ds_config_hf.json"  # with "auto" for the keys that the HF Trainer fills in
+DS_CONFIG_REHEARSED = "ds_config_rehearsed.json"  # of a rehearsal: no launcher takes it for a proven one
 DS_CONFIG_LIGHTNING = "ds_config_lightning.json"  # without the accumulation steps
 ACCELERATE = "accelerate.yaml"
 _CONFIG_FILES = {"hf_trainer": DS_CONFIG_HF, "lightning": DS_CONFIG_LIGHTNING}  # by kind of script; else DS_CONFIG
@@ -41,6 +42,10 @@ _TRAINER_ARGUMENTS = {
 def launch_lines(report: Report) -> Iterator[tuple[str, str]]:
     """The lines with which a user starts the training, each with a name. A line is whole, so that it can be copied."""
     assert report.knobs is not None
+    if report.question.rehearsed_on is not None:
+        yield "launch", "the same command without --rehearse and --on, on such a machine: it proves the config"
+        yield "config", str(Path(report.out) / DS_CONFIG_REHEARSED)
+        return
     folder, commands, script = Path(report.out), launch_commands(report), report.question.script
     if script is None:
         if report.knobs.checkpointing:

@@ -110,6 +110,7 @@ class FitQuestion:
     script; it is None for any other workload. `stood_in` and `writes_confined` are those of its `ModelFacts`.
     `ops_folder` is the folder in which trials built DeepSpeed's ops. `fingerprint` identifies the question, see
     `Settings.fingerprint`; `budget` and `forecast` are the parts of it that decide only which trials are run.
+    `rehearsed_on` names the machine of the catalogue whose simulation answered the trials; None for a real fit.
     """
 
     workload: str = "workload"
@@ -134,6 +135,7 @@ class FitQuestion:
     fingerprint: str = ""
     budget: Budget = field(default_factory=Budget)
     forecast: bool = True
+    rehearsed_on: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,7 @@ from .launch import (
     DS_CONFIG,
     DS_CONFIG_HF,
     DS_CONFIG_LIGHTNING,
+    DS_CONFIG_REHEARSED,
     accelerate_yaml,
     launch_commands,
     trainer_arguments,
@@ -49,14 +50,17 @@ _MEASURE: Any = Literal["samples", "tokens"]  # of a probe's ratios
 
 
 def to_dict(report: Report) -> dict[str, Any]:
-    """Plain JSON values for report.json. Every key is present; unknown values are null."""
-    launch = None
-    if report.ds_config is not None and report.knobs is not None:
+    """Plain JSON values for report.json. Every key is present; unknown values are null.
+
+    `rehearsed` tells that the simulated GPU answered the trials, so that nothing is proven.
+    """
+    launch, rehearsed = None, report.question.rehearsed_on is not None
+    if report.ds_config is not None and report.knobs is not None and not rehearsed:
         arguments = trainer_arguments(report, str(Path(report.out) / DS_CONFIG_HF))
         launch = {**launch_commands(report), "trainer_arguments": list(arguments)}
     row = _plain(report)
     nothing = {name: row[name] or {} for name in ("certificate", "hardware")}
-    return {**row, **nothing, "memory": _all_tiers(report.memory), "launch": launch}
+    return {**row, **nothing, "rehearsed": rehearsed, "memory": _all_tiers(report.memory), "launch": launch}
 
 
 def from_dict(data: Mapping[str, Any]) -> Report:
@@ -79,13 +83,15 @@ def write(report: Report, folder: Path) -> None:
     Raises the error of `errors.make_write_error` for a file that cannot be written.
     """
     texts: dict[str, str] = {}
-    if report.ds_config is not None:
+    if report.ds_config is not None and report.question.rehearsed_on is not None:
+        texts[DS_CONFIG_REHEARSED] = as_json(report.ds_config)
+    elif report.ds_config is not None:
         texts[DS_CONFIG] = as_json(report.ds_config)
         texts[DS_CONFIG_HF] = as_json(to_trainer_config(report.ds_config))
         texts[ACCELERATE] = accelerate_yaml(report, str(Path(report.out) / DS_CONFIG))
         if report.question.script is not None and report.question.script.kind == "lightning":
             texts[DS_CONFIG_LIGHTNING] = as_json(to_lightning_config(report.ds_config))
-    for name in (DS_CONFIG, DS_CONFIG_HF, DS_CONFIG_LIGHTNING, ACCELERATE):
+    for name in (DS_CONFIG, DS_CONFIG_HF, DS_CONFIG_LIGHTNING, DS_CONFIG_REHEARSED, ACCELERATE):
         if name in texts:
             write_whole(folder / name, texts[name])
         else:

@@ -96,7 +96,7 @@ def fit(
                     study=out / STUDY,
                     final_config=runner.final_config,
                     check=lambda record: _check_machine(record, settings),
-                    save_best=lambda record: serialize.write_so_far(runner.final_config(record.trial), out),
+                    save_best=lambda record: _save_best(record, runner, settings),
                 )
                 result = search(context)
                 if isinstance(result, NothingFits):
@@ -283,6 +283,7 @@ def _make_question(context: FitContext, fingerprint: str) -> FitQuestion:
         fingerprint=fingerprint,
         budget=settings.budget,
         forecast=settings.forecast,
+        rehearsed_on=None if settings.rehearsed_on is None else settings.rehearsed_on.name,
     )
 
 
@@ -309,6 +310,12 @@ def _check_that_memory_decided(walked: WalkResult, settings: Settings) -> None:
     if failures and len(failures) == len(walked.records):
         rung = walked.records[-1].trial.rung
         raise EnvironmentBroken(f"no rung could be tried: {rung}: {failures[-1].evidence}\n  {failures[-1].advice}")
+
+
+def _save_best(record: Record, runner: Runner, settings: Settings) -> None:
+    """Write the best config so far, in case the fit is killed. A rehearsal has none that was measured."""
+    if settings.rehearsed_on is None:
+        serialize.write_so_far(runner.final_config(record.trial), settings.out)
 
 
 def _check_machine(record: Record, settings: Settings) -> Record:

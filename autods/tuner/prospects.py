@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from ..events import Note
 from ..types import Trial
 from .candidates import Candidate, first_trial, without_checkpointing
 from .trials import FitContext
@@ -74,6 +75,9 @@ def order_by_time(candidates: Sequence[Candidate], context: FitContext) -> list[
         configs = [candidate]
         if context.settings.profile.race.checkpointing and candidate.knobs.checkpointing:
             configs.append(without_checkpointing(candidate))
+        if any(rate is not None for rate in rates):
+            text = f"forecasting the step time of {candidate.rung.name} at its best micro batch"
+            context.memory.listen(Note(text=text, passing=True))
         prospects = [prospect for config in configs if (prospect := find_prospect(config, context)) is not None]
         rates.append(max((prospect.rate for prospect in prospects), default=None))
     ranked = rank(candidates, rates)

@@ -1,0 +1,143 @@
+"""A rehearsal: the whole search, answered by a scripted simulation of another machine."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autods.config.rehearsal import resolve_rehearsal
+from autods.errors import InputError
+from autods.forecast.schedule import BITS, RUN, Schedule, Work
+from autods.forecast.testing import Script, ScriptedSimulator, fail_with, simulate_peaks
+from autods.forecast.values import EngineSpec, Simulation
+from autods.report import serialize
+from autods.report.page import render_page
+from autods.report.results import Report
+from autods.requests import FitRequest
+from autods.tuner.rehearsal import rehearse
+from autods.types import Fit, ModelFacts, OutOfMemory, WorkloadSource
+
+GIB = 2**30
+SOURCE = WorkloadSource(kind="file", path="/model.py", name="model", digest="0")
+FACTS = ModelFacts(
+    parameters=10**9, largest_parameter=10**6, checkpointing=False, tokens_per_sample=128, has_optimizer=False
+)
+STATES_GIB = {"ddp": 90, "zero1": 40, "zero2": 36, "zero3": 10}
+KERNEL = Work(kind="kernel", bytes=2 * 10**9)
+
+
+def simulate(spec: EngineSpec, micro_batch: int) -> Simulation:
+    """ddp does not fit in 80 GiB; a sample takes 2 GiB, and each rung below is slower by a kernel a step."""
+    states = STATES_GIB.get(spec.rung, 8)
+    kernels = 10 * micro_batch + 10 * list(STATES_GIB).index(spec.rung) if spec.rung in STATES_GIB else 10_000
+    schedule = Schedule(events=[0 << BITS | RUN] * kernels, works=(KERNEL,))
+    simulation = simulate_peaks(micro_batch, host=GIB, init=states * GIB, backward=(states + 2 * micro_batch) * GIB)
+    return replace(simulation, schedule=schedule)
+
+
+def ask(folder: Path, **options: Any) -> FitRequest:
+    return FitRequest(
+        "/model.py",
+        **{
+            "rehearse": True,
+            "on": "a100-80gb",
+            "gpus": 8,
+            "out": folder,
+            "config": "quick",
+            "stop": "fastest",
+            **options,
+        },
+    )
+
+
+def run(folder: Path, script: Script = simulate, **options: Any) -> tuple[Report, ScriptedSimulator]:
+    settings = resolve_rehearsal(ask(folder, **options), SOURCE)
+    simulator = ScriptedSimulator(FACTS, script)
+    start: Any = lambda source: nullcontext(simulator)  # noqa: E731
+    return rehearse(settings, listen=lambda event: None, start=start), simulator
+
+
+def test_it_ends_with_the_config_that_is_fastest_there(tmp_path: Path) -> None:
+    report, _ = run(tmp_path)
+    assert report.rung == "zero1"
+    assert report.knobs is not None
+    assert report.knobs.micro_batch == 16  # 72 GiB, and the CUDA context; 5 % of the 79.1 stay free
+    assert isinstance(report.trials[0].outcome, Fit)
+    assert report.throughput is not None
+    assert report.throughput.tokens_per_second == pytest.approx(128 * report.throughput.samples_per_second)
+
+
+def test_nothing_of_it_is_proven(tmp_path: Path) -> None:
+    report, _ = run(tmp_path)
+    row = json.loads((tmp_path / serialize.REPORT).read_text())
+    assert (row["rehearsed"], row["certificate"], row["launch"]) == (True, {}, None)
+    assert row["question"]["rehearsed_on"] == "a100-80gb"
+    assert [path.name for path in tmp_path.glob("ds_config*")] == ["ds_config_rehearsed.json"]
+    assert "not proven: a rehearsal, nothing ran" in render_page(report)
+
+
+def test_it_runs_out_of_memory_at_the_machines_limit(tmp_path: Path) -> None:
+    report, _ = run(tmp_path, ladder="ddp")
+    assert report.status == "nothing_fits"
+    outcome = report.trials[0].outcome
+    assert isinstance(outcome, OutOfMemory)
+    assert (outcome.tier, outcome.phase) == ("device", "backward")
+
+
+def test_a_trial_counts_the_seconds_of_a_real_one(tmp_path: Path) -> None:
+    report, _ = run(tmp_path)
+    for record in report.trials:
+        assert isinstance(record.outcome, Fit)
+        assert record.seconds > 8 + sum(record.outcome.step_s)
+
+
+def test_a_finished_rehearsal_answers_again_without_simulations(tmp_path: Path) -> None:
+    first, _ = run(tmp_path)
+    again, simulator = run(tmp_path)
+    assert again == first
+    assert simulator.measured == []
+
+
+def test_a_fit_takes_no_rehearsal_for_its_trials(tmp_path: Path) -> None:
+    rehearsed = resolve_rehearsal(ask(tmp_path), SOURCE)
+    assert replace(rehearsed, rehearsed_on=None).fingerprint() != rehearsed.fingerprint()
+
+
+def test_a_workload_that_cannot_be_simulated_ends_it(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be rehearsed: no such kernel"):
+        run(tmp_path, fail_with("workload", "no such kernel"))
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"on": None}, "--rehearse needs a machine"),
+        ({"on": "all"}, "a rehearsal is on one machine"),
+        ({"on": "a100-80gb,h100-80gb"}, "a rehearsal is on one machine"),
+        ({"on": "abacus"}, "the catalogue has no machine 'abacus'"),
+        ({"device": "cpu"}, "--device cpu has no effect"),
+        ({"address": "auto"}, "--address has no effect"),
+        ({"forecast": False}, "--no-forecast leaves it without answers"),
+        ({"gpus": 12, "nodes": 5}, "12"),
+    ],
+)
+def test_what_cannot_be_rehearsed_is_refused(tmp_path: Path, options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InputError) as caught:
+        resolve_rehearsal(ask(tmp_path, **options), SOURCE)
+    assert problem in str(caught.value)
+
+
+def test_more_ranks_than_a_node_has_cards_take_several_nodes(tmp_path: Path) -> None:
+    settings = resolve_rehearsal(ask(tmp_path, gpus=64), SOURCE)
+    assert (settings.nodes, settings.ranks_per_node) == (8, 8)
+
+
+def test_its_folder_is_named_after_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = resolve_rehearsal(FitRequest("/model.py", rehearse=True, on="h100-80gb", gpus=8), SOURCE)
+    assert settings.out.name.startswith("model-8xh100-80gb-rehearsal-")
