@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ..events import Note
+from ..forecast.forecaster import PARALLEL_ENGINES
 from ..types import Trial
 from .candidates import Candidate, first_trial, without_checkpointing
 from .trials import FitContext
@@ -70,15 +72,22 @@ def order_by_time(candidates: Sequence[Candidate], context: FitContext) -> list[
 
     A rung that keeps states on NVMe comes last: they pass through it in every step, and its op takes minutes to build.
     """
-    rates: list[float | None] = []
-    for candidate in candidates:
-        configs = [candidate]
-        if context.settings.profile.race.checkpointing and candidate.knobs.checkpointing:
-            configs.append(without_checkpointing(candidate))
-        if any(rate is not None for rate in rates):
-            text = f"forecasting the step time of {candidate.rung.name} at its best micro batch"
-            context.memory.listen(Note(text=text, passing=True))
-        prospects = [prospect for config in configs if (prospect := find_prospect(config, context)) is not None]
-        rates.append(max((prospect.rate for prospect in prospects), default=None))
+
+    def find_rate(candidate: Candidate) -> float | None:
+        prospect = find_prospect(candidate, context)
+        if prospect is None:  # without checkpointing it needs more memory still
+            return None
+        if not (context.settings.profile.race.checkpointing and candidate.knobs.checkpointing):
+            return prospect.rate
+        plain = find_prospect(without_checkpointing(candidate), context)
+        return prospect.rate if plain is None else max(prospect.rate, plain.rate)
+
+    steps, smallest = context.settings.profile.timed, context.sizes[0]
+    firsts = (first_trial(each, steps, smallest) for each in candidates if each.skip is None)
+    if context.settings.objective == "memory" or not any(context.forecaster.step_time(first) for first in firsts):
+        return list(candidates)
+    context.memory.listen(Note(text="forecasting the step time of each rung at its best micro batch", passing=True))
+    with ThreadPoolExecutor(PARALLEL_ENGINES) as pool:
+        rates = list(pool.map(find_rate, candidates))
     ranked = rank(candidates, rates)
     return sorted(ranked, key=lambda candidate: "nvme" in candidate.rung.places.values())
