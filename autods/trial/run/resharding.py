@@ -274,6 +274,18 @@ def _fill(base: Any, group: dict[str, Any], tensor: Any, states: SavedStates, pl
         _set_step(base, group, state, states.step, tensor)
 
 
+def count_steps(base: Any) -> int | None:
+    """The optimizer's counter of steps; None where it has none."""
+    holders = [*base.state.values(), *base.param_groups]
+    return max((int(holder[_STEP]) for holder in holders if _STEP in holder), default=None)
+
+
+def set_steps(base: Any, step: int) -> None:
+    """Set the optimizer's counter of steps for all its tensors."""
+    for tensor, state in base.state.items():
+        _set_step(base, base.param_groups[0], state, step, tensor)
+
+
 def _set_step(base: Any, group: dict[str, Any], state: dict[str, Any], step: int, tensor: Any) -> None:
     """Set the optimizer's counter of steps where its class looks for it: each tensor has a counter of its own."""
     import torch

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ...types import Phase
 from ...units import format_bytes
@@ -115,6 +115,8 @@ class Session:
         self._saved_step = -1  # of the last checkpoint
         self._seen_step = self.step
         self.list_samples: Callable[[int, int], Sequence[int]] | None = None  # at two positions of the stream
+        self._steps_file: BinaryIO | None = None
+        self._stop_file = "" if order is None else str(order.stop_file)  # each step looks for it
         self._step_began_s = time.perf_counter()
         self._peak_read_s = 0.0
         self._peak_bytes: int | None = None
@@ -352,7 +354,7 @@ class Session:
         line = None
         stop = False
         if self.consensus.rank == 0:
-            stop = order.stop_file.exists()
+            stop = os.path.exists(self._stop_file)
             first = (self.step - 1) * self.share.global_batch
             now = time.perf_counter()
             line = {
@@ -384,12 +386,9 @@ class Session:
         return self._peak_bytes
 
     def _write_line(self, order: RunOrder, line: Mapping[str, Any]) -> None:
-        data = (json.dumps(line) + "\n").encode()
-        descriptor = os.open(order.steps_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            os.write(descriptor, data)
-        finally:
-            os.close(descriptor)
+        if self._steps_file is None:
+            self._steps_file = open(order.steps_file, "ab", buffering=0)
+        self._steps_file.write((json.dumps(line) + "\n").encode())
 
     def _find_end(self, count: int, epochs: int | None) -> int | None:
         """The step before which the batches of a dataset end."""

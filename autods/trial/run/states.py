@@ -11,7 +11,7 @@ from typing import Any
 
 from ...workload.protocol import WorkloadError
 from .checkpoints import RANKS, STATE, Checkpoint, Layout, can_load_directly, find_obstacle
-from .resharding import read_states, write_states
+from .resharding import count_steps, read_states, set_steps, write_states
 
 # Settings of a parameter group that its optimizer reads, in the words of torch's and DeepSpeed's optimizers.
 _SETTINGS = ("lr", "initial_lr", "weight_decay", "betas", "eps", "momentum", "alpha", "bias_correction")
@@ -72,6 +72,7 @@ def save(engine: Any, folder: Path, *, rank: int, state: Mapping[str, Any]) -> N
         "groups": groups,
         "names": name_groups(engine),
         "loss_scale": getattr(engine.optimizer, "cur_scale", None),
+        "step": count_steps(base_optimizer(engine)),
     }
     torch.save(content, folder / RANKS / rank_file(rank))
 
@@ -89,6 +90,8 @@ def load(engine: Any, checkpoint: Checkpoint) -> None:
         path, _ = engine.load_checkpoint(str(checkpoint.path), tag=STATE)
         if path is None:
             raise RuntimeError(f"DeepSpeed found nothing to load in {checkpoint.path}")
+        if layout.offload_optimizer == "nvme" and saved["step"] is not None:
+            set_steps(base_optimizer(engine), saved["step"])  # it copies the swapped tensors back, and no more
     else:
         states = read_states(checkpoint.path / STATE, checkpoint.layout.stage, saved["names"])
         write_states(engine, states, engine.param_names)
@@ -187,11 +190,9 @@ def start_copy(losses: Sequence[Any]) -> Callable[[], float | None]:
 
     if not losses:
         return lambda: None
-    if not isinstance(losses[0], torch.Tensor):
+    if not isinstance(losses[0], torch.Tensor) or losses[0].device.type == "cpu":
         return lambda: sum(map(float, losses)) / len(losses)
     mean = torch.stack([loss.float().reshape(()) for loss in losses]).mean()
-    if mean.device.type == "cpu":
-        return lambda: float(mean)
     on_host = torch.empty((), pin_memory=True)
     on_host.copy_(mean, non_blocking=True)
     copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
