@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ...types import Phase
 from ...units import format_bytes
@@ -115,7 +115,7 @@ class Session:
         self._saved_step = -1  # of the last checkpoint
         self._seen_step = self.step
         self.list_samples: Callable[[int, int], Sequence[int]] | None = None  # at two positions of the stream
-        self._steps_file: BinaryIO | None = None
+        self._steps_file: int | None = None
         self._stop_file = "" if order is None else str(order.stop_file)  # each step looks for it
         self._step_began_s = time.perf_counter()
         self._peak_read_s = 0.0
@@ -386,9 +386,9 @@ class Session:
         return self._peak_bytes
 
     def _write_line(self, order: RunOrder, line: Mapping[str, Any]) -> None:
-        if self._steps_file is None:
-            self._steps_file = open(order.steps_file, "ab", buffering=0)
-        self._steps_file.write((json.dumps(line) + "\n").encode())
+        if self._steps_file is None:  # it stays open until the rank ends
+            self._steps_file = os.open(order.steps_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        os.write(self._steps_file, (json.dumps(line) + "\n").encode())
 
     def _find_end(self, count: int, epochs: int | None) -> int | None:
         """The step before which the batches of a dataset end."""
