@@ -15,6 +15,7 @@ from ..config.catalogue import Machine
 from ..config.deepspeed import BATCH_KEYS
 from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import AutodsError
+from ..system.host import count_cores, find_memory_groups, read_host_memory
 from ..types import Device, Fit, Outcome, Tier, Trial
 from .calibration import (
     Observation,
@@ -120,9 +121,16 @@ def _interpolated(seen: dict[int, float], fits: int, refused: int) -> float:
     return chord if chord - fits > _NOTICEABLE * (refused - fits) else math.sqrt(fits * refused)
 
 
-PARALLEL_ENGINES = 2  # each holds half a gigabyte
+PARALLEL_ENGINES = 2  # at least, and while trials run
+_ENGINE_BYTES = 2**30  # an engine of 8 billion parameters and its process hold half of it
 ENOUGH_ACCUMULATION = 2  # longer accumulation repeats the second micro batch, the first that runs with kept gradients
 _LARGEST_FIRST_MICRO_BATCH = 8  # as the walk of the ladder, which tries no larger one first
+
+
+def count_parallel_engines() -> int:
+    """Return how many engines this host simulates at a time while it does nothing else: by cores and free memory."""
+    free_bytes = read_host_memory(find_memory_groups()).free_bytes
+    return max(PARALLEL_ENGINES, min(count_cores(), free_bytes // _ENGINE_BYTES))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -207,8 +207,7 @@ def _replay_device(
     """Return the bytes that the device's allocator holds, and its peak in each phase.
 
     The peak is the least limit at which the trace runs well: a larger card caches more but does not have to. The low
-    end is the allocated bytes. A trace may lack a phase, because init runs once for several micro batches, so a phase
-    counts at least its live bytes.
+    end is the allocated bytes. A phase counts at least its live bytes.
 
     Blocks that another stream holds count as cache: at its limit torch waits for the stream and gives them out.
     """

@@ -221,7 +221,7 @@ ForecastListener = Callable[[ForecastEvent], None]
 
 
 class Engine(Protocol):
-    """A simulated engine, which is initialised once."""
+    """A simulated engine: each micro batch is measured as if it were the first."""
 
     def measure(self, micro_batch: int) -> Simulation: ...
 
@@ -234,7 +234,7 @@ class Simulator(Protocol):
     def engine(self, ask: EngineSpec) -> AbstractContextManager[Engine]: ...
 
     def simulate(self, ask: EngineSpec, micro_batches: Sequence[int]) -> tuple[Simulation, ...]:
-        """Simulate each micro batch in turn on one engine."""
+        """Simulate each micro batch in turn."""
         with self.engine(ask) as engine:
             return tuple(engine.measure(micro_batch) for micro_batch in micro_batches)
 

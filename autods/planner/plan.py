@@ -15,7 +15,7 @@ from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import AutodsError, EnvironmentBroken, InputError, Interrupted
 from ..events import Note
 from ..forecast.allocator import AllocConf, read_alloc_conf
-from ..forecast.forecaster import PARALLEL_ENGINES
+from ..forecast.forecaster import count_parallel_engines
 from ..forecast.simulator.client import LIMIT_S, SimulationFailed
 from ..forecast.simulator.client import Simulator as ProcessSimulator
 from ..forecast.values import ForecastListener, Simulator, StartSimulator
@@ -46,6 +46,7 @@ def plan(settings: PlanSettings, *, listen: ForecastListener, start: StartSimula
         limit_s = LIMIT_S if settings.stall_s is None else settings.stall_s
         return ProcessSimulator(
             source,
+            processes=count_parallel_engines(),
             limit_s=limit_s,
             report=lambda text: listen(Note(text=text, passing=True)),
             variables=simulator_variables(),
@@ -128,19 +129,20 @@ def _run_in_parallel(run: PlanRun, jobs: Sequence[_Job], *, search: bool, until_
 
     With `search` they find the largest micro batch, too. With `until_one_fits` a site is done when a rung fits.
     Rungs have much the same activations, so a search starts from the bytes of a sample that an earlier job found. It
-    waits for all jobs but those that may run beside it: the job that ends first must not decide where it starts.
+    waits for all earlier jobs but the last: where it starts must not depend on the job that ends first, nor on the
+    number of cores.
     """
     tasks: list[Future[float | None]] = []
 
     def forecast(number: int, rung: Rung, group: SiteGroup, sites: Sequence[Site]) -> float | None:
         def guess_sample_bytes() -> float | None:
-            earlier = [task.result() for task in tasks[: max(0, number + 1 - PARALLEL_ENGINES)]]
+            earlier = [task.result() for task in tasks[: max(0, number - 1)]]
             return next((size for size in reversed(earlier) if size is not None), None)
 
         sites = [site for site in sites if not (until_one_fits and _site_forecast(run, site).status == "fits")]
         return run.forecast_rung(rung, sites, group, guess_sample_bytes if search else None)
 
-    pool = ThreadPoolExecutor(PARALLEL_ENGINES, thread_name_prefix="forecast")
+    pool = ThreadPoolExecutor(count_parallel_engines(), thread_name_prefix="forecast")
     try:
         for number, job in enumerate(jobs):
             tasks.append(pool.submit(forecast, number, *job))

@@ -13,7 +13,7 @@ import pytest
 
 from autods.config.deepspeed import merge
 from autods.forecast.simulator import SimulatedEngine, SimulationFailed, Simulator
-from autods.forecast.values import PHASES, EngineSpec, Simulation
+from autods.forecast.values import EngineSpec, Simulation
 from autods.workload import make_source
 from tests.support import golden_cases as golden
 from tests.support.watching import wait_for
@@ -133,12 +133,12 @@ def test_swap_files_are_counted_and_not_written(llama: Simulator) -> None:
     assert not Path("/nvme").exists()
 
 
-def test_a_second_micro_batch_equals_that_of_a_new_engine(llama: Simulator) -> None:
-    for rung in ("zero2", "zero3"):
-        _, again = llama.simulate(spec_of(rung), (1, 4))
-        (fresh,) = llama.simulate(spec_of(rung), (4,))
-        for phase in PHASES:
-            assert again.live_bytes[phase]["device"] == pytest.approx(fresh.live_bytes[phase]["device"], rel=0.005)
+@pytest.mark.parametrize("rung", ["zero2", "zero3-offload"])
+def test_the_order_of_micro_batches_changes_no_answer(llama: Simulator, rung: str) -> None:
+    upwards = llama.simulate(spec_of(rung), (1, 4))
+    downwards = llama.simulate(spec_of(rung), (4, 1))
+    for first, second in zip(upwards, reversed(downwards), strict=True):
+        assert replace(first, seconds=0) == replace(second, seconds=0)
 
 
 def test_the_traces_replay_to_the_peaks(llama: Simulator) -> None:
@@ -153,9 +153,7 @@ def test_the_traces_replay_to_the_peaks(llama: Simulator) -> None:
                         sizes.append(event)
                     now += event if event >= 0 else -sizes[-event - 1]
                     peak = max(peak, now)
-                if micro_batch == 1:
-                    assert peak == max(tiers[tier] for tiers in result.live_bytes.values())
-                assert now <= peak <= max(tiers[tier] for tiers in result.live_bytes.values())
+                assert now <= peak == max(tiers[tier] for tiers in result.live_bytes.values())
 
 
 def test_the_breakdown_adds_up_to_the_peak(llama: Simulator) -> None:

@@ -68,10 +68,7 @@ class SimulatedEngine:
         self._answers = receive(connection)
 
     def measure(self, micro_batch: int) -> Simulation:
-        """Run a micro batch. The first call initialises the engine and runs two steps; later ones run one step.
-
-        Raises SimulationFailed.
-        """
+        """Initialise the engine anew and run two steps. Raises SimulationFailed."""
         send(self._connection, micro_batch)
         return self.receive(Simulation)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -15,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ...trial.model_facts import check_batch, describe_model, place
 from ...trial.pipeline import build_whole
 from ...trial.training import build, initialize, optimizer_step
-from ...types import ModelFacts, Phase, Tier
+from ...types import ModelFacts, Phase
 from ...workload.protocol import Workload
 from ..memory_model import estimate_outside_bytes
 from ..values import KINDS, EngineSpec, ForecastPhase, Simulation
@@ -24,7 +23,7 @@ from .dispatch import Recorder, join_world
 from .ledger import DEFAULT_CAPABILITY, DEVICE, PINNED, Ledger
 from .protocol import explain_optimizer_errors
 
-_FIRST_STEPS = 2  # the second differs: optimizer states exist, and stage 3 knows the order of its parameters
+_STEPS = 2  # the second differs: optimizer states exist, and stage 3 knows the order of its parameters
 _PHASES: Mapping[Phase, ForecastPhase] = {"forward": "forward", "backward": "backward", "step": "step"}
 
 
@@ -81,7 +80,7 @@ class BuiltModel:
 
 
 class Engine:
-    """One DeepSpeed engine, in a separate process. It builds the model, unless it gets a built one."""
+    """DeepSpeed's engine in a separate process, for one micro batch. It builds the model unless it gets a built one."""
 
     def __init__(
         self, context: SimulationContext, workload: Workload, spec: EngineSpec, scratch: str, model: BuiltModel | None
@@ -89,47 +88,31 @@ class Engine:
         self._context, self._workload, self._spec, self._model = context, workload, spec, model
         self._config = swap_into(scratch, spec.ds_config)
         self._accumulation = int(self._config.get("gradient_accumulation_steps", 1))
-        self._engine: Any = None
-        self._first_peaks: Mapping[ForecastPhase, Mapping[Tier, int]] = {}
         context.ledger.device_bytes = spec.device_bytes
         context.ledger.capability = spec.capability or DEFAULT_CAPABILITY
         context.ledger.outside_bytes = estimate_outside_bytes(spec)
 
     def measure(self, micro_batch: int) -> Simulation:
-        """Run steps with this micro batch; the first call initialises DeepSpeed. Errors of user code pass through."""
+        """Initialise DeepSpeed and run two steps. Errors of user code pass through."""
         began = time.perf_counter()
         ledger = self._context.ledger
-        first = self._engine is None
 
         def begin_phase(phase: Phase, step: int) -> None:
             ledger.begin(_PHASES[phase])
             ledger.work.begin(phase, step)
 
         with self._context.active():
-            if first:
-                batch = self._initialize(micro_batch)
-            else:
-                gc.collect()
-                ledger.restart()
-                batch = check_batch(self._workload.build_batch(micro_batch), micro_batch)
+            engine, batch = self._initialize(micro_batch)
             self._context.recorder.masks = padding.inspect_masks(self._workload.build_batch, batch)
-            batch = place(batch, self._engine)
+            batch = place(batch, engine)
             with explain_optimizer_errors(self._config):
-                for index in range(_FIRST_STEPS if first else 1):
-                    optimizer_step(self._workload, self._engine, batch, self._accumulation, index, begin_phase)
+                for index in range(_STEPS):
+                    optimizer_step(self._workload, engine, batch, self._accumulation, index, begin_phase)
             del batch
-            result = read_ledger(ledger, self._engine, micro_batch, time.perf_counter() - began)
-        peaks = result.live_bytes
-        if first:
-            self._first_peaks = peaks
-            return result
-        # As of an engine that starts with this micro batch: its first step makes the optimizer states. The peak of that
-        # step, and that of init, do not depend on the micro batch.
-        step = {tier: max(size, self._first_peaks["step"][tier]) for tier, size in peaks["step"].items()}
-        return replace(result, live_bytes={**peaks, "init": self._first_peaks["init"], "step": step})
+            return read_ledger(ledger, engine, micro_batch, time.perf_counter() - began)
 
-    def _initialize(self, micro_batch: int) -> Any:
-        """Build the model if that is still to be done, and DeepSpeed's engine on it; returns the batch."""
+    def _initialize(self, micro_batch: int) -> tuple[Any, Any]:
+        """Build the model if that is still to be done, and DeepSpeed's engine on it; returns engine and batch."""
         import deepspeed
 
         workload, model = self._workload, self._model
@@ -147,14 +130,14 @@ class Engine:
         batch = check_batch(workload.build_batch(micro_batch), micro_batch)
         attribution.label_gradients(self._context.ledger, model.module)
         with explain_optimizer_errors(self._config):
-            self._engine = initialize(workload, model.module, self._config)
-        if "Muon" in type(self._engine.basic_optimizer).__name__:
+            engine = initialize(workload, model.module, self._config)
+        if "Muon" in type(engine.basic_optimizer).__name__:
             self._context.ledger.assume(
                 "Muon's update is compiled by torch.compile and was simulated as it is written: compiled, its"
                 " temporaries in the step are mostly fewer"
             )
         self._model = None
-        return batch
+        return engine, batch
 
 
 def read_ledger(ledger: Ledger, engine: Any, micro_batch: int, seconds: float) -> Simulation:

@@ -78,34 +78,6 @@ class Ledger:
             if not tape.marks or tape.marks[-1][1] != phase:
                 tape.marks.append((len(tape.events), phase))
 
-    def restart(self) -> None:
-        """Begin a trace for another micro batch: living tensors open it, as if allocated in init."""
-        self._close()
-        self.work.restart()
-        self._by_phase.clear()
-        self._tapes = [_Tape() for _ in _TIERS]
-        self._emptied, self._copied = [], []
-        locked, self._locked = self._locked, set()
-        kinds, self._kinds = self._kinds, bytearray()
-        stream_of, self._stream_of = self._stream_of, array("B")
-        self._issued = array("q")
-        uses, self._uses = self._uses, {}
-        self._unfinished, self._left, self._held = {}, Counter(), {}
-        self.begin("init")
-        for key, (size, tier, block, watch) in list(self._live.items()):  # insertion order: that of allocation
-            tape = self._tapes[tier]
-            tape.events.append(size)
-            if tier == DEVICE:
-                self._kinds.append(kinds[block])
-                self._stream_of.append(stream_of[block])
-                self._issued.append(self.work.issued)
-                if block in uses:
-                    self._uses[tape.blocks] = uses[block]
-            elif tier == PINNED and block in locked:
-                self._locked.add(tape.blocks)
-            self._live[key] = (size, tier, tape.blocks, watch)
-            tape.blocks += 1
-
     def enter(self, tensor: Any, tier: int | None = None) -> None:
         """Enter the tensor's storage if it is new or has changed its size; without a tier, its device decides."""
         storage = tensor.untyped_storage()

@@ -79,10 +79,6 @@ class WorkLog:
         elif phase == "forward":
             self.events.append(schedule.MICRO_BATCH)
 
-    def restart(self) -> None:
-        """Take the next phase as the beginning of another step, whatever its number."""
-        self._step = -1
-
     def schedule(self) -> Schedule:
         return Schedule(events=array("q", self.events), works=tuple(self._works), first=self._forgotten)
 

@@ -226,7 +226,7 @@ def _end() -> NoReturn:
 
 
 def _answer_requests(connection: socket.socket, request: Request, prepared: _Prepared) -> NoReturn:
-    """The life of one engine's process, or of one that looks at the model."""
+    """The life of a process that forks engines of one spec, or of one that looks at the model."""
     faulthandler.enable()
     from .engine import Engine, look_at_model
 
@@ -239,15 +239,32 @@ def _answer_requests(connection: socket.socket, request: Request, prepared: _Pre
 
                 script_engine.answer_requests(connection, request, context, source, scratch)
             elif isinstance(request, EngineSpec):
-                engine = Engine(context, workload, request, scratch, prepared.model)
                 for micro_batch in receive(connection):
-                    if not _answer(connection, source, functools.partial(engine.measure, micro_batch)):
+                    # A new engine for each: the answer does not depend on the sizes before it.
+                    engine = Engine(context, workload, request, scratch, prepared.model)
+                    if not _answer_in_fork(connection, source, functools.partial(engine.measure, micro_batch)):
                         break
             else:
                 _answer(connection, source, lambda: look_at_model(context, workload))
         except BaseException:
             traceback.print_exc()
     _end()
+
+
+def _answer_in_fork(connection: socket.socket, source: WorkloadSource, work: Callable[[], Answer]) -> bool:
+    """Do the work in a child, which sends its result or the failure; whether it went well."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        went_well = False
+        try:
+            processes.die_with_parent(parent)
+            went_well = _answer(connection, source, work)
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stderr.flush()
+            _exit(0 if went_well else 1)
+    return os.waitpid(pid, 0)[1] == 0
 
 
 def _answer(connection: socket.socket, source: WorkloadSource, work: Callable[[], Answer]) -> bool:

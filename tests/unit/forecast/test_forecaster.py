@@ -10,12 +10,14 @@ import pytest
 
 from autods.config.catalogue import Machine, Rates, Tflops
 from autods.config.deepspeed import compose
+from autods.forecast import forecaster as forecaster_module
 from autods.forecast.forecaster import Forecaster, Limits, TrialForecaster
 from autods.forecast.schedule import BITS, RUN, Schedule, Work
 from autods.forecast.testing import Script, ScriptedSimulator, fail_with, simulate_peaks
 from autods.forecast.values import EngineSpec, Simulation, Trace
 from autods.journal import trial_key
 from autods.runner.testing import fit, out_of_memory
+from autods.system.host import HostMemory
 from autods.tuner.candidates import list_candidates
 from autods.types import Outcome, Trial
 from tests.support.growth import grown
@@ -93,6 +95,16 @@ def test_a_timed_trial_corrects_the_step_times_after_it() -> None:
     assert after is not None
     assert after.seconds == pytest.approx(1.5 * before.seconds, rel=0.03)
     assert after.least_seconds == before.least_seconds
+
+
+@pytest.mark.parametrize(("cores", "free_bytes", "engines"), [(1, 64 * GIB, 2), (64, 5 * GIB, 5), (16, 64 * GIB, 16)])
+def test_cores_and_memory_bound_how_many_engines_run(
+    cores: int, free_bytes: int, engines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = HostMemory(total_bytes=64 * GIB, free_bytes=free_bytes)
+    monkeypatch.setattr(forecaster_module, "count_cores", lambda: cores)
+    monkeypatch.setattr(forecaster_module, "read_host_memory", lambda groups: memory)
+    assert forecaster_module.count_parallel_engines() == engines
 
 
 @pytest.mark.parametrize(("micro_batch", "verdict"), [(1, "fits"), (40, "cannot_fit")])

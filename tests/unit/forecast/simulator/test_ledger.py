@@ -107,19 +107,6 @@ def test_the_trace_replays_to_the_same_peak(ledger: Ledger) -> None:
     assert ledger.peaks()["init"]["device"] == 360
 
 
-def test_a_restarted_trace_opens_with_what_lives(ledger: Ledger) -> None:
-    kept, gone = Tensor(1, 100), Tensor(2, 40)
-    ledger.enter(kept)
-    ledger.enter(gone)
-    del gone
-    ledger.restart()
-    ledger.begin("forward")
-    assert list(ledger.trace(DEVICE).events) == [100]
-    assert ledger.peaks()["forward"]["device"] == 100
-    del kept
-    assert list(ledger.trace(DEVICE).events) == [100, -1]
-
-
 def test_on_cpu_ranks_every_tier_counts_as_the_device() -> None:
     ledger = Ledger(one_memory=True)
     on_host, pinned = Tensor(2, 70, "cpu"), Tensor(3, 50, "cpu")
@@ -172,18 +159,3 @@ def test_a_use_on_the_blocks_own_stream_holds_nothing(ledger: Ledger) -> None:
     ledger.use_on(used, SimpleNamespace(stream_id=0))
     del used.storage
     assert not ledger.trace(DEVICE).held
-
-
-def test_another_micro_batch_keeps_streams_and_uses(ledger: Ledger) -> None:
-    gone, kept = Tensor(1, 512), Tensor(2, 512)
-    ledger.enter(gone)
-    ledger.work.switch(1)
-    ledger.enter(kept)
-    ledger.use_on(kept, SimpleNamespace(stream_id=0))
-    del gone.storage
-    ledger.restart()
-    assert list(ledger.trace(DEVICE).streams) == [1]
-    ledger.work.switch(0)
-    ledger.work.order.launch(0)
-    del kept.storage
-    assert set(ledger.trace(DEVICE).held) == {0}

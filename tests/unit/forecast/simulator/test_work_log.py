@@ -78,13 +78,6 @@ def test_a_new_step_forgets_the_former(log: WorkLog) -> None:
     assert _codes(log) == [schedule.SWITCH]
 
 
-def test_another_micro_batch_size_begins_a_new_step(log: WorkLog) -> None:
-    Stream().synchronize()
-    log.restart()
-    log.begin("forward", 0)
-    assert _codes(log) == [schedule.SWITCH]
-
-
 def test_operators_of_the_host_are_the_host_s_work(log: WorkLog, fake: FakeTensorMode) -> None:
     work = _issue(log, _aten.add.Tensor, torch.empty(100), torch.empty(100))
     assert _codes(log) == [schedule.HOST]
