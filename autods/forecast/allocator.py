@@ -7,9 +7,11 @@ each stream has pools of its own; `free` leaves a block that other streams use t
 from __future__ import annotations
 
 import re
+from array import array
 from bisect import bisect_left, insort
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from .values import ForecastPhase, Trace
@@ -365,7 +367,7 @@ class Replay:
     """How much an allocator held over a trace.
 
     `retries` counts how often cached segments were given back to make room (torch's num_alloc_retries). `late_retries`
-    are those after the first optimizer step, which come again in every step. A replay ends where it `ran_out`.
+    are those of the last optimizer step, which come again in every step. A replay ends where it `ran_out`.
     `reserved_by_stream` splits the peak of what was reserved.
     """
 
@@ -379,7 +381,7 @@ class Replay:
 
     @property
     def runs_well(self) -> bool:
-        """Whether it does not run out and no step after the first has to give memory back."""
+        """Whether it does not run out and its last step, unless it is the only one, gives no memory back."""
         return self.ran_out is None and not self.late_retries
 
 
@@ -404,11 +406,10 @@ def replay(
     cuts = sorted({*back, *trace.emptied})
     allocated: dict[ForecastPhase, int] = {}
     ran_out: RanOut | None = None
-    stepped, retries_at_first = False, None
+    mark, retries_before = _find_last_step(trace), None
     for first, stop, phase in phases(trace):
-        if stepped and phase != "step" and retries_at_first is None:
-            retries_at_first = heap.retries
-        stepped = stepped or phase == "step"
+        if mark is not None and first == trace.marks[mark][0]:
+            retries_before = heap.retries
         heap.peak_allocated = heap.allocated
         for cut in (*cuts[bisect_left(cuts, first) : bisect_left(cuts, stop)], stop):
             failed = heap.run(trace.events[first:cut])
@@ -421,7 +422,7 @@ def replay(
                     heap.release_all()
             first = cut
         allocated[phase] = max(allocated.get(phase, 0), heap.peak_allocated * UNIT)
-        thrashes = retries_at_first is not None and heap.retries > retries_at_first
+        thrashes = retries_before is not None and heap.retries > retries_before
         if ran_out is not None or (only_if_well and thrashes):
             break
     return Replay(
@@ -429,29 +430,76 @@ def replay(
         peak_allocated_bytes=max(allocated.values(), default=0),
         allocated_by_phase=allocated,
         retries=heap.retries,
-        late_retries=0 if retries_at_first is None else heap.retries - retries_at_first,
+        late_retries=0 if retries_before is None else heap.retries - retries_before,
         ran_out=ran_out,
         reserved_by_stream=tuple(size * UNIT for size in heap.peak_by_stream),
     )
 
 
 def find_least_limit(
-    trace: Trace, unlimited: Replay, *, expandable: bool = False, tolerance: float = 0.01
+    trace: Trace, unlimited: Replay, *, expandable: bool = False, late: bool = False, tolerance: float = 0.01
 ) -> tuple[int, Replay]:
     """Return the least limit in bytes at which the trace runs well, and its replay there.
 
     A large card caches pieces that initialising leaves and no later request fits. A smaller card gives them back once,
-    and never misses them. `tolerance` is relative.
+    and never misses them. Whether it does is seen in a repeated step: the second one may still give back what only the
+    first has left. `tolerance` is relative.
     """
+    trace = repeat_last_step(trace)
     low, high, best = unlimited.peak_allocated_bytes, unlimited.peak_reserved_bytes, unlimited
     while high - low > max(2**21, tolerance * high):
         middle = (low + high) // 2
-        attempt = replay(trace, expandable=expandable, limit_bytes=middle, only_if_well=True)
+        attempt = replay(trace, expandable=expandable, limit_bytes=middle, only_if_well=True, late=late)
         if attempt.runs_well:
             high, best = middle, attempt
         else:
             low = middle
     return high, best
+
+
+def _find_last_step(trace: Trace) -> int | None:
+    """Return the index of the mark that begins the last optimizer step; None where there are not two steps."""
+    ends = [index for index, (_, phase) in enumerate(trace.marks[:-1]) if phase == "step"]
+    return ends[-1] + 1 if ends else None
+
+
+def repeat_last_step(trace: Trace) -> Trace:
+    """Return the trace with its last optimizer step once more.
+
+    A block that outlives the step is the one that the repeated step frees, where the step had freed one of this size
+    that was older than itself. Where the two do not match, or there is one step, the trace is returned as it is.
+    """
+    mark = _find_last_step(trace)
+    if mark is None:
+        return trace
+    first = trace.marks[mark][0]
+    sizes = [event for event in trace.events if event >= 0]
+    step = trace.events[first:]
+    older = sum(event >= 0 for event in trace.events[:first])  # blocks
+    freed = {~event for event in step if event < 0}
+    outliving: defaultdict[int, deque[int]] = defaultdict(deque)
+    for block in range(older, len(sizes)):
+        if block not in freed:
+            outliving[sizes[block]].append(block)
+    if Counter(sizes[block] for block in freed if block < older) != {
+        size: len(them) for size, them in outliving.items()
+    }:
+        return trace
+    count, events = len(sizes) - older, array("q", trace.events)
+    for event in step:
+        if event < 0:
+            event = ~(~event + count if ~event >= older else outliving[sizes[~event]].popleft())
+        events.append(event)
+    marks = ((at + len(step), phase) for at, phase in trace.marks[mark:])
+    emptied = (at + len(step) for at in trace.emptied if at >= first)
+    streams = array("B", trace.streams)
+    return replace(
+        trace,
+        events=events,
+        marks=(*trace.marks, *marks),
+        emptied=(*trace.emptied, *emptied),
+        streams=streams + streams[older:] if streams else (),
+    )
 
 
 def phases(trace: Trace) -> Iterator[tuple[int, int, ForecastPhase]]:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from ..types import Tier
 from ..units import format_bytes
-from .allocator import find_least_limit, replay
+from .allocator import find_least_limit, repeat_last_step, replay
 from .calibration import Calibration, calibrate_forecast
 from .memory_model import Overheads, compute_rank_memory, read_overheads
 from .values import EngineSpec, ForecastPhase, Interval, RungForecast, Simulation, TierForecast, Trace, Verdict
@@ -107,7 +107,7 @@ def _advise_on_allocator(trace: Trace, limit_bytes: int, least_bytes: int, expan
         other, _ = find_least_limit(trace, replay(trace, expandable=True), expandable=True)
         if other <= limit_bytes and least_bytes - other > _WORTH_SAVING * limit_bytes:
             return f"; PYTORCH_ALLOC_CONF=expandable_segments:True would save {format_bytes(least_bytes - other)}"
-    limited = replay(trace, expandable=expandable, limit_bytes=limit_bytes)
+    limited = replay(repeat_last_step(trace), expandable=expandable, limit_bytes=limit_bytes)
     if limited.ran_out is not None:
         wanted = format_bytes(limited.ran_out.wanted_bytes)
         return f"; {_PHASE_WORDS[limited.ran_out.phase]} would find no {wanted} in one piece"

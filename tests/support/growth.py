@@ -1,26 +1,23 @@
-"""Simulated memory that grows with the micro batch."""
+"""Simulated memory that a caching allocator fragments."""
 
 from __future__ import annotations
 
 from autods.forecast.values import ForecastPhase
 
 MIB, GIB = 2**20, 2**30
+FRAGMENTED_LIVE = 2000 * MIB
 
 
-def grown(steps: int) -> tuple[list[int], tuple[tuple[int, ForecastPhase], ...]]:
-    """Every step allocates ten ever larger buffers, each freed after the next one came, while small ones pin parts."""
+def fragment(steps: int) -> tuple[list[int], tuple[tuple[int, ForecastPhase], ...]]:
+    """In each step two buffers live, and after them one nearly as large as both: two fit into its segment in no step.
+
+    The peak of live bytes is FRAGMENTED_LIVE. Segments of half and of nearly all of it are needed.
+    """
     events: list[int] = []
     marks: list[tuple[int, ForecastPhase]] = [(0, "init")]
-    block = 0
-    for _ in range(steps):
+    for block in range(0, 3 * steps, 3):
         marks.append((len(events), "forward"))
-        before: int | None = None
-        for number in range(10):
-            events.append((1000 + 60 * number) * MIB)
-            if before is not None:
-                events.append(-before - 1)
-            before, block = block, block + 1
-        assert before is not None
-        events.append(-before - 1)
+        events += [FRAGMENTED_LIVE // 2, FRAGMENTED_LIVE // 2, ~block, ~(block + 1)]
+        events += [FRAGMENTED_LIVE - 10 * MIB, ~(block + 2)]
         marks.append((len(events), "step"))
     return events, tuple(marks)

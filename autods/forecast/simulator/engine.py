@@ -108,7 +108,6 @@ class Engine:
             with explain_optimizer_errors(self._config):
                 for index in range(_STEPS):
                     optimizer_step(self._workload, engine, batch, self._accumulation, index, begin_phase)
-            del batch
             return read_ledger(ledger, engine, micro_batch, time.perf_counter() - began)
 
     def _initialize(self, micro_batch: int) -> tuple[Any, Any]:

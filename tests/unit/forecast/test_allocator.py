@@ -8,7 +8,16 @@ from itertools import pairwise
 
 import pytest
 
-from autods.forecast.allocator import AllocConf, ExpandableHeap, Heap, RanOut, find_least_limit, read_alloc_conf, replay
+from autods.forecast.allocator import (
+    AllocConf,
+    ExpandableHeap,
+    Heap,
+    RanOut,
+    find_least_limit,
+    read_alloc_conf,
+    repeat_last_step,
+    replay,
+)
 from autods.forecast.values import ForecastPhase, Trace
 
 KIB, MIB = 2**10, 2**20
@@ -400,3 +409,36 @@ def test_an_empty_variable_is_as_if_it_were_not_set() -> None:
 
 def test_another_allocator_causes_a_warning() -> None:
     assert "backend" in str(read_alloc_conf({"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}).warning)
+
+
+TWO_STEPS: tuple[tuple[int, ForecastPhase], ...] = (
+    (0, "init"),
+    (1, "forward"),
+    (2, "step"),
+    (2, "forward"),
+    (4, "step"),
+)
+
+
+def test_a_repeated_step_frees_what_the_last_one_left() -> None:
+    # The gradient of the first step is freed in the second, which leaves its own.
+    repeated = repeat_last_step(trace(4 * MIB, 2 * MIB, free(1), 2 * MIB, marks=TWO_STEPS))
+    assert list(repeated.events) == [4 * MIB, 2 * MIB, free(1), 2 * MIB, free(2), 2 * MIB]
+    assert repeated.marks == (*TWO_STEPS, (4, "forward"), (6, "step"))
+
+
+@pytest.mark.parametrize("events", [(4 * MIB, 2 * MIB, 2 * MIB, 2 * MIB), (4 * MIB, 2 * MIB, free(0), 2 * MIB)])
+def test_a_step_that_leaves_more_or_less_is_not_repeated(events: tuple[int, ...]) -> None:
+    growing = trace(*events, marks=TWO_STEPS)
+    assert repeat_last_step(growing) is growing
+
+
+def test_what_only_the_second_step_gives_back_is_not_needed() -> None:
+    # The first step leaves a segment that the second gives back for its larger block, and every later one finds it.
+    events = (30 * MIB, free(0), 40 * MIB, free(1))
+    marks: tuple[tuple[int, ForecastPhase], ...] = ((0, "forward"), (2, "step"), (2, "forward"), (4, "step"))
+    made = trace(*events, marks=marks)
+    assert replay(made, limit_bytes=45 * MIB).late_retries == 1
+    least, best = find_least_limit(made, replay(made))
+    assert least < 45 * MIB
+    assert best.runs_well

@@ -20,7 +20,7 @@ from autods.runner.testing import fit, out_of_memory
 from autods.system.host import HostMemory
 from autods.tuner.candidates import list_candidates
 from autods.types import Outcome, Trial
-from tests.support.growth import grown
+from tests.support.growth import FRAGMENTED_LIVE, fragment
 from tests.support.walks import FACTS, SETTINGS
 
 GIB = 2**30
@@ -116,10 +116,10 @@ def test_a_trial_is_forecast_beside_the_fits_limit(micro_batch: int, verdict: st
 
 
 def test_expandable_segments_of_a_trial_are_forecast() -> None:
-    events, marks = grown(steps=3)
+    events, marks = fragment(steps=2)
 
     def pieces(spec: EngineSpec, micro_batch: int) -> Simulation:
-        made = simulate_peaks(micro_batch, init=GIB, backward=3020 * MIB)
+        made = simulate_peaks(micro_batch, init=GIB, backward=FRAGMENTED_LIVE)
         return replace(made, traces={"device": Trace(events=events, marks=marks)})
 
     held = []

@@ -13,7 +13,7 @@ from autods.forecast.memory_model import Overheads, compute_rank_memory, read_ov
 from autods.forecast.values import EngineSpec, ForecastPhase, RungForecast, Simulation, TierForecast, Trace
 from autods.forecast.verdict import judge_memory
 from autods.types import Tier
-from tests.support.growth import GIB, MIB, grown
+from tests.support.growth import FRAGMENTED_LIVE, GIB, MIB, fragment
 
 NOTHING_BESIDE = Overheads(spread={"cuda": 0.02, "cpu": 0.02}, least={"cuda": 0.01, "cpu": 0.01})
 
@@ -156,10 +156,9 @@ def test_memory_that_is_cached_once_is_not_needed() -> None:
 
 
 def test_memory_that_each_step_would_give_back_is_needed() -> None:
-    events, marks = grown(steps=3)
-    live = (1540 + 1480) * MIB
-    forecast = of_events(events, live, 5 * GIB, marks)
-    assert forecast.memory["device"].peak_bytes > 1.3 * live
+    events, marks = fragment(steps=2)
+    forecast = of_events(events, FRAGMENTED_LIVE, 2600 * MIB, marks)
+    assert forecast.memory["device"].peak_bytes > 1.3 * FRAGMENTED_LIVE
     assert forecast.verdict == "tight"
     assert "expandable_segments:True would save" in forecast.reason
 
