@@ -265,8 +265,8 @@ def memory_key(spec: EngineSpec) -> str:
     """
     config = {key: value for key, value in spec.ds_config.items() if key not in BATCH_KEYS}
     accumulates = int(spec.ds_config.get("gradient_accumulation_steps") or 1) > 1
-    known = {**asdict(spec), "ds_config": config, "accumulates": accumulates}
-    del known["nvlink"], known["capability"]
+    known = {**asdict(replace(spec, machine=None)), "ds_config": config, "accumulates": accumulates}
+    del known["nvlink"], known["capability"], known["machine"]
     return json.dumps({**known, "takes_flash": spec.takes_flash}, sort_keys=True, default=str)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -16,6 +16,8 @@ from ..types import Device, Tier
 from ..units import parse_bytes
 from .allocator import find_least_limit, replay
 from .host_allocators import peak_pinned_bytes, replay_process
+from .late_blocks import find_returns
+from .prices import PriceList, Unpriced, read_constants
 from .values import EngineSpec, ForecastPhase, Interval, Simulation, Trace
 
 Place = Literal["inside", "outside"]  # of the memory that torch allocates
@@ -166,12 +168,14 @@ def compute_rank_memory(
         for tier in ("device", "host", "pinned")
     }
     live_bytes, live_pinned = (max(live[tier].values(), default=0) for tier in ("device", "pinned"))
-    tensors, by_phase = _replay_device(spec, simulation.traces["device"], live["device"], expandable=expandable)
+    traced, clocked = _with_clocks(spec, simulation)
+    tensors, by_phase = _replay_device(spec, traced, live["device"], expandable=expandable)
     bucket = int(get_key(spec.ds_config, "zero_optimization.reduce_bucket_size") or _DEFAULT_BUCKET)
     amounts = {
         "tensors": live_bytes,
         "activations": simulation.breakdown.get("activations", 0),
-        "reduce_bucket": bucket * (2 if enabled_half_precision(spec.ds_config) else 4),
+        # Where clocks tell when blocks come back, the replay's cache has what is freed late.
+        "reduce_bucket": 0 if clocked else bucket * (2 if enabled_half_precision(spec.ds_config) else 4),
         "expert_groups": simulation.expert_groups,
         "further_communicators": max(0, simulation.communicators - 1),
     }
@@ -199,6 +203,19 @@ def compute_rank_memory(
         tensors_bytes=tensors.peak_bytes,
         by_phase={phase: size + inside.peak_bytes for phase, size in by_phase.items()},
     )
+
+
+def _with_clocks(spec: EngineSpec, simulation: Simulation) -> tuple[Trace, bool]:
+    """Return the device's trace with the blocks that come back late, and whether the machine's clocks tell that."""
+    trace = simulation.traces["device"]
+    if spec.machine is None or simulation.schedule is None or not trace.issued:
+        return trace, False
+    ranks_per_node = min(spec.ranks_per_node, spec.world_size)
+    prices = PriceList(machine=spec.machine, ranks_per_node=ranks_per_node, efficiency=read_constants().efficiency)
+    try:
+        return replace(trace, held=find_returns(trace, simulation.schedule, prices)), True
+    except Unpriced:
+        return trace, False
 
 
 def _replay_device(

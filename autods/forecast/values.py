@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from ..config.catalogue import Machine
 from ..events import Note
 from ..types import Device, ModelFacts, Tier, WorkloadSource
 from ..units import format_bytes
@@ -86,6 +87,8 @@ class EngineSpec:
     DeepSpeed asks for the free memory of the card, of which `device_bytes` is the total, and branches on it.
     `zero_init` builds the model under `deepspeed.zero.Init` (stage 3 only).
     `capability` is the card's compute capability, and `nvlink` whether cards have links of their own; None: unknown.
+    `machine` is known where a forecast is for a machine of the catalogue or with its rates: then clocks tell when
+    streams are done with a block.
     """
 
     rung: str
@@ -98,6 +101,7 @@ class EngineSpec:
     zero_init: bool = False
     capability: tuple[int, int] | None = None
     nvlink: bool | None = None
+    machine: Machine | None = None
 
     @property
     def takes_flash(self) -> bool:
@@ -120,7 +124,8 @@ class Trace:
     `issued` has for each event how much work was issued before it, counted as `Schedule.first` is.
     `kinds` has the kind of each block, a place in `KINDS`.
     `held` maps blocks that another stream still used when they were freed (`record_stream`) to the number of events
-    before the one at which the allocator can give them out again.
+    before the one at which the allocator can give them out again, at the latest. `users` has these streams, as the
+    schedule numbers them.
     """
 
     events: Sequence[int]
@@ -130,6 +135,7 @@ class Trace:
     copied: tuple[tuple[int, int], ...] = ()
     streams: Sequence[int] = ()
     held: Mapping[int, int] = field(default_factory=dict)
+    users: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     issued: Sequence[int] = ()
     kinds: Sequence[int] = ()
 

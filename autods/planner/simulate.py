@@ -317,6 +317,7 @@ def move_engine(spec: EngineSpec, site: Site) -> EngineSpec:
         ranks_per_node=site.ranks_per_node,
         capability=machine.capability,
         nvlink=nvlink,
+        machine=machine,
     )
 
 

@@ -1,12 +1,15 @@
 """What a pool of free blocks for each stream costs: the same trace on one pool, on pools of streams, and with blocks
 that other streams still use.
 
-python tests/benchmarks/forecast_streams.py [--model 7b] [--rungs zero2,zero3] [--micro-batch 1] [--gpus 8] [--json]
+python tests/benchmarks/forecast_streams.py [--model 7b] [--rungs zero2,zero3] [--micro-batch 1] [--gpus 8]
+    [--on h100-80gb] [--json]
 
-`one pool`: every block is reusable once it is freed, by any stream. `pools`: by its own stream only. `late`: also only
-when the host knows that the streams of record_stream have passed (`autods/forecast/simulator/stream_order.py`), which
-is an upper bound. Each has GiB reserved without a limit, and the least limit at which the trace runs well: there torch
-waits for the streams, so `late` needs no more than `pools`. No GPU has confirmed any of them.
+`one pool`: every block is reusable once it is freed, by any stream. `pools`: by its own stream only. `clocks`: also
+only when the streams of record_stream have passed on the clocks of --on (`autods/forecast/late_blocks.py`). `late`:
+only when the host knows that without any clock (`autods/forecast/simulator/stream_order.py`), which is an upper bound.
+
+Each has GiB reserved without a limit, and the least limit at which the trace runs well. For `clocks` that is the limit
+at which torch never waits for a stream; for `late` it waits, and needs no more than `pools`. No GPU has confirmed any.
 """
 
 from __future__ import annotations
@@ -21,9 +24,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from autods.config.catalogue import read_catalogue
 from autods.forecast.allocator import find_least_limit, replay
+from autods.forecast.late_blocks import find_returns
+from autods.forecast.prices import PriceList, read_constants
 from autods.forecast.simulator import Simulator
-from autods.forecast.values import EngineSpec, Trace
+from autods.forecast.values import EngineSpec, Simulation
 from autods.workload import make_source
 from tests.benchmarks.forecast_speed import MODELS
 
@@ -44,6 +50,7 @@ def main() -> int:
     parser.add_argument("--rungs", default="zero2,zero3")
     parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--gpus", type=int, default=8)
+    parser.add_argument("--on", default="h100-80gb", help="a machine of the catalogue")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows = []
@@ -53,10 +60,13 @@ def main() -> int:
         common = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}
         path.write_text(json.dumps(common | sizes))
         with Simulator(make_source(path)) as simulator:
+            efficiency = read_constants().efficiency
+            machine = read_catalogue()[options.on]
+            prices = PriceList(machine=machine, ranks_per_node=min(8, options.gpus), efficiency=efficiency)
             for rung in options.rungs.split(","):
                 spec = engine(rung, options.gpus, options.micro_batch)
-                trace = simulator.simulate(spec, [options.micro_batch])[0].traces["device"]
-                rows.append({"rung": rung, "late_blocks": len(trace.held), **measure(trace)})
+                (simulation,) = simulator.simulate(spec, [options.micro_batch])
+                rows.append({"rung": rung, **measure(simulation, prices)})
                 if not options.json:
                     show(rows[-1])
     if options.json:
@@ -75,15 +85,19 @@ def engine(rung: str, ranks: int, micro_batch: int) -> EngineSpec:
     return EngineSpec(rung=rung, ds_config=config, world_size=ranks, ranks_per_node=ranks, device_bytes=80 * GIB)
 
 
-def measure(trace: Trace) -> dict[str, Any]:
+def measure(simulation: Simulation, prices: PriceList) -> dict[str, Any]:
     """Bytes reserved by each model of the allocator."""
-    ways = {"one pool": replace(trace, streams=()), "pools": trace, "late": trace}
-    row: dict[str, Any] = {}
+    trace, schedule = simulation.traces["device"], simulation.schedule
+    assert schedule is not None
+    clocked = replace(trace, held=find_returns(trace, schedule, prices))
+    ways = {"one pool": replace(trace, streams=()), "pools": trace, "clocks": clocked, "late": trace}
+    row: dict[str, Any] = {"late_blocks": len(trace.held), "late_by_clocks": len(clocked.held)}
     for name, way in ways.items():
-        free = replay(way, late=name == "late")
+        free = replay(way, late=name in ("clocks", "late"))
+        by_clocks = name == "clocks"
         row[name] = {
             "reserved_bytes": free.peak_reserved_bytes,
-            "least_bytes": find_least_limit(way, replay(way))[0],
+            "least_bytes": find_least_limit(way, replay(way, late=by_clocks), late=by_clocks)[0],
             "by_stream": list(free.reserved_by_stream),
         }
     return row | {"allocated_bytes": free.peak_allocated_bytes}
@@ -91,7 +105,7 @@ def measure(trace: Trace) -> dict[str, Any]:
 
 def show(row: dict[str, Any]) -> None:
     print(f"{row['rung']}: allocated {row['allocated_bytes'] / GIB:.2f} GiB; {row['late_blocks']} blocks freed late")
-    for name in ("one pool", "pools", "late"):
+    for name in ("one pool", "pools", "clocks", "late"):
         way = row[name]
         streams = ", ".join(f"stream {stream} {size / GIB:.2f}" for stream, size in enumerate(way["by_stream"]) if size)
         print(

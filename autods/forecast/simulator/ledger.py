@@ -68,6 +68,7 @@ class Ledger:
         self._unfinished: dict[int, deque[tuple[int, int]]] = {}  # stream → its marks, with the blocks freed there
         self._left: Counter[int] = Counter()  # freed block → streams that have not passed its marks
         self._held: dict[int, int] = {}  # freed block → events before it came back
+        self._users: dict[int, tuple[int, ...]] = {}  # freed block → the streams that it waited for
         self.kind_of_new: Callable[[ForecastPhase, int], int] = lambda phase, size: 0
 
     def begin(self, phase: ForecastPhase) -> None:
@@ -169,6 +170,7 @@ class Ledger:
             copied=tuple(self._copied) if on_device else (),
             unrounded=frozenset(self._locked) if tier == PINNED else frozenset(),
             streams=array("B", self._stream_of) if on_device and any(self._stream_of) else (),
+            users=dict(self._users) if on_device else {},
             held={**self._held, **dict.fromkeys(self._left, len(tape.events))} if on_device else {},
             issued=array("q", self._issued) if on_device else (),
             kinds=bytes(self._kinds) if on_device else (),
@@ -217,6 +219,7 @@ class Ledger:
             for stream in uses:
                 self._unfinished.setdefault(stream, deque()).append((self.work.order.launched(stream), block))
             self._left[block] = len(uses)
+            self._users[block] = tuple(uses)
 
     def _number_pool(self, stream: int) -> int:
         """Return the stream's number in the trace. torch makes 32 streams, and then gives out the first again."""
