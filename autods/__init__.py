@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .api import find_best_config as find_best_config
     from .api import plan as plan
     from .api import probe as probe
+    from .api import run as run
     from .diagnosis import Diagnosis as Diagnosis
     from .diagnosis import diagnose as diagnose
     from .errors import AutodsError as AutodsError
@@ -32,6 +33,7 @@ _HOMES = {
     "find_best_config": "api",
     "plan": "api",
     "probe": "api",
+    "run": "api",
     "session": "trial.run.session",
     "Report": "report",
     "Workload": "workload",

@@ -14,11 +14,12 @@ from .config.plan_settings import PlanSettings, resolve_plan
 from .config.rehearsal import resolve_rehearsal
 from .config.settings import Settings, check_exported, check_nodes, resolve_fit
 from .errors import InputError
-from .events import Event, Listener, Note
+from .events import Event, Listener, Note, RunEvent, RunListener
 from .forecast.values import ForecastEvent, ForecastListener
 from .report.checkup import Checkup
 from .report.explanation import Explanation
 from .report.results import Forecast, ProbeReport, Report
+from .report.run_view import RunReport
 from .requests import (
     DoctorRequest,
     ExplainRequest,
@@ -26,6 +27,7 @@ from .requests import (
     PathText,
     PlanRequest,
     ProbeRequest,
+    RunRequest,
     WorkloadRequest,
     describe_arguments,
 )
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from .explainer.explain import ExplainSettings
     from .inspector.examine import DoctorSettings
     from .prober.request import ProbeSettings
+    from .supervisor.settings import RunSettings
     from .system.host import Hardware
 
 P = ParamSpec("P")
@@ -83,6 +86,20 @@ def _warn(settings: Settings, listen: Listener) -> None:
 
     for check in check_ladder(settings):
         listen(Note(text=format_warning(check)))
+
+
+def _resolve_run(request: RunRequest) -> RunSettings:
+    from .supervisor.settings import resolve_run
+
+    hardware = _find_hardware(request, request.gpus)
+    source = _make_source(request, out=request.out, zero_init=request.zero_init)
+    return resolve_run(request, source, hardware=hardware)
+
+
+def _run_run(settings: RunSettings, listen: RunListener) -> RunReport:
+    from .supervisor.run import run as supervise  # it brings Ray
+
+    return supervise(settings, listen=listen)
 
 
 def _resolve_plan(request: PlanRequest) -> PlanSettings:
@@ -173,6 +190,7 @@ def _make_source(request: WorkloadRequest, *, out: PathText | None = None, **opt
 
 
 FIT: UseCase[FitRequest, Settings, Event, Report] = UseCase(_resolve_fit, _run_fit)
+RUN: UseCase[RunRequest, RunSettings, RunEvent, RunReport] = UseCase(_resolve_run, _run_run)
 PLAN: UseCase[PlanRequest, PlanSettings, ForecastEvent, Forecast] = UseCase(_resolve_plan, _run_plan)
 DOCTOR: UseCase[DoctorRequest, DoctorSettings, Event, Checkup] = UseCase(_resolve_doctor, _run_doctor)
 EXPLAIN: UseCase[ExplainRequest, ExplainSettings, ForecastEvent, Explanation] = UseCase(_resolve_explain, _run_explain)
@@ -206,6 +224,12 @@ find_best_config = _make_function(
     FitRequest,
     FIT,
     "Returns the Report, which is also written to `out`. That nothing fits is a result: its status is 'nothing_fits'.",
+)
+run = _make_function(
+    "run",
+    RunRequest,
+    RUN,
+    "Returns the RunReport, which run.json in `out` holds, too. A run that failed is a result: its exit_code is not 0.",
 )
 plan = _make_function(
     "plan", PlanRequest, PLAN, "Returns the Forecast: a verdict and the bytes on each tier for every rung."

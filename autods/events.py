@@ -1,4 +1,4 @@
-"""Events that a fit or a probe sends to its listener while it works."""
+"""Events that a fit, a probe or a run sends to its listener while it works."""
 
 from __future__ import annotations
 
@@ -68,5 +68,33 @@ class TrialFinished:
     replayed: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptStarted:
+    """The ranks of a run are about to train, from `first_step` on; `steps` is where the run ends, if that is known."""
+
+    number: int
+    first_step: int
+    steps: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPrinted:
+    """A line that rank 0 of a run printed."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDone:
+    """An optimizer step of a run. `device_peak_bytes` is the peak so far; `loss` the mean of all ranks."""
+
+    step: int
+    loss: float | None
+    seconds: float
+    device_peak_bytes: int | None = None
+
+
 Event = Note | SearchStarted | TrialForecasted | TrialStarted | TrialMoved | TrialFinished | Skipped
+RunEvent = Event | AttemptStarted | RankPrinted | StepDone
 Listener = Callable[[Event], None]
+RunListener = Callable[[RunEvent], None]

@@ -59,7 +59,7 @@ class Journal:
         A torn last line is cut off: the driver died while it wrote, and the trial of that line will run again. Raises
         InputError when the journal belongs to another fit, cannot be read, or is damaged, and names the line.
         """
-        if not (rows := self._read_rows()):
+        if not (rows := self.read_rows()):
             rows = [{"kind": "header", "version": VERSION, "fingerprint": fingerprint, "device_bytes": device_bytes}]
             self.append(rows[0])
         match rows[0]:
@@ -107,8 +107,11 @@ class Journal:
         except OSError as error:
             raise make_write_error(self.path, error) from None
 
-    def _read_rows(self) -> list[dict[str, Any]]:
-        """Return the rows. An unfinished last line is cut off where it may be the start of a row; else it is damage."""
+    def read_rows(self) -> list[dict[str, Any]]:
+        """Return the rows. An unfinished last line is cut off where it may be the start of a row; else it is damage.
+
+        Raises InputError for a file that cannot be read or is damaged.
+        """
         if not os.path.lexists(self.path):
             return []
         data = read_file(self.path, most=LARGEST_RECORD, hint="give another --out")
@@ -205,8 +208,8 @@ Execute = Callable[[Trial, int], Record]
 
 
 @contextlib.contextmanager
-def workspace(out: Path, *, fresh: bool) -> Iterator[Path]:
-    """Create the output folder and lock it, so that no second fit writes into it.
+def workspace(out: Path, *, fresh: bool, user: str = "fit") -> Iterator[Path]:
+    """Create the output folder and lock it, so that no second `user` of it writes there.
 
     `fresh` removes the results of an earlier fit first. Raises InputError when the folder cannot be used,
     EnvironmentBroken when the disk is full, and Interrupted on Ctrl-C.
@@ -222,7 +225,7 @@ def workspace(out: Path, *, fresh: bool) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InputError(
-                "another fit is running in this folder", place=str(out), hint="wait for it, or give another --out"
+                f"another {user} is running in this folder", place=str(out), hint="wait for it, or give another --out"
             ) from None
         except OSError:  # a file system without locks
             pass

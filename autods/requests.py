@@ -296,6 +296,31 @@ class FitRequest(TrialRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunRequest(FitRequest):
+    """Train WORKLOAD for real with the fastest config that fits, and keep the run alive when memory runs out.
+
+    A finished fit is taken, else it is made first. On out of memory the run goes on from its last checkpoint with a
+    leaner config, the same global batch and the same samples. The same command goes on where a stopped run ended.
+    """
+
+    steps: Count | None = _option(
+        "Run",
+        "Optimizer steps, after which the run ends.",
+        "N",
+        default="the script or the dataset decides",
+    )
+    checkpoint_every: Count | None = _option(
+        "Run", "Optimizer steps between checkpoints.", "N", default="about ten minutes of steps"
+    )
+    data: PathText | None = _option("Run", "The dataset, for build_dataset(path) or a causal language model.", "PATH")
+    max_rescues: Count = _option("Run", "How often a failed run goes on.", "N", value=10, most=10**4)
+    fit: PathText | None = _option(
+        "Run", "The folder of a fit to begin with.", "DIR", default="OUT/fit, or that of autods fit without --out"
+    )
+    fresh: Switch = _option("Output", "Forget the run in this folder, with its checkpoints.", value=False)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanRequest(WorkloadRequest):
     """Forecast what every rung of the ladder needs for WORKLOAD, on every tier. No GPU, no trial.
 
@@ -384,9 +409,11 @@ class ProbeRequest(TrialRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class ReportRequest(_Request):
-    """Show a finished fit or probe again, and write its page report.html: FOLDER is its --out."""
+    """Show a finished fit or probe again, and write its page report.html: FOLDER is its --out. Or show a run."""
 
-    folder: PathText = field(kw_only=False, metadata=_argument("The folder of a finished fit or probe.", "FOLDER"))
+    folder: PathText = field(
+        kw_only=False, metadata=_argument("The folder of a finished fit or probe, or of a run.", "FOLDER")
+    )
     compare: PathText | None = _option("Output", "Show a second fit beside it.", "FOLDER")
 
 

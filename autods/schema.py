@@ -74,6 +74,7 @@ def _read_union(options: tuple[Any, ...], data: Any, name: str) -> Any:
         return None
     if NoneType in options and len(options) == 2:
         return _read(next(option for option in options if option is not NoneType), data, name)
+    options = tuple(option for option in options if option is not NoneType or not _is_tagged(options))
     if all(is_dataclass(option) for option in options):
         by_kind = {get_args(_fields(option)["kind"])[0]: option for option in options}
         tag = data.get("kind") if isinstance(data, Mapping) else None
@@ -81,6 +82,11 @@ def _read_union(options: tuple[Any, ...], data: Any, name: str) -> Any:
         return _read(by_kind[tag], data, name)
     words = " or ".join(_WORDS.get(option, str(option)) for option in options)
     return _expect(any(_is_a(option, data) for option in options), data, name, words)
+
+
+def _is_tagged(options: tuple[Any, ...]) -> bool:
+    """Whether the members of a union besides None are dataclasses, which the data's `kind` tells apart."""
+    return all(is_dataclass(option) for option in options if option is not NoneType)
 
 
 def _read_dataclass(kind: Any, data: Any, name: str) -> Any:

@@ -170,6 +170,7 @@ class OutOfMemory:
     wanted_bytes: int | None = None
     free_bytes: int | None = None
     limit_bytes: int | None = None
+    fragmented: bool = False  # the device's allocator held enough free memory, but in pieces
     action: Action = "leaner_rung"
     advice: str = ""
     kind: Literal["out_of_memory"] = "out_of_memory"

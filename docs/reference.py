@@ -17,7 +17,7 @@ from autods.cli import commands
 from autods.requests import Option
 
 PAGE = Path(__file__).with_name("cli.md")
-COMMANDS = ("fit", "report", "plan", "probe", "explain", "doctor", "diagnose")
+COMMANDS = ("fit", "run", "report", "plan", "probe", "explain", "doctor", "diagnose")
 INTRODUCTION = """# Command line
 
 <!-- Written by docs/reference.py: change the requests in autods/requests.py instead. -->

@@ -16,12 +16,12 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 
-from ..api import DOCTOR, EXPLAIN, FIT, PLAN, PROBE
+from ..api import DOCTOR, EXPLAIN, FIT, PLAN, PROBE, RUN
 from ..diagnosis.diagnose import diagnose_logs
 from ..diagnosis.logs import find_logs
 from ..diagnosis.values import Diagnosis
 from ..errors import InputError
-from ..events import Listener, Note
+from ..events import Listener, Note, RunListener
 from ..files import check_path
 from ..forecast.values import ForecastListener
 from ..prober.grid import format_trial_label
@@ -36,6 +36,7 @@ from ..report.plan_page import write_plan_page
 from ..report.plan_view import print_plan
 from ..report.probe_page import write_probe_page
 from ..report.probe_view import print_probe
+from ..report.run_view import RunProgress, RunReport, has_run, print_run, read_run
 from ..report.serialize import (
     check_writable,
     has_probe,
@@ -56,6 +57,7 @@ from ..requests import (
     PlanRequest,
     ProbeRequest,
     ReportRequest,
+    RunRequest,
 )
 from ..tuner.candidates import unusual_knobs
 from ..types import Trial
@@ -104,6 +106,22 @@ def run_fit(
     return 0 if report.status == "fit" else 1
 
 
+def run_run(call: Call, request: RunRequest, *, as_json: AsJson = False, quiet: Quiet = False) -> int:
+    """Train for real, and keep the run alive."""
+    command = call.run or RUN
+    with _checking(request, quiet):
+        settings = command.resolve(request)
+    call.out = settings.out
+    progress: AbstractContextManager[RunListener] = nullcontext(lambda event: None) if quiet else RunProgress()
+    with progress as listen:
+        fit = settings.fit
+        machine = f"{format_ranks(fit.gpus, fit.device)} × {format_bytes(fit.device_bytes)}"
+        listen(Note(text=f"{fit.source.name} on {machine} → {settings.out}"))
+        report = command.run(settings, listen)
+    _show(report, as_json, RunReport.to_dict, print_run)
+    return report.exit_code
+
+
 def run_report(
     call: Call,
     request: ReportRequest,
@@ -112,13 +130,19 @@ def run_report(
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> int:
-    """Show a finished fit or probe again."""
+    """Show a finished fit, probe or run again."""
     folders = [Path(folder) for folder in (request.folder, request.compare) if folder is not None]
     if has_probe(folders[0]):
         if markdown or request.compare is not None:
             option = "--markdown" if markdown else "--compare"
             raise InputError(f"{option} is for fits", place=str(folders[0]), hint="this is the folder of a probe")
         return _show_probe_again(folders[0], as_json)
+    if has_run(folders[0]):
+        if markdown or request.compare is not None:
+            option = "--markdown" if markdown else "--compare"
+            raise InputError(f"{option} is for fits", place=str(folders[0]), hint="this is the folder of a run")
+        _show(read_run(folders[0]), as_json, RunReport.to_dict, print_run)
+        return 0
     reports = [read_report(folder) for folder in folders]
     page = write_page(reports[0], folders[0])
     if as_json:
@@ -279,6 +303,20 @@ autods fit train.py --gpus 8 -- --deepspeed_config {ds_config} --micro-batch {mi
 
 Exit codes: 0 done, 1 nothing fits, 2 wrong input, 3 broken environment, 130 interrupted (the same command goes on).
 """,
+    "run": """
+Examples:
+
+autods run model.py --gpus 8 --global-batch 64 --steps 10000
+
+autods run model.py --gpus 8 --global-batch 64 --data corpus/ --checkpoint-every 500
+
+autods run train.py --gpus 8 --global-batch 64 -- --deepspeed_config {ds_config}      your script, with autods.session
+
+autods run examples/gpt.py --device cpu --gpus 2 --gpu-memory 416MiB --global-batch 8 --steps 50      without a GPU
+
+Exit codes: 0 done, 1 no config is left that fits, 2 wrong input or code, 3 broken environment, 130 interrupted,
+143 ended by SIGTERM (the same command goes on).
+""",
     "plan": """
 Examples:
 
@@ -332,6 +370,8 @@ autods report autods-out/model --markdown      a table for a pull request
 autods report autods-out/before --compare autods-out/after
 
 autods report autods-out/model-probe      a probe's table and page
+
+autods report autods-out/model-run      a run's attempts
 
 Exit codes: 0 done, 2 the folder holds no report.
 """,

@@ -11,17 +11,19 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..api import UseCase
 from ..config.plan_settings import PlanSettings
 from ..config.settings import Settings
 from ..errors import AutodsError, EnvironmentBroken, InputError, Interrupted, describe_broken_machine
-from ..events import Event
+from ..events import Event, RunEvent
 from ..forecast.values import ForecastEvent
 from ..prober.request import ProbeSettings
 from ..report.results import Forecast, ProbeReport, Report
+from ..report.run_view import RunReport
 from ..report.serialize import SO_FAR
-from ..requests import FitRequest, PlanRequest, ProbeRequest
+from ..requests import FitRequest, PlanRequest, ProbeRequest, RunRequest
 from ..system.hidden_modules import describe_hidden_module
 from ..units import escape_controls
 from .streams import find_loss
@@ -34,7 +36,7 @@ _MOST_OF_PLACE = 250  # of them, for a path
 class Call:
     """One call of the program. `argv` begins with the program's name; `out` is the folder of results, once it is known.
 
-    Tests pass their own `fit`, `plan` and `probe`. Those of `api` stand in for None.
+    Tests pass their own `fit`, `plan`, `probe` and `run`. Those of `api` stand in for None.
     """
 
     argv: Sequence[str]
@@ -42,6 +44,7 @@ class Call:
     fit: UseCase[FitRequest, Settings, Event, Report] | None = None
     plan: UseCase[PlanRequest, PlanSettings, ForecastEvent, Forecast] | None = None
     probe: UseCase[ProbeRequest, ProbeSettings, Event, ProbeReport] | None = None
+    run: UseCase[RunRequest, Any, RunEvent, RunReport] | None = None
 
 
 def end_output(call: Call, code: int) -> int:

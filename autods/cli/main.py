@@ -17,7 +17,18 @@ import typer
 
 from ..errors import InputError, Interrupted
 from ..requests import Option, TrialRequest, WorkloadRequest, field_types, find_kind
-from .commands import EPILOGS, Module, run_diagnose, run_doctor, run_explain, run_fit, run_plan, run_probe, run_report
+from .commands import (
+    EPILOGS,
+    Module,
+    run_diagnose,
+    run_doctor,
+    run_explain,
+    run_fit,
+    run_plan,
+    run_probe,
+    run_report,
+    run_run,
+)
 from .ending import Call, end_output, end_with_error
 
 # Typer names only BadParameter; its base is the error of every wrong command line.
@@ -178,6 +189,6 @@ def _parameter(field: Field[Any], hint: Any) -> inspect.Parameter:
     )
 
 
-for _run in (run_fit, run_report, run_plan, run_probe, run_explain, run_doctor, run_diagnose):
+for _run in (run_fit, run_run, run_report, run_plan, run_probe, run_explain, run_doctor, run_diagnose):
     _name = _run.__name__.removeprefix("run_")
     app.command(_name, epilog=EPILOGS[_name], context_settings=_HELP_OPTIONS)(make_command(_run))

@@ -18,7 +18,7 @@ from ..units import format_bytes, format_signal
 from .exit_codes import explain_exit_code
 from .messages import BOILERPLATE
 from .rules import Signature, find_signature
-from .values import Kind, parse_shortage
+from .values import Kind, Shortage, parse_shortage
 
 _NEARLY_FULL = 0.02  # of the limit: kernels and daemons that watch memory strike before it is all gone
 _EVIDENCE_CHARS = 400
@@ -161,7 +161,7 @@ def explain_failure(ends: Sequence[Evidence]) -> OutOfMemory | Failed:
     }  # fmt: skip
     if verdict.kind == "out_of_memory":
         assert verdict.tier is not None
-        shortage = parse_shortage(cause.text)
+        shortage = _measure_shortage(cause)
         limits = {"device": cause.limit_bytes, "host": cause.host.limit_bytes if cause.host else None}
         return OutOfMemory(
             tier=verdict.tier,
@@ -171,6 +171,7 @@ def explain_failure(ends: Sequence[Evidence]) -> OutOfMemory | Failed:
                 (free for free in (cause.free_bytes, shortage.free_bytes) if free is not None), default=None
             ),
             limit_bytes=limits.get(verdict.tier),
+            fragmented=verdict.tier == "device" and shortage.fragmented,
             **common,
         )
     assert verdict.kind != "none"
@@ -245,15 +246,18 @@ def _verdict_by_row(cause: Evidence, row: Signature) -> Verdict:
     """The row's verdict. Its evidence is the line that the row matches."""
     notes: tuple[str, ...] = ()
     if row.tier == "device":
-        shortage = parse_shortage(cause.text)
-        if shortage.idle_bytes is None:  # less exact: the error has freed tensors by now
-            shortage = replace(shortage, idle_bytes=cause.idle_bytes)
-        notes = shortage.notes()
+        notes = _measure_shortage(cause).notes()
     if "ValidationError" in cause.types and (match := _PYDANTIC_ERROR.search(cause.message)):
         line = f"{match[1]}: {match[2]}"  # pydantic's first line only counts the errors
     else:
         line = next((line.strip() for line in cause.text.splitlines() if row.tells(line)), cause.headline)
     return Verdict(row.kind, row.action, line[:_EVIDENCE_CHARS], "; ".join((*notes, row.advice)), tier=row.tier)
+
+
+def _measure_shortage(cause: Evidence) -> Shortage:
+    """The sizes in the rank's message. Where it lacks the idle bytes, those after it: the error has freed tensors."""
+    shortage = parse_shortage(cause.text)
+    return shortage if shortage.idle_bytes is not None else replace(shortage, idle_bytes=cause.idle_bytes)
 
 
 def _verdict_without_row(cause: Evidence) -> Verdict:

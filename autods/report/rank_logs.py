@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Iterator
@@ -17,13 +18,32 @@ _RANK = re.compile(r"rank(\d+)\.log")
 
 
 @dataclass(slots=True)
-class _Log:
+class LogTail:
     """How far a log was read, and the begin of a line that has no end yet."""
 
     path: Path
-    rank: int
     offset: int = 0
     rest: bytes = b""
+
+    def read(self, *, ended: bool = False) -> Iterator[str]:
+        """Yield the lines since the last call; with `ended`, the last one too if it has no end."""
+        try:
+            with self.path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size < self.offset:  # `processes.shorten_log` has cut its middle out
+                    self.offset, self.rest = size, b""
+                file.seek(self.offset)
+                new = file.read(_MOST_BYTES)
+        except OSError:
+            return  # it is gone, or not readable: progress is no reason to end a fit
+        self.offset += len(new)
+        *lines, self.rest = _LINE_END.split(self.rest + new)
+        if ended or len(self.rest) > _MOST_BYTES:
+            lines.append(self.rest)
+            self.rest = b""
+        for line in lines:
+            if text := line.decode(errors="replace").rstrip():
+                yield text[:_MOST_LETTERS]
 
 
 class RankLogs:
@@ -34,35 +54,19 @@ class RankLogs:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._logs: dict[Path, _Log] = {}
+        self._logs: dict[Path, tuple[int, LogTail]] = {}
         self._lock = threading.Lock()
 
     def read_new_lines(self, id: int, trial: Trial, *, ended: bool = False) -> list[str]:
         """'rank 0: …' for each line since the last call; with `ended`, the last line too if it has no end."""
         with self._lock:
-            return [line for log in self._find_logs(id, trial) for line in _read_lines(log, ended=ended)]
+            logs = self._find_logs(id, trial)
+            return [f"rank {rank}: {line}" for rank, log in logs for line in log.read(ended=ended)]
 
-    def _find_logs(self, id: int, trial: Trial) -> list[_Log]:
+    def _find_logs(self, id: int, trial: Trial) -> list[tuple[int, LogTail]]:
         """The logs of a trial, by rank."""
         for path in self._folder.glob(f"{id:03d}-{trial.rung}*/rank*.log"):
             if (match := _RANK.fullmatch(path.name)) is not None and path not in self._logs:
-                self._logs[path] = _Log(path, int(match[1]))
-        wanted = (log for log in self._logs.values() if log.path.parent.name.startswith(f"{id:03d}-"))
-        return sorted(wanted, key=lambda log: (log.rank, log.path))
-
-
-def _read_lines(log: _Log, *, ended: bool) -> Iterator[str]:
-    try:
-        with log.path.open("rb") as file:
-            file.seek(log.offset)
-            new = file.read(_MOST_BYTES)
-    except OSError:
-        return  # it is gone, or not readable: progress is no reason to end a fit
-    log.offset += len(new)
-    *lines, log.rest = _LINE_END.split(log.rest + new)
-    if ended or len(log.rest) > _MOST_BYTES:
-        lines.append(log.rest)
-        log.rest = b""
-    for line in lines:
-        if text := line.decode(errors="replace").rstrip():
-            yield f"rank {log.rank}: {text[:_MOST_LETTERS]}"
+                self._logs[path] = int(match[1]), LogTail(path)
+        wanted = (each for each in self._logs.values() if each[1].path.parent.name.startswith(f"{id:03d}-"))
+        return sorted(wanted, key=lambda each: (each[0], each[1].path))

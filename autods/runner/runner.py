@@ -6,6 +6,7 @@ each node an agent owns a zygote, which forks the ranks.
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import time
@@ -23,6 +24,7 @@ from ..events import Event, Note, TrialMoved
 from ..system.processes import read_tail
 from ..trial.job import JobKind, RankJob
 from ..trial.ops import BUILDERS, USUAL_BUILD_S, check_caches
+from ..trial.run.order import RunOrder
 from ..types import PHASES, Failed, Fit, Knobs, ModelFacts, Outcome, OutOfMemory, Record, Steps, Trial
 from .environment import choose_exported
 from .outcome import find_failure, judge_trial, result_of_rank_0
@@ -122,6 +124,40 @@ class RayRunner:
             self.sample_s = max(self.sample_s, max(outcome.step_s) / trial.knobs.train_batch(1))
         return Record(id=id, trial=trial, outcome=outcome, seconds=time.monotonic() - began)
 
+    def adopt(self, facts: ModelFacts) -> None:
+        """Take the facts of an earlier survey of this workload, instead of another one."""
+        self.facts = facts
+        self.settings = apply_survey(self.settings, facts)
+
+    def run_config(self, trial: Trial) -> dict[str, Any]:
+        """Return the DeepSpeed config with which a training run trains: its swap files lie in a folder of its own."""
+        return self._compose(trial, self._swap)
+
+    def run_attempt(
+        self, order: RunOrder, trial: Trial, on_progress: Callable[[Heartbeat], None]
+    ) -> Mapping[str, Any] | OutOfMemory | Failed:
+        """Train as the order says, with the config of `trial`; return rank 0's result, or why the ranks failed.
+
+        There is no limit of time but that of silence.
+        """
+        limited = self.training_job(trial, 0)
+        folder = order.attempt_folder / "ranks"
+        job = replace(
+            limited,
+            job="run",
+            order=str(order.path),
+            ds_config=order.ds_config,
+            folder=str(folder),
+            scratch=str(folder / "scratch"),
+            wall_s=math.inf,
+            silence_s={**limited.silence_s, "load": max(limited.silence_s["load"], limited.silence_s["init"])},
+        )
+        failure = self._build_ops(job)
+        if failure is None:
+            self.results = self.workers.run(job, on_progress)
+            failure = find_failure(self.results, job)
+        return failure or result_of_rank_0(self.results)
+
     def final_config(self, trial: Trial) -> dict[str, Any]:
         """Return the DeepSpeed config of a trial as the user gets it."""
         return self._compose(trial, self.settings.nvme_path)
@@ -169,7 +205,7 @@ class RayRunner:
         """Make the job of a trial."""
         assert self.facts is not None, "survey first"
         settings = self.settings
-        swap = settings.nvme_path / f"autods-{self.swap_mark}" if settings.nvme_path else None
+        swap = self._swap
         config = without_monitors(self._compose(trial, swap))
         return self._make_job(
             "train",
@@ -190,6 +226,12 @@ class RayRunner:
                 settings.profile.limits, trial, self.facts, config, nodes=settings.nodes, sample_s=self.sample_s
             ),
         )
+
+    @property
+    def _swap(self) -> Path | None:
+        """The folder of this runner's swap files."""
+        path = self.settings.nvme_path
+        return path / f"autods-{self.swap_mark}" if path else None
 
     def building_job(self, op: str) -> RankJob:
         """Make the job that builds and loads one of DeepSpeed's ops."""
@@ -218,7 +260,8 @@ class RayRunner:
         A build takes minutes: where one is not cached, the model alone has to fit first.
         """
         ops = [op for op in required_ops(job.ds_config) if op not in self.workers.built_ops]
-        if self.workers.needs_build(ops) and (failure := self._execute(replace(job, only_build=True))) is not None:
+        build = replace(job, job="train", order=None, only_build=True)
+        if self.workers.needs_build(ops) and (failure := self._execute(build)) is not None:
             return failure
         for op in ops:
             if self.workers.needs_build([op]):

@@ -1,0 +1,451 @@
+"""What follows the failure of an attempt: the config with which the run goes on, or the reason that it stops.
+
+`decide` is a pure function. All of its choices keep the global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from ..report.results import Report
+from ..tuner.candidates import Candidate as FirstTrial
+from ..types import Failed, Fit, Knobs, OutOfMemory, Scalar, Tier
+
+MOST_REPEATS = 2  # of the same config in a row without a new checkpoint
+NOTHING_LEFT, USERS_FAULT, MACHINES_FAULT = 1, 2, 3  # exit codes
+EXPANDABLE = "expandable_segments:True"  # a value of PYTORCH_CUDA_ALLOC_CONF
+_PRECISIONS = ("bf16.", "fp16.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """What the ranks of an attempt train with. `allocator` is the value of PYTORCH_CUDA_ALLOC_CONF, if it is set."""
+
+    rung: str
+    knobs: Knobs
+    world_size: int
+    replica_ranks: int = 1  # see `types.ModelFacts`
+    allocator: str | None = None
+
+    @property
+    def replicas(self) -> int:
+        """The ranks among which a global batch is dealt out."""
+        return self.world_size // self.replica_ranks
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of an optimizer step."""
+        return self.knobs.train_batch(self.replicas)
+
+    def with_micro_batch(self, micro_batch: int) -> RunConfig:
+        """The same with another micro batch, and the accumulation that keeps the global batch."""
+        accumulation = self.global_batch // (micro_batch * self.replicas)
+        return replace(self, knobs=replace(self.knobs, micro_batch=micro_batch, accumulation=accumulation))
+
+    def micro_batches(self) -> list[int]:
+        """The micro batches that keep the global batch, largest first."""
+        share = self.global_batch // self.replicas
+        return [size for size in range(share, 0, -1) if share % size == 0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """What is known of one rung. Candidates are sorted as the ladder: fastest first.
+
+    `start` are the settings of its first trial, `pinned` the keys of its config that pin host memory. `needs_nvme`
+    tells whether states go through NVMe. `forecast` is the verdict of its forecast, and `refused` the reason that it
+    cannot run here at all; both may be None.
+    """
+
+    rung: str
+    start: Mapping[str, Scalar] = field(default_factory=dict)
+    pinned: tuple[str, ...] = ()
+    trials: tuple[tuple[Knobs, Fit | OutOfMemory], ...] = ()
+    needs_nvme: bool = False
+    forecast: str | None = None
+    refused: str | None = None
+
+    def find_fit(self, micro_batch: int, checkpointing: bool) -> Fit | None:
+        """The last trial of this size that ran."""
+        found = [
+            outcome
+            for knobs, outcome in self.trials
+            if (knobs.micro_batch, knobs.checkpointing) == (micro_batch, checkpointing) and isinstance(outcome, Fit)
+        ]
+        return found[-1] if found else None
+
+    def rate(self, micro_batch: int, checkpointing: bool) -> float | None:
+        """Samples a second at the largest measured micro batch up to this one; None without a measurement."""
+        measured = [
+            (knobs.micro_batch, outcome.samples_per_second)
+            for knobs, outcome in self.trials
+            if isinstance(outcome, Fit) and knobs.checkpointing == checkpointing and knobs.micro_batch <= micro_batch
+        ]
+        return max(measured)[1] if measured else None
+
+    def peak(self, tier: Tier) -> int | None:
+        """The largest measured peak on a tier; None where no trial ran."""
+        uses = [outcome.memory.get(tier) for _, outcome in self.trials if isinstance(outcome, Fit)]
+        return max((use.peak_bytes for use in uses if use is not None), default=None)
+
+    def ran_out_at(self, micro_batch: int, checkpointing: bool) -> bool:
+        """Whether a trial of this size, or of a smaller one, ran out of memory."""
+        return any(
+            isinstance(outcome, OutOfMemory)
+            and knobs.micro_batch <= micro_batch
+            and knobs.checkpointing >= checkpointing
+            for knobs, outcome in self.trials
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """Where the run stands after a failure.
+
+    `failed` are the configs that ran out of memory. `rescues` counts those so far, and `repeats` how often the same
+    config was started again in a row without a new checkpoint. `progressed` tells whether there is a new checkpoint
+    since the last rescue. `ranks_left` is the number that the machines still have; None: all.
+    `growth_bytes` is by how much a sample needed more of the device than in the fit's trials, so far.
+    `find_obstacle` returns why the last checkpoint cannot be loaded with a config.
+    """
+
+    config: RunConfig
+    candidates: tuple[Candidate, ...] = ()
+    failed: tuple[RunConfig, ...] = ()
+    rescues: int = 0
+    most_rescues: int = 10
+    repeats: int = 0
+    progressed: bool = False
+    ranks_left: int | None = None
+    device_bytes: int | None = None
+    growth_bytes: float = 0.0
+    can_recompute: bool = False
+    on_cuda: bool = True
+    last_hang: str | None = None  # the line of the user's code where the attempt before was stuck
+    find_obstacle: Callable[[RunConfig], str | None] = lambda config: None
+
+    def candidate(self, rung: str) -> Candidate:
+        """What is known of a rung."""
+        return next((each for each in self.candidates if each.rung == rung), Candidate(rung=rung))
+
+    def is_open(self, config: RunConfig) -> bool:
+        """Whether a config did not run out of memory before, and can load the last checkpoint."""
+        return config not in self.failed and config != self.config and self.find_obstacle(config) is None
+
+    def holds(self, config: RunConfig) -> bool:
+        """Whether the device holds a config by its trial and the growth seen since; True where that is not known."""
+        knobs, candidate = config.knobs, self.candidate(config.rung)
+        if candidate.ran_out_at(knobs.micro_batch, knobs.checkpointing):
+            return False
+        outcome = candidate.find_fit(knobs.micro_batch, knobs.checkpointing)
+        if outcome is None or self.device_bytes is None:
+            return True
+        return outcome.device_peak_bytes + self.growth_bytes * knobs.micro_batch <= self.device_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextConfig:
+    """Go on with this config. `changed` says what was changed, `is_leaner` whether it needs less memory."""
+
+    config: RunConfig
+    changed: str
+    is_leaner: bool = True
+    growth_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """The run ends with this exit code."""
+
+    reason: str
+    exit_code: int
+
+
+Cause: TypeAlias = OutOfMemory | Failed
+Remedy: TypeAlias = Callable[[Situation, Cause], NextConfig | None]
+
+
+def decide(cause: Cause, situation: Situation) -> NextConfig | Stop:
+    """Return how a run goes on after its attempt failed of `cause`."""
+    if (stop := _find_stop(cause, situation)) is not None:
+        return stop
+    if situation.rescues >= situation.most_rescues:
+        return Stop(reason=f"{situation.rescues} rescues were not enough (--max-rescues)", exit_code=NOTHING_LEFT)
+    ranks_left = situation.ranks_left
+    if ranks_left is not None and ranks_left < situation.config.world_size:
+        return _shrink(situation, ranks_left)
+    if (tier := _find_tier(cause)) is None:
+        return _repeat(situation)
+    situation = replace(situation, growth_bytes=max(situation.growth_bytes, measure_growth(cause, situation)))
+    for remedy in _REMEDIES[tier]:
+        if (chosen := remedy(situation, cause)) is not None:
+            return replace(chosen, growth_bytes=situation.growth_bytes)
+    if situation.progressed:
+        return _repeat(situation)
+    return Stop(reason=f"out of {tier} memory, and no leaner config is left", exit_code=NOTHING_LEFT)
+
+
+def measure_growth(cause: Cause, situation: Situation) -> float:
+    """Return the least bytes that a sample needed beyond the trial of the same config; 0 where that is not known.
+
+    What was in use when the allocation failed, and the allocation itself, are a lower bound of the need.
+    """
+    if not isinstance(cause, OutOfMemory) or cause.tier != "device" or cause.wanted_bytes is None:
+        return 0.0
+    knobs, limit = situation.config.knobs, cause.limit_bytes or situation.device_bytes
+    outcome = situation.candidate(situation.config.rung).find_fit(knobs.micro_batch, knobs.checkpointing)
+    if outcome is None or limit is None:
+        return 0.0
+    needed = limit - (cause.free_bytes or 0) + cause.wanted_bytes
+    return max(0.0, needed - outcome.device_peak_bytes) / knobs.micro_batch
+
+
+# Who has to act: the user, or somebody at the machine.
+
+_EXIT_CODES: Mapping[str, int] = {
+    "fix_code": USERS_FAULT,
+    "fix_config": USERS_FAULT,
+    "nothing": USERS_FAULT,
+    "fix_environment": MACHINES_FAULT,
+}
+
+
+def _find_stop(cause: Cause, situation: Situation) -> Stop | None:
+    if isinstance(cause, OutOfMemory):
+        return None
+    if cause.hung_at is not None and cause.hung_at == situation.last_hang:
+        return Stop(reason=f"it hangs at {cause.hung_at} again", exit_code=USERS_FAULT)
+    code = _EXIT_CODES.get(cause.action)
+    is_lost = situation.ranks_left is not None and situation.ranks_left < situation.config.world_size
+    if code is None or (code == MACHINES_FAULT and (is_lost or _is_failed_save(cause))):
+        return None
+    return Stop(reason=cause.evidence, exit_code=code)
+
+
+def _is_failed_save(cause: Failed) -> bool:
+    """A disk that fills up while a checkpoint is written: the run goes on, and saves when there is room."""
+    return cause.phase == "save" and cause.failure == "infrastructure"
+
+
+def _find_tier(cause: Cause) -> Tier | None:
+    """The tier that has to need less; None where memory is not the cause."""
+    if isinstance(cause, OutOfMemory):
+        return cause.tier
+    return {"leaner_rung": "device", "less_host_memory": "host"}.get(cause.action)  # type: ignore[return-value]
+
+
+def _repeat(situation: Situation) -> NextConfig | Stop:
+    repeats = 0 if situation.progressed else situation.repeats
+    if repeats >= MOST_REPEATS:
+        reason = f"it failed alike {repeats + 1} times in a row without a new checkpoint"
+        return Stop(reason=reason, exit_code=MACHINES_FAULT)
+    return NextConfig(config=situation.config, changed="the same again", is_leaner=False)
+
+
+def _shrink(situation: Situation, ranks: int) -> NextConfig | Stop:
+    """The largest smaller number of ranks that divides the global batch."""
+    config, total = situation.config, situation.config.global_batch
+    obstacle = None
+    for world_size in range(ranks // config.replica_ranks * config.replica_ranks, 0, -config.replica_ranks):
+        replicas = world_size // config.replica_ranks
+        if total % replicas:
+            continue
+        share = total // replicas
+        micro_batch = max(size for size in range(1, config.knobs.micro_batch + 1) if share % size == 0)
+        knobs = replace(config.knobs, micro_batch=micro_batch, accumulation=share // micro_batch)
+        smaller = replace(config, world_size=world_size, knobs=knobs)
+        obstacle = situation.find_obstacle(smaller)
+        if obstacle is None:
+            changed = f"{world_size} ranks instead of {config.world_size}: micro batch {micro_batch}"
+            changed += f", accumulation {knobs.accumulation}"
+            return NextConfig(config=smaller, changed=changed)
+    reason = obstacle or f"a global batch of {total} cannot be dealt out to {ranks} ranks or fewer"
+    return Stop(reason=reason, exit_code=MACHINES_FAULT)
+
+
+# The remedies.
+
+
+def _defragment(situation: Situation, cause: Cause) -> NextConfig | None:
+    """Let the allocator of CUDA grow its segments, once: what it reserved would have been enough, but in pieces."""
+    config = situation.config
+    if not situation.on_cuda or config.allocator is not None or not isinstance(cause, OutOfMemory):
+        return None
+    if not cause.fragmented:
+        return None
+    return NextConfig(config=replace(config, allocator=EXPANDABLE), changed=f"PYTORCH_CUDA_ALLOC_CONF={EXPANDABLE}")
+
+
+def _reduce_micro_batch(situation: Situation, cause: Cause) -> NextConfig | None:
+    """Half the micro batch or less: as much as the trials and the growth allow.
+
+    The first time that a rung runs out it always may. After that, a leaner rung must not be faster.
+    """
+    config = situation.config
+    options = [size for size in config.micro_batches() if size <= config.knobs.micro_batch // 2]
+    smaller = [each for size in options if situation.is_open(each := config.with_micro_batch(size))]
+    if not smaller:
+        return None
+    chosen = next((each for each in smaller if situation.holds(each)), None)
+    ran_out_before = any(each.rung == config.rung for each in situation.failed)
+    faster = _reduce_rung(situation, cause) if ran_out_before or chosen is None else None
+    if faster is not None:
+        if chosen is None:
+            return None  # the remedies below; this one is the last resort of `_reduce_anything`
+        rates = [_rate(situation, each) for each in (faster.config, chosen)]
+        if rates[0] is not None and rates[1] is not None and rates[0] > rates[1]:
+            return None
+    chosen = chosen or smaller[-1]
+    return NextConfig(config=chosen, changed=_describe_batch(chosen, config))
+
+
+def _recompute(situation: Situation, cause: Cause) -> NextConfig | None:
+    """Recompute activations, if the model can and does not yet."""
+    config = situation.config
+    if config.knobs.checkpointing or not situation.can_recompute:
+        return None
+    leaner = replace(config, knobs=replace(config.knobs, checkpointing=True))
+    if not situation.is_open(leaner):
+        return None
+    return NextConfig(config=leaner, changed="activations are recomputed")
+
+
+def _reduce_rung(situation: Situation, cause: Cause) -> NextConfig | None:
+    """The fastest leaner rung that holds the need by its trials; else the next one that nothing speaks against.
+
+    A rung without a trial is tried by the relaunch itself: it costs no more than a trial, and trains where it fits.
+    """
+    names = [each.rung for each in situation.candidates]
+    if situation.config.rung not in names:
+        return None
+    later = situation.candidates[names.index(situation.config.rung) + 1 :]
+    return _choose_rung(situation, [each for each in later if each.forecast != "cannot_fit"])
+
+
+def _reduce_host(situation: Situation, cause: Cause) -> NextConfig | None:
+    """A rung whose trials needed less host memory, or one that keeps its states on NVMe."""
+    current = situation.candidate(situation.config.rung).peak("host")
+    others = [each for each in situation.candidates if each.rung != situation.config.rung]
+    less = [
+        each
+        for each in others
+        if each.needs_nvme or (current is not None and (peak := each.peak("host")) is not None and peak < current)
+    ]
+    return _choose_rung(situation, less)
+
+
+def _reduce_nvme(situation: Situation, cause: Cause) -> NextConfig | None:
+    """A rung that writes nothing to NVMe and whose trials ran."""
+    others = [each for each in situation.candidates if not each.needs_nvme and each.peak("device") is not None]
+    return _choose_rung(situation, others)
+
+
+def _unpin(situation: Situation, cause: Cause) -> NextConfig | None:
+    """Host memory that is not pinned: torch rounds each pinned block up to a power of two."""
+    config = situation.config
+    pinned = [key for key in situation.candidate(config.rung).pinned if config.knobs.settings.get(key, True)]
+    if not pinned:
+        return None
+    settings = {**config.knobs.settings, **dict.fromkeys(pinned, False)}
+    leaner = replace(config, knobs=replace(config.knobs, settings=settings))
+    return NextConfig(config=leaner, changed="host memory is not pinned") if situation.is_open(leaner) else None
+
+
+def _reduce_anything(situation: Situation, cause: Cause) -> NextConfig | None:
+    """The smallest micro batch of the rung, although its trial and the growth say that it will not fit."""
+    config = situation.config
+    least = config.with_micro_batch(1)
+    if config.knobs.micro_batch == 1 or not situation.is_open(least):
+        return None
+    return NextConfig(config=least, changed=_describe_batch(least, config))
+
+
+_REMEDIES: Mapping[Tier, tuple[Remedy, ...]] = {
+    "device": (_defragment, _reduce_micro_batch, _recompute, _reduce_rung, _reduce_anything),
+    "host": (_unpin, _reduce_host),
+    "pinned": (_unpin, _reduce_host),
+    "shm": (_unpin,),
+    "nvme": (_reduce_nvme,),
+}
+
+
+def _choose_rung(situation: Situation, candidates: list[Candidate]) -> NextConfig | None:
+    """The fastest of those that hold the need by a trial, at the largest micro batch; else the first without trials."""
+    proven: list[tuple[float, RunConfig]] = []
+    unproven: list[RunConfig] = []
+    for candidate in candidates:
+        if candidate.refused is not None:
+            continue
+        configs = [each for each in _make_configs(situation, candidate) if situation.is_open(each)]
+        fitting = [each for each in configs if situation.holds(each)]
+        measured = [each for each in fitting if _find_fit(situation, each) is not None]
+        if measured:
+            proven.append((_rate(situation, measured[0]) or 0.0, measured[0]))
+        elif fitting:
+            within = [each for each in fitting if each.knobs.micro_batch <= situation.config.knobs.micro_batch]
+            unproven.append((within or fitting[-1:])[0])
+    chosen = max(proven, key=lambda each: each[0])[1] if proven else next(iter(unproven), None)
+    if chosen is None:
+        return None
+    changed = f"{chosen.rung} instead of {situation.config.rung}"
+    if chosen.knobs.micro_batch != situation.config.knobs.micro_batch:
+        changed += f", {_describe_batch(chosen, situation.config)}"
+    return NextConfig(config=chosen, changed=changed)
+
+
+def _make_configs(situation: Situation, candidate: Candidate) -> Iterator[RunConfig]:
+    """The configs of a rung, largest micro batch first, with the settings of its trials or else of its start.
+
+    What decides the losses is that of the current config: the precision. Pinning stays off.
+    """
+    current = situation.config
+    kept: dict[str, Scalar] = {
+        key: value for key, value in current.knobs.settings.items() if key.startswith(_PRECISIONS)
+    }
+    is_unpinned = any(current.knobs.settings.get(key) is False for key in situation.candidate(current.rung).pinned)
+    kept |= dict.fromkeys(candidate.pinned, False) if is_unpinned else {}
+    checkpointing = current.knobs.checkpointing or situation.can_recompute
+    for size in current.micro_batches():
+        trials = [
+            knobs for knobs, outcome in candidate.trials if knobs.micro_batch == size and isinstance(outcome, Fit)
+        ]
+        knobs = trials[-1] if trials else Knobs(checkpointing=checkpointing, settings=candidate.start)
+        settings = {key: value for key, value in knobs.settings.items() if not key.startswith(_PRECISIONS)}
+        chosen = replace(current.knobs, settings=settings | kept, checkpointing=knobs.checkpointing)
+        yield replace(current, rung=candidate.rung, knobs=chosen).with_micro_batch(size)
+
+
+def _find_fit(situation: Situation, config: RunConfig) -> Fit | None:
+    return situation.candidate(config.rung).find_fit(config.knobs.micro_batch, config.knobs.checkpointing)
+
+
+def _rate(situation: Situation, config: RunConfig) -> float | None:
+    return situation.candidate(config.rung).rate(config.knobs.micro_batch, config.knobs.checkpointing)
+
+
+def _describe_batch(config: RunConfig, before: RunConfig) -> str:
+    knobs = config.knobs
+    return f"micro batch {knobs.micro_batch} instead of {before.knobs.micro_batch}, accumulation {knobs.accumulation}"
+
+
+def gather_candidates(report: Report, rungs: Sequence[FirstTrial]) -> tuple[Candidate, ...]:
+    """Return what a fit's report knows of each rung; `rungs` are those of the ladder as the fit would begin them."""
+    verdicts = {row["rung"]: row.get("verdict") for row in report.forecast}
+    trials: dict[str, list[tuple[Knobs, Fit | OutOfMemory]]] = {}
+    for record in report.trials:
+        if isinstance(record.outcome, Fit | OutOfMemory) and record.trial.limited:
+            trials.setdefault(record.trial.rung, []).append((record.trial.knobs, record.outcome))
+    return tuple(
+        Candidate(
+            rung=each.rung.name,
+            start=each.knobs.settings,
+            pinned=each.pinned,
+            trials=tuple(trials.get(each.rung.name, ())),
+            needs_nvme=each.rung.needs.nvme_path,
+            forecast=verdicts.get(each.rung.name),
+            refused=each.skip,
+        )
+        for each in rungs
+    )

@@ -1,0 +1,583 @@
+"""`autods run`: a fit, then attempts to train with its config, each from the last checkpoint, until the run is done.
+
+Read this module first. `run` opens the folder, the fit and the journal; `Supervisor.run` has the loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..config.settings import Settings, apply_survey
+from ..errors import EnvironmentBroken, InputError
+from ..events import AttemptStarted, Note, RankPrinted, RunListener, StepDone
+from ..journal import workspace
+from ..report import serialize
+from ..report.rank_logs import LogTail
+from ..report.results import Report
+from ..report.run_view import AttemptRow, RunReport, write_run
+from ..report.text import format_outcome
+from ..system.host import find_memory_groups, read_hardware, read_host_memory
+from ..trial.run.checkpoints import Checkpoint, Layout, find_obstacle, list_checkpoints, remove_torn
+from ..trial.run.order import RunOrder
+from ..tuner.candidates import list_candidates
+from ..tuner.fit import fit
+from ..types import Failed, ModelFacts, OutOfMemory, Steps, Tier, Trial
+from ..units import format_signal
+from .rescue import (
+    Candidate,
+    NextConfig,
+    RunConfig,
+    Situation,
+    Stop,
+    decide,
+    gather_candidates,
+)
+from .run_journal import Attempt, Decision, Ending, Prepared, RunHistory, RunJournal, count_repeated
+from .settings import RunSettings
+from .watch import Point, Watched
+
+_LOOK_EVERY_S = 0.5  # for lines of the ranks and new checkpoints
+_WATCH_EVERY_S = 1.0
+_STOP_WITHIN_S = 120.0  # beyond twice the time of the last save: then a run that was asked to stop is ended
+_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+_END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+_LOST = Failed(
+    failure="infrastructure", rank=-1, phase="start", evidence="", action="retry", advice="the run goes on by itself"
+)
+
+
+class Launcher(Protocol):
+    """Runs the attempts of one number of ranks and one environment. `runner.runner.RayRunner` is the real one."""
+
+    def survey(self) -> tuple[ModelFacts, Mapping[str, str]]:
+        """The facts of the model, and DeepSpeed op → the reason that it cannot be built here."""
+
+    def adopt(self, facts: ModelFacts) -> None:
+        """Take the facts of an earlier survey."""
+
+    def run_config(self, trial: Trial) -> dict[str, Any]:
+        """The DeepSpeed config of a rung with these knobs."""
+
+    def run_attempt(
+        self, order: RunOrder, trial: Trial, on_progress: Callable[[Any], None]
+    ) -> Mapping[str, Any] | OutOfMemory | Failed:
+        """Train; return rank 0's result, or why the ranks failed. `on_progress` is called now and then."""
+
+
+StartLauncher = Callable[[Settings, Mapping[str, str], RunListener], AbstractContextManager[Launcher]]
+FindFit = Callable[[Settings, RunListener], Report]
+
+
+def run(
+    settings: RunSettings,
+    *,
+    listen: RunListener,
+    start: StartLauncher | None = None,
+    find_fit: FindFit = lambda settings, listen: fit(settings, listen=listen),
+) -> RunReport:
+    """Train until the run is done, is stopped, or cannot go on; return its report, which run.json holds, too.
+
+    `start` and `find_fit` replace Ray and the fit. Raises InputError for other options than those of the run in the
+    folder, EnvironmentBroken where nothing can be started, and Interrupted for a signal before the first step.
+    """
+    with workspace(settings.out, fresh=False, user="run") as out:
+        if settings.fresh:
+            _forget(out)
+        journal = RunJournal(out)
+        history = journal.open(settings.identity)
+        (out / "stop").unlink(missing_ok=True)
+        report = _take_fit(settings, history, listen, find_fit)
+        if report.status != "fit":
+            reason = f"no config fits: autods report {settings.fit.out} shows why"
+            return RunReport(status="nothing_fits", exit_code=1, reason=reason, fit=str(settings.fit.out), out=str(out))
+        supervisor = Supervisor(
+            settings=settings, journal=journal, report=report, listen=listen, start=start or _start_ray_runner
+        )
+        with supervisor.sessions:
+            result = supervisor.run()
+        write_run(result)
+        return result
+
+
+def _forget(out: Path) -> None:
+    """Remove the run of this folder; the fit stays."""
+    (out / "run.jsonl").unlink(missing_ok=True)
+    (out / "run.json").unlink(missing_ok=True)
+    for name in ("checkpoints", "attempts", "logs"):
+        shutil.rmtree(out / name, ignore_errors=True)
+
+
+def _take_fit(settings: RunSettings, history: RunHistory, listen: RunListener, find_fit: FindFit) -> Report:
+    """The report of the run's fit. A run that has begun keeps it, whatever has changed since."""
+    if history.prepared is not None:
+        with contextlib.suppress(InputError):
+            return serialize.read(Path(history.prepared.fit))
+    return find_fit(settings.fit, listen)
+
+
+def _start_ray_runner(
+    settings: Settings, environment: Mapping[str, str], listen: RunListener
+) -> AbstractContextManager[Launcher]:
+    from ..runner.runner import RayRunner
+
+    return RayRunner(settings, listen, environment=environment)
+
+
+@dataclass(slots=True)
+class Ended:
+    """An attempt that ended as it should. `signal` is what stopped it."""
+
+    ending: Ending
+    step: int
+    signal: int | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Supervisor:
+    """One call of the command. `sessions` ends the ranks and Ray; `stopping` is the request to stop, by a signal."""
+
+    settings: RunSettings
+    journal: RunJournal
+    report: Report
+    listen: RunListener
+    start: StartLauncher
+    sessions: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    stopping: StopRequest = field(default_factory=lambda: StopRequest())
+    last_hang: str | None = None
+    earlier: int = 0  # attempts before this call
+    _launcher: Launcher | None = None
+    _key: tuple[Any, ...] = ()
+    _ranks_left: int | None = None
+
+    @property
+    def history(self) -> RunHistory:
+        """What the journal says."""
+        return self.journal.history
+
+    def run(self) -> RunReport:
+        """Attempt after attempt, until one ends well or none can."""
+        self._close_interrupted()
+        self.earlier = len(self.history.attempts)
+        if (finished := self._find_end()) is not None:
+            return finished
+        try:
+            self._prepare()
+            while True:
+                config = self._choose_config()
+                if isinstance(config, Stop):
+                    return self._summarize("failed", config.exit_code, config.reason)
+                outcome = self._attempt(config)
+                if isinstance(outcome, Ended):
+                    if outcome.ending == "done":
+                        return self._summarize("done", 0)
+                    return self._summarize("stopped", 128 + (outcome.signal or signal.SIGINT))
+        except KeyboardInterrupt:
+            self._close_interrupted()
+            return self._summarize("stopped", 128 + (self.stopping.number or signal.SIGINT))
+
+    def _close_interrupted(self) -> None:
+        """Write down the end of an attempt during which the driver was killed or interrupted."""
+        if self.history.attempts and (last := self.history.attempts[-1]).ending is None:
+            tail = StepTail(self._attempt_folder(last.number) / "steps.jsonl")
+            steps = [line["step"] for line in tail.read() if "loss" in line]
+            step = max(steps, default=last.first_step)
+            self.journal.end_attempt("interrupted", last_step=step, seconds=max(0.0, tail.changed_at() - last.began))
+
+    def _find_end(self) -> RunReport | None:
+        """The report of a run that is done already."""
+        steps, last = self.settings.steps, self._latest()
+        if self.history.ended != "done" or (steps is not None and (last is None or last.step < steps)):
+            return None
+        self.listen(Note(text=f"this run is done (--fresh forgets it): {self.settings.out}"))
+        return self._summarize("done", 0)
+
+    def _prepare(self) -> None:
+        """The survey of the workload, once in a run, and the config of the fit as the first decision."""
+        fit, report = self.settings.fit, self.report
+        assert report.rung is not None
+        assert report.knobs is not None
+        if self.history.prepared is None:
+            launcher = self._open_launcher(replace(fit, out=self.settings.out), None)
+            facts, problems = launcher.survey()
+            self.journal.prepare(Prepared(facts=facts, op_problems=problems, fit=str(fit.out)))
+        if not self.history.decisions:
+            config = RunConfig(
+                rung=report.rung, knobs=report.knobs, world_size=fit.gpus, replica_ranks=self._facts.replica_ranks
+            )
+            self.journal.decide(Decision(config=config, changed="the config of the fit"))
+
+    def _choose_config(self) -> RunConfig | Stop:
+        """The last decided config, or what follows the failure after which nothing was decided yet."""
+        history, decision = self.history, self.history.decisions[-1]
+        last = history.attempts[-1] if history.attempts else None
+        if last is None or last.cause is None or decision.after_attempt == last.number:
+            return decision.config
+        if isinstance(last.cause, Failed) and last.number <= self.earlier:
+            return decision.config  # somebody has mended it since
+        saved = self._latest()
+        saved_step = saved.step if saved is not None else 0
+        before = max((each.step for each in history.decisions), default=0)
+        situation = Situation(
+            config=decision.config,
+            candidates=self._candidates(),
+            failed=history.failed,
+            rescues=len(history.rescues),
+            most_rescues=self.settings.most_rescues,
+            repeats=decision.repeats,
+            progressed=saved_step > before,
+            ranks_left=self._ranks_left,
+            device_bytes=self.settings.fit.device_bytes,
+            growth_bytes=decision.growth_bytes,
+            can_recompute=self._facts.checkpointing,
+            on_cuda=self.settings.fit.device == "cuda" and "expandable_segments" not in os.environ.get(_ALLOCATOR, ""),
+            last_hang=self.last_hang,
+            find_obstacle=lambda config: self._find_obstacle(config, saved),
+        )
+        chosen = decide(last.cause, situation)
+        self.last_hang = last.cause.hung_at if isinstance(last.cause, Failed) else None
+        if isinstance(chosen, Stop):
+            return chosen
+        self._adopt(chosen, situation, after=last.number, step=saved_step)
+        return chosen.config
+
+    def _adopt(self, chosen: NextConfig, situation: Situation, *, after: int, step: int) -> None:
+        repeats = 0 if chosen.is_leaner else (1 if situation.progressed else situation.repeats + 1)
+        self.journal.decide(
+            Decision(
+                config=chosen.config,
+                changed=chosen.changed,
+                after_attempt=after,
+                step=step,
+                growth_bytes=max(chosen.growth_bytes, situation.growth_bytes),
+                repeats=repeats,
+                is_rescue=True,
+            )
+        )
+        self.listen(Note(text=f"rescue {len(self.history.rescues)}: {chosen.changed}; the run goes on at step {step}"))
+
+    # One attempt.
+
+    def _attempt(self, config: RunConfig) -> Ended | OutOfMemory | Failed:
+        """Train with this config until it ends, and write down how it did."""
+        for torn in remove_torn(self.settings.out / "checkpoints"):
+            self.listen(Note(text=f"{torn.path.name} was removed: {torn.reason}"))
+        saved = self._latest()
+        first_step = saved.step if saved is not None else 0
+        number, began = len(self.history.attempts) + 1, time.monotonic()
+        self.journal.start_attempt(
+            Attempt(number=number, config=config, first_step=first_step, began=time.time(), last_step=first_step)
+        )
+        watching = Watching(self, number, first_step)
+        ending: Ending = "failed"
+        outcome: Ended | OutOfMemory | Failed
+        try:
+            launcher = self._open_launcher(self._settings_for(config), config)
+            order, trial = self._make_order(launcher, config, number, saved)
+            batch = f"{config.knobs.micro_batch} × {config.knobs.accumulation} × {config.world_size}"
+            self.listen(
+                Note(text=f"attempt {number}: {config.rung}, {batch} = {config.global_batch}, from step {first_step}")
+            )
+            self.listen(AttemptStarted(number=number, first_step=first_step, steps=self.settings.steps))
+            with self.stopping.during(order, self._stop_limit(saved)):
+                result = launcher.run_attempt(order, trial, watching.look)
+            if isinstance(result, OutOfMemory | Failed):
+                outcome = result
+            else:
+                ending = "done" if result["ended"] == "done" else "stopped"
+                outcome = Ended(ending, int(result["step"]), self.stopping.number)
+        except EnvironmentBroken as error:
+            outcome = self._lose_session(error)
+        watching.finish()
+        cause = outcome if isinstance(outcome, OutOfMemory | Failed) else None
+        last_step = max(watching.step, outcome.step if isinstance(outcome, Ended) else 0)
+        self.journal.end_attempt(ending, last_step=last_step, seconds=time.monotonic() - began, cause=cause)
+        if cause is not None:
+            self.listen(Note(text=f"attempt {number} ended at step {last_step}: {format_outcome(cause)}"))
+            self._ranks_left = self._count_ranks_left(cause, config)
+            if self.stopping.number is not None:  # it failed while it was to stop: the last checkpoint is what is left
+                outcome = Ended("stopped", last_step, self.stopping.number)
+        return outcome
+
+    def _make_order(
+        self, launcher: Launcher, config: RunConfig, number: int, saved: Checkpoint | None
+    ) -> tuple[RunOrder, Trial]:
+        trial = Trial(rung=config.rung, knobs=config.knobs, purpose="certify", steps=Steps())
+        order = RunOrder(
+            folder=str(self.settings.out),
+            attempt=number,
+            ds_config=launcher.run_config(trial),
+            micro_batch=config.knobs.micro_batch,
+            accumulation=config.knobs.accumulation,
+            global_batch=config.global_batch,
+            world_size=config.world_size,
+            checkpointing=config.knobs.checkpointing,
+            steps=self.settings.steps,
+            checkpoint_every=self.settings.choose_interval(self.report),
+            restore=None if saved is None else str(saved.path),
+            data=self.settings.data,
+            seed=self.settings.fit.seed,
+        )
+        order.write()
+        return order, trial
+
+    def _open_launcher(self, settings: Settings, config: RunConfig | None) -> Launcher:
+        """The launcher for these ranks and this environment; another one is ended first."""
+        allocator = config.allocator if config is not None else None
+        key = (settings.gpus, settings.nodes, allocator)
+        if self._launcher is None or key != self._key:
+            self._end_session()
+            environment = {}
+            if allocator is not None:
+                given = os.environ.get(_ALLOCATOR)
+                environment[_ALLOCATOR] = f"{given},{allocator}" if given else allocator
+            self._launcher = self.sessions.enter_context(self.start(settings, environment, self.listen))
+            self._key = key
+            if self.history.prepared is not None:
+                self._launcher.adopt(self._facts)
+        return self._launcher
+
+    def _end_session(self) -> None:
+        self._launcher = None
+        self.sessions.close()
+
+    def _lose_session(self, error: EnvironmentBroken) -> Failed:
+        """The failure of an attempt whose Ray or nodes are gone. Raises the error where none of them ever ran."""
+        if self._launcher is None and not any(each.last_step > each.first_step for each in self.history.attempts):
+            self.journal.end_attempt("interrupted", last_step=self.history.attempts[-1].first_step, seconds=0.0)
+            raise error
+        with contextlib.suppress(Exception):  # what is gone cannot be ended well; its guard ends the rest
+            self._end_session()
+        self._launcher = None
+        return replace(_LOST, evidence=str(error).split("\n")[0])
+
+    def _settings_for(self, config: RunConfig) -> Settings:
+        """The fit's settings with this number of ranks, in the run's folder."""
+        fit = self.settings.fit
+        nodes = min(fit.nodes, -(-config.world_size // fit.ranks_per_node))
+        return replace(fit, gpus=config.world_size, nodes=nodes, out=self.settings.out)
+
+    def _stop_limit(self, saved: Checkpoint | None) -> float:
+        return _STOP_WITHIN_S + (2 * saved.manifest.save_s if saved is not None else 0.0)
+
+    def _count_ranks_left(self, cause: OutOfMemory | Failed, config: RunConfig) -> int | None:
+        """The cards that this machine still shows after a failure that a lost one could explain; None: as before."""
+        fit = self.settings.fit
+        if isinstance(cause, OutOfMemory) or cause.failure not in ("infrastructure", "communication", "unknown"):
+            return None
+        if fit.device != "cuda" or fit.address is not None:
+            return None
+        cards = len(read_hardware().cards)
+        return cards if 0 < cards < config.world_size else None
+
+    # What is known.
+
+    @property
+    def _facts(self) -> ModelFacts:
+        assert self.history.prepared is not None
+        return self.history.prepared.facts
+
+    def _latest(self) -> Checkpoint | None:
+        return list_checkpoints(self.settings.out / "checkpoints").latest
+
+    def _attempt_folder(self, number: int) -> Path:
+        return self.settings.out / "attempts" / str(number)
+
+    def _candidates(self) -> tuple[Candidate, ...]:
+        assert self.history.prepared is not None
+        settings = apply_survey(self.settings.fit, self._facts)
+        return gather_candidates(self.report, list_candidates(settings, self._facts, self.history.prepared.op_problems))
+
+    def _find_obstacle(self, config: RunConfig, saved: Checkpoint | None) -> str | None:
+        if saved is None or self._launcher is None:
+            return None
+        trial = Trial(rung=config.rung, knobs=config.knobs, purpose="certify", steps=Steps())
+        layout = Layout.from_config(self._launcher.run_config(trial), config.world_size, divided=saved.layout.divided)
+        return find_obstacle(saved, layout)
+
+    def _summarize(self, status: Any, exit_code: int, reason: str = "") -> RunReport:
+        history, saved = self.history, self._latest()
+        config = history.attempts[-1].config if history.attempts else None
+        changes = {each.after_attempt: each.changed for each in history.rescues}
+        ds_config: Mapping[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):
+            text = (self._attempt_folder(len(history.attempts)) / "order.json").read_text()
+            ds_config = RunOrder.from_json(text).ds_config
+        rows = [
+            AttemptRow(
+                number=each.number,
+                began=each.began,
+                rung=each.config.rung,
+                micro_batch=each.config.knobs.micro_batch,
+                accumulation=each.config.knobs.accumulation,
+                world_size=each.config.world_size,
+                checkpointing=each.config.knobs.checkpointing,
+                first_step=each.first_step,
+                last_step=each.last_step,
+                repeated=repeated,
+                seconds=each.seconds,
+                ending=each.ending or "interrupted",
+                evidence=None if each.cause is None else format_outcome(each.cause),
+                changed=changes.get(each.number),
+            )
+            for each, repeated in zip(history.attempts, count_repeated(history.attempts), strict=True)
+        ]
+        return RunReport(
+            status=status,
+            exit_code=exit_code,
+            reason=reason,
+            step=saved.step if saved is not None else 0,
+            steps=self.settings.steps,
+            global_batch=config.global_batch if config is not None else 0,
+            rung=config.rung if config is not None else None,
+            knobs=config.knobs if config is not None else None,
+            world_size=config.world_size if config is not None else 0,
+            ds_config=ds_config,
+            attempts=tuple(rows),
+            rescues=len(history.rescues),
+            warnings=tuple(history.warnings),
+            checkpoint=str(saved.path) if saved is not None else None,
+            fit=str(self.settings.fit.out),
+            out=str(self.settings.out),
+        )
+
+
+@dataclass(slots=True)
+class StepTail:
+    """Reads the lines that rank 0 appends to steps.jsonl."""
+
+    path: Path
+    offset: int = 0
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Yield the whole lines since the last call."""
+        with contextlib.suppress(OSError), open(self.path, "rb") as file:
+            file.seek(self.offset)
+            data = file.read()
+            end = data.rfind(b"\n") + 1
+            self.offset += end
+            for line in data[:end].splitlines():
+                with contextlib.suppress(ValueError):
+                    yield json.loads(line)
+
+    def changed_at(self) -> float:
+        """When the file was written last, in seconds since 1970; 0 where it is missing."""
+        try:
+            return self.path.stat().st_mtime
+        except OSError:
+            return 0.0
+
+
+class Watching:
+    """What the driver looks at while an attempt runs: steps, checkpoints, memory, and what rank 0 prints."""
+
+    def __init__(self, supervisor: Supervisor, number: int, first_step: int) -> None:
+        self.supervisor, self.step = supervisor, first_step
+        folder = supervisor._attempt_folder(number)
+        self._steps = StepTail(folder / "steps.jsonl")
+        self._log = LogTail(folder / "ranks" / "rank0.log")
+        self._looked_s = self._watched_s = 0.0
+        self._tiers: dict[Tier, Watched] = {
+            "device": Watched(tier="device", limit_bytes=supervisor.settings.fit.device_bytes)
+        }
+        self._groups = find_memory_groups() if supervisor.settings.fit.address is None else None
+        if self._groups is not None:
+            total = read_host_memory(self._groups).total_bytes
+            self._tiers["host"] = Watched(tier="host", limit_bytes=total)
+
+    def look(self, beat: Any = None) -> None:
+        """Look at everything, unless that was just done."""
+        if time.monotonic() - self._looked_s >= _LOOK_EVERY_S:
+            self._looked_s = time.monotonic()
+            self._read()
+
+    def finish(self) -> None:
+        """Look once more, at the end of the attempt."""
+        self._read(ended=True)
+
+    def _read(self, *, ended: bool = False) -> None:
+        supervisor = self.supervisor
+        for text in self._log.read(ended=ended):
+            supervisor.listen(RankPrinted(text=text))
+        for line in self._steps.read():
+            if "loss" not in line:
+                continue
+            self.step, peak = int(line["step"]), line.get("device_peak_bytes")
+            supervisor.listen(
+                StepDone(step=self.step, loss=line["loss"], seconds=line["seconds"], device_peak_bytes=peak)
+            )
+            if time.monotonic() - self._watched_s >= _WATCH_EVERY_S:
+                self._watched_s = time.monotonic()
+                self._watch(peak)
+        for checkpoint in list_checkpoints(supervisor.settings.out / "checkpoints").complete:
+            supervisor.journal.note_checkpoint(checkpoint.step)
+
+    def _watch(self, device_peak_bytes: int | None) -> None:
+        used: dict[Tier, int | None] = {"device": device_peak_bytes}
+        if self._groups is not None:
+            memory = read_host_memory(self._groups)
+            used["host"] = memory.total_bytes - memory.free_bytes
+        for tier, size in used.items():
+            if size is None:
+                continue
+            point = Point(self.step, size)
+            self._tiers[tier], trend = self._tiers[tier].add(point, last_step=self.supervisor.settings.steps)
+            if trend is not None:
+                self.supervisor.journal.warn(str(trend))
+                self.supervisor.listen(Note(text=f"warning: {trend}"))
+
+
+class StopRequest:
+    """Turns a signal into a request to save and to end. `number` is that of the first signal, None before.
+
+    A second Ctrl-C, a signal before the first step, and the end of the time limit raise KeyboardInterrupt.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._order: RunOrder | None = None
+        self._limit_s = 0.0
+        self._timer: threading.Timer | None = None
+
+    @contextlib.contextmanager
+    def during(self, order: RunOrder, limit_s: float) -> Iterator[None]:
+        """Handle signals while the ranks of an attempt run. Elsewhere than in the main thread there are none."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._order, self._limit_s = order, limit_s
+        before = {number: signal.getsignal(number) for number in _END_SIGNALS}
+        for number, handler in before.items():
+            if handler != signal.SIG_IGN:
+                signal.signal(number, self._handle)
+        try:
+            yield
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: object) -> None:
+        assert self._order is not None
+        if self.number is None:
+            self.number = number
+            if self._order.steps_file.exists():
+                self._order.stop_file.touch()
+                self._timer = threading.Timer(self._limit_s, os.kill, (os.getpid(), signal.SIGINT))
+                self._timer.daemon = True
+                self._timer.start()
+                return
+        elif number != signal.SIGINT:  # a scheduler repeats itself
+            return
+        raise KeyboardInterrupt(format_signal(number))

@@ -1,0 +1,189 @@
+"""The append-only record of a run, `run.jsonl`: what was decided, started and ended, so that the same command goes on.
+
+A decision is written before it is carried out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ..errors import InputError
+from ..journal import Journal
+from ..schema import read_as
+from ..types import Failed, ModelFacts, OutOfMemory
+from .rescue import RunConfig
+
+RUN_JOURNAL = "run.jsonl"
+VERSION = 1
+Ending = Literal["done", "stopped", "failed", "interrupted"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One start of the ranks. `first_step` is that of the checkpoint it went on from, `last_step` the last it did.
+
+    `ending` is None while it runs, and 'interrupted' where the driver was killed meanwhile. Times are seconds; `began`
+    is that of the calendar's clock.
+    """
+
+    number: int
+    config: RunConfig
+    first_step: int
+    began: float
+    ending: Ending | None = None
+    last_step: int = 0
+    seconds: float = 0.0
+    cause: OutOfMemory | Failed | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """The config of the attempts from now on, and why. The first one comes from the fit and follows no attempt.
+
+    `step` is that of the last checkpoint when it was made, 0 without one. `growth_bytes` is what a sample has needed
+    beyond the fit's trials. `repeats` counts the same config in a row without a new checkpoint.
+    """
+
+    config: RunConfig
+    changed: str
+    after_attempt: int = 0
+    step: int = 0
+    growth_bytes: float = 0.0
+    repeats: int = 0
+    is_rescue: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What a run needs besides the fit's report: the model's facts, ops that cannot be built, where the fit is."""
+
+    facts: ModelFacts
+    op_problems: Mapping[str, str] = field(default_factory=dict)
+    fit: str = ""
+
+
+@dataclass(slots=True)
+class RunHistory:
+    """The content of a run's journal."""
+
+    prepared: Prepared | None = None
+    decisions: list[Decision] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
+    saved_steps: list[int] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    ended: Ending | None = None
+
+    @property
+    def rescues(self) -> list[Decision]:
+        """The decisions after a failure."""
+        return [decision for decision in self.decisions if decision.is_rescue]
+
+    @property
+    def failed(self) -> tuple[RunConfig, ...]:
+        """The configs that ran out of memory."""
+        return tuple(each.config for each in self.attempts if isinstance(each.cause, OutOfMemory))
+
+
+class RunJournal:
+    """Writes and replays `run.jsonl`. `history` is always what the file says."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / RUN_JOURNAL
+        self.history = RunHistory()
+        self._journal = Journal(self.path)
+
+    def open(self, identity: Mapping[str, Any]) -> RunHistory:
+        """Start a journal, or read the existing one. `identity` has the options that a run may not change.
+
+        Raises InputError where the journal is of another run, which names the options that differ, or is damaged.
+        """
+        if not (rows := self._journal.read_rows()):
+            self._journal.append({"kind": "header", "version": VERSION, "identity": dict(identity)})
+            return self.history
+        header, *rows = rows
+        if header.get("kind") != "header" or header.get("version") != VERSION:
+            raise self._damaged(1, "it is of another version")
+        known = header.get("identity") or {}
+        if differing := [name for name, value in identity.items() if known.get(name) != value]:
+            changes = "; ".join(f"{name}: {known.get(name)} → {identity[name]}" for name in differing)
+            raise InputError(
+                f"holds a run with other options ({changes})",
+                place=str(self.path.parent),
+                hint="give the same options to go on, another --out, or --fresh to forget that run",
+            )
+        for number, row in enumerate(rows, 2):
+            try:
+                self._replay(row)
+            except (ValueError, KeyError, IndexError) as error:
+                raise self._damaged(number, str(error)) from None
+        return self.history
+
+    def prepare(self, prepared: Prepared) -> None:
+        """Write down what the run begins with."""
+        self._write({"kind": "prepared", "prepared": asdict(prepared)})
+
+    def decide(self, decision: Decision) -> None:
+        """Write down the config of the next attempts."""
+        self._write({"kind": "decided", "decision": asdict(decision), "at": time.time()})
+
+    def start_attempt(self, attempt: Attempt) -> None:
+        """Write down that the ranks are about to start."""
+        self._write({"kind": "started", "attempt": asdict(attempt)})
+
+    def end_attempt(
+        self, ending: Ending, *, last_step: int, seconds: float, cause: OutOfMemory | Failed | None = None
+    ) -> None:
+        """Write down how the last attempt ended."""
+        row = {"kind": "ended", "ending": ending, "last_step": last_step, "seconds": seconds}
+        self._write(row | {"cause": None if cause is None else asdict(cause), "at": time.time()})
+
+    def note_checkpoint(self, step: int) -> None:
+        """Write down that a checkpoint is complete."""
+        if step not in self.history.saved_steps:
+            self._write({"kind": "saved", "step": step, "at": time.time()})
+
+    def warn(self, text: str) -> None:
+        """Write down a warning that was shown."""
+        self._write({"kind": "warned", "text": text, "at": time.time()})
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self._journal.append(row)
+        self._replay(row)
+
+    def _replay(self, row: Mapping[str, Any]) -> None:
+        history = self.history
+        match row:
+            case {"kind": "prepared", "prepared": prepared}:
+                history.prepared = read_as(Prepared, prepared)
+            case {"kind": "decided", "decision": decision}:
+                history.decisions.append(read_as(Decision, decision))
+            case {"kind": "started", "attempt": attempt}:
+                history.ended = None
+                history.attempts.append(read_as(Attempt, attempt))
+            case {"kind": "ended"}:
+                data = asdict(history.attempts.pop()) | {
+                    name: row[name] for name in ("ending", "last_step", "seconds", "cause")
+                }
+                history.attempts.append(read_as(Attempt, data))
+                history.ended = history.attempts[-1].ending
+            case {"kind": "saved", "step": int(step)}:
+                history.saved_steps.append(step)
+            case {"kind": "warned", "text": str(text)}:
+                history.warnings.append(text)
+            case _:
+                raise ValueError("this line is no entry of a run's journal")
+
+    def _damaged(self, number: int, why: str) -> InputError:
+        hint = "start over with --fresh, which forgets its checkpoints, too"
+        return InputError(f"is damaged: {why}", place=f"{self.path}:{number}", hint=hint)
+
+
+def count_repeated(attempts: Sequence[Attempt]) -> list[int]:
+    """Return for each attempt how many steps of the one before it did again, from its checkpoint on."""
+    pairs = itertools.pairwise(attempts)
+    return [0, *(max(0, before.last_step - after.first_step) for before, after in pairs)][: len(attempts)]

@@ -1,0 +1,105 @@
+"""The memory of a run over its steps: does a tier fill up, and at which step does it run out?"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from ..types import Tier
+from ..units import format_bytes
+
+WINDOW = 64  # measurements that a trend is taken from
+_FEWEST = 32  # of them
+_PARTS = 4  # of the window, which all have to grow
+_SAY_AGAIN = 2.0  # the steps left are more or fewer by this factor than at the last warning
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The bytes in use on a tier after an optimizer step, or its peak so far."""
+
+    step: int
+    used_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trend:
+    """Steady growth of a tier. `runs_out_at` is the step after which nothing is left."""
+
+    tier: Tier
+    bytes_per_step: float
+    headroom_bytes: int
+    runs_out_at: int
+
+    def __str__(self) -> str:
+        grows = f"{self.tier} memory grows by {format_bytes(self.bytes_per_step)} a step"
+        return (
+            f"{grows}, and {format_bytes(self.headroom_bytes)} are left: it runs out at about step {self.runs_out_at:,}"
+        )
+
+
+def find_trend(tier: Tier, points: Sequence[Point], limit_bytes: int) -> Trend | None:
+    """Return the growth of a tier over its last points; None where there is none, or too few points to tell.
+
+    The slope is Theil–Sen's: the median over pairs, which single outliers do not move. It counts as growth only if
+    all quarters of the window grow, and the last one not much less: a plateau, single jumps and noise do not.
+    """
+    window = points[-WINDOW:]
+    if len(window) < _FEWEST:
+        return None
+    slope = _slope(window)
+    size = len(window) // _PARTS
+    *earlier, last_part = (_slope(window[start : start + size]) for start in range(0, _PARTS * size, size))
+    if slope <= 0 or min(earlier) <= 0 or last_part < slope / 2:
+        return None
+    last = window[-1]
+    level = statistics.median(point.used_bytes + slope * (last.step - point.step) for point in window)
+    spread = statistics.median(abs(point.used_bytes + slope * (last.step - point.step) - level) for point in window)
+    if slope * (last.step - window[0].step) < 4 * spread:  # the growth over the window is within its noise
+        return None
+    left = max(0.0, limit_bytes - level)
+    return Trend(
+        tier=tier,
+        bytes_per_step=slope,
+        headroom_bytes=int(left),
+        runs_out_at=last.step + math.ceil(left / slope),
+    )
+
+
+def _slope(points: Sequence[Point]) -> float:
+    """The median slope over all pairs of points, in bytes a step."""
+    slopes = [
+        (after.used_bytes - before.used_bytes) / (after.step - before.step)
+        for index, before in enumerate(points)
+        for after in points[index + 1 :]
+        if after.step > before.step
+    ]
+    return statistics.median(slopes) if slopes else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """One tier of a running attempt. `warned` is the step of the last warning's forecast."""
+
+    tier: Tier
+    limit_bytes: int
+    points: tuple[Point, ...] = field(default=())
+    warned: int | None = None
+
+    def add(self, point: Point, *, last_step: int | None) -> tuple[Watched, Trend | None]:
+        """Return the tier with one more point, and a trend that is worth saying.
+
+        `last_step` is the run's. A tier that lasts until then is no news. A trend is said once, and again when it has
+        changed much.
+        """
+        watched = replace(self, points=(*self.points, point)[-WINDOW:])
+        trend = find_trend(self.tier, watched.points, self.limit_bytes)
+        if trend is None or (last_step is not None and trend.runs_out_at > last_step):
+            return watched, None
+        if self.warned is not None:
+            left, left_then = trend.runs_out_at - point.step, max(1, self.warned - point.step)
+            if left_then / _SAY_AGAIN <= left <= left_then * _SAY_AGAIN:
+                return watched, None
+        return replace(watched, warned=trend.runs_out_at), trend

@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autods.runner.testing import failed, fit, out_of_memory
+from autods.supervisor.rescue import (
+    EXPANDABLE,
+    MOST_REPEATS,
+    Candidate,
+    NextConfig,
+    RunConfig,
+    Situation,
+    Stop,
+    decide,
+)
+from autods.types import Knobs, TierUse
+
+MIB = 2**20
+CONFIG = RunConfig(rung="zero2", knobs=Knobs(micro_batch=4, accumulation=2), world_size=2)
+PINNED = "zero_optimization.offload_optimizer.pin_memory"
+
+
+def trial(micro_batch, peak_bytes=100, rate=1.0, host_bytes=None):
+    outcome = fit(peak_bytes=peak_bytes, samples_per_second=rate)
+    if host_bytes is not None:
+        outcome = replace(outcome, memory={**outcome.memory, "host": TierUse(peak_bytes=host_bytes)})
+    return Knobs(micro_batch=micro_batch), outcome
+
+
+def situation(*candidates, **more):
+    return Situation(**{"config": CONFIG, "candidates": candidates, "device_bytes": 1000, **more})
+
+
+LADDER = (Candidate(rung="ddp"), Candidate(rung="zero2"), Candidate(rung="zero3"))
+
+
+def test_device_memory_halves_the_micro_batch_first():
+    chosen = decide(out_of_memory(), situation(*LADDER))
+    assert chosen.config.rung == "zero2"
+    assert (chosen.config.knobs.micro_batch, chosen.config.knobs.accumulation) == (2, 4)
+
+
+def test_every_choice_keeps_the_global_batch():
+    now, seen = situation(*LADDER, can_recompute=True), []
+    while isinstance(chosen := decide(out_of_memory(), now), NextConfig):
+        seen.append(chosen.config)
+        now = replace(now, config=chosen.config, failed=(*now.failed, now.config), rescues=now.rescues + 1)
+    assert {config.global_batch for config in seen} == {CONFIG.global_batch}
+    assert len(set(map(repr, seen))) == len(seen)  # no loop
+    assert seen[-1].rung == "zero3"
+    assert seen[-1].knobs.micro_batch == 1
+    assert chosen.exit_code == 1
+
+
+def test_a_faster_leaner_rung_comes_before_a_second_halving():
+    config = CONFIG.with_micro_batch(2)
+    zero2 = Candidate(rung="zero2", trials=(trial(1, rate=1.0), trial(2, rate=2.0)))
+    zero3 = Candidate(rung="zero3", trials=(trial(2, rate=5.0),))
+    now = situation(zero2, zero3, config=config, failed=(CONFIG,))
+    assert decide(out_of_memory(), now).config.rung == "zero3"
+    slower = replace(zero3, trials=(trial(2, rate=0.5),))
+    assert decide(out_of_memory(), replace(now, candidates=(zero2, slower))).config.rung == "zero2"
+
+
+def test_growth_beyond_the_trial_rules_out_what_it_fills():
+    zero2 = Candidate(rung="zero2", trials=(trial(4, 900), trial(2, 800), trial(1, 500)))
+    cause = replace(out_of_memory(missing_bytes=700), limit_bytes=1000)  # 1,700 of 900: 200 more a sample
+    chosen = decide(cause, situation(zero2))
+    assert chosen.config.knobs.micro_batch == 1
+    assert chosen.growth_bytes == 200
+
+
+def test_a_config_that_ran_out_is_not_tried_again():
+    now = situation(*LADDER, failed=(CONFIG.with_micro_batch(2),))
+    assert decide(out_of_memory(), now).config.knobs.micro_batch == 1
+
+
+def test_fragments_change_the_allocator_once():
+    cause = replace(out_of_memory(), fragmented=True)
+    chosen = decide(cause, situation(*LADDER))
+    assert chosen.config == replace(CONFIG, allocator=EXPANDABLE)
+    assert decide(cause, situation(*LADDER, config=chosen.config)).config.knobs.micro_batch == 2
+    assert decide(cause, situation(*LADDER, on_cuda=False)).config.allocator is None
+
+
+def test_activations_are_recomputed_before_a_leaner_rung():
+    knobs = Knobs(micro_batch=1, accumulation=8, checkpointing=False)
+    now = situation(*LADDER, config=replace(CONFIG, knobs=knobs), can_recompute=True)
+    chosen = decide(out_of_memory(), now)
+    assert chosen.config.knobs.checkpointing
+    assert chosen.config.rung == "zero2"
+
+
+def test_the_fastest_proven_rung_goes_before_an_untried_one():
+    least = CONFIG.with_micro_batch(1)
+    proven = Candidate(rung="zero3-offload", trials=(trial(1, rate=0.5),))
+    now = situation(Candidate(rung="zero2"), Candidate(rung="zero3"), proven, config=least)
+    assert decide(out_of_memory(), now).config.rung == "zero3-offload"
+
+
+@pytest.mark.parametrize("bad", [{"refused": "no --nvme-path"}, {"forecast": "cannot_fit"}])
+def test_rungs_that_cannot_run_are_passed_over(bad):
+    now = situation(
+        Candidate(rung="zero2"),
+        Candidate(rung="zero3", **bad),
+        Candidate(rung="zero3-offload"),
+        config=CONFIG.with_micro_batch(1),
+    )
+    assert decide(out_of_memory(), now).config.rung == "zero3-offload"
+
+
+def test_a_checkpoint_that_cannot_be_converted_rules_a_rung_out():
+    now = situation(
+        *LADDER,
+        config=CONFIG.with_micro_batch(1),
+        find_obstacle=lambda config: "on NVMe" if config.rung == "zero3" else None,
+    )
+    assert decide(out_of_memory(), now).exit_code == 1
+
+
+def test_another_rung_keeps_the_precision_and_unpinned_memory():
+    settings = {"bf16.enabled": False, PINNED: False}
+    config = replace(CONFIG, knobs=Knobs(micro_batch=1, accumulation=8, settings=settings))
+    now = situation(
+        Candidate(rung="zero2", pinned=(PINNED,)),
+        Candidate(rung="zero3", pinned=(PINNED,), start={"bf16.enabled": True, "zero_optimization.x": 5}),
+        config=config,
+    )
+    assert decide(out_of_memory(), now).config.knobs.settings == {**settings, "zero_optimization.x": 5}
+
+
+def test_pinned_memory_is_given_up_before_the_rung():
+    now = situation(Candidate(rung="zero2", pinned=(PINNED,)), Candidate(rung="zero3"))
+    for tier in ("pinned", "host", "shm"):
+        chosen = decide(out_of_memory(tier=tier), now)
+        assert chosen.config.knobs.settings == {PINNED: False}
+        assert chosen.config.rung == "zero2"
+
+
+def test_host_memory_goes_to_the_rung_that_needs_less_of_it():
+    now = situation(
+        Candidate(rung="zero1", trials=(trial(4, host_bytes=50),)),
+        Candidate(rung="zero2", trials=(trial(4, host_bytes=90),)),
+        Candidate(rung="zero3", trials=(trial(4, host_bytes=120),)),
+    )
+    assert decide(out_of_memory(tier="host"), now).config.rung == "zero1"
+
+
+def test_host_memory_goes_to_nvme_where_nothing_else_is_known():
+    now = situation(Candidate(rung="zero2"), Candidate(rung="zero3"), Candidate(rung="zero3-nvme", needs_nvme=True))
+    assert decide(out_of_memory(tier="host"), now).config.rung == "zero3-nvme"
+
+
+def test_a_full_nvme_goes_back_to_memory_or_ends_the_run():
+    nvme = replace(CONFIG, rung="zero3-nvme")
+    known = Candidate(rung="zero3", trials=(trial(4),))
+    now = situation(known, Candidate(rung="zero3-nvme", needs_nvme=True), config=nvme)
+    assert decide(out_of_memory(tier="nvme"), now).config.rung == "zero3"
+    assert decide(out_of_memory(tier="nvme"), replace(now, candidates=now.candidates[1:])).exit_code == 1
+
+
+def test_a_full_tier_without_remedy_is_tried_again_after_progress():
+    now = situation(Candidate(rung="zero2"), progressed=True)
+    assert decide(out_of_memory(tier="shm"), now).config == CONFIG
+    assert isinstance(decide(out_of_memory(tier="shm"), replace(now, progressed=False)), Stop)
+
+
+def test_fewer_ranks_divide_the_global_batch():
+    config = RunConfig(rung="zero2", knobs=Knobs(micro_batch=4, accumulation=2), world_size=8)  # 64 samples
+    chosen = decide(failed(failure="infrastructure"), situation(*LADDER, config=config, ranks_left=7))
+    assert chosen.config.world_size == 4
+    assert chosen.config.global_batch == 64
+    assert chosen.config.knobs.micro_batch == 4
+
+
+def test_the_ranks_of_a_replica_stay_together():
+    knobs = Knobs(micro_batch=2, accumulation=2)
+    config = RunConfig(rung="ddp", knobs=knobs, world_size=8, replica_ranks=2)  # 4 replicas, 16 samples
+    chosen = decide(failed(failure="infrastructure"), situation(config=config, ranks_left=7))
+    assert chosen.config.world_size == 4
+    assert chosen.config.global_batch == 16
+
+
+def test_a_smaller_world_that_cannot_load_the_checkpoint_ends_the_run():
+    now = situation(*LADDER, ranks_left=1, find_obstacle=lambda config: "its optimizer was on NVMe")
+    assert decide(failed(), now) == Stop(reason="its optimizer was on NVMe", exit_code=3)
+
+
+def test_an_accident_repeats_the_config_twice_without_progress():
+    for repeats in range(MOST_REPEATS):
+        chosen = decide(failed(), situation(*LADDER, repeats=repeats))
+        assert chosen.config == CONFIG
+        assert not chosen.is_leaner
+    assert decide(failed(), situation(*LADDER, repeats=MOST_REPEATS)).exit_code == 3
+    assert isinstance(decide(failed(), situation(*LADDER, repeats=MOST_REPEATS, progressed=True)), NextConfig)
+
+
+@pytest.mark.parametrize(
+    ("action", "code"), [("fix_code", 2), ("fix_config", 2), ("nothing", 2), ("fix_environment", 3)]
+)
+def test_what_somebody_has_to_mend_stops_at_once(action, code):
+    stop = decide(failed(failure="user_code", action=action, evidence="no"), situation(*LADDER, progressed=True))
+    assert stop == Stop(reason="no", exit_code=code)
+
+
+def test_a_disk_that_fills_up_while_saving_is_no_end():
+    cause = replace(failed(failure="infrastructure", action="fix_environment"), phase="save")
+    assert decide(cause, situation(*LADDER)).config == CONFIG
+
+
+def test_a_second_hang_at_the_same_line_is_the_users():
+    cause = replace(failed(failure="communication"), hung_at="model.py:7")
+    assert isinstance(decide(cause, situation(*LADDER)), NextConfig)
+    assert decide(cause, situation(*LADDER, last_hang="model.py:7")).exit_code == 2
+
+
+def test_the_number_of_rescues_is_bounded():
+    now = situation(*LADDER, rescues=3, most_rescues=3, progressed=True)
+    assert decide(out_of_memory(), now).exit_code == 1
+    assert decide(failed(), now).exit_code == 1

@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+
+from autods.config.strategies import read_rungs
+from autods.errors import EnvironmentBroken, InputError
+from autods.report.results import Report, Throughput
+from autods.report.run_view import read_run
+from autods.runner.testing import failed, out_of_memory
+from autods.supervisor.run import run
+from autods.supervisor.settings import RunSettings
+from autods.supervisor.testing import ScriptedLauncher
+from autods.types import Knobs
+from tests.support.walks import FACTS, SETTINGS
+
+RUNGS = read_rungs()
+LADDER = tuple(RUNGS[name] for name in ("zero2", "zero3"))
+REPORT = Report(
+    status="fit",
+    rung="zero2",
+    knobs=Knobs(micro_batch=2, accumulation=2),
+    throughput=Throughput(samples_per_second=8.0),
+)
+
+
+def settings(folder, **more):
+    fit = replace(SETTINGS, ladder=LADDER, nvme_path=None, out=folder / "fit", global_batch=8)
+    return RunSettings(**{"fit": fit, "out": folder, "steps": 10, "checkpoint_every": 2, **more})
+
+
+def supervise(folder, answer, events=None, report=REPORT, **more):
+    launcher = ScriptedLauncher(answer, FACTS)
+    listen = (lambda event: None) if events is None else events.append
+    result = run(settings(folder, **more), listen=listen, start=launcher.start, find_fit=lambda fit, listen: report)
+    return result, launcher
+
+
+def finish(order, trial):
+    return order.steps, "done"
+
+
+def test_a_run_without_a_failure_is_one_attempt(tmp_path):
+    result, launcher = supervise(tmp_path, finish)
+    assert (result.status, result.exit_code, result.step, result.rescues) == ("done", 0, 10, 0)
+    (order,) = launcher.orders
+    assert (order.micro_batch, order.accumulation, order.global_batch) == (2, 2, 8)
+    assert read_run(tmp_path) == result
+
+
+def test_out_of_memory_goes_on_at_the_last_checkpoint(tmp_path):
+    def answer(order, trial):
+        return (5, out_of_memory()) if order.micro_batch == 2 else finish(order, trial)
+
+    result, launcher = supervise(tmp_path, answer)
+    assert result.status == "done"
+    first, second = launcher.orders
+    assert (second.micro_batch, second.accumulation, second.global_batch) == (1, 4, first.global_batch)
+    assert second.restore.endswith("step-00000004")
+    assert [row.repeated for row in result.attempts] == [0, 1]
+    assert result.attempts[0].changed.startswith("micro batch 1 instead of 2")
+
+
+def test_a_run_that_never_fits_ends_with_exit_code_1(tmp_path):
+    result, launcher = supervise(tmp_path, lambda order, trial: (0, out_of_memory()))
+    assert (result.status, result.exit_code) == ("failed", 1)
+    tried = [(str(order.ds_config), order.micro_batch, order.checkpointing) for order in launcher.orders]
+    assert len(tried) == len(set(tried)) > 2
+
+
+def test_a_bug_of_the_user_stops_at_once(tmp_path):
+    bug = failed(failure="user_code", action="fix_code", evidence="model.py:3: NameError")
+    result, launcher = supervise(tmp_path, lambda order, trial: (3, bug))
+    assert (result.status, result.exit_code, result.reason) == ("failed", 2, "model.py:3: NameError")
+    assert len(launcher.orders) == 1
+
+
+def test_a_mended_bug_goes_on_at_the_checkpoint(tmp_path):
+    bug = failed(failure="user_code", action="fix_code")
+    supervise(tmp_path, lambda order, trial: (3, bug))
+    result, launcher = supervise(tmp_path, finish)
+    assert result.status == "done"
+    assert launcher.orders[0].restore.endswith("step-00000002")
+
+
+def test_a_finished_run_is_not_run_again(tmp_path):
+    supervise(tmp_path, finish)
+    result, launcher = supervise(tmp_path, finish)
+    assert result.status == "done"
+    assert launcher.orders == []
+
+
+def test_more_steps_go_on_from_the_end(tmp_path):
+    supervise(tmp_path, finish)
+    result, launcher = supervise(tmp_path, finish, steps=14)
+    assert result.step == 14
+    assert launcher.orders[0].restore.endswith("step-00000010")
+
+
+def test_other_options_are_named_and_nothing_runs(tmp_path):
+    supervise(tmp_path, finish)
+    with pytest.raises(InputError, match=r"--seed: 0 → 5"):
+        run(settings(tmp_path, fit=replace(settings(tmp_path).fit, seed=5)), listen=lambda event: None)
+
+
+def test_fresh_forgets_the_run_and_its_checkpoints(tmp_path):
+    supervise(tmp_path, finish)
+    result, launcher = supervise(tmp_path, finish, fresh=True)
+    assert launcher.orders[0].restore is None
+    assert len(result.attempts) == 1
+
+
+def test_a_torn_checkpoint_is_removed_and_not_restored(tmp_path):
+    def answer(order, trial):
+        if order.attempt > 1:
+            return finish(order, trial)
+        (tmp_path / "checkpoints" / "step-00000006").mkdir(parents=True)
+        return 5, failed()
+
+    events = []
+    result, launcher = supervise(tmp_path, answer, events)
+    assert result.status == "done"
+    assert launcher.orders[1].restore.endswith("step-00000004")
+    assert any("step-00000006 was removed" in getattr(event, "text", "") for event in events)
+
+
+def test_a_driver_that_dies_goes_on_with_the_last_decision(tmp_path):
+    class Killed(BaseException):
+        pass
+
+    def answer(order, trial):
+        if order.attempt == 1:
+            return 5, out_of_memory()
+        raise Killed
+
+    with pytest.raises(Killed):
+        supervise(tmp_path, answer)
+    result, launcher = supervise(tmp_path, finish)
+    assert result.status == "done"
+    assert launcher.orders[0].micro_batch == 1
+    assert [row.ending for row in result.attempts] == ["failed", "interrupted", "done"]
+
+
+def test_rescues_are_bounded_over_all_calls(tmp_path):
+    result, _ = supervise(tmp_path, lambda order, trial: (0, out_of_memory()), most_rescues=1)
+    assert result.rescues == 1
+    assert "--max-rescues" in result.reason
+    again, launcher = supervise(tmp_path, finish, most_rescues=1)
+    assert again.exit_code == 1
+    assert launcher.orders == []
+
+
+def test_ray_that_dies_is_started_again(tmp_path):
+    def answer(order, trial):
+        if order.attempt == 1:
+            raise EnvironmentBroken("Ray's server on this machine is gone")
+        return finish(order, trial)
+
+    result, launcher = supervise(tmp_path, answer)
+    assert result.status == "done"
+    assert len(launcher.starts) == 2
+
+
+def test_the_allocator_is_changed_in_the_ranks_environment(tmp_path):
+    def answer(order, trial):
+        return (2, replace(out_of_memory(), fragmented=True)) if order.attempt == 1 else finish(order, trial)
+
+    fit = replace(settings(tmp_path).fit, device="cuda")
+    _, launcher = supervise(tmp_path, answer, fit=fit)
+    assert launcher.starts[1] == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_asks_the_ranks_to_save_and_to_stop(tmp_path, number, code):
+    def answer(order, trial):
+        order.steps_file.touch()
+        os.kill(os.getpid(), number)
+        assert order.stop_file.exists()
+        return 4, "stopped"
+
+    result, _ = supervise(tmp_path, answer)
+    assert (result.status, result.exit_code, result.step) == ("stopped", code, 4)
+    result, launcher = supervise(tmp_path, finish)
+    assert result.status == "done"
+    assert launcher.orders[0].restore.endswith("step-00000004")
+    assert not (tmp_path / "stop").exists()
+
+
+def test_a_signal_before_the_first_step_ends_at_once(tmp_path):
+    def answer(order, trial):
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("it goes on")
+
+    result, _ = supervise(tmp_path, answer)
+    assert (result.status, result.exit_code) == ("stopped", 143)
+    assert result.attempts[0].ending == "interrupted"
+
+
+def test_the_journal_has_a_line_for_each_event(tmp_path):
+    supervise(tmp_path, lambda order, trial: (3, out_of_memory()) if order.attempt == 1 else finish(order, trial))
+    rows = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    kinds = [row["kind"] for row in rows]
+    expected = ["header", "prepared", "decided", "started", "saved", "ended", "decided", "started"]
+    assert kinds[: len(expected)] == expected
+    assert kinds[-1] == "ended"
+    assert [row["step"] for row in rows if row["kind"] == "saved"] == [2, 4, 6, 8, 10]
+
+
+def test_nothing_is_trained_where_nothing_fits(tmp_path):
+    result, launcher = supervise(tmp_path, finish, report=Report(status="nothing_fits"))
+    assert (result.status, result.exit_code) == ("nothing_fits", 1)
+    assert launcher.orders == []
+
+
+def test_a_checkpoint_is_due_about_every_ten_minutes(tmp_path):
+    assert settings(tmp_path, checkpoint_every=None).choose_interval(REPORT) == 600 // (4 / 8)
