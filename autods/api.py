@@ -28,6 +28,7 @@ from .requests import (
     PlanRequest,
     ProbeRequest,
     RunRequest,
+    SearchRequest,
     WorkloadRequest,
     describe_arguments,
 )
@@ -157,7 +158,7 @@ def _run_doctor(settings: DoctorSettings, listen: Listener) -> Checkup:
     return examine(settings, listen)
 
 
-def _find_hardware(request: FitRequest | ProbeRequest, ranks: int | None) -> Hardware:
+def _find_hardware(request: SearchRequest | ProbeRequest, ranks: int | None) -> Hardware:
     """This machine, or the weakest node that may be used in the cluster at `address`."""
     from .system.host import read_hardware
 
@@ -167,7 +168,7 @@ def _find_hardware(request: FitRequest | ProbeRequest, ranks: int | None) -> Har
 
     nodes = check_nodes(request.nodes, request.address)
     check_exported(request.export, request.address)  # what is wrong is said before the cluster is asked
-    if ranks is not None and isinstance(request, FitRequest):
+    if ranks is not None and isinstance(request, SearchRequest):
         check_ranks(ranks, nodes)
     return weakest_of(request.address, gpus=ranks, nodes=nodes, device=request.device)
 

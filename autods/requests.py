@@ -263,21 +263,12 @@ class TrialRequest(WorkloadRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitRequest(TrialRequest):
-    """Find the fastest DeepSpeed config that fits WORKLOAD, and write it to ds_config.json.
-
-    Finished trials are journaled: the same command goes on where a stopped one ended.
-    """
+class SearchRequest(TrialRequest):
+    """The further options of a command that searches for the fastest config."""
 
     gpus: Count | None = _option(
         "Machine", "Ranks, of all nodes together.", "N", default="all visible cards", most=MOST_RANKS
     )
-    rehearse: Switch = _option(
-        "Machine",
-        "Run the whole search on the simulated GPUs of --on: no card, no ranks, nothing is proven.",
-        value=False,
-    )
-    on: Text | None = _option("Machine", "With --rehearse: a machine of the catalogue, such as h100-80gb.", "NAME")
     objective: Text = _option(
         "Search", "samples or tokens (the most a second), memory (the least of the device).", "NAME", value="samples"
     )
@@ -296,7 +287,22 @@ class FitRequest(TrialRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunRequest(FitRequest):
+class FitRequest(SearchRequest):
+    """Find the fastest DeepSpeed config that fits WORKLOAD, and write it to ds_config.json.
+
+    Finished trials are journaled: the same command goes on where a stopped one ended.
+    """
+
+    rehearse: Switch = _option(
+        "Machine",
+        "Run the whole search on the simulated GPUs of --on: no card, no ranks, nothing is proven.",
+        value=False,
+    )
+    on: Text | None = _option("Machine", "With --rehearse: a machine of the catalogue, such as h100-80gb.", "NAME")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRequest(SearchRequest):
     """Train WORKLOAD for real with the fastest config that fits, and keep the run alive when memory runs out.
 
     A finished fit is taken, else it is made first. On out of memory the run goes on from its last checkpoint with a

@@ -1,4 +1,4 @@
-"""The settings of a fit: a `FitRequest` checked against the machine."""
+"""The settings of a fit: a `SearchRequest` checked against the machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Literal, cast, get_args
 
 from ..errors import EnvironmentBroken, InputError
 from ..files import as_folder_name
-from ..requests import FitRequest, WorkloadRequest
+from ..requests import SearchRequest, WorkloadRequest
 from ..system.gpus import Card
 from ..system.host import Hardware, installed_versions, requested_threads
 from ..types import Device, ModelFacts, WorkloadSource
@@ -218,7 +218,7 @@ class Settings:
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def resolve_fit(request: FitRequest, source: WorkloadSource, *, hardware: Hardware) -> Settings:
+def resolve_fit(request: SearchRequest, source: WorkloadSource, *, hardware: Hardware) -> Settings:
     """Return the settings of a fit. Raises InputError where the machine cannot do what the request asks for.
 
     `hardware` is this machine's, or that of the weakest node that may be used in a cluster.
