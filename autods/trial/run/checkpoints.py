@@ -244,7 +244,13 @@ def sync_files(folder: Path) -> None:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    for root, _, names in os.walk(folder):
+    """The files below a folder. Linked folders are followed, each once."""
+    seen = set()
+    for root, folders, names in os.walk(folder, followlinks=True):
+        if os.path.realpath(root) in seen:
+            folders.clear()
+            continue
+        seen.add(os.path.realpath(root))
         for name in names:
             yield Path(root) / name
 

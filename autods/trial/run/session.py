@@ -80,6 +80,17 @@ def session(engine: Any) -> Session:
     return _current
 
 
+def begin(current: Session) -> None:
+    """Make this the session of the process: a library's integration has made it."""
+    global _current
+    _current = current
+
+
+def current_observer() -> Any:
+    """What the sessions of this process report their phases to."""
+    return _observer
+
+
 def describe_end() -> dict[str, Any]:
     """Return how this rank's session ended, 'done' or 'stopped', and its step; save that step, if nothing has."""
     if _current is None:  # a script that trains and saves by itself
@@ -278,7 +289,7 @@ class Session:
         self.observer("save", self.step)
         with self._off_the_device():
             try:
-                states.save(self.engine, folder, rank=self.consensus.rank, state=self.state)
+                self._save_states(folder)
                 self.consensus.wait()
                 if os.environ.get("LOCAL_RANK", "0") == "0":
                     sync_files(folder)
@@ -301,6 +312,16 @@ class Session:
         if self.consensus.can_communicate:
             self.consensus.flush()
 
+    def _save_states(self, folder: Path) -> None:
+        """Write this rank's part of a checkpoint; all ranks call it."""
+        states.save(self.engine, folder, rank=self.consensus.rank, state=self.state)
+
+    def _remove_old(self, order: RunOrder) -> None:
+        remove_old(order.checkpoints, order.keep)
+
+    def _remove(self, folder: Path) -> None:
+        remove_checkpoint(folder)
+
     def _complete(self, order: RunOrder, folder: Path, save_s: float) -> None:
         files = list_files(folder)
         manifest = Manifest(
@@ -315,7 +336,7 @@ class Session:
             save_s=save_s,
         )
         write_manifest(folder, manifest)
-        remove_old(order.checkpoints, order.keep)
+        self._remove_old(order)
 
     def _make_room(self, order: RunOrder) -> str | None:
         """Return why a checkpoint does not fit on the disk; None if it does.
@@ -329,7 +350,7 @@ class Session:
         free = shutil.disk_usage(order.checkpoints).free
         while free < needed and len(complete) > 1:
             with contextlib.suppress(OSError):
-                remove_checkpoint(complete[0].path)
+                self._remove(complete[0].path)
             del complete[0]
             free = shutil.disk_usage(order.checkpoints).free
         if free >= needed:

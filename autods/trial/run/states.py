@@ -62,9 +62,14 @@ def estimate_bytes(engine: Any) -> int:
 
 def save(engine: Any, folder: Path, *, rank: int, state: Mapping[str, Any]) -> None:
     """Save this rank's part of a checkpoint; all ranks call it."""
+    engine.save_checkpoint(str(folder), tag=STATE, save_latest=False)
+    save_rank_file(engine, folder, rank=rank, state=state)
+
+
+def save_rank_file(engine: Any, folder: Path, *, rank: int, state: Mapping[str, Any]) -> None:
+    """Save what DeepSpeed's files leave out."""
     import torch
 
-    engine.save_checkpoint(str(folder), tag=STATE, save_latest=False)
     groups = [{key: value for key, value in group.items() if key != "params"} for group in param_groups(engine)]
     content = {
         "random": random_states(),
@@ -77,17 +82,17 @@ def save(engine: Any, folder: Path, *, rank: int, state: Mapping[str, Any]) -> N
     torch.save(content, folder / RANKS / rank_file(rank))
 
 
-def load(engine: Any, checkpoint: Checkpoint) -> None:
+def load(engine: Any, checkpoint: Checkpoint, *, strict: bool = True) -> None:
     """Load a checkpoint into a new engine: weights, optimizer, schedule and loss scale; all ranks call it.
 
-    Raises WorkloadError where the engine's layout does not allow it.
+    `strict` False: the checkpoint may lack frozen parameters. Raises WorkloadError where the layout does not allow it.
     """
     layout = describe_layout(engine)
     if (obstacle := find_obstacle(checkpoint, layout)) is not None:
         raise WorkloadError(f"{checkpoint.path} cannot be loaded here: {obstacle}")
     saved = read_rank_file(checkpoint.path / RANKS / rank_file(0))
     if can_load_directly(checkpoint.manifest, layout, type(base_optimizer(engine)).__name__):
-        path, _ = engine.load_checkpoint(str(checkpoint.path), tag=STATE)
+        path, _ = engine.load_checkpoint(str(checkpoint.path), tag=STATE, load_module_strict=strict)
         if path is None:
             raise RuntimeError(f"DeepSpeed found nothing to load in {checkpoint.path}")
         if layout.offload_optimizer == "nvme" and saved["step"] is not None:

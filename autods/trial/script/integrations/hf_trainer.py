@@ -15,12 +15,12 @@ from ..engine_hooks import skip_methods
 from ..session import Session
 from ..user_errors import script_error
 
-_CONFIG = declare(
+CONFIG = declare(
     "transformers.integrations.deepspeed.HfTrainerDeepSpeedConfig.__init__", "the Trainer gets the trial's config"
 )
-_ARGUMENTS = declare("transformers.TrainingArguments.__post_init__", "the Trainer's batch size is the trial's")
-_TRAIN = declare("transformers.Trainer.train", "a trial begins with the first step, and with a DeepSpeed config")
-_LOG = declare("transformers.Trainer._maybe_log_save_evaluate", "a trial only trains")
+ARGUMENTS = declare("transformers.TrainingArguments.__post_init__", "the Trainer's batch size is the trial's")
+TRAIN = declare("transformers.Trainer.train", "a trial begins with the first step, and with a DeepSpeed config")
+END_STEP = declare("transformers.Trainer._maybe_log_save_evaluate", "a trial only trains")
 
 
 class Zeros(dict[str, float]):
@@ -33,10 +33,10 @@ class Zeros(dict[str, float]):
 def install(session: Session) -> None:
     """Install the patches for the rest of this process."""
     config = session.config = LibraryConfig(session.job, convert=to_trainer_config)
-    _CONFIG.wrap(_replace_config, config)
-    _ARGUMENTS.wrap(_check_arguments, session)
-    _TRAIN.wrap(_train_from_start)
-    _LOG.install(lambda trainer, *args, **kwargs: None)
+    CONFIG.wrap(_replace_config, config)
+    ARGUMENTS.wrap(_check_arguments, session)
+    TRAIN.wrap(_train_from_start)
+    END_STEP.install(lambda trainer, *args, **kwargs: None)
     skip_methods(session, "transformers.Trainer", "evaluate", "predict", phase="evaluate", returns=Zeros)
     skip_methods(
         session, "transformers.Trainer", "save_model", "save_state", "_save_checkpoint", "init_hf_repo", "push_to_hub",

@@ -1,0 +1,121 @@
+"""A training run of an unmodified script of the HF Trainer goes on as if nothing had ended it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autods.trial.run.checkpoints import list_checkpoints
+from autods.trial.run.order import RunOrder
+from tests.support.fits import HERE
+from tests.support.launchers import cpu_env
+
+SCRIPT = HERE / "scripts_hf" / "trainer.py"
+STEPS, GLOBAL_BATCH = 11, 64  # 512 samples: the second epoch begins after step 8
+# The script's sizes are those of nobody's order.
+ARGUMENTS = [
+    "--deepspeed", json.dumps({"zero_optimization": {"stage": 2}}), "--use_cpu", "--max_steps", str(STEPS),
+    "--learning_rate", "1e-3", "--save_strategy", "no", "--report_to", "none", "--disable_tqdm", "True",
+]  # fmt: skip
+
+
+def write_order(folder: Path, attempt: int, stage: int, micro_batch: int, *, ranks: int = 2, **more) -> str:
+    latest = list_checkpoints(folder / "checkpoints").latest
+    accumulation = GLOBAL_BATCH // (micro_batch * ranks)
+    sizes = {"train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": accumulation}
+    order = RunOrder(
+        folder=str(folder),
+        attempt=attempt,
+        ds_config={**sizes, "zero_optimization": {"stage": stage}},
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        global_batch=GLOBAL_BATCH,
+        world_size=ranks,
+        checkpointing=False,
+        steps=None,
+        restore=None if latest is None else str(latest.path),
+        **{"checkpoint_every": 3, **more},
+    )
+    return str(order.write())
+
+
+def train(order: str, *, ranks: int = 2, kill_step: int = 0) -> subprocess.CompletedProcess:
+    folder = Path(order).parents[2]
+    launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    script = [str(HERE.parent / "support" / "train_trainer.py"), str(kill_step), str(SCRIPT), *ARGUMENTS]
+    env = {**cpu_env(), "DS_ACCELERATOR": "cpu", "AUTODS_RUN": order}
+    return subprocess.run(
+        [sys.executable, "-m", *launcher, *script, "--output_dir", str(folder / "saved")],
+        env=env, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A run as a whole; one that is killed, goes on with other sizes and ranks, is stopped, and goes on alone."""
+    top = tmp_path_factory.mktemp("runs")
+    whole, broken = top / "whole", top / "broken"
+    done = train(write_order(whole, 1, 2, 32, checkpoint_every=100))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert train(write_order(broken, 1, 2, 32), kill_step=5).returncode != 0
+    order = write_order(broken, 2, 3, 8)
+    assert json.loads(Path(order).read_text())["restore"].endswith("3")
+    assert train(order, kill_step=10).returncode != 0
+    done = train(write_order(broken, 3, 2, 16, ranks=1), ranks=1)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return whole, broken
+
+
+def read_lines(folder: Path) -> dict[int, dict]:
+    lines = {}
+    for file in sorted(folder.glob("attempts/*/steps.jsonl")):
+        for text in file.read_text().splitlines():
+            line = json.loads(text)
+            lines[line["step"]] = line
+    return lines
+
+
+def read_samples(folder: Path) -> dict[int, list]:
+    """The samples of each step on all ranks, of the last attempt that trained it."""
+    steps: dict[int, list] = {}
+    for attempt in sorted(folder.glob("attempts/*")):
+        trained: dict[int, list] = {}
+        for file in attempt.glob("samples.*"):
+            for text in file.read_text().splitlines():
+                step, samples = json.loads(text)
+                trained.setdefault(step, []).extend(samples)
+        steps |= trained
+    return {step: sorted(samples) for step, samples in sorted(steps.items())}
+
+
+def test_each_step_trains_on_the_same_samples(folders):
+    whole, broken = map(read_samples, folders)
+    assert whole == broken
+    assert list(whole) == list(range(1, STEPS + 1))
+    assert {len(samples) for samples in whole.values()} == {GLOBAL_BATCH}
+
+
+def test_losses_are_those_of_a_run_without_interruption(folders):
+    whole, broken = map(read_lines, folders)
+    assert list(whole) == list(broken) == list(range(1, STEPS + 1))
+    assert [line["loss"] for line in broken.values()] == pytest.approx(
+        [line["loss"] for line in whole.values()], rel=1e-4
+    )
+    assert [line["ids"] for line in broken.values()] == [line["ids"] for line in whole.values()]
+
+
+def test_the_trainer_s_own_checkpoints_are_the_run_s(folders):
+    _, broken = folders
+    listed = list_checkpoints(broken / "checkpoints")
+    assert [checkpoint.step for checkpoint in listed.complete] == [9, 11]
+    assert not listed.torn
+    assert sorted(folder.name for folder in (broken / "saved").glob("checkpoint-*")) == [
+        "checkpoint-11",
+        "checkpoint-9",
+    ]
+    end = json.loads((broken / "attempts" / "3" / "end.json").read_text())
+    assert end == {"ended": "done", "step": STEPS}

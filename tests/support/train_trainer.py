@@ -1,0 +1,51 @@
+"""One attempt of a run by a script that uses the Trainer, in ranks that a plain launcher starts.
+
+train_trainer.py KILL_STEP SCRIPT ARGUMENTS…
+
+The order is that of AUTODS_RUN. Rank 1 kills itself when it begins the step after KILL_STEP; 0: never. Each rank writes
+the first tokens of each sample into samples.rank<N>.jsonl in the attempt's folder, by optimizer step.
+"""
+
+import contextlib
+import json
+import os
+import runpy
+import signal
+import sys
+
+import torch
+from transformers import Trainer
+
+from autods.trial.run import hf_trainer
+from autods.trial.run.order import find_order
+from autods.trial.run.session import Stopped, describe_end
+
+
+def main():
+    kill_step, order, rank = int(sys.argv[1]), find_order(), int(os.environ["RANK"])
+    sys.argv = sys.argv[2:]
+    torch.manual_seed(order.seed)
+    hf_trainer.install(order, "cpu")
+    train = Trainer.training_step
+
+    def training_step(trainer, model, inputs, *args, **kwargs):
+        step = trainer.state.global_step + 1
+        if kill_step and rank == 1 and step > kill_step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with open(order.attempt_folder / f"samples.rank{rank}.jsonl", "a") as file:
+            print(json.dumps([step, inputs["input_ids"][:, :4].tolist()]), file=file)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0  # its masks depend on the division of a batch
+        return train(trainer, model, inputs, *args, **kwargs)
+
+    Trainer.training_step = training_step
+    with contextlib.suppress(Stopped):
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    end = describe_end()
+    if rank == 0:
+        (order.attempt_folder / "end.json").write_text(json.dumps(end))
+
+
+if __name__ == "__main__":
+    main()
