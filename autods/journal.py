@@ -192,7 +192,7 @@ _MOST_STARTS = 3
 # Files that a fit or a probe writes beside its journal. Without a journal, files of these names are the user's.
 _RESULTS = (
     "report.json", "report.html", "ds_config.json", "ds_config_hf.json", "ds_config_lightning.json", "accelerate.yaml",
-    "ds_config_so_far.json", "probe.json", "probe.csv",
+    "ds_config_so_far.json", "ds_config_rehearsed.json", "probe.json", "probe.csv",
 )  # fmt: skip
 _GIVEN_UP = Failed(
     failure="infrastructure",

@@ -57,6 +57,8 @@ def _describe_memory(report: Report) -> str:
 
 
 def _describe_certificate(report: Report) -> str:
+    if report.question.rehearsed_on is not None:
+        return "not proven: a rehearsal"
     return "" if report.certificate is None else str(fit_view.certificate_headline(report.certificate)).strip()
 
 

@@ -15,7 +15,9 @@ from autods.errors import InputError
 from autods.forecast.schedule import BITS, RUN, Schedule, Work
 from autods.forecast.testing import Script, ScriptedSimulator, fail_with, simulate_peaks
 from autods.forecast.values import EngineSpec, Simulation
+from autods.journal import workspace
 from autods.report import serialize
+from autods.report.markdown import to_markdown
 from autods.report.page import render_page
 from autods.report.results import Report
 from autods.requests import FitRequest
@@ -141,3 +143,23 @@ def test_its_folder_is_named_after_the_machine(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     settings = resolve_rehearsal(FitRequest("/model.py", rehearse=True, on="h100-80gb", gpus=8), SOURCE)
     assert settings.out.name.startswith("model-8xh100-80gb-rehearsal-")
+
+
+def test_a_table_for_a_pull_request_says_not_proven(tmp_path: Path) -> None:
+    report, _ = run(tmp_path)
+    assert "not proven" in to_markdown([report])
+
+
+def test_a_killed_one_goes_on_and_counts_no_simulated_second(tmp_path: Path) -> None:
+    whole, _ = run(tmp_path)
+    (tmp_path / "report.json").unlink()
+    again, _ = run(tmp_path)
+    assert (again.rung, again.knobs, again.trials) == (whole.rung, whole.knobs, whole.trials)
+    assert again.seconds < sum(record.seconds for record in whole.trials)
+
+
+def test_a_fresh_fit_leaves_no_config_of_a_rehearsal(tmp_path: Path) -> None:
+    run(tmp_path)
+    assert (tmp_path / "ds_config_rehearsed.json").exists()
+    with workspace(tmp_path, fresh=True):
+        assert not (tmp_path / "ds_config_rehearsed.json").exists()
