@@ -80,7 +80,10 @@ class BuiltModel:
 
 
 class Engine:
-    """DeepSpeed's engine in a separate process, for one micro batch. It builds the model unless it gets a built one."""
+    """DeepSpeed's engine in a separate process. It builds the model unless it gets a built one.
+
+    Initialise it once, and measure each micro batch in a fork of that process: so no answer depends on others.
+    """
 
     def __init__(
         self, context: SimulationContext, workload: Workload, spec: EngineSpec, scratch: str, model: BuiltModel | None
@@ -88,30 +91,13 @@ class Engine:
         self._context, self._workload, self._spec, self._model = context, workload, spec, model
         self._config = swap_into(scratch, spec.ds_config)
         self._accumulation = int(self._config.get("gradient_accumulation_steps", 1))
+        self._engine: Any = None
         context.ledger.device_bytes = spec.device_bytes
         context.ledger.capability = spec.capability or DEFAULT_CAPABILITY
         context.ledger.outside_bytes = estimate_outside_bytes(spec)
 
-    def measure(self, micro_batch: int) -> Simulation:
-        """Initialise DeepSpeed and run two steps. Errors of user code pass through."""
-        began = time.perf_counter()
-        ledger = self._context.ledger
-
-        def begin_phase(phase: Phase, step: int) -> None:
-            ledger.begin(_PHASES[phase])
-            ledger.work.begin(phase, step)
-
-        with self._context.active():
-            engine, batch = self._initialize(micro_batch)
-            self._context.recorder.masks = padding.inspect_masks(self._workload.build_batch, batch)
-            batch = place(batch, engine)
-            with explain_optimizer_errors(self._config):
-                for index in range(_STEPS):
-                    optimizer_step(self._workload, engine, batch, self._accumulation, index, begin_phase)
-            return read_ledger(ledger, engine, micro_batch, time.perf_counter() - began)
-
-    def _initialize(self, micro_batch: int) -> tuple[Any, Any]:
-        """Build the model if that is still to be done, and DeepSpeed's engine on it; returns engine and batch."""
+    def initialize(self) -> None:
+        """Build the model if that is still to be done, and DeepSpeed's engine on it. Passes on errors of user code."""
         import deepspeed
 
         workload, model = self._workload, self._model
@@ -126,17 +112,33 @@ class Engine:
             model = BuiltModel(self._context, workload, self._spec)
         if model.error is not None:
             raise model.error
-        batch = check_batch(workload.build_batch(micro_batch), micro_batch)
         attribution.label_gradients(self._context.ledger, model.module)
-        with explain_optimizer_errors(self._config):
-            engine = initialize(workload, model.module, self._config)
-        if "Muon" in type(engine.basic_optimizer).__name__:
+        with self._context.active(), explain_optimizer_errors(self._config):
+            self._engine = initialize(workload, model.module, self._config)
+        if "Muon" in type(self._engine.basic_optimizer).__name__:
             self._context.ledger.assume(
                 "Muon's update is compiled by torch.compile and was simulated as it is written: compiled, its"
                 " temporaries in the step are mostly fewer"
             )
         self._model = None
-        return engine, batch
+
+    def measure(self, micro_batch: int) -> Simulation:
+        """Run two steps on the initialised engine. Errors of user code pass through."""
+        began = time.perf_counter()
+        ledger, engine = self._context.ledger, self._engine
+
+        def begin_phase(phase: Phase, step: int) -> None:
+            ledger.begin(_PHASES[phase])
+            ledger.work.begin(phase, step)
+
+        with self._context.active():
+            batch = check_batch(self._workload.build_batch(micro_batch), micro_batch)
+            self._context.recorder.masks = padding.inspect_masks(self._workload.build_batch, batch)
+            batch = place(batch, engine)
+            with explain_optimizer_errors(self._config):
+                for index in range(_STEPS):
+                    optimizer_step(self._workload, engine, batch, self._accumulation, index, begin_phase)
+            return read_ledger(ledger, engine, micro_batch, time.perf_counter() - began)
 
 
 def read_ledger(ledger: Ledger, engine: Any, micro_batch: int, seconds: float) -> Simulation:

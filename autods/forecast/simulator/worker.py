@@ -239,9 +239,13 @@ def _answer_requests(connection: socket.socket, request: Request, prepared: _Pre
 
                 script_engine.answer_requests(connection, request, context, source, scratch)
             elif isinstance(request, EngineSpec):
+                engine = Engine(context, workload, request, scratch, prepared.model)
+                initialized = False
                 for micro_batch in receive(connection):
-                    # A new engine for each: the answer does not depend on the sizes before it.
-                    engine = Engine(context, workload, request, scratch, prepared.model)
+                    initialized = initialized or _succeeds(connection, source, engine.initialize)
+                    if not initialized:
+                        break
+                    # Each in a fork of its own: the answer does not depend on the sizes before it.
                     if not _answer_in_fork(connection, source, functools.partial(engine.measure, micro_batch)):
                         break
             else:
@@ -269,6 +273,14 @@ def _answer_in_fork(connection: socket.socket, source: WorkloadSource, work: Cal
 
 def _answer(connection: socket.socket, source: WorkloadSource, work: Callable[[], Answer]) -> bool:
     """Do the work and send its result, or the failure; whether it went well."""
+    results: list[Answer] = []
+    if went_well := _succeeds(connection, source, lambda: results.append(work())):
+        send(connection, results[0])
+    return went_well
+
+
+def _succeeds(connection: socket.socket, source: WorkloadSource, work: Callable[[], object]) -> bool:
+    """Do the work, and send its failure if it fails; whether it went well."""
     from ...trial.abrupt_ends import watching
 
     pid = os.getpid()
@@ -277,7 +289,7 @@ def _answer(connection: socket.socket, source: WorkloadSource, work: Callable[[]
             processes.die_with_peer(connection),
             watching(lambda error: send(connection, failure_of(error, source.path))) as watch,
         ):
-            result = work()
+            work()
             watch.check()
     except BaseException as error:
         if os.getpid() != pid:  # a process that the workload forked
@@ -286,7 +298,6 @@ def _answer(connection: socket.socket, source: WorkloadSource, work: Callable[[]
             traceback.print_exc()
         send(connection, failure_of(error, source.path))
         return False
-    send(connection, result)
     return True
 
 
