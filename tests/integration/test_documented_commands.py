@@ -26,7 +26,8 @@ ONLY_PARSED = {
     r"explain \S+$": "the same with --gpus is run",
     r"doctor --": "builds DeepSpeed's ops for minutes, or needs an NVMe disk; tests/unit/inspector has both",
     r"diagnose --json$": "names an option; the same with a log is run",
-    r"report \S+-probe": "needs the folder of a probe; tests of the commands report one",
+    r"report \S+-(probe|run)": "needs the folder of a probe or a run; tests of the commands report such",
+    r"run": "a run trains for minutes; tests/integration/test_run_attempts.py has its attempts",
     r"diagnose <\(": "needs a shell and the kernel's log; tests/integration/hostile/test_logs.py has pipes",
 }
 LOG = "step 3\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
@@ -99,7 +100,7 @@ def test_python_of_the_documents_that_needs_no_trial_runs(
     readers_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     # The others need trials, a simulation of GPT-2, or a model that exists.
-    others = r"find_best_config|def build_batch|deepspeed\.initialize"
+    others = r"find_best_config|autods\.run|def build_batch|def build_dataset|deepspeed\.initialize"
     texts = [text for text in python_blocks() if not re.search(others, text)]
     assert len(texts) == 1
     for text in texts:
