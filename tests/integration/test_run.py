@@ -1,0 +1,106 @@
+"""`autods run` on real ranks: memory runs out in the middle of a run, which goes on; a bug of the user's ends it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+GROWS = Path(__file__).parent / "workloads" / "longer_and_longer.py"
+STEPS, GLOBAL_BATCH = 12, 8
+BROKEN = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer(x).square().mean()
+
+
+def build_model():
+    return Net()
+
+
+def build_batch(micro_batch_size):
+    return {"x": torch.ones(micro_batch_size, 8)}
+
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, number):
+        raise KeyError("a column that is not there")
+
+
+def build_dataset(path):
+    return Samples()
+"""
+
+
+def train(workload: Path, out: Path, gpu_memory: str) -> subprocess.CompletedProcess[str]:
+    ranks = ("--device", "cpu", "--gpus", "2", "--gpu-memory", gpu_memory, "--ladder", "zero2", "--config", "quick")
+    batch = ("--global-batch", str(GLOBAL_BATCH), "--steps", str(STEPS), "--checkpoint-every", "2")
+    command = (sys.executable, "-m", "autods", "run", str(workload), *ranks, *batch, "--out", str(out))
+    return subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+
+
+def read_steps(out: Path) -> dict[int, dict[str, Any]]:
+    """The record of each step; of a repeated one the last."""
+    files = sorted(out.glob("attempts/*/steps.jsonl"), key=lambda path: int(path.parent.name))
+    rows = (json.loads(line) for file in files for line in file.read_text().splitlines())
+    return {row["step"]: row for row in rows}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """A run whose samples outgrow the memory of its config, and one with room for them."""
+    top = tmp_path_factory.mktemp("runs")
+    for name, memory in (("rescued", "104MiB"), ("reference", "256MiB")):
+        done = train(GROWS, top / name, memory)
+        assert done.returncode == 0, done.stderr[-3000:]
+    return {name: top / name for name in ("rescued", "reference")}
+
+
+def test_a_run_that_ran_out_of_memory_goes_on_to_its_end(runs: Mapping[str, Path]) -> None:
+    report = json.loads((runs["rescued"] / "run.json").read_text())
+    assert (report["status"], report["step"], report["rescues"] >= 1) == ("done", STEPS, True)
+    first, last = report["attempts"][0], report["attempts"][-1]
+    assert "out of memory on device" in first["evidence"]
+    assert last["micro_batch"] < first["micro_batch"]
+    for attempt in report["attempts"]:
+        samples = attempt["micro_batch"] * attempt["accumulation"] * attempt["world_size"]
+        assert samples == GLOBAL_BATCH
+    assert json.loads((runs["reference"] / "run.json").read_text())["rescues"] == 0
+
+
+def test_a_rescued_run_sees_the_samples_of_a_whole_one(runs: Mapping[str, Path]) -> None:
+    rescued, reference = (read_steps(runs[name]) for name in ("rescued", "reference"))
+    assert sorted(rescued) == sorted(reference) == list(range(1, STEPS + 1))
+    for step, row in reference.items():
+        assert rescued[step]["samples"] == row["samples"] == [(step - 1) * GLOBAL_BATCH, step * GLOBAL_BATCH]
+
+
+def test_a_rescued_run_has_the_losses_of_a_whole_one(runs: Mapping[str, Path]) -> None:
+    rescued, reference = (read_steps(runs[name]) for name in ("rescued", "reference"))
+    for step, row in reference.items():
+        assert rescued[step]["loss"] == pytest.approx(row["loss"], rel=1e-2)  # bf16, which rounds to 3 digits
+
+
+def test_a_bug_of_the_users_ends_the_run_at_once(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    done = train(tmp_path / "broken.py", tmp_path / "out", "1GiB")
+    assert done.returncode == 2
+    assert "a column that is not there" in done.stderr
+    report = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert (report["status"], report["rescues"], len(report["attempts"])) == ("failed", 0, 1)
