@@ -214,7 +214,8 @@ def cgroup_of(pid: int, *, limit_bytes: int) -> Iterator[None]:
     try:
         yield
     finally:
-        (own / "cgroup.procs").write_text(str(pid))
+        with contextlib.suppress(ProcessLookupError):  # the killer took it too
+            (own / "cgroup.procs").write_text(str(pid))
         wait_for(lambda: is_removed(folder), 20)
 
 
