@@ -1,4 +1,4 @@
-"""Samples that become ten times longer after the 48th: a fit does not see them, a run does."""
+"""Samples that become twenty times as long after the 48th: a fit does not see them, a run does."""
 
 import torch
 from torch import nn
