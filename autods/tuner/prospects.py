@@ -20,13 +20,14 @@ Ranked = TypeVar("Ranked")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prospect:
-    """The forecast of a config at its best micro batch.
+    """The forecast of a config at the micro batch to begin with, and at the largest that fits by the forecast.
 
-    `rate` is in samples a second of all ranks. `most_rate` is the one at the peak rates of the machine's data sheet: no
-    step is faster.
+    `rate` is that of `micro_batch`, in samples a second of all ranks. `most_rate` is the one of `largest` at the peak
+    rates of the machine's data sheet: no micro batch is faster, because a larger one shares a step's fixed costs.
     """
 
     micro_batch: int
+    largest: int
     rate: float
     most_rate: float
 
@@ -43,17 +44,25 @@ def find_prospect(candidate: Candidate, context: FitContext) -> Prospect | None:
     smallest = trial_at(context.sizes[0])
     if context.forecaster.step_time(smallest) is None:  # before the search for the largest, which simulates more
         return None
-    most = context.forecaster.largest(smallest, context.sizes, context.usable_bytes)
-    if most is None:
+    largest = context.forecaster.largest(smallest, context.sizes, context.usable_bytes)
+    if largest is None:
         return None
+    micro_batch = largest
     if context.settings.global_batch is None:
-        most = max(context.sizes[0], min(most, MOST_AT_FIRST))
-    trial = trial_at(most)
-    step = context.forecaster.step_time(trial)
-    if step is None or step.seconds <= 0 or step.least_seconds <= 0:
+        micro_batch = max(context.sizes[0], min(largest, MOST_AT_FIRST))
+    step, at_most = context.forecaster.step_time(trial_at(micro_batch)), context.forecaster.step_time(trial_at(largest))
+    if step is None or at_most is None or min(step.seconds, at_most.least_seconds) <= 0:
         return None
-    samples = trial.knobs.train_batch(context.world_size)
-    return Prospect(micro_batch=most, rate=samples / step.seconds, most_rate=samples / step.least_seconds)
+
+    def samples(size: int) -> int:
+        return trial_at(size).knobs.train_batch(context.world_size)
+
+    return Prospect(
+        micro_batch=micro_batch,
+        largest=largest,
+        rate=samples(micro_batch) / step.seconds,
+        most_rate=samples(largest) / at_most.least_seconds,
+    )
 
 
 def rank(items: Sequence[Ranked], rates: Sequence[float | None]) -> list[Ranked]:

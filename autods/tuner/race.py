@@ -113,7 +113,7 @@ class Contestant(Growth):
         return 0.0 if best is None else self.context.score(best)
 
     def check_forecast(self, size: int) -> int:
-        """The micro batch to enter with: the one that should be best, or else `size` or the forecast's limit.
+        """The micro batch to enter with: `size`, or the one that should be best if that is larger, within memory.
 
         Sets `out` where even the smallest cannot fit. Where the middle of the forecast leaves the headroom on the
         device and fits on the other tiers, it is `size`.
@@ -121,7 +121,7 @@ class Contestant(Growth):
         context, smallest = self.context, self.context.sizes[0]
         self.prospect = find_prospect(self.candidate, context)
         if self.prospect is not None:
-            size = self.prospect.micro_batch
+            size = min(max(size, self.prospect.micro_batch), self.prospect.largest)
         forecast = context.forecast(self.trial_at(size))
         if forecast is None:
             return smallest
@@ -259,7 +259,7 @@ class _Race:
         prospect, leader = rival.prospect, self.leader()
         if prospect is None or prospect.most_rate >= self.score_to_beat():
             return None
-        most = f"at most {prospect.most_rate:.3g} samples/s, with micro batch {prospect.micro_batch}"
+        most = f"at most {prospect.most_rate:.3g} samples/s, with micro batch {prospect.largest}"
         return f"not tried: the machine's peak rates allow {most}; {leader.name} has {leader.describe_best()}"
 
     def leader(self) -> Contestant:

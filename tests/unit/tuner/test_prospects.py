@@ -76,7 +76,7 @@ def test_the_walk_tries_the_fastest_rung_first() -> None:
 def test_a_prospect_has_the_rates_of_its_best_micro_batch() -> None:
     context = make_context(ScriptedRunner(lambda trial: FITS).run, forecaster=Timed({"ddp": 0.5}))
     prospect = find_prospect(CANDIDATES[0], context)  # 2 ranks of 0.5 s a sample
-    assert prospect == Prospect(micro_batch=8, rate=pytest.approx(4.0), most_rate=pytest.approx(8.0))
+    assert prospect == Prospect(micro_batch=8, largest=8, rate=pytest.approx(4.0), most_rate=pytest.approx(8.0))
 
 
 def test_a_prospect_keeps_the_global_batch() -> None:
@@ -90,7 +90,7 @@ def test_a_first_micro_batch_is_no_larger_than_64() -> None:
     context = make_context(ScriptedRunner(lambda trial: FITS).run, forecaster=Timed({"ddp": 0.5}, most=4000))
     prospect = find_prospect(CANDIDATES[0], context)
     assert prospect is not None
-    assert prospect.micro_batch == MOST_AT_FIRST
+    assert (prospect.micro_batch, prospect.largest) == (MOST_AT_FIRST, 4000)
 
 
 def test_what_cannot_fit_has_no_prospect() -> None:

@@ -127,7 +127,7 @@ class Foreseeing:
         return None
 
     def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:
-        sized = [replace(trial, knobs=replace(trial.knobs, micro_batch=size)) for size in sizes[:64]]
+        sized = [replace(trial, knobs=replace(trial.knobs, micro_batch=size)) for size in sizes[:1024]]
         fitting = [one for one in sized if self.machine.peak_gib(one) * GIB <= usable_bytes]
         return fitting[-1].knobs.micro_batch if fitting else None
 
@@ -570,3 +570,15 @@ def test_what_does_without_checkpointing_begins_the_race(raced: Callable[..., Fi
     result = raced(machine, forecaster=Timing(machine), checkpointing=True)
     assert won(result)[0] == "ddp"
     assert [trial.knobs.checkpointing for trial in machine.ran[:2]] == [True, False]
+
+
+@pytest.mark.parametrize("fixed_s", [0.6, 1.0, 2.0])
+def test_a_rung_that_needs_a_large_batch_is_not_ruled_out(raced: Callable[..., FitResult], fixed_s: float) -> None:
+    """Beyond the 64 samples of a first trial; its fixed costs are those of an offload."""
+    rungs = {
+        "zero2": Rung(gib=14, fixed_s=0.005, sample_s=0.01),
+        "zero3-offload": Rung(gib=1, fixed_s=fixed_s, sample_s=0.005),
+    }
+    machine = Machine(rungs, kept_gib=0.02)
+    result = raced(machine, forecaster=Timing(machine))
+    assert won(result)[0] == "zero3-offload"
