@@ -62,6 +62,11 @@ class HostUsage:
     peak_rss_bytes: Mapping[str, int] = field(default_factory=dict)  # by rank
 
     @property
+    def is_exhausted(self) -> bool:
+        """Whether the memory of this node, or of the fit's cgroup, was used up. Kills elsewhere do not count."""
+        return self.group_kills > 0 or self.least_free_bytes < _NEARLY_FULL * self.limit_bytes
+
+    @property
     def oom_kill_evidence(self) -> str | None:
         """A sentence that shows that an OOM killer struck; None without a sign of it. A SIGKILL alone is no sign."""
         if self.group_kills:
@@ -111,6 +116,11 @@ class Evidence:
         return format_signal(-self.exit) if self.exit is not None and self.exit < 0 else None
 
     @property
+    def is_oom_kill(self) -> bool:
+        """Whether the OOM killer of its cgroup probably ended this rank."""
+        return self.signal_name == "SIGKILL" and self.host is not None and self.host.group_kills > 0
+
+    @property
     def headline(self) -> str:
         """The exception's type, and the first line of its message that is not blank."""
         line = next((line.strip() for line in self.message.splitlines() if line.strip()), "")
@@ -149,9 +159,12 @@ class Verdict(NamedTuple):
 
 
 def explain_failure(ends: Sequence[Evidence]) -> OutOfMemory | Failed:
-    """The outcome of a trial whose ranks did not all succeed. The first rank that failed by itself is the cause."""
+    """The outcome of a trial whose ranks did not all succeed. The first rank that failed by itself is the cause.
+
+    A rank that the OOM killer of its cgroup ended goes before all others: what they met, they met in a full cgroup.
+    """
     # Rows are matched only until one rank is the cause, because a trial may have thousands of ranks.
-    in_time = sorted(ends, key=lambda evidence: evidence.at_s)
+    in_time = sorted(ends, key=lambda evidence: (not evidence.is_oom_kill, evidence.at_s))
     cause = next((evidence for evidence in in_time if not _only_noticed(evidence)), in_time[0])
     row = None if cause.contract or cause.lost else _matching_row(cause)
     verdict = _verdict_without_row(cause) if row is None else _verdict_by_row(cause, row)
@@ -205,7 +218,9 @@ def _matching_row(evidence: Evidence) -> Signature | None:
             return None
         if evidence.device == "cpu" and row.kind == "toolchain" and not row.killed:
             return None
-    if row.budget and evidence.device == "cpu":  # the memory of the process, which has a budget, stands for the device
+    host_is_full = evidence.host is not None and evidence.host.is_exhausted
+    if row.budget and evidence.device == "cpu" and not host_is_full:
+        # The memory of the process, which has a budget, stands for the device.
         return replace(row, kind="out_of_memory", tier="device", action="leaner_rung")
     if row.killed and evidence.host and not evidence.host.oom_kill_evidence:
         return replace(row, kind="unknown", tier=None, action="retry")

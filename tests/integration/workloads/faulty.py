@@ -5,6 +5,7 @@ notes the moment, its pid, and pid and beginning of all ranks and of the childre
 file.
 """
 
+import contextlib
 import ctypes
 import json
 import mmap
@@ -197,10 +198,11 @@ def full_disk():
 
 
 def until_killed():
-    """Take memory until the OOM killer of the cgroup strikes."""
+    """Take memory until the OOM killer of the cgroup strikes. In a full cgroup the kernel may refuse some first."""
     kept = []
     while True:
-        kept.append(b"x" * 2**24)
+        with contextlib.suppress(MemoryError):
+            kept.append(b"x" * 2**24)
 
 
 def wrong_shape():

@@ -142,6 +142,24 @@ def test_an_exception_counts_although_an_oom_killer_struck():
     assert outcome.failure == "user_code"
 
 
+def refused(rank, at_s, host):
+    return evidence(rank, at_s, exit=1, types=("MemoryError",), message="", device="cpu", host=host)
+
+
+def test_a_refused_allocation_in_a_full_cgroup_is_host_memory():
+    roomy = HostUsage(limit_bytes=64 * GIB, least_free_bytes=40 * GIB)
+    full = HostUsage(limit_bytes=GIB, least_free_bytes=0)
+    tiers = [explain_failure([refused(0, 1.0, host)]).tier for host in (roomy, full)]
+    assert tiers == ["device", "host"]  # a CPU rank's budget stands for the device
+
+
+def test_the_rank_that_the_cgroups_oom_killer_took_is_the_cause():
+    full = HostUsage(limit_bytes=GIB, least_free_bytes=0, group_kills=1)
+    outcome = explain_failure([refused(0, 1.0, full), evidence(1, 1.1, exit=-signal.SIGKILL, host=full)])
+    assert isinstance(outcome, OutOfMemory)
+    assert (outcome.tier, outcome.rank) == ("host", 1)
+
+
 def test_a_bus_error_is_a_full_shm():
     outcome = explain_failure([evidence(1, 1.0, exit=-signal.SIGBUS)])
     assert isinstance(outcome, OutOfMemory)
