@@ -482,7 +482,7 @@ def repeat_last_step(trace: Trace) -> Trace:
         if block not in freed:
             outliving[sizes[block]].append(block)
     if Counter(sizes[block] for block in freed if block < older) != {
-        size: len(them) for size, them in outliving.items()
+        size: len(blocks) for size, blocks in outliving.items()
     }:
         return trace
     count, events = len(sizes) - older, array("q", trace.events)

@@ -1,8 +1,8 @@
 """When a block that other streams still used can be given out again, by the clocks of a machine.
 
-torch records an event on each of these streams when the block is freed, and asks for the events at every allocation
+torch records an event on each of these streams when the block is freed. It asks for the events at every allocation
 (c10/cuda/CUDACachingAllocator.cpp, `insert_events` and `process_events`). The host asks when its own clock has come to
-the allocation; the event has happened when the stream's clock has passed it.
+the allocation. The event has happened when the stream's clock has passed it.
 """
 
 from __future__ import annotations

@@ -123,9 +123,9 @@ class Trace:
     `streams` has the stream on which each block was allocated; none: all on the first.
     `issued` has for each event how much work was issued before it, counted as `Schedule.first` is.
     `kinds` has the kind of each block, a place in `KINDS`.
-    `held` maps blocks that another stream still used when they were freed (`record_stream`) to the number of events
-    before the one at which the allocator can give them out again, at the latest. `users` has these streams, as the
-    schedule numbers them.
+    `held` has the blocks that another stream still used when they were freed (`record_stream`). It maps each to a
+    number of events: after so many the allocator can give it out again, at the latest. `users` has these streams, as
+    the schedule numbers them.
     """
 
     events: Sequence[int]

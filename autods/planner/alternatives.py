@@ -22,10 +22,10 @@ def list_alternatives(run: PlanRun, site: Site, best: RungForecast) -> tuple[Alt
     spec = run.find_engine(site, best.rung)
     if spec is None or best.speed is None:
         return ()
-    found = [*_list_micro_batches(run, site, spec, best.speed.micro_batch)]
+    alternatives = [*_list_micro_batches(run, site, spec, best.speed.micro_batch)]
     if run.settings.source.kind != "script" and run.facts.checkpointing:
-        found += _switch_checkpointing(run, site, spec, best)
-    return tuple(found)
+        alternatives += _switch_checkpointing(run, site, spec, best)
+    return tuple(alternatives)
 
 
 def _list_micro_batches(run: PlanRun, site: Site, spec: EngineSpec, micro_batch: int) -> list[Alternative]:

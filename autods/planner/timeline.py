@@ -1,8 +1,8 @@
 """A forecast's step as a trace for Perfetto or chrome://tracing: streams, the host's thread, and memory by kind.
 
 The clocks are those of `forecast.step_time`; an observer looks at them between two events. Times are in microseconds
-from the beginning of the step. The host may be far ahead of the device, so phases and memory follow the default stream:
-a tensor is shown from the moment at which that stream comes to its first kernel.
+from the beginning of the step. The host may be far ahead of the device, so phases and memory follow the default stream.
+A tensor is shown from the moment at which that stream comes to its first kernel.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def _list_phases(trace: Trace, schedule: Schedule, observer: _Observer) -> Itera
 
 
 def _count_memory(trace: Trace, schedule: Schedule, observer: _Observer) -> Iterator[Event]:
-    """Counters of live bytes by kind. Of each short span the fullest moment is shown."""
+    """Counters of live bytes by kind, at the fullest moment of each short span."""
     if not trace.issued:
         return
     live, sizes = [0] * len(KINDS), [event for event in trace.events if event >= 0]

@@ -144,12 +144,12 @@ def compare_speeds(site: SiteForecast) -> Iterator[str]:
         size = f"micro batch {forecast.micro_batch}"
         if switched:
             state = "on" if alternative.checkpointing else "off"
-            what = f"{checkpointing} activation checkpointing"
+            change = f"{checkpointing} activation checkpointing"
             option = f" (--checkpointing {state})"
             if forecast.verdict == "cannot_fit":
-                yield f"{what} even {size} {_describe_lack(forecast)}"
+                yield f"{change} even {size} {_describe_lack(forecast)}"
                 continue
-            size = f"{what}, {size}"
+            size = f"{change}, {size}"
         else:
             size, option = f"{size} instead of {best.speed.micro_batch}", ""
         if forecast.speed is None:

@@ -83,7 +83,7 @@ class RunReport:
 
     @property
     def seconds(self) -> float:
-        """Of all attempts."""
+        """The time of all attempts."""
         return sum(attempt.seconds for attempt in self.attempts)
 
     def to_dict(self) -> dict[str, Any]:

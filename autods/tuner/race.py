@@ -45,8 +45,8 @@ def run_race(first: Record, walked: WalkResult, rungs: Sequence[Candidate], cont
     """Grow the walk's winner `first` and, unless the profile says "first-fit", race the untried rungs against it.
 
     Rivals enter in the order of forecast time, with one short trial at the micro batch that should be their best, or at
-    the leader's where no time is forecast. A rival is out before that when it could not lead at the machine's peak
-    rates, and later when its step times show that no micro batch would make it the fastest. The failure of another rung
+    the leader's where no time is forecast. A rival that could not lead at the machine's peak rates gets no
+    trial. One whose step times show that no micro batch would make it the fastest leaves. The failure of another rung
     never decides. Those that stay in grow.
 
     Checkpointing costs every rung the same arithmetic, so the winner alone shows whether it pays. If it does not,

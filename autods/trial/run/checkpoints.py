@@ -46,17 +46,17 @@ class Layout:
     def from_config(cls, ds_config: Mapping[str, Any], world_size: int, *, divided: bool = False) -> Layout:
         """The layout of an engine with this DeepSpeed config."""
 
-        def device(name: str) -> str | None:
-            where = get_key(ds_config, f"zero_optimization.{name}.device")
-            return None if where in (None, "none") else str(where)
+        def read_device(name: str) -> str | None:
+            device = get_key(ds_config, f"zero_optimization.{name}.device")
+            return None if device in (None, "none") else str(device)
 
         stage = int(get_key(ds_config, "zero_optimization.stage") or 0)
         size = get_key(ds_config, "zero_optimization.sub_group_size") or _SUB_GROUP_SIZE
         return cls(
             stage=stage,
             world_size=world_size,
-            offload_optimizer=device("offload_optimizer"),
-            offload_param=device("offload_param"),
+            offload_optimizer=read_device("offload_optimizer"),
+            offload_param=read_device("offload_param"),
             precision=enabled_half_precision(ds_config),
             sub_group_size=None if stage < 3 else int(size),
             round_robin=stage in (1, 2) and bool(get_key(ds_config, "zero_optimization.round_robin_gradients")),

@@ -216,7 +216,7 @@ class TrainerSession(sessions.Session):
             self.extra = False
 
     def _save_states(self, folder: Path) -> None:
-        """Let the Trainer save into its own folder, and link it. Of a torn one of the same step nothing may stay."""
+        """Let the Trainer save into its own folder, and link it. A torn one of the same step is removed first."""
         trainer, first = self.trainer, self.consensus.rank == 0
         target = Path(trainer._get_output_dir(None), f"checkpoint-{self.step}").resolve()
         if first:
