@@ -444,16 +444,27 @@ def find_least_limit(
     A large card caches pieces that initialising leaves and no later request fits. A smaller card gives them back once,
     and never misses them. Whether it does is seen in a repeated step: the second one may still give back what only the
     first has left. `tolerance` is relative.
+
+    The need is not monotonic: the trace may run out of a limit above the answer. It was replayed at the answer itself.
+    The peak without a limit may be too little: the repeated step may need more, and torch asks for a whole segment
+    before it knows how few pages it has to map.
     """
     trace = repeat_last_step(trace)
-    low, high, best = unlimited.peak_allocated_bytes, unlimited.peak_reserved_bytes, unlimited
-    while high - low > max(2**21, tolerance * high):
+    low, high = unlimited.peak_allocated_bytes, unlimited.peak_reserved_bytes
+    best: Replay | None = None
+    while high - low > (margin := max(2**21, int(tolerance * high))):
         middle = (low + high) // 2
         attempt = replay(trace, expandable=expandable, limit_bytes=middle, only_if_well=True, late=late)
         if attempt.runs_well:
             high, best = middle, attempt
         else:
             low = middle
+    while best is None:
+        attempt = replay(trace, expandable=expandable, limit_bytes=high, only_if_well=True, late=late)
+        if attempt.runs_well:
+            best = attempt
+        else:
+            high += margin
     return high, best
 
 
