@@ -36,7 +36,8 @@ _MOST_OF_PLACE = 250  # of them, for a path
 class Call:
     """One call of the program. `argv` begins with the program's name; `out` is the folder of results, once it is known.
 
-    Tests pass their own `fit`, `plan`, `probe` and `run`. Those of `api` stand in for None.
+    `end_signal` is the signal that asked it to end, other than Ctrl-C's. Tests pass their own `fit`, `plan`, `probe`
+    and `run`. Those of `api` stand in for None.
     """
 
     argv: Sequence[str]
@@ -45,6 +46,14 @@ class Call:
     plan: UseCase[PlanRequest, PlanSettings, ForecastEvent, Forecast] | None = None
     probe: UseCase[ProbeRequest, ProbeSettings, Event, ProbeReport] | None = None
     run: UseCase[RunRequest, Any, RunEvent, RunReport] | None = None
+    end_signal: int | None = None
+
+    @property
+    def interrupted_code(self) -> int:
+        """The exit code of an interruption. A run tells SIGTERM from Ctrl-C, as its scheduler expects."""
+        if self.end_signal is not None and self.argv[1:2] == ["run"]:
+            return 128 + self.end_signal
+        return Interrupted.exit_code
 
 
 def end_output(call: Call, code: int) -> int:
@@ -73,7 +82,8 @@ def end_with_error(error: BaseException, call: Call, *, as_json: bool, resumes: 
         ended = Interrupted if isinstance(error, KeyboardInterrupt) else error
         kind, code = ended.kind, ended.exit_code
     message = _format_error(error)
-    if code == Interrupted.exit_code:
+    if kind == Interrupted.kind:
+        code = call.interrupted_code
         lines = _describe_interruption(error, call) if resumes else ["interrupted: nothing is left running"]
     elif isinstance(error, AutodsError):
         lines = [f"error: {message[0]}", *message[1:]]

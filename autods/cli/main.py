@@ -11,11 +11,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from ..errors import InputError, Interrupted
+from ..errors import InputError
 from ..requests import Option, TrialRequest, WorkloadRequest, field_types, find_kind
 from .commands import (
     EPILOGS,
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None, **commands: Any) -> int:
     `commands` replace the use cases of `api`, see `Call`.
     """
     call = Call(sys.argv if argv is None else ["autods", *argv], **commands)
-    with _signals_interrupt():
+    with _signals_interrupt(call):
         code = parse_and_run(call, list(call.argv[1:]) or ["--help"])
     return end_output(call, code)
 
@@ -71,7 +72,7 @@ def parse_and_run(call: Call, args: list[str]) -> int:
         wrong = InputError(error.format_message(), hint=f"see: autods {command}--help")
         return end_with_error(wrong, call, as_json="--json" in ours, resumes=False)
     except typer.Abort:  # a Ctrl-C before the command began
-        return Interrupted.exit_code
+        return call.interrupted_code
     except Exception as error:  # Typer imports modules late
         return end_with_error(error, call, as_json=False, resumes=False)
 
@@ -83,15 +84,20 @@ def _parser() -> Any:
 
 
 @contextlib.contextmanager
-def _signals_interrupt() -> Iterator[None]:
+def _signals_interrupt(call: Call) -> Iterator[None]:
     """Let the signals that ask a process to end be a Ctrl-C, so that it leaves nothing behind.
 
     Those that the caller ignores stay ignored, as by nohup; SIGTERM is the one that every caller may rely on.
     """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        call.end_signal = number
+        signal.default_int_handler(number, frame)
+
     before = {number: signal.getsignal(number) for number in _END_SIGNALS}
     for number, handler in before.items():
         if handler != signal.SIG_IGN or number == signal.SIGTERM:
-            signal.signal(number, signal.default_int_handler)
+            signal.signal(number, interrupt)
     try:
         yield
     finally:

@@ -104,9 +104,9 @@ def run(
         supervisor = Supervisor(
             settings=settings, journal=journal, report=report, listen=listen, start=start or _start_ray_runner
         )
-        with supervisor.sessions:
+        with supervisor.stopping.listen(), supervisor.sessions:
             result = supervisor.run()
-        write_run(result)
+            write_run(result)
         return result
 
 
@@ -540,7 +540,7 @@ class Watching:
 class StopRequest:
     """Turns a signal into a request to save and to end. `number` is that of the first signal, None before.
 
-    A second Ctrl-C, a signal before the first step, and the end of the time limit raise KeyboardInterrupt.
+    A second Ctrl-C, a signal while no rank has done a step, and the end of the time limit raise KeyboardInterrupt.
     """
 
     def __init__(self) -> None:
@@ -550,12 +550,11 @@ class StopRequest:
         self._timer: threading.Timer | None = None
 
     @contextlib.contextmanager
-    def during(self, order: RunOrder, limit_s: float) -> Iterator[None]:
-        """Handle signals while the ranks of an attempt run. Elsewhere than in the main thread there are none."""
+    def listen(self) -> Iterator[None]:
+        """Handle signals. Elsewhere than in the main thread there are none."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        self._order, self._limit_s = order, limit_s
         before = {number: signal.getsignal(number) for number in _END_SIGNALS}
         for number, handler in before.items():
             if handler != signal.SIG_IGN:
@@ -563,16 +562,24 @@ class StopRequest:
         try:
             yield
         finally:
-            if self._timer is not None:
-                self._timer.cancel()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    @contextlib.contextmanager
+    def during(self, order: RunOrder, limit_s: float) -> Iterator[None]:
+        """Ask the ranks of an attempt to save and to end, while they run."""
+        self._order, self._limit_s = order, limit_s
+        try:
+            yield
+        finally:
+            self._order = None
+            if self._timer is not None:
+                self._timer.cancel()
+
     def _handle(self, number: int, frame: object) -> None:
-        assert self._order is not None
         if self.number is None:
             self.number = number
-            if self._order.steps_file.exists():
+            if self._order is not None and self._order.steps_file.exists():
                 self._order.stop_file.touch()
                 self._timer = threading.Timer(self._limit_s, os.kill, (os.getpid(), signal.SIGINT))
                 self._timer.daemon = True

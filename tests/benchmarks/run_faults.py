@@ -1,0 +1,514 @@
+"""Runs that meet a fault at a random moment: does each end at its last step, with every sample seen once?
+
+python tests/benchmarks/run_faults.py [--runs 20] [--seed 0] [--only WORD] [--json] [--show]. Needs root: the campaign
+has namespaces of its own, so that everything that is there after a run is left by it.
+
+Two CPU ranks train a small model for 40 steps, with a checkpoint every 5, from one finished fit. A run that ends with
+an exit code that says so is started again by the same command. A row shows the moment of the fault (seconds after the
+start, or an optimizer step), the exit codes, the steps that were done again, whether every step trained on the samples
+of an undisturbed run (as the ranks saw them), the largest difference of a step's loss from that run's, and what is left
+10 s after the end. --json prints the rows, and the table on standard error. Exit code 1 when a run breaks a claim.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from autods.system.host import find_memory_groups
+from autods.trial.run.checkpoints import MARK, list_checkpoints
+from tests.support.leftovers import Left, Place, in_namespaces, subtract, why_not
+from tests.support.watching import Scene
+
+WORKLOAD = Path(__file__).parent / "workloads" / "slow_steps.py"
+CASE = Path("/tmp/case")  # in the campaign's own /tmp
+STEPS, EVERY, GLOBAL_BATCH = 40, 5, 8
+LOSS_TOLERANCE = 1e-2  # a bf16 number has three digits; a smaller micro batch sums in another order
+START_S = 15.0  # about as long as Ray and the ranks take to start
+CALLS = 4  # of the same command, at most
+INSIDE = "AUTODS_RUN_FAULTS"
+
+
+# ------------------------------------------------------------------------------------------------ one run, and its end
+
+
+@dataclass(slots=True)
+class Run:
+    """A run and the calls of its command."""
+
+    name: str
+    place: Place
+    chance: random.Random
+    scene: Scene = field(init=False)
+    process: subprocess.Popen[bytes] = field(init=False)
+    moment: str = ""
+    note: str = ""  # what a fault did
+    tears: int = 0  # checkpoints that it spoiled
+    codes: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.scene = Scene(CASE / self.name, CASE / WORKLOAD.name)
+
+    @property
+    def out(self) -> Path:
+        return self.scene.out
+
+    def start(self) -> None:
+        """Call the command."""
+        command = [sys.executable, "-m", "autods", "run", str(self.scene.path), "--fit", str(CASE / "fit")]
+        command += ["--device", "cpu", "--gpus", "2", "--gpu-memory", "1GiB", "--ladder", "zero2", "--no-forecast"]
+        command += ["--config", "quick", "--global-batch", str(GLOBAL_BATCH), "--steps", str(STEPS)]
+        command += ["--checkpoint-every", str(EVERY), "--out", str(self.out)]
+        with open(CASE / f"{self.name}.txt", "ab") as output:
+            self.process = subprocess.Popen(
+                command, start_new_session=True, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+
+    def finish(self) -> None:
+        """Wait for the end of the command."""
+        self.place.wait(lambda: self.ended)
+        self.process.returncode = self.place.codes[self.process.pid]
+        self.codes.append(self.process.returncode)
+
+    @property
+    def ended(self) -> bool:
+        return self.process.pid in self.place.codes
+
+    @property
+    def step(self) -> int:
+        """The last step of the last attempt."""
+        files = sorted(self.out.glob("attempts/*/steps.jsonl"), key=lambda path: int(path.parent.name))
+        lines = files[-1].read_text().splitlines() if files else []
+        return max((read_line(line).get("step", 0) for line in lines), default=0)
+
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        """Wait until it holds, or the command has ended."""
+        self.place.wait(lambda: condition() or self.ended)
+
+    def wait_for_step(self) -> None:
+        """Wait for a random moment between the first step and the last."""
+        moment = self.chance.uniform(1, STEPS - 1)
+        self.moment = f"step {moment:.1f}"
+        self.wait_for(lambda: self.step >= int(moment))
+        time.sleep(moment % 1 * 0.1)
+
+    def wait_for_moment(self) -> None:
+        """Wait for a random moment of the whole run, its start included."""
+        if self.chance.random() < 0.75:
+            return self.wait_for_step()
+        moment = self.chance.uniform(0.5, START_S)
+        self.moment = f"{moment:.1f} s"
+        until = time.monotonic() + moment
+        self.wait_for(lambda: time.monotonic() > until)
+        return None
+
+    def strike_rank(self, fault: str) -> None:
+        """Let a rank meet a fault of the workload, and wait until it did."""
+        text = json.dumps({"fault": fault, "rank": self.chance.randrange(2)})
+        (self.out / "strike.tmp").write_text(text)
+        os.replace(self.out / "strike.tmp", self.out / "strike.json")
+        self.wait_for((self.out / "struck.json").exists)
+
+    def ranks(self) -> list[int]:
+        """The ranks, while they run."""
+        pids: list[int] = []
+
+        def look() -> bool:
+            with contextlib.suppress(StopIteration, psutil.Error):
+                pids[:] = [child.pid for child in self.scene.zygote().children()]
+            return len(pids) == 2
+
+        self.wait_for(look)
+        return pids
+
+
+def read_line(text: str) -> dict[str, Any]:
+    """A line of a journal; nothing where it is cut off."""
+    with contextlib.suppress(ValueError):
+        return dict(json.loads(text))
+    return {}
+
+
+# ---------------------------------------------------------------------------------------------------------- the faults
+
+
+def fill_device(run: Run) -> None:
+    run.wait_for_step()
+    run.strike_rank("device")
+
+
+def fill_host(run: Run) -> None:
+    """One rank takes memory until the killer of the ranks' cgroup strikes."""
+    run.wait_for_step()
+    pids = run.ranks()
+    if run.ended:
+        return
+    with memory_group([run.scene.zygote().pid, *pids], limit_bytes=2**30):
+        run.strike_rank("host")
+        run.finish()
+
+
+def kill_rank(run: Run) -> None:
+    run.wait_for_step()
+    pids = run.ranks()
+    kill(run.chance.choice(pids or [0]), signal.SIGKILL)
+
+
+def kill_driver(run: Run) -> None:
+    run.wait_for_moment()
+    kill(run.process.pid, signal.SIGKILL)
+
+
+def kill_named(name: str) -> Callable[[Run], None]:
+    """Kill a process of Ray's by the name of its program."""
+
+    def strike(run: Run) -> None:
+        run.wait_for_moment()
+        pids: list[int] = []
+
+        def look() -> bool:
+            pids[:] = [each.pid for each in psutil.process_iter(["name"]) if each.info["name"] == name]
+            return bool(pids)
+
+        run.wait_for(look)
+        for pid in pids:
+            kill(pid, signal.SIGKILL)
+
+    return strike
+
+
+def ask_to_end(run: Run) -> None:
+    run.wait_for_moment()
+    kill(run.process.pid, signal.SIGTERM)
+
+
+def press_ctrl_c(run: Run) -> None:
+    run.wait_for_moment()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(run.process.pid, signal.SIGINT)
+
+
+def tear_checkpoint(run: Run) -> None:
+    """Kill the driver and spoil the newest checkpoint, as a save does that was cut off."""
+    run.wait_for_step()
+    kill(run.process.pid, signal.SIGKILL)
+    run.place.wait(lambda: run.ended and not run.scene.family())
+    latest = list_checkpoints(run.out / "checkpoints").latest
+    if latest is None:
+        run.note = "there was no checkpoint yet"
+        return
+    names = [name for name, size in latest.manifest.files.items() if size]
+    victim = latest.path / run.chance.choice([MARK, MARK, *names])
+    if victim.name == MARK and run.chance.random() < 0.5:
+        victim.unlink()
+        run.note = f"{latest.path.name}: no {MARK}"
+    else:
+        os.truncate(victim, run.chance.randrange(victim.stat().st_size))
+        run.note = f"{latest.path.name}: {victim.name} is cut off"
+    run.tears += 1
+
+
+def fill_disk(run: Run) -> None:
+    """Fill the run's disk when a save begins, and free it some seconds later or when the command has ended."""
+    run.wait_for_step()
+    known = set(run.out.glob("checkpoints/*"))
+    run.wait_for(lambda: set(run.out.glob("checkpoints/*")) - known)
+    ballast = run.out / "ballast"
+    with open(ballast, "wb") as file:
+        size = shutil.disk_usage(run.out).free
+        while size >= 4096:
+            try:
+                os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), size)
+            except OSError:
+                size //= 2
+    until = time.monotonic() + run.chance.uniform(1, 20)
+    run.wait_for(lambda: time.monotonic() > until)
+    run.note = "freed after the end" if run.ended else "freed meanwhile"
+    ballast.unlink()
+
+
+def kill(pid: int, number: signal.Signals) -> None:
+    if pid:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+@contextlib.contextmanager
+def memory_group(pids: Sequence[int], *, limit_bytes: int) -> Iterator[None]:
+    """These processes, and what they fork from now on, in a memory cgroup of their own."""
+    groups = find_memory_groups()
+    if not groups:
+        raise OSError("this machine has no memory cgroups")
+    folder = groups[0].folder / f"autods-runs-{time.monotonic_ns()}"
+    folder.mkdir()
+    try:
+        name = "memory.max" if groups[0].version == 2 else "memory.limit_in_bytes"
+        (folder / name).write_text(str(limit_bytes))
+        for pid in pids:
+            (folder / "cgroup.procs").write_text(str(pid))
+        yield
+    finally:
+        until = time.monotonic() + 20
+        while folder.exists() and time.monotonic() < until:  # busy until the kernel has done with who died in it
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+            time.sleep(0.1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """`strike` waits for a moment and inflicts it. `codes` are those that the first call may end with, besides 0."""
+
+    strike: Callable[[Run], None]
+    codes: tuple[int, ...] = ()
+    disk: str | None = None  # the size of a file system of its own for the run's folder
+
+
+FAULTS: Mapping[str, Fault] = {
+    "device memory, one rank": Fault(strike=fill_device),
+    "host limit": Fault(strike=fill_host),
+    "rank -9": Fault(strike=kill_rank),
+    "driver -9": Fault(strike=kill_driver, codes=(-signal.SIGKILL,)),
+    "raylet -9": Fault(strike=kill_named("raylet"), codes=(3,)),
+    "GCS -9": Fault(strike=kill_named("gcs_server"), codes=(3,)),
+    "full disk": Fault(strike=fill_disk, codes=(3,), disk="100m"),
+    "torn checkpoint": Fault(strike=tear_checkpoint, codes=(-signal.SIGKILL,)),
+    "SIGTERM": Fault(strike=ask_to_end, codes=(128 + signal.SIGTERM, -signal.SIGTERM)),
+    "Ctrl-C": Fault(strike=press_ctrl_c, codes=(128 + signal.SIGINT, -signal.SIGINT)),
+}
+
+
+# ----------------------------------------------------------------------------------------------------------- the claims
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """The result of a run. `problems` are the claims that it breaks, `left` is what was there 10 s after its end."""
+
+    run: int
+    fault: str
+    moment: str
+    note: str
+    codes: list[int]
+    attempts: int
+    repeated: list[int]
+    same_samples: bool
+    loss_difference: float
+    left: Left
+    seconds: float
+    problems: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What an attempt did: the lines of its steps, the samples that its ranks saw in each, saves that were skipped."""
+
+    first_step: int
+    lines: Mapping[int, Mapping[str, Any]]
+    seen: Mapping[int, Sequence[int]]
+    global_batch: int
+    unsaved: int
+
+
+def read_attempts(out: Path) -> list[Trained]:
+    """The attempts of a run that did a step, from its files."""
+    attempts = []
+    for folder in sorted(out.glob("attempts/*"), key=lambda path: int(path.name)):
+        if not (folder / "steps.jsonl").exists():
+            continue
+        order = json.loads((folder / "order.json").read_text())
+        rows = [read_line(text) for text in (folder / "steps.jsonl").read_text().splitlines()]
+        first_step = int(order["restore"].rpartition("-")[2]) if order["restore"] else 0
+        seen: dict[int, list[int]] = {}
+        for file in folder.glob("seen.*"):
+            for index, text in enumerate(file.read_text().splitlines()):
+                seen.setdefault(first_step + 1 + index // order["accumulation"], []).extend(json.loads(text))
+        attempts.append(
+            Trained(
+                first_step=first_step,
+                lines={row["step"]: row for row in rows if "loss" in row},
+                seen={step: sorted(samples) for step, samples in seen.items()},
+                global_batch=order["micro_batch"] * order["accumulation"] * order["world_size"],
+                unsaved=sum("unsaved" in row for row in rows),
+            )
+        )
+    return attempts
+
+
+def judge(run: Run, fault: Fault, reference: Trained) -> tuple[dict[str, Any], list[str]]:
+    """Return the figures of a finished run's row, and what it did other than it should."""
+    problems, attempts = [], read_attempts(run.out)
+    if run.codes[0] not in (0, *fault.codes):  # 0: it ended before the fault met it
+        problems.append(f"the first call ended with {run.codes[0]}")
+    if run.codes[-1] != 0:
+        problems.append(f"the last call ended with {run.codes[-1]}")
+    with contextlib.suppress(OSError):
+        report = json.loads((run.out / "run.json").read_text())
+        if (report["status"], report["step"]) != ("done", STEPS):
+            problems.append(f"it is {report['status']} at step {report['step']}")
+    same, difference = True, 0.0
+    for attempt in attempts:
+        if attempt.global_batch != GLOBAL_BATCH:
+            problems.append(f"a global batch of {attempt.global_batch}")
+        if list(attempt.lines) != list(range(attempt.first_step + 1, attempt.first_step + 1 + len(attempt.lines))):
+            problems.append(f"an attempt did the steps {list(attempt.lines)}")
+        for step, line in attempt.lines.items():
+            expected = reference.lines[step]
+            same &= (line["ids"], line["samples"]) == (expected["ids"], expected["samples"])
+            same &= attempt.seen.get(step) == reference.seen[step]
+            difference = max(difference, abs(line["loss"] - expected["loss"]) / abs(expected["loss"]))
+    if not same:
+        problems.append("a step has other samples")
+    if not difference <= LOSS_TOLERANCE:
+        problems.append(f"a loss differs by {difference:.1%}")
+    if {step for attempt in attempts for step in attempt.lines} != set(range(1, STEPS + 1)):
+        problems.append("a step was skipped")
+    repeated = []
+    for before, after in itertools.pairwise(attempts):
+        last = max(before.lines, default=before.first_step)
+        repeated.append(last - after.first_step)
+        allowed = EVERY * (1 + run.tears + before.unsaved)
+        if not 0 <= repeated[-1] <= allowed:
+            problems.append(f"step {last} was followed by {after.first_step + 1}")
+    figures = {
+        "attempts": len(attempts),
+        "repeated": repeated,
+        "same_samples": same,
+        "loss_difference": difference,
+    }
+    return figures, problems
+
+
+def suffer(number: int, name: str, place: Place, chance: random.Random, reference: Trained) -> Row:
+    """Make a run that meets the fault, to its end, and judge it."""
+    fault, began = FAULTS[name], time.monotonic()
+    run = Run(f"run{number}", place, chance)
+    run.out.mkdir()
+    if fault.disk is not None:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={fault.disk}", "none", str(run.out)], check=True)
+    before, problems = place.look(), []
+    try:
+        run.start()
+        fault.strike(run)
+        if not run.codes:
+            run.finish()
+        while run.codes[-1] != 0 and len(run.codes) < CALLS:
+            run.start()
+            run.finish()
+    except TimeoutError as error:
+        problems.append(f"hung: {error}")
+        kill(run.process.pid, signal.SIGKILL)
+        run.finish()
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        place.reap()
+        time.sleep(0.05)
+    left = {kind: items for kind, items in subtract(place.look(), before).items() if items}
+    if left:
+        problems.append("something is left")
+    figures, more = judge(run, fault, reference)
+    row = Row(
+        run=number, fault=name, moment=run.moment, note=run.note, codes=run.codes, **figures, left=left,
+        seconds=round(time.monotonic() - began, 1), problems=problems + more,
+    )  # fmt: skip
+    if not row.problems:
+        if fault.disk is not None:
+            subprocess.run(["umount", str(run.out)], check=True)
+        shutil.rmtree(run.out)
+    return row
+
+
+# --------------------------------------------------------------------------------------------------------- the campaign
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="faults whose name has this word")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--show", action="store_true", help="print the output of runs that break a claim")
+    options = parser.parse_args()
+    if os.environ.get(INSIDE) is None:
+        if reason := why_not():
+            print(reason)
+            return 2
+        python = Path(sys.prefix).resolve() / "bin" / "python"  # not a link in the old /tmp
+        env = {**os.environ, INSIDE: "1", "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONDONTWRITEBYTECODE": "1"}
+        return subprocess.run([*in_namespaces(), str(python), __file__, *sys.argv[1:]], env=env).returncode
+    for number in (signal.SIGINT, signal.SIGHUP):  # the background of a script ignores them
+        signal.signal(number, signal.SIG_DFL)
+    table = sys.stderr if options.json else sys.stdout
+    names = [name for name in FAULTS if options.only in name]
+    place, rows = Place(), []
+    reference, seconds = make_reference(place)
+    print(f"undisturbed: {seconds:.0f} s, loss {reference.lines[STEPS]['loss']:.5f}", file=table, flush=True)
+    print(f"{'':3} {'fault':24} {'moment':>9}  {'exits':14} {'repeated':10} samples  loss  left   s", file=table)
+    for number in range(1, options.runs + 1):
+        name = names[(number - 1) % len(names)]
+        chance = random.Random(f"{options.seed} {number} {name}")
+        rows.append(row := suffer(number, name, place, chance, reference))
+        print_row(row, table, options.show)
+    good = sum(not row.problems for row in rows)
+    print(f"{good} of {len(rows)} runs ended at step {STEPS} as they should", file=table)
+    if options.json:
+        print(json.dumps({"seed": options.seed, "rows": [asdict(row) for row in rows]}, indent=1))
+    return 0 if good == len(rows) else 1
+
+
+def make_reference(place: Place) -> tuple[Trained, float]:
+    """The fit of all runs, and what an undisturbed run did; its seconds after the fit."""
+    CASE.mkdir()
+    shutil.copy(WORKLOAD, CASE)
+    for folder in (CASE / "fit", CASE / "reference"):
+        folder.mkdir()
+    run, began = Run("reference", place, random.Random(0)), time.monotonic()
+    for _ in range(2):  # the first one makes the fit
+        shutil.rmtree(run.out)
+        began = time.monotonic()
+        run.start()
+        run.finish()
+        if run.codes[-1] != 0:
+            raise SystemExit((CASE / "reference.txt").read_text()[-3000:])
+    (attempt,) = read_attempts(run.out)
+    return attempt, time.monotonic() - began
+
+
+def print_row(row: Row, table: Any, show: bool) -> None:
+    left = sum(len(items) for items in row.left.values())
+    print(
+        f"{row.run:3} {row.fault:24} {row.moment:>9}  {', '.join(map(str, row.codes)):14} "
+        f"{', '.join(map(str, row.repeated)) or '-':10} {'same' if row.same_samples else 'OTHER':7} "
+        f"{row.loss_difference:.0e} {left:4} {row.seconds:4.0f}  {row.note}",
+        file=table,
+        flush=True,
+    )
+    for problem in row.problems:
+        print(f"      {problem}", file=table, flush=True)
+    for kind, items in row.left.items():
+        for item in items:
+            print(f"      left, {kind}: {item}", file=table, flush=True)
+    if show and row.problems:
+        text = (CASE / f"run{row.run}.txt").read_text(errors="replace")[-4000:]
+        print("      | " + text.strip().replace("\n", "\n      | "), file=table, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""A small model that takes a while for each sample, writes down what it trains on, and meets a fault in a run.
+
+Each rank appends [micro batch, samples] to seen.<pid> in its attempt's folder for every micro batch. The fault stands
+in `strike.json` in the run's folder: {"fault": one of FAULTS, "rank": r}; the rank removes it and meets it once.
+"""
+
+import contextlib
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+WIDTH, SAMPLES, SAMPLE_S = 512, 96, 0.025
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(SAMPLES, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, sample, target):
+        meet_fault()
+        note_samples(sample)
+        time.sleep(SAMPLE_S * len(sample))
+        hidden = self.embed(sample)
+        for layer in self.layers:
+            hidden = hidden + torch.tanh(layer(hidden))
+        return (hidden.mean(1) - target).square().mean()
+
+
+def build_model():
+    torch.manual_seed(0)
+    return Net()
+
+
+def build_batch(micro_batch_size):
+    return {"sample": torch.arange(micro_batch_size), "target": torch.ones(micro_batch_size)}
+
+
+def build_dataset(path):
+    return [{"sample": number, "target": float(number % 7)} for number in range(SAMPLES)]
+
+
+def collate(samples):
+    return {key: torch.tensor([sample[key] for sample in samples]) for key in samples[0]}
+
+
+def attempt_folder():
+    """The folder of the run's attempt; None in a trial of a fit."""
+    order = os.environ.get("AUTODS_RUN")
+    return None if order is None else Path(order).parent
+
+
+def note_samples(sample):
+    if (folder := attempt_folder()) is not None:
+        with open(folder / f"seen.{os.getpid()}", "a") as file:
+            file.write(json.dumps(sample.tolist()) + "\n")
+
+
+def meet_fault():
+    if (folder := attempt_folder()) is None:
+        return
+    path = folder.parents[1] / "strike.json"
+    with contextlib.suppress(OSError, ValueError):
+        strike = json.loads(path.read_text())
+        if strike["rank"] == int(os.environ["RANK"]):
+            os.replace(path, path.with_name("struck.json"))
+            FAULTS[strike["fault"]]()
+
+
+def fill_device():
+    """Take memory of the device until it is refused."""
+    kept = []
+    while True:
+        kept.append(torch.ones(2**20))
+
+
+def fill_host():
+    """Take memory until the kernel's killer strikes. In a full cgroup it may refuse some first."""
+    kept = []
+    while True:
+        with contextlib.suppress(MemoryError):
+            kept.append(b"x" * 2**22)
+
+
+FAULTS = {"device": fill_device, "host": fill_host}
