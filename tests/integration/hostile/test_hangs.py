@@ -65,7 +65,7 @@ _HANGS, _TWICE = "it hangs here: no rank moved for 6 s", "it hangs here: no rank
 _EOF = "EOFError: EOF when reading a line"
 
 IN_USER_CODE = {
-    "build_model": hangs("    return Model()", "    while True:\n        pass", f"model.py:14: {_HANGS}"),
+    "build_model": hangs("    return Model()", "    while True: pass", f"model.py:14: {_HANGS}"),
     "a data loader": hangs(_BATCH, _LOADER + _BATCH, f"model.py:25: {_HANGS}"),
     "forward": hangs(_FORWARD, f"        {_SLEEP}\n{_FORWARD}", f"model.py:10: {_TWICE}"),
     "a deadlock in a pool of threads": hangs(_FORWARD, _DEADLOCK + _FORWARD, f"model.py:12: {_TWICE}"),
