@@ -24,7 +24,8 @@ class SearchStarted:
     """A fit begins to try its rungs, which `ladder` names in their order.
 
     A config has to leave free what of `device_bytes` is not in `usable_bytes`. Where `least_memory` is set, the one
-    with the lowest peak is searched for. `most_trials` and `most_seconds` are the budget; 0 means no limit.
+    with the lowest peak is searched for. `most_trials` and `most_seconds` are the budget; 0 means no limit. In a
+    rehearsal (`rehearsed`) simulations answer the trials.
     """
 
     ladder: tuple[str, ...]
@@ -33,6 +34,7 @@ class SearchStarted:
     least_memory: bool = False
     most_trials: int = 0
     most_seconds: float = 0.0
+    rehearsed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,8 +38,6 @@ def resolve_rehearsal(request: FitRequest, source: WorkloadSource) -> Settings:
         rehearsed_on=machine,
         nodes=-(-ranks // per_node),
         nvme_path=nvme_place(request.nvme_path, machine),
-        # Nothing runs, so there is nothing to prove.
-        profile=replace(settings.profile, certify=replace(settings.profile.certify, most_trials=0, parity=None)),
     )
     name = f"{as_folder_name(source.name)}-{ranks}x{machine.name}-rehearsal-{settings.fingerprint()[:6]}"
     out = Path(request.out) if request.out is not None else Path("autods-out") / name

@@ -17,6 +17,7 @@ from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import AutodsError
 from ..system.host import count_cores, find_memory_groups, read_host_memory
 from ..types import Device, Fit, Outcome, Tier, Trial
+from .allocator import Replay
 from .calibration import (
     Observation,
     StepFactors,
@@ -29,7 +30,7 @@ from .prices import Unpriced
 from .simulator.client import SimulationFailed
 from .step_time import forecast_speed, least_step_s
 from .values import Engine, EngineSpec, RungForecast, Simulation, Simulator
-from .verdict import judge_memory
+from .verdict import judge_memory, replay_at_limit
 
 MOST_MICRO_BATCH = 4096
 MOST_MEASUREMENTS = 8
@@ -198,6 +199,10 @@ class Forecaster:
             expandable=self.expandable,
             advise=advise,
         )
+
+    def replay_at_limit(self, simulation: Simulation, forecast: RungForecast) -> Replay | None:
+        """Return how torch's allocator does at the device's limit, see `verdict.replay_at_limit`."""
+        return replay_at_limit(simulation, forecast, expandable=self.expandable)
 
 
 @dataclass(slots=True)

@@ -174,7 +174,8 @@ class Simulation:
 class RungForecast:
     """The memory that one rung needs at one micro batch, and its verdict.
 
-    `live_peak_bytes` counts tensors alone, on the device.
+    `live_peak_bytes` counts tensors alone, on the device. `overhead_bytes` is the part of the device's peak that the
+    replay of torch's allocator does not hold: the CUDA context, communicators, workspaces, corrections by trials.
     `by_phase` has the bytes that the card must hold in each phase.
     `largest_micro_batch` is the largest whose peak fits; None when it was not searched for or none fits.
     `speed` is that of the largest micro batch, or of this one; None where the machine has no prices.
@@ -186,6 +187,7 @@ class RungForecast:
     micro_batch: int
     memory: Mapping[Tier, TierForecast] = field(default_factory=dict)
     live_peak_bytes: int = 0
+    overhead_bytes: int = 0
     by_phase: Mapping[ForecastPhase, int] = field(default_factory=dict)
     breakdown: Mapping[str, int] = field(default_factory=dict)
     largest_micro_batch: int | None = None

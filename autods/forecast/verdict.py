@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from ..types import Tier
 from ..units import format_bytes
-from .allocator import find_least_limit, repeat_last_step, replay
+from .allocator import Replay, find_least_limit, repeat_last_step, replay
 from .calibration import Calibration, calibrate_forecast
 from .memory_model import Overheads, compute_rank_memory, read_overheads
 from .values import EngineSpec, ForecastPhase, Interval, RungForecast, Simulation, TierForecast, Trace, Verdict
@@ -72,8 +72,8 @@ def judge_memory(
         reason += f"; {_PHASE_WORDS[max(by_phase, key=by_phase.__getitem__)]} decides"
         in_lower_half = limit is not None and device.low_bytes <= limit < device.peak_bytes
         if advise and limit is not None and in_lower_half and spec.device == "cuda":
-            left = limit - (device.peak_bytes - need.tensors_bytes)
-            reason += _advise_on_allocator(simulation.traces["device"], left, need.tensors_bytes, expandable)
+            left_bytes = limit - (device.peak_bytes - need.tensors_bytes)
+            reason += _advise_on_allocator(simulation.traces["device"], left_bytes, need.tensors_bytes, expandable)
     return RungForecast(
         rung=spec.rung,
         verdict=judge_tier(memory[tier]),
@@ -81,11 +81,23 @@ def judge_memory(
         micro_batch=simulation.micro_batch,
         memory=memory,
         live_peak_bytes=need.live_bytes,
+        overhead_bytes=device.peak_bytes - need.tensors_bytes,
         by_phase=by_phase,
         breakdown=simulation.breakdown,
         assumed=simulation.assumed,
         seconds=simulation.seconds,
     )
+
+
+def replay_at_limit(simulation: Simulation, forecast: RungForecast, *, expandable: bool = False) -> Replay | None:
+    """Return the replay of a GPU's trace at the device's limit; None where no limit is known or nothing is left of it.
+
+    It has three optimizer steps, where the trace has two alike. The forecast is that of the simulation.
+    """
+    limit_bytes = forecast.memory["device"].limit_bytes if "device" in forecast.memory else None
+    if limit_bytes is None or (left_bytes := limit_bytes - forecast.overhead_bytes) <= 0:
+        return None
+    return replay(repeat_last_step(simulation.traces["device"]), expandable=expandable, limit_bytes=left_bytes)
 
 
 def judge_tier(tier: TierForecast) -> Verdict:

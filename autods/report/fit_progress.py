@@ -298,7 +298,14 @@ def _rung_table(state: FitState, search: SearchStarted, width: int) -> Table:
         table.add_column(no_wrap=True)
     size = format_bytes(search.device_bytes)
     limit = f"limit {size}" if len(size) + 6 <= bar + 1 else size
-    heads = ("", "", limit[: bar + 1].rjust(bar + 1), f"{_FORECAST} forecast", f"{_MEASURED} measured", "batch")
+    heads = (
+        "",
+        "",
+        limit[: bar + 1].rjust(bar + 1),
+        f"{_FORECAST} forecast",
+        f"{_MEASURED} {'simulated' if search.rehearsed else 'measured'}",
+        "batch",
+    )
     table.add_row(*heads, "samples/s", style="dim")
     for rung, row in rows.items():
         fit = row.record.outcome if row.record is not None else None
@@ -341,14 +348,15 @@ def _memory_bar(row: RungRow, cells: int) -> Text:
 
 def _describe_best(state: FitState) -> Text:
     best = find_best(state)
+    so_far = "best so far" if state.search is None or not state.search.rehearsed else "best so far, not proven"
     if best is None or not isinstance(best.outcome, Fit):
-        return Text("best so far: nothing has fitted", style="dim")
+        return Text(f"{so_far}: nothing has fitted", style="dim")
     device = best.outcome.memory.get("device")
     memory = f", {format_bytes(device.peak_bytes)}" if device is not None else ""
     knobs = best.trial.knobs
     checkpointing = "" if knobs.checkpointing else ", without checkpointing"
     return Text.assemble(
-        "best so far: ",
+        f"{so_far}: ",
         (best.trial.rung, "bold green"),
         f" {knobs.micro_batch}×{knobs.accumulation}{checkpointing}, "
         f"{format_rate(best.outcome.samples_per_second)} samples/s{memory}",

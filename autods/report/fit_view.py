@@ -84,12 +84,14 @@ def _print_answer(report: Report, console: Console) -> None:
 
 
 def describe_effort(report: Report) -> str:
-    """'12 trials, 4 min'; of a rehearsal also what a real fit would take."""
+    """'12 trials, 4 min'; of a rehearsal also that it proves nothing, and what a real fit would take."""
     effort = f"{len(report.trials)} trials, {format_seconds(report.seconds)}"
     if report.question.rehearsed_on is None:
         return effort
-    real_s = sum(record.seconds for record in report.trials)
-    return f"{effort}; the trials of a real fit would take about {format_seconds(real_s)}"
+    effort += ", not proven: a rehearsal"
+    if report.real_fit_seconds is None:
+        return effort
+    return f"{effort}; a real fit and its certificate would take about {format_seconds(report.real_fit_seconds)}"
 
 
 def describe_claim(report: Report) -> str:

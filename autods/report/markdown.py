@@ -8,7 +8,7 @@ from ..types import TIERS, Fit
 from ..units import format_bytes
 from . import fit_view
 from .results import Report
-from .text import format_outcome, format_rate, format_seconds, format_use
+from .text import format_outcome, format_rate, format_use
 
 
 def to_markdown(reports: Sequence[Report]) -> str:
@@ -20,7 +20,7 @@ def to_markdown(reports: Sequence[Report]) -> str:
         ("samples/s", lambda report: format_rate(report.throughput.samples_per_second) if report.throughput else ""),
         ("memory", _describe_memory),
         ("certificate", _describe_certificate),
-        ("effort", lambda report: f"{len(report.trials)} trials, {format_seconds(report.seconds)}"),
+        ("effort", fit_view.describe_effort),
         ("versions", lambda report: ", ".join(f"{name} {version}" for name, version in report.versions.items())),
     )
     heads = [escape(report.out) for report in reports]

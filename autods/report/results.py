@@ -147,6 +147,9 @@ class Report:
 
     `reasons` maps a rung, or a variant of it, to why it was left or chosen. Its entries "grow", "tune" and "certify"
     say why these steps stopped. "batch" says how many samples an optimizer step trains on, and why.
+
+    `real_fit_seconds` is what the trials of a rehearsal and the certificate would take on real ranks, by estimate; None
+    for a real fit, which took `seconds`.
     """
 
     status: Literal["fit", "nothing_fits"]
@@ -167,6 +170,7 @@ class Report:
     hardware: Hardware | None = None
     question: FitQuestion = FitQuestion()
     seconds: float = 0.0
+    real_fit_seconds: float | None = None
     out: str = ""
 
     @property

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..config.deepspeed import compose, get_key, required_ops, without_monitors
+from ..config.deepspeed import compose, required_ops, without_monitors
 from ..config.settings import Settings, apply_survey, describe_script
 from ..config.strategies import Rung
 from ..diagnosis.trial_outcome import blame_code_for_hang, make_input_error
@@ -25,11 +25,11 @@ from ..system.processes import read_tail
 from ..trial.job import JobKind, RankJob
 from ..trial.ops import BUILDERS, USUAL_BUILD_S, check_caches
 from ..trial.run.order import RunOrder
-from ..types import PHASES, Failed, Fit, Knobs, ModelFacts, Outcome, OutOfMemory, Record, Steps, Trial
+from ..types import PHASES, Failed, Fit, Knobs, ModelFacts, Outcome, OutOfMemory, Record, Trial
 from .environment import choose_exported
 from .outcome import find_failure, judge_trial, result_of_rank_0
 from .protocol import Heartbeat, LoadFailed, NodeReport, NodeResult, Ready, ZygoteDied
-from .time_limits import limit_trial, silence_limits
+from .time_limits import limit_trial, silence_limits, warm_up
 from .worker_group import WorkerGroup
 
 Survey = tuple[ModelFacts, Mapping[str, str]]  # the facts, and for each missing DeepSpeed op the reason
@@ -328,20 +328,6 @@ class RayRunner:
         return compose(
             rung, Knobs(), base=self.settings.base, world_size=self.settings.gpus, own_optimizer=False, nvme_path=Path()
         )
-
-
-def warm_up(trial: Trial, config: Mapping[str, Any]) -> Steps:
-    """Return the steps of a trial. One that measures speed under ZeRO-3 warms up for two micro batches at least.
-
-    ZeRO-3 records the order of the modules in the first. In the second it prefetches by that order and keeps more
-    parameters gathered, for which the allocator takes new memory from the device. The third is as all that follow
-    (`reset_step` and `fetch_sub_module` of DeepSpeed's partitioned_param_coordinator.py).
-    """
-    steps, is_stage_3 = trial.steps, get_key(config, "zero_optimization.stage") == 3
-    measures = trial.exam is None and steps.timed > 1
-    if is_stage_3 and measures and trial.knobs.accumulation == 1:
-        return replace(steps, warmup=max(2, steps.warmup))
-    return steps
 
 
 def may_need_all_ranks(results: Sequence[NodeResult], job: RankJob) -> bool:

@@ -1,4 +1,4 @@
-"""The time limits of a trial: of silence in each phase, of the whole, and of its end.
+"""The steps of a trial and its time limits: of silence in each phase, of the whole, and of its end.
 
 The limits of the profile hold for small models. A large one has more: seconds for the bytes that a phase moves, at
 speeds that even a slow machine reaches. A hang of a small model is found as soon as ever.
@@ -7,11 +7,12 @@ speeds that even a slow machine reaches. A hang of a small model is found as soo
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..config.deepspeed import get_key
 from ..config.profiles import TimeLimits
-from ..types import PHASES, ModelFacts, Phase, Trial
+from ..types import PHASES, ModelFacts, Phase, Steps, Trial
 
 _FILES = 1e8  # bytes a second: a network file system, or a disk that others use
 _NVME = 2.5e8
@@ -33,6 +34,20 @@ def silence_limits(limits: TimeLimits) -> dict[Phase, float]:
         phase: limits.init_s if phase in _SLOW_PHASES else limits.stall_s for phase in PHASES
     }
     return by_phase | {"compile": max(limits.build_s, limits.stall_s)}
+
+
+def warm_up(trial: Trial, config: Mapping[str, Any]) -> Steps:
+    """Return the steps of a trial. One that measures speed under ZeRO-3 warms up for two micro batches at least.
+
+    ZeRO-3 records the order of the modules in the first. In the second it prefetches by that order and keeps more
+    parameters gathered, for which the allocator takes new memory from the device. The third is as all that follow
+    (`reset_step` and `fetch_sub_module` of DeepSpeed's partitioned_param_coordinator.py).
+    """
+    steps, is_stage_3 = trial.steps, get_key(config, "zero_optimization.stage") == 3
+    measures = trial.exam is None and steps.timed > 1
+    if is_stage_3 and measures and trial.knobs.accumulation == 1:
+        return replace(steps, warmup=max(2, steps.warmup))
+    return steps
 
 
 def limit_trial(

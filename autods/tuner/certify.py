@@ -45,7 +45,7 @@ def certify(
     reference: Record,
     untried: Sequence[Candidate] = (),
 ) -> CertifyResult | None:
-    """Prove the winner, or the config to take instead; None when the profile wants no certificate.
+    """Prove the winner, or the config to take instead; None when the profile wants no certificate, and in a rehearsal.
 
     The micro batch shrinks when the longest batch lacks memory. When no micro batch holds, another config is examined:
     the next of `alternates` (configs that fitted, best first), then one of the `untried` rungs that fits.
@@ -54,7 +54,7 @@ def certify(
     precision, unless the profile compares no losses. A knob that changes them is reverted.
     """
     settings, limits = context.settings, context.settings.profile.certify
-    if limits.most_trials < 1:
+    if limits.most_trials < 1 or settings.rehearsed_on is not None:  # nothing runs there, so there is nothing to prove
         return None
     tolerance = max(TOLERANCE[name] for name in (precision_name(settings.base), *settings.precisions))
     # At micro batch 1 the winner's samples take far longer, so the reference has its largest one that is known to fit.
@@ -97,6 +97,12 @@ def certify(
     if search.left < 1:
         certificate = replace(certificate, not_checked=(f"no config was proven: {search.spent}",))
     return search.result(winner, certificate)
+
+
+def make_exam(config: Trial, context: FitContext, step_s: float) -> Trial:
+    """The exam of a config; it has few steps where one on the longest batch takes many seconds, `step_s`."""
+    steps = fit_steps_to_budget(context.settings.profile.certify.steps, step_s, least=_FEWEST_EXAM_STEPS)
+    return replace(config, purpose="certify", exam="worst_case", steps=steps, repeat=0)
 
 
 def _configs(search: _ExamSearch, alternates: Sequence[Record], untried: Sequence[Candidate]) -> Iterator[Trial]:
@@ -250,9 +256,7 @@ class _ExamSearch:
         first, knobs = self.winner, config.knobs
         more = knobs.train_batch(1) / first.trial.knobs.train_batch(1)
         step_s = median_step_s(first) * more * self.context.facts.longest_ratio
-        steps = self.context.settings.profile.certify.steps
-        steps = fit_steps_to_budget(steps, step_s, least=_FEWEST_EXAM_STEPS)
-        return self.run(replace(config, purpose="certify", exam="worst_case", steps=steps, repeat=0))
+        return self.run(make_exam(config, self.context, step_s))
 
     def _time(self, config: Trial) -> Record | None:
         """The config's timed trial on the usual batch: a known one, or a new one."""

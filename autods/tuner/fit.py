@@ -60,13 +60,15 @@ def fit(
     listen: Listener,
     start: StartRunner | None = None,
     forecaster: OpenForecaster = open_forecaster,
+    estimate_real_s: Callable[[FitResult | NothingFits, FitContext], float] | None = None,
 ) -> Report:
     """Find the fastest config that fits, prove it with real trials, and write the report to `settings.out`.
 
     A fit that was killed goes on where it stopped. A finished one returns its report again, unless `settings.fresh`, or
     goes on where a larger budget or other forecasts are asked for.
-    `start` and `forecaster` replace Ray and the simulator. Raises InputError when the workload or the folder is at
-    fault, EnvironmentBroken when the machine is, and Interrupted on Ctrl-C.
+    `start` and `forecaster` replace Ray and the simulator. A rehearsal gives `estimate_real_s`, which returns the
+    seconds that the real fit would take. Raises InputError when the workload or the folder is at fault,
+    EnvironmentBroken when the machine is, and Interrupted on Ctrl-C.
     """
     with workspace(settings.out, fresh=settings.fresh) as out:
         fingerprint = settings.fingerprint()
@@ -105,6 +107,8 @@ def fit(
             earlier_s = 0.0  # simulated seconds: nobody has waited for them
         seconds = time.monotonic() - began + earlier_s
         report = build_report(result, context, fingerprint=fingerprint, seconds=seconds)
+        if estimate_real_s is not None:
+            report = replace(report, real_fit_seconds=estimate_real_s(result, context))
         serialize.write(report, out)
         write_page(report, out)
         return report
@@ -197,6 +201,7 @@ def _describe_search(context: FitContext) -> SearchStarted:
         least_memory=settings.objective == "memory",
         most_trials=settings.budget.trials,
         most_seconds=settings.budget.seconds,
+        rehearsed=settings.rehearsed_on is not None,
     )
 
 

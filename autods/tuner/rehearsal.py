@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 from ..config.catalogue import Machine
@@ -14,7 +15,7 @@ from ..config.settings import Settings, apply_survey
 from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import InputError
 from ..events import Listener, Note
-from ..forecast.allocator import read_alloc_conf
+from ..forecast.allocator import Replay, read_alloc_conf
 from ..forecast.forecaster import Forecaster as ForecastService
 from ..forecast.forecaster import Limits, TrialForecaster
 from ..forecast.simulator.client import SimulationFailed
@@ -22,15 +23,23 @@ from ..forecast.step_time import forecast_speed
 from ..forecast.values import EngineSpec, RungForecast, StartSimulator
 from ..journal import TrialStore, trial_key
 from ..report.results import Report
+from ..runner.time_limits import warm_up
 from ..types import Failed, Fit, ModelFacts, Outcome, OutOfMemory, Record, Tier, TierUse, Timing, Trial
+from ..units import format_bytes
 from .candidates import why_not_forecast
-from .fit import fit
+from .certify import make_exam
+from .fit import FitResult, NothingFits, fit
 from .forecasts import Forecaster, engine_spec, shorten_accumulation, start_processes
+from .loss_parity import FEWEST_UPDATES, is_same_maths
+from .trials import FitContext, fit_steps_to_budget, median_step_s
 
-# Of a real trial, before its first step. Estimates: CUDA contexts and NCCL's communicators of a node, and random
-# weights, which each rank draws in host memory.
+# Estimates of what a real trial takes besides its steps: CUDA contexts and NCCL's communicators of a node, random
+# weights, which each rank draws in host memory, and a checkpoint, written to a disk of the node and read from it.
 _START_S = 8.0
 _BUILT_PARAMETERS_PER_S = 3e8
+_CHECKPOINT_BYTES_PER_S = 1e9
+_CHECKPOINT_BYTES = 14  # of a parameter: a half, and Adam's weight and moments in fp32
+_EXAM_STEPS = 3  # besides the exam's own: one after saving, one after loading, and two evaluations count as another
 _LIMITED: tuple[Tier, ...] = ("device", "host", "nvme")
 
 
@@ -65,14 +74,22 @@ def rehearse(settings: Settings, *, listen: Listener, start: StartSimulator | No
             finally:
                 forecaster.close()
 
-        return fit(settings, listen=listen, start=lambda *_: nullcontext(runner), forecaster=open_forecaster)
+        return fit(
+            settings,
+            listen=listen,
+            start=lambda *_: nullcontext(runner),
+            forecaster=open_forecaster,
+            estimate_real_s=runner.estimate_fit_s,
+        )
 
 
 class RehearsalRunner:
     """Answers trials by exact simulations of their configs; a `tuner.fit.Runner`.
 
-    A trial fits when the middle of its forecast is within the limits of every tier. Its seconds are an estimate of what
-    it would take on real ranks. `read_facts` returns the facts of the model.
+    On the device a trial fits when its allocations, replayed at the card's limit, find memory. If they do by giving
+    cached memory back in every step, it has the retries that a real trial would show. On the other tiers the middle of
+    the forecast has to be within the limit. A trial's seconds are an estimate of what it would take on real ranks.
+    `read_facts` returns the facts of the model.
     """
 
     def __init__(
@@ -122,11 +139,42 @@ class RehearsalRunner:
                 failure="user_code", rank=0, phase="forward", evidence=evidence, action="fix_code",
                 advice="train with larger micro batches", wants_larger_batch=True,
             )  # fmt: skip
-        steps_s = (
-            sum(outcome.step_s) * (1 + trial.steps.warmup / len(outcome.step_s)) if isinstance(outcome, Fit) else 0.0
-        )
-        build_s = _START_S + self.facts.parameters / _BUILT_PARAMETERS_PER_S
-        return Record(id=id, trial=trial, outcome=outcome, seconds=build_s + steps_s)
+        seconds = self._start_s
+        if isinstance(outcome, Fit):
+            seconds += self._count_steps(trial, median(outcome.step_s)) * median(outcome.step_s)
+        return Record(id=id, trial=trial, outcome=outcome, seconds=seconds)
+
+    def estimate_fit_s(self, result: FitResult | NothingFits, context: FitContext) -> float:
+        """Return the seconds that the trials would take on real ranks, with a certificate that passes at once."""
+        seconds = sum(record.seconds for record in context.memory.records)
+        limits = self.settings.profile.certify
+        if isinstance(result, NothingFits) or limits.most_trials < 1:
+            return seconds
+        best, plain = result.best, result.walked.winner
+        assert plain is not None, "a config fits"
+        step_s = median_step_s(best)
+        longest_s = step_s * self.facts.longest_ratio
+        steps = make_exam(best.trial, context, longest_s).steps
+        nodes = self.settings.nodes or 1
+        moved_s = 2 * self.facts.parameters * _CHECKPOINT_BYTES / nodes / _CHECKPOINT_BYTES_PER_S
+        seconds += self._start_s + (steps.warmup + steps.timed + _EXAM_STEPS) * longest_s + moved_s
+        if limits.parity is None or is_same_maths(best.trial, plain.trial):
+            return seconds
+        parity = fit_steps_to_budget(limits.parity, step_s, least=FEWEST_UPDATES + 1)
+        samples = best.trial.knobs.train_batch(1) / plain.trial.knobs.train_batch(1)
+        return seconds + 2 * self._start_s + parity.timed * (step_s + samples * median_step_s(plain))
+
+    @property
+    def _start_s(self) -> float:
+        """The seconds of a real trial before its first step."""
+        return _START_S + self.facts.parameters / _BUILT_PARAMETERS_PER_S
+
+    def _count_steps(self, trial: Trial, step_s: float) -> int:
+        """How many optimizer steps a real trial runs. One that measures ends with a step that times collectives."""
+        steps = warm_up(trial, self.final_config(trial))
+        run = steps.warmup + steps.timed
+        times_collectives = steps.most_timed > 1 and self.settings.gpus > 1 and (run + 2) * step_s <= steps.budget_s
+        return run + times_collectives
 
     def final_config(self, trial: Trial) -> dict[str, Any]:
         """The DeepSpeed config of a trial as the user gets it."""
@@ -152,7 +200,8 @@ class RehearsalRunner:
         spec, knobs = self.spec_of(trial), trial.knobs
         simulation = self.service.simulate(spec, knobs.micro_batch)
         forecast = self.service.judge(spec, simulation, self.limits, advise=False)
-        if trial.limited and (full := _find_full_tier(forecast)) is not None:
+        replayed = self.service.replay_at_limit(simulation, forecast) if trial.limited else None
+        if trial.limited and (full := _find_full_tier(forecast, replayed)) is not None:
             return full
         ranks_per_node = min(spec.ranks_per_node, spec.world_size)
         assert simulation.schedule is not None, "a simulated GPU logs its work"
@@ -170,7 +219,10 @@ class RehearsalRunner:
             problem = f"{trial.rung} cannot be rehearsed: {self.machine.name} lacks a rate that its step needs"
             raise InputError(problem, place=self.machine.source, hint="leave the rung out with --ladder")
         memory = {
-            tier: TierUse(peak_bytes=use.peak_bytes, limit_bytes=use.limit_bytes)
+            tier: TierUse(
+                peak_bytes=min(use.peak_bytes, use.limit_bytes or use.peak_bytes) if trial.limited else use.peak_bytes,
+                limit_bytes=use.limit_bytes,
+            )
             for tier, use in forecast.memory.items()
         }
         step_s = (speed.step.seconds,) * trial.steps.timed
@@ -181,13 +233,32 @@ class RehearsalRunner:
             step_s=step_s,
             spread=0.0,
             losses=(),
+            alloc_retries=0 if replayed is None else replayed.late_retries * trial.steps.timed,
             timing=Timing(wall_s=sum(step_s), steps_s=sum(step_s)),
         )
 
 
-def _find_full_tier(forecast: RungForecast) -> OutOfMemory | None:
-    """The out-of-memory of the first tier whose forecast exceeds its limit."""
-    for tier in _LIMITED:
+def _find_full_tier(forecast: RungForecast, replayed: Replay | None) -> OutOfMemory | None:
+    """The out-of-memory of the first tier that lacks memory.
+
+    On the device the replay at its limit decides, if there is one, and on other tiers the middle of the forecast.
+    """
+    if replayed is not None and replayed.ran_out is not None:
+        device, ran_out = forecast.memory["device"], replayed.ran_out
+        assert device.limit_bytes is not None, "it was replayed at the limit"
+        wanted = f"{format_bytes(ran_out.wanted_bytes)} in one piece"
+        return OutOfMemory(
+            tier="device",
+            rank=0,
+            phase=ran_out.phase,
+            evidence=f"simulated: {forecast.reason}; torch's allocator finds no {wanted}",
+            # What is missing is told by the least limit that is enough, not by the request that failed.
+            wanted_bytes=max(1, device.peak_bytes - device.limit_bytes),
+            free_bytes=0,
+            limit_bytes=device.limit_bytes,
+            fragmented=device.low_bytes <= device.limit_bytes,
+        )
+    for tier in _LIMITED if replayed is None else _LIMITED[1:]:
         use = forecast.memory.get(tier)
         if use is not None and use.limit_bytes is not None and use.peak_bytes > use.limit_bytes:
             return OutOfMemory(

@@ -112,9 +112,18 @@ def test_no_line_of_the_view_is_wider_than_the_terminal(width: int) -> None:
     assert len(lines) <= 1 + len(LADDER) + 5
 
 
+def test_the_view_of_a_rehearsal_says_that_nothing_is_proven() -> None:
+    events = (event if event is not SEARCH else replace(SEARCH, rehearsed=True) for event in MIDWAY)
+    text = "\n".join(draw(state_after(*events), 19.0))
+    assert "best so far, not proven: zero2" in text
+    assert "▄ simulated" in text
+    assert "measured" not in text
+
+
 def test_the_view_shows_best_so_far_budget_and_current_steps() -> None:
     text = "\n".join(draw(state_after(*MIDWAY), 19.0, 120))
     assert "best so far: zero2 1×1, 9.5 samples/s, 350.0 MiB" in text
+    assert "measured" in text
     assert "budget used: 2 of 40 trials, 16 s of 20 min 0 s" in text
     assert "zero2  grow 4×2  backward, 2 of 5 steps done  9.0 s, about 5 s left" in text
 

@@ -14,7 +14,7 @@ from autods.config.rehearsal import resolve_rehearsal
 from autods.errors import InputError
 from autods.forecast.schedule import BITS, RUN, Schedule, Work
 from autods.forecast.testing import Script, ScriptedSimulator, fail_with, simulate_peaks
-from autods.forecast.values import EngineSpec, Simulation
+from autods.forecast.values import EngineSpec, ForecastPhase, Simulation, Trace
 from autods.journal import workspace
 from autods.report import serialize
 from autods.report.markdown import to_markdown
@@ -88,7 +88,24 @@ def test_it_runs_out_of_memory_at_the_machines_limit(tmp_path: Path) -> None:
     assert report.status == "nothing_fits"
     outcome = report.trials[0].outcome
     assert isinstance(outcome, OutOfMemory)
-    assert (outcome.tier, outcome.phase) == ("device", "backward")
+    assert (outcome.tier, outcome.phase) == ("device", "init")
+    assert outcome.missing_bytes is not None
+    assert outcome.missing_bytes > 10 * GIB
+
+
+def test_a_trial_meets_the_allocator_at_the_limit(tmp_path: Path) -> None:
+    # Two streams have 45 GiB in turn: each step gives back the segment of the other, as on a real card of 79 GiB.
+    def alternate(spec: EngineSpec, micro_batch: int) -> Simulation:
+        events = [size * GIB if size >= 0 else size for size in (45, -1, 45, -2, 45, -3, 45, -4)]
+        marks: tuple[tuple[int, ForecastPhase], ...] = ((0, "forward"), (4, "step"), (4, "forward"), (8, "step"))
+        made = simulate(spec, micro_batch)
+        return replace(made, live_bytes={}, traces={"device": Trace(events=events, marks=marks, streams=(0, 1, 0, 1))})
+
+    report, _ = run(tmp_path, alternate, ladder="zero1", stop="first-fit")
+    outcome = report.trials[0].outcome
+    assert isinstance(outcome, Fit)
+    assert outcome.alloc_retries > 0
+    assert outcome.device_peak_bytes <= 79.2 * GIB
 
 
 def test_a_trial_counts_the_seconds_of_a_real_one(tmp_path: Path) -> None:
@@ -96,6 +113,32 @@ def test_a_trial_counts_the_seconds_of_a_real_one(tmp_path: Path) -> None:
     for record in report.trials:
         assert isinstance(record.outcome, Fit)
         assert record.seconds > 8 + sum(record.outcome.step_s)
+
+
+def test_stage_3_warms_up_for_longer_as_on_real_ranks(tmp_path: Path) -> None:
+    report, _ = run(tmp_path, ladder="zero3")
+    record = next(record for record in report.trials if record.trial.steps.timed > 1)
+    assert isinstance(record.outcome, Fit)
+    assert (record.trial.steps.warmup, record.trial.knobs.accumulation) == (1, 1)
+    started_s = 8 + FACTS.parameters / 3e8
+    steps = 2 + record.trial.steps.timed  # and no time for one that times the collectives
+    assert record.seconds == pytest.approx(started_s + steps * record.outcome.step_s[0])
+
+
+def test_the_time_of_the_real_fit_has_its_certificate(tmp_path: Path) -> None:
+    report, _ = run(tmp_path)
+    row = json.loads((tmp_path / serialize.REPORT).read_text())
+    assert report.real_fit_seconds == row["real_fit_seconds"]
+    assert report.real_fit_seconds is not None
+    checkpoint_s = 2 * 14 * FACTS.parameters / 1e9  # saved and loaded
+    assert report.real_fit_seconds > sum(record.seconds for record in report.trials) + 8 + checkpoint_s
+    assert "a real fit and its certificate would take about" in render_page(report)
+
+
+def test_nothing_that_fits_is_not_proven_either(tmp_path: Path) -> None:
+    report, _ = run(tmp_path, ladder="ddp")
+    assert "not proven: a rehearsal" in render_page(report)
+    assert "not proven: a rehearsal" in to_markdown([report])
 
 
 def test_a_finished_rehearsal_answers_again_without_simulations(tmp_path: Path) -> None:
