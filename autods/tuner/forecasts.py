@@ -23,7 +23,7 @@ from ..journal import TrialStore, trial_key
 from ..runner.cleanup import simulator_variables
 from ..schema import read_as
 from ..types import Fit, Record, Trial
-from .step_factors import keep_factors, open_factors
+from .step_factors import identify, keep_factors, open_factors
 
 
 class Forecaster(Protocol):
@@ -132,6 +132,9 @@ def open_forecaster(
     cards = settings.hardware.cards if on_cuda else ()
     machine = describe_this_machine(cards, settings.hardware) if cards else None
     machine = None if machine is None or machine.rates is None else machine
+    kept_as = None
+    if machine is not None:
+        kept_as = identify(machine, ranks_per_node=settings.ranks_per_node, nodes=settings.nodes)
     allocator = read_alloc_conf(os.environ) if on_cuda else AllocConf()
     if allocator.warning is not None:
         listen(Note(text=allocator.warning))
@@ -166,12 +169,12 @@ def open_forecaster(
             ),
             report=lambda text: listen(Note(text=text, passing=True)),
             machine=machine,
-            factors=StepFactors() if machine is None else open_factors(machine, settings.out, note),
+            factors=StepFactors() if kept_as is None else open_factors(kept_as, settings.out, note),
         )
         memory.learn = learn
         try:
             yield forecaster
         finally:
             forecaster.close()
-            if machine is not None and any(each.step for each in forecaster.observations.values()):
-                keep_factors(machine, forecaster.step_factors())
+            if kept_as is not None and any(each.step for each in forecaster.observations.values()):
+                keep_factors(kept_as, forecaster.step_factors())

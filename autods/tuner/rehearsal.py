@@ -155,7 +155,7 @@ class RehearsalRunner:
         step_s = median_step_s(best)
         longest_s = step_s * self.facts.longest_ratio
         steps = make_exam(best.trial, context, longest_s).steps
-        nodes = self.settings.nodes or 1
+        nodes = self.settings.nodes
         moved_s = 2 * self.facts.parameters * _CHECKPOINT_BYTES / nodes / _CHECKPOINT_BYTES_PER_S
         seconds += self._start_s + (steps.warmup + steps.timed + _EXAM_STEPS) * longest_s + moved_s
         if limits.parity is None or is_same_maths(best.trial, plain.trial):

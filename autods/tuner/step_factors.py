@@ -19,8 +19,24 @@ from ..system.host import cache_folder
 FILE = "step_factors.json"
 
 
-def open_factors(machine: Machine, out: Path, report: Callable[[str], None]) -> StepFactors:
+def identify(machine: Machine, *, ranks_per_node: int, nodes: int) -> str:
+    """Return what step times depend on, as a name: the cards, how many a fit uses, the links between them, the nodes.
+
+    Fits on fewer cards of a node have another name, for the links are slower or faster with fewer at work.
+    """
+    parts = [f"{ranks_per_node}x {machine.title}"]
+    if machine.links is not None and ranks_per_node > 1:
+        parts.append(machine.links.between_gpus)
+    if nodes > 1:
+        network = None if machine.links is None else machine.links.network
+        parts.append(f"{nodes} nodes, {network or 'network'}")
+    return ", ".join(parts)
+
+
+def open_factors(machine: str, out: Path, report: Callable[[str], None]) -> StepFactors:
     """Return the factors with which the fit in `out` begins: those that earlier fits on such a machine have left.
+
+    `machine` is the name of `identify`.
 
     The first call writes them into `out`. A resumed fit reads them there, so that it decides as its first run did.
     `report` is told of a file that cannot be used.
@@ -30,14 +46,13 @@ def open_factors(machine: Machine, out: Path, report: Callable[[str], None]) -> 
     return known
 
 
-def keep_factors(machine: Machine, factors: StepFactors) -> None:
+def keep_factors(machine: str, factors: StepFactors) -> None:
     """Keep the factors for later fits on such a machine. Nothing is kept where the user's cache cannot be written."""
     _write(_machine_file(machine), factors)
 
 
-def _machine_file(machine: Machine) -> Path:
-    cards = f"{machine.gpus}x {machine.title}"
-    return cache_folder() / "step_factors" / f"{as_folder_name(cards)}.json"
+def _machine_file(machine: str) -> Path:
+    return cache_folder() / "step_factors" / f"{as_folder_name(machine)}.json"
 
 
 def _read(path: Path, report: Callable[[str], None]) -> StepFactors | None:

@@ -9,9 +9,10 @@ import pytest
 
 from autods.config.catalogue import read_catalogue
 from autods.forecast.calibration import StepFactors
-from autods.tuner.step_factors import FILE, keep_factors, open_factors
+from autods.tuner.step_factors import FILE, identify, keep_factors, open_factors
 
-MACHINE = read_catalogue()["a100-80gb"]
+A100 = read_catalogue()["a100-80gb"]
+MACHINE = identify(A100, ranks_per_node=8, nodes=1)
 SLOW = StepFactors(compute=1.25, link=1.5)
 
 
@@ -38,9 +39,26 @@ def test_a_resumed_fit_begins_as_its_first_run_did(tmp_path: Path) -> None:
     assert open_in(tmp_path) == (StepFactors(), [])
 
 
-def test_another_number_of_cards_is_another_machine(tmp_path: Path) -> None:
-    keep_factors(replace(MACHINE, gpus=4), SLOW)
+assert A100.links is not None
+PCIE = replace(A100, links=replace(A100.links, between_gpus="PCIe 4.0 x16"))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        identify(A100, ranks_per_node=4, nodes=1),
+        identify(A100, ranks_per_node=8, nodes=2),
+        identify(PCIE, ranks_per_node=8, nodes=1),
+        identify(replace(A100, title="NVIDIA H100 80GB HBM3"), ranks_per_node=8, nodes=1),
+    ],
+)
+def test_other_cards_links_or_nodes_have_other_factors(tmp_path: Path, other: str) -> None:
+    keep_factors(other, SLOW)
     assert open_in(tmp_path)[0] == StepFactors()
+
+
+def test_a_single_card_has_no_link_in_its_name() -> None:
+    assert identify(A100, ranks_per_node=1, nodes=1) == identify(PCIE, ranks_per_node=1, nodes=1)
 
 
 @pytest.mark.parametrize("content", ["", "[1]", '{"compute": 1}x', '{"compute": 0, "link": 1}', '{"colour": 2}'])
