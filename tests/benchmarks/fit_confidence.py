@@ -122,7 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help=f"store the figures in {TARGET.name}")
     options = parser.parse_args()
-    dev, _ = split(load())
+    dev = split(load())["dev"]
     outcomes = judge_unseen(dev)
     losses = {strength: log_loss(outcomes, strength) for strength in STRENGTHS}
     strength = min(losses, key=lambda each: losses[each])

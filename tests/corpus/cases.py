@@ -3,7 +3,8 @@
 A group is a folder with a `cases.toml`, one table per case. A case's log is `<name>.log` beside it or, where a run left
 several files, the folder `<name>/`. A line's end is kept as it was written: progress bars end in a bare \\r.
 
-`split.toml` lists the cases that are held out. Rules are written and tuned on the other ones, `dev`.
+`split.toml` lists the cases that are held out, and the groups that were written unseen. Rules are written and tuned on
+the other ones, `dev`.
 """
 
 from __future__ import annotations
@@ -65,12 +66,14 @@ def load(folder: Path = CORPUS) -> tuple[Case, ...]:
     return tuple(case for group in groups for case in load_group(group))
 
 
-def split(cases: Iterable[Case]) -> tuple[list[Case], list[Case]]:
-    """The cases of `dev`, and those of `holdout`. Every case that `split.toml` does not list is in `dev`."""
-    listed = set(tomllib.loads(SPLIT.read_text(encoding="utf-8"))["holdout"])
-    parts: tuple[list[Case], list[Case]] = ([], [])
+def split(cases: Iterable[Case]) -> dict[str, list[Case]]:
+    """The cases by part: `dev`, `holdout` and each unseen group. A case that `split.toml` does not list is in `dev`."""
+    manifest = tomllib.loads(SPLIT.read_text(encoding="utf-8"))
+    listed = set(manifest["holdout"])
+    parts: dict[str, list[Case]] = {"dev": [], "holdout": []} | {group: [] for group in manifest["unseen"]}
     for case in cases:
-        parts[f"{case.group}/{case.name}" in listed].append(case)
+        part = "holdout" if f"{case.group}/{case.name}" in listed else "dev"
+        parts[case.group if case.group in manifest["unseen"] else part].append(case)
     return parts
 
 

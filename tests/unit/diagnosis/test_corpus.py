@@ -71,16 +71,17 @@ def test_case_names_are_unique_and_every_case_has_a_source() -> None:
     assert all(case.source.strip() for case in cases)
 
 
-def test_the_held_out_cases_are_unchanged() -> None:
+def test_the_held_out_and_the_unseen_cases_are_unchanged() -> None:
     manifest = tomllib.loads(SPLIT.read_text(encoding="utf-8"))
-    _, holdout = split(load())
-    assert len(holdout) == len(manifest["holdout"])
-    assert checksum(holdout) == manifest["sha256"]
+    parts = split(load())
+    assert len(parts["holdout"]) == len(manifest["holdout"])
+    assert checksum(parts["holdout"]) == manifest["sha256"]
+    assert {group: checksum(parts[group]) for group in manifest["unseen"]} == manifest["unseen"]
 
 
 def test_one_source_is_in_one_part_only() -> None:
-    dev, holdout = split(load())
-    assert {case.source for case in dev}.isdisjoint(case.source for case in holdout)
+    sources = [{case.source for case in cases} for cases in split(load()).values()]
+    assert sum(map(len, sources)) == len(set.union(*sources))
 
 
 def test_a_changed_label_or_log_changes_the_checksum(group: Path) -> None:

@@ -30,7 +30,8 @@ def answer(case: Case) -> autods.Diagnosis:
 
 @pytest.fixture(scope="module")
 def answers() -> list[tuple[Case, autods.Diagnosis]]:
-    return [(case, answer(case)) for case in load()]
+    parts = split(load())
+    return [(case, answer(case)) for case in (*parts["dev"], *parts["holdout"])]
 
 
 def share(right: list[bool]) -> float:
@@ -43,7 +44,8 @@ def test_the_corpus_is_large(answers: list[tuple[Case, autods.Diagnosis]]) -> No
 
 @pytest.mark.parametrize(("what", "least"), [("kind", 0.98), ("action", 0.98), ("tier", 0.98)])
 def test_the_corpus_is_diagnosed_right(answers: list[tuple[Case, autods.Diagnosis]], what: str, least: float) -> None:
-    dev, holdout = split(case for case, _ in answers)
+    parts = split(case for case, _ in answers)
+    dev, holdout = parts["dev"], parts["holdout"]
     wrong = [(case.group, case.name) for case, said in answers if getattr(said, what) != getattr(case, what)]
     known = {(case.group, case.name) for case in dev}
     of_dev = [name for name in wrong if name in known]
