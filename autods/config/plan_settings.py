@@ -28,6 +28,7 @@ from .profiles import read_profile
 from .settings import parse_time, select_ladder
 from .strategies import Rung
 
+_ASSUMED = ", assumed"  # at the end of the name of a network in the catalogue
 _MOST_IN_A_NODE = 16  # cards; DGX-2 and AWS p2.16xlarge have them
 _USUAL_IN_A_NODE = 8
 _HIGHEST_PRICE = 1e9
@@ -248,6 +249,10 @@ def nvme_place(path: str | os.PathLike[str] | None, machine: Machine) -> Path | 
     return NVME_PLACE if machine.nvme_bytes is not None else None
 
 
+def _get_network(site: Site) -> str | None:
+    return None if site.machine.links is None or site.nodes < 2 else site.machine.links.network
+
+
 def _list_assumptions(sites: Sequence[Site], device: Device, request: PlanRequest) -> list[str]:
     """Sentences about the values that the request leaves open although the forecast depends on them."""
     assumptions = [
@@ -255,6 +260,10 @@ def _list_assumptions(sites: Sequence[Site], device: Device, request: PlanReques
         for site in sites
         if site.nodes > 1 and request.nodes is None and site.machine.links is None
     ]
+    for network in dict.fromkeys(map(_get_network, sites)):
+        if network is not None and network.endswith(_ASSUMED):
+            names = ", ".join(site.machine.name for site in sites if _get_network(site) == network)
+            assumptions.append(f"{network.removesuffix(_ASSUMED)} between the nodes of {names} (--on FILE.toml)")
     if request.micro_batch is None and len({site.micro_batch for site in sites}) == 1:
         assumptions.append(f"micro batch {sites[0].micro_batch} (--micro-batch)")
     if device == "cuda" and any(site.machine.host_bytes is None for site in sites):

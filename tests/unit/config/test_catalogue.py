@@ -69,9 +69,20 @@ def test_a_card_without_a_link_of_its_own_has_no_nvlink() -> None:
 
 
 def test_a_card_is_found_by_its_name_in_the_driver() -> None:
-    names = ("NVIDIA A100-SXM4-80GB", "A100-SXM4-80GB", "Tesla T4", "NVIDIA A10G", "NVIDIA A100 80GB PCIe x")
-    found = [find_by_driver_name(name) for name in names]
-    assert [known and known.name for known in found] == ["a100-80gb", "a100-80gb", "t4-16gb", None, None]
+    names = {
+        "NVIDIA A100-SXM4-80GB": "a100-80gb", "A100-SXM4-80GB": "a100-80gb", "A100-PCIE-40GB": "a100-pcie-40gb",
+        "NVIDIA A100 80GB PCIe": "a100-pcie-80gb", "NVIDIA H100 PCIe": "h100-pcie-80gb", "NVIDIA A10": "a10-24gb",
+        "NVIDIA A10G": "a10g-24gb", "Tesla T4": "t4-16gb", "NVIDIA A100 80GB PCIe x": None,
+    }  # fmt: skip
+    found = {name: find_by_driver_name(name) for name in names}
+    assert {name: known and known.name for name, known in found.items()} == names
+
+
+def test_workstations_say_that_their_network_is_assumed() -> None:
+    for name in ("rtx3090-24gb", "rtx4090-24gb", "rtx5090-32gb", "a6000-48gb"):
+        links = read_catalogue()[name].links
+        assert links is not None
+        assert (links.network, links.network_gb_per_s) == ("10 Gbit/s Ethernet, assumed", 1.25)
 
 
 def test_no_two_cards_share_a_name_in_the_driver() -> None:

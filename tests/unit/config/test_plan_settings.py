@@ -74,6 +74,15 @@ def test_ranks_beyond_a_node_of_the_catalogue_take_more_nodes() -> None:
     assert (site.world_size, site.ranks_per_node, site.nodes) == (64, 8, 8)
 
 
+def test_the_network_between_workstations_is_an_assumption() -> None:
+    question = asked(on="rtx3090-24gb,rtx4090-24gb,a100-80gb", gpus=8, micro_batch=1)
+    assert [site.nodes for site in question.sites] == [4, 4, 1]
+    names = "rtx4090-24gb, rtx3090-24gb"
+    assert question.assumed == (f"10 Gbit/s Ethernet between the nodes of {names} (--on FILE.toml)",)
+    assert asked(on="rtx4090-24gb", gpus=2, micro_batch=1).assumed == ()
+    assert asked(on="a100-80gb", gpus=16, micro_batch=1).assumed == ()
+
+
 def test_many_cards_are_assumed_to_be_on_nodes_of_eight() -> None:
     question = asked(gpus=1024, gpu_memory="80GiB", host_memory="1TiB", micro_batch=1)
     assert (question.sites[0].ranks_per_node, question.sites[0].nodes) == (8, 128)
