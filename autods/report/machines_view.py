@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..units import format_bytes, format_count
-from .plan_speed import explain_no_time, format_cost, format_days, format_speed
+from .plan_speed import explain_no_time, format_cost, format_days, format_money, format_speed
 from .results import Forecast, SiteForecast, Training, forecast_training
 from .text import (
     MARKS,
@@ -36,60 +36,67 @@ def print_machines(forecast: Forecast, console: Console) -> None:
 
 
 def machines_table(forecast: Forecast, *, width: int) -> Table:
-    """A row a machine, ranked. Wider terminals get what bounds the step, and then the memory with its reason."""
+    """A row a machine, ranked. Wider terminals get what bounds the step, and then the memory with its reason.
+
+    A cell has two lines, such as a rate and its interval, so that nothing is cut at 80 columns.
+    """
     wide, with_reasons = width >= PLAN_WITH_BARS, width >= PLAN_WITH_REASONS
     sites = forecast.ranked_sites
     with_price = forecast.tokens is not None and any(site.site.price_per_gpu_hour for site in sites)
     has_tokens = any(site.best and site.best.speed and site.best.speed.tokens_per_second for site in sites)
     columns = [
-        ("machine", True), ("ranks", True), ("rung", True), ("verdict", True),
-        ("largest\nmicro batch", True), (f"{'tokens' if has_tokens else 'samples'}/s", True), ("bound by", wide),
-        ("days", forecast.tokens is not None), ("cost", with_price), ("device", with_reasons), ("why", with_reasons),
+        ("machine\nranks", True), ("rung\nlargest batch", True), (f"{'tokens' if has_tokens else 'samples'}/s", True),
+        ("days", forecast.tokens is not None), ("cost", with_price), ("bound by", wide),
+        ("device", with_reasons), ("why", with_reasons),
     ]  # fmt: skip
     table = plain_table(expand=with_reasons)
     for name, shown in columns:
         if shown:
-            numbers = name.startswith(("largest", "tokens", "samples", "days", "cost"))
+            numbers = name.startswith(("tokens", "samples", "days", "cost"))
             table.add_column(
                 name,
-                no_wrap=name in ("machine", "rung"),
                 justify="right" if numbers else "left",
+                overflow="fold",
                 ratio=1 if name == "why" else None,
             )
     for site in sites:
-        cells = [cell.replace(" (", "\n(") if isinstance(cell, str) else cell for cell in _cells(forecast, site)]
-        table.add_row(*(cell for cell, (_, shown) in zip(cells, columns, strict=True) if shown))
+        table.add_row(*(cell for cell, (_, shown) in zip(_cells(forecast, site), columns, strict=True) if shown))
     return table
 
 
 def _cells(forecast: Forecast, site: SiteForecast) -> list[RenderableType]:
-    name, ranks = Text(site.site.machine.name), Text(format_ranks_of_site(site))
+    name = Text(f"{site.site.machine.name}\n{format_ranks_of_site(site)}")
     rung = site.best or (site.rungs[-1] if site.rungs else None)
     if rung is None:
-        return [name, ranks, *[""] * 9]
+        return [name, *[""] * 7]
     verdict = rung.verdict if site.best is not None or rung.verdict == "not_applicable" else "cannot_fit"
+    batch = f", batch {rung.largest_micro_batch}" if site.best is not None and rung.largest_micro_batch else ""
     device, speed, training = rung.memory.get("device"), rung.speed, _training(forecast, site)
-    rate, bound = "" if site.best is None else "–", ""
+    rate, days, cost, bound = "" if site.best is None else "–", "–", "–", ""
     if site.best is not None and speed is not None:
         share = speed.tokens_per_second or speed.samples_per_second
         bounds = (share * speed.step.seconds / seconds for seconds in (speed.step.high_seconds, speed.step.low_seconds))
-        rate, bound = f"{format_rate(share)} ({'–'.join(map(format_rate, bounds))})", speed.step.bound
-    cells = [
-        rate,
-        bound,
-        "–" if training is None else format_days(training),
-        "–" if training is None else format_cost(training),
-    ]
+        rate, bound = _with_bounds(format_rate(share), *bounds), speed.step.bound
+    if training is not None:
+        days = _with_bounds(format_rate(training.days), training.low_days, training.high_days)
+        if training.cost is not None and training.low_cost is not None and training.high_cost is not None:
+            cost = _with_bounds(format_money(training.cost), training.low_cost, training.high_cost)
+    memory = format_predicted(device) if device is not None else format_bytes(site.site.machine.device_bytes)
     return [
         name,
-        ranks,
-        Text(site.best_rung or "none", style="bold"),
-        MARKS[verdict].text(),
-        str(rung.largest_micro_batch or ""),
-        *cells,
-        Text(format_predicted(device) if device is not None else format_bytes(site.site.machine.device_bytes)),
+        Text.assemble((f"{site.best_rung or 'none'}\n", "bold"), MARKS[verdict].text(), batch),
+        rate,
+        days,
+        cost,
+        bound,
+        memory.replace(" (", "\n("),
         Text(rung.reason),
     ]
+
+
+def _with_bounds(value: str, low: float, high: float) -> str:
+    """'2,048,000', and below it '1.71M–2.56M'."""
+    return f"{value}\n{'–'.join(format_count(bound) if bound >= 1000 else format_rate(bound) for bound in (low, high))}"
 
 
 def _training(forecast: Forecast, site: SiteForecast) -> Training | None:

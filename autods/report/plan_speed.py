@@ -109,10 +109,13 @@ def format_cost(training: Training) -> str:
     """'11,800 (8,830–15,300)'; '–' without a price."""
     if training.cost is None or training.low_cost is None or training.high_cost is None:
         return "–"
-    low, cost, high = (
-        f"{float(f'{value:.3g}'):,.10g}" for value in (training.low_cost, training.cost, training.high_cost)
-    )
+    low, cost, high = map(format_money, (training.low_cost, training.cost, training.high_cost))
     return f"{cost} ({low}–{high})"
+
+
+def format_money(amount: float) -> str:
+    """'11,800': three significant digits."""
+    return f"{float(f'{amount:.3g}'):,.10g}"
 
 
 # In sentences.

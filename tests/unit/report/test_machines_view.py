@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from autods.report.machines_view import print_machines
+from autods.report.results import Forecast
+from tests.support.plans import comparison, speed
+
+
+def broad() -> Forecast:
+    """Three machines with the longest name and rung, the largest rates, days and costs, and several nodes."""
+    sites = []
+    for each, name, rate in zip(
+        comparison().sites, ("a100-pcie-80gb", "mi300x-192gb", "rtx4090-24gb"), (37.0, 0.31, 1000), strict=True
+    ):
+        rungs = tuple(
+            replace(
+                row,
+                rung="zero3-offload-param" if row.rung == each.best_rung else row.rung,
+                speed=speed(rate),
+                largest_micro_batch=4096,
+            )
+            for row in each.rungs
+        )
+        machine = replace(each.site.machine, name=name)
+        site = replace(each.site, machine=machine, world_size=128, ranks_per_node=8, price_per_gpu_hour=2.5)
+        sites.append(replace(each, site=site, rungs=rungs))
+    return replace(comparison(), sites=tuple(sites), tokens=3e12)
+
+
+@pytest.mark.parametrize("width", [80, 100, 112, 150])
+def test_nothing_of_the_machines_table_is_cut(width: int) -> None:
+    console = Console(file=io.StringIO(), width=width)
+    print_machines(broad(), console)
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "…" not in text
+    for cell in ("a100-pcie-80gb", "zero3-offload-param", "✗ cannot fit", "✓ fits, batch 4096", "16 × 8 bf16"):
+        assert cell in text, cell
+    for cell in ("2,048,000", "1.71M–2.56M", "54,691", "43.8K–65.6K", "336M–504M"):
+        assert cell in text, cell
