@@ -1,6 +1,6 @@
 """Each example trains on two CPU ranks without autods: what a fit of them starts from.
 
-One goes by torchrun and one by DeepSpeed's own launcher; the ranks of the others are forked, which takes less time.
+One goes by DeepSpeed's own launcher. The ranks of the others are forked, which takes less time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launchers import cpu_env, deepspeeds_own, torchrun
+from tests.support.launchers import cpu_env, deepspeeds_own
 from tests.support.rank_server import RankServer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -24,9 +24,9 @@ QWEN2_TINY = 1_017_984  # parameters
 Done = subprocess.CompletedProcess[str]
 
 
-def run(script: str, *args: object, folder: Path, launcher: Sequence[str] = ()) -> Done:
+def run(script: str, *args: object, folder: Path, launcher: Sequence[str]) -> Done:
     """The script on two ranks, from a folder of its own: what it writes lies there."""
-    command = [sys.executable, "-m", *(launcher or torchrun()), str(EXAMPLES / script), *map(str, args)]
+    command = [sys.executable, "-m", *launcher, str(EXAMPLES / script), *map(str, args)]
     return subprocess.run(command, env=cpu_env(), cwd=folder, capture_output=True, text=True, timeout=400)
 
 
@@ -52,8 +52,7 @@ def falling(done: Done, *, steps: int) -> list[float]:
 @pytest.mark.parametrize(("stage", "shared"), [(0, 1), (1, 2)])
 def test_qwen2_reports_the_optimizer_elements_of_each_rank(tmp_path, forked, stage, shared):
     config = EXAMPLES / "qwen2" / f"ds_zero{stage}.json"
-    start = run if stage else forked
-    done = start("qwen2/train.py", "--deepspeed_config", config, "--max-steps", 8, folder=tmp_path)
+    done = forked("qwen2/train.py", "--deepspeed_config", config, "--max-steps", 8, folder=tmp_path)
     falling(done, steps=8)
     # Two ranks print at once: their lines may run into each other.
     said = re.findall(r"Device (\d) \| ZeRO Stage: (\d) .*?parameter count=(\d+)", done.stdout)
