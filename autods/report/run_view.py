@@ -53,7 +53,7 @@ class AttemptRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """The result of a run. `exit_code` is that of the command; `reason` says why a run failed.
+    """The result of a run. `exit_code` is that of the command. `reason` says why a run failed, `advice` what helps.
 
     `step` is the last optimizer step that a checkpoint holds. `rung`, `knobs`, `world_size` and `ds_config` are those
     of the last attempt.
@@ -62,6 +62,7 @@ class RunReport:
     status: Literal["done", "stopped", "failed", "nothing_fits"]
     exit_code: int
     reason: str = ""
+    advice: str = ""
     step: int = 0
     steps: int | None = None
     global_batch: int = 0
@@ -123,14 +124,17 @@ def print_run(report: RunReport, console: Console) -> None:
     console.print(f", {_count(report.repeated, 'step')} repeated", highlight=False)
     if report.reason:
         console.print(Text(escape_controls(report.reason)), soft_wrap=True)
+    if report.advice:
+        console.print(Text(f"What to do: {escape_controls(report.advice)}"), soft_wrap=True)
     if report.attempts:
         console.print(_attempts_table(report))
     for warning in report.warnings:
         console.print(Text(f"warning: {escape_controls(warning)}"), soft_wrap=True)
     if report.checkpoint is not None:
         console.print(Text(f"checkpoint: {report.checkpoint}"), soft_wrap=True)
-    if report.status == "stopped":
-        console.print("the same command goes on", highlight=False)
+    if report.status in ("stopped", "failed") and report.attempts:
+        before = "" if report.status == "stopped" else "once that is mended, "
+        console.print(f"{before}the same command goes on", highlight=False)
 
 
 def _attempts_table(report: RunReport) -> Table:

@@ -12,6 +12,7 @@ from typing import TypeAlias
 from ..report.results import Report
 from ..tuner.candidates import Candidate as FirstTrial
 from ..types import Failed, Fit, Knobs, OutOfMemory, Scalar, Tier
+from ..units import format_bytes
 
 MOST_REPEATS = 2  # of the same config in a row without a new checkpoint
 NOTHING_LEFT, USERS_FAULT, MACHINES_FAULT = 1, 2, 3  # exit codes
@@ -157,10 +158,11 @@ class NextConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """The run ends with this exit code."""
+    """The run ends with this exit code. `advice` says what the user can change; '' where that is not known."""
 
     reason: str
     exit_code: int
+    advice: str = ""
 
 
 Cause: TypeAlias = OutOfMemory | Failed
@@ -172,7 +174,8 @@ def decide(cause: Cause, situation: Situation) -> NextConfig | Stop:
     if (stop := _find_stop(cause, situation)) is not None:
         return stop
     if situation.rescues >= situation.most_rescues:
-        return Stop(reason=f"{situation.rescues} rescues were not enough (--max-rescues)", exit_code=NOTHING_LEFT)
+        reason = f"{situation.rescues} rescues were not enough (--max-rescues)"
+        return Stop(reason=reason, exit_code=NOTHING_LEFT, advice=cause.advice)
     ranks_left = situation.ranks_left
     if ranks_left is not None and ranks_left < situation.config.world_size:
         return _shrink(situation, ranks_left)
@@ -184,7 +187,7 @@ def decide(cause: Cause, situation: Situation) -> NextConfig | Stop:
             return replace(chosen, growth_bytes=situation.growth_bytes)
     if situation.progressed:
         return _repeat(situation)
-    return Stop(reason=f"out of {tier} memory, and no leaner config is left", exit_code=NOTHING_LEFT)
+    return _give_up(situation, cause, tier)
 
 
 def measure_growth(cause: Cause, situation: Situation) -> float:
@@ -216,12 +219,38 @@ def _find_stop(cause: Cause, situation: Situation) -> Stop | None:
     if isinstance(cause, OutOfMemory):
         return None
     if cause.hung_at is not None and cause.hung_at == situation.last_hang:
-        return Stop(reason=f"it hangs at {cause.hung_at} again", exit_code=USERS_FAULT)
+        return Stop(reason=f"it hangs at {cause.hung_at} again", exit_code=USERS_FAULT, advice=cause.advice)
     code = _EXIT_CODES.get(cause.action)
     is_lost = situation.ranks_left is not None and situation.ranks_left < situation.config.world_size
     if code is None or (code == MACHINES_FAULT and (is_lost or _is_failed_save(cause))):
         return None
-    return Stop(reason=cause.evidence, exit_code=code)
+    return Stop(reason=cause.evidence, exit_code=code, advice=cause.advice)
+
+
+# What the user can do where no config is left.
+_ADVICE: Mapping[Tier, str] = {
+    "device": "shorten the longest samples, free the device of other processes, or allow leaner rungs (--ladder)",
+    "host": "free host memory, raise the container's limit, or name a fast disk for the states (--nvme-path)",
+    "pinned": "raise the limit of locked memory (ulimit -l), or free host memory",
+    "shm": "give the container more of /dev/shm (docker run --shm-size)",
+    "nvme": "free space below --nvme-path, or name a larger disk",
+}
+
+
+def _give_up(situation: Situation, cause: Cause, tier: Tier) -> Stop:
+    """The end of a run that no config holds: what was lacking, which rungs were passed over, and what helps."""
+    reason = f"out of {tier} memory, and no leaner config is left"
+    missing = cause.missing_bytes if isinstance(cause, OutOfMemory) else None
+    if missing is not None:
+        reason += f": {_describe(situation.config)} lacked at least {format_bytes(missing)}"
+    tried = {each.rung for each in situation.failed} | {situation.config.rung}
+    passed_over = [
+        f"{each.rung} ({each.refused or 'its forecast is that it cannot fit'})"
+        for each in situation.candidates
+        if each.rung not in tried and (each.refused is not None or each.forecast == "cannot_fit")
+    ]
+    reason += f"; not tried: {', '.join(passed_over)}" if passed_over else ""
+    return Stop(reason=reason, exit_code=NOTHING_LEFT, advice=_ADVICE[tier])
 
 
 def _is_failed_save(cause: Failed) -> bool:
@@ -423,6 +452,11 @@ def _find_fit(situation: Situation, config: RunConfig) -> Fit | None:
 
 def _rate(situation: Situation, config: RunConfig) -> float | None:
     return situation.candidate(config.rung).rate(config.knobs.micro_batch, config.knobs.checkpointing)
+
+
+def _describe(config: RunConfig) -> str:
+    knobs = config.knobs
+    return f"{config.rung}, {knobs.micro_batch} × {knobs.accumulation} × {config.world_size}"
 
 
 def _describe_batch(config: RunConfig, before: RunConfig) -> str:

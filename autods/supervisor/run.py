@@ -176,7 +176,7 @@ class Supervisor:
             while True:
                 config = self._choose_config()
                 if isinstance(config, Stop):
-                    return self._summarize("failed", config.exit_code, config.reason)
+                    return self._summarize("failed", config.exit_code, config.reason, config.advice)
                 outcome = self._attempt(config)
                 if isinstance(outcome, Ended):
                     if outcome.ending == "done":
@@ -247,7 +247,9 @@ class Supervisor:
         chosen = decide(last.cause, situation)
         self.last_hang = last.cause.hung_at if isinstance(last.cause, Failed) else None
         if isinstance(chosen, Stop):
-            return chosen
+            # Somebody may have made room since: shorter samples, or a device without other processes.
+            may_retry = last.number <= self.earlier and situation.rescues < situation.most_rescues
+            return decision.config if may_retry else chosen
         self._adopt(chosen, situation, after=last.number, step=saved_step)
         return chosen.config
 
@@ -405,7 +407,7 @@ class Supervisor:
         layout = Layout.from_config(self._launcher.run_config(trial), config.world_size, divided=saved.layout.divided)
         return find_obstacle(saved, layout)
 
-    def _summarize(self, status: Any, exit_code: int, reason: str = "") -> RunReport:
+    def _summarize(self, status: Any, exit_code: int, reason: str = "", advice: str = "") -> RunReport:
         history, saved = self.history, self._latest()
         config = history.attempts[-1].config if history.attempts else None
         changes = {each.after_attempt: each.changed for each in history.rescues}
@@ -436,6 +438,7 @@ class Supervisor:
             status=status,
             exit_code=exit_code,
             reason=reason,
+            advice=advice,
             step=saved.step if saved is not None else 0,
             steps=self.settings.steps,
             global_batch=config.global_batch if config is not None else 0,

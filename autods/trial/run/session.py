@@ -112,7 +112,9 @@ class Session:
         self.stopped = False
         self.consensus = Consensus(deliver=self._write_step)
         if order is not None:
-            self.consensus.join()
+            meter = self.observer.meter
+            with contextlib.nullcontext() if meter is None else meter.exempt():  # no trial has its threads
+                self.consensus.join()
         rank, replicas = states.find_replica(engine)
         self.share = Share(
             rank=rank,

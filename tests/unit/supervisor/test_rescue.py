@@ -111,6 +111,12 @@ def test_rungs_that_cannot_run_are_passed_over(bad):
     assert decide(out_of_memory(), now).config.rung == "zero3-offload"
 
 
+def test_the_end_names_the_rungs_that_were_passed_over():
+    refused = Candidate(rung="zero3-nvme", refused="needs --nvme-path")
+    stop = decide(out_of_memory(), situation(Candidate(rung="zero2"), refused, config=CONFIG.with_micro_batch(1)))
+    assert (stop.exit_code, "not tried: zero3-nvme (needs --nvme-path)" in stop.reason) == (1, True)
+
+
 def test_a_checkpoint_that_cannot_be_converted_rules_a_rung_out():
     now = situation(
         *LADDER,

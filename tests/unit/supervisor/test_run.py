@@ -72,6 +72,20 @@ def test_a_run_that_never_fits_ends_with_exit_code_1(tmp_path):
     assert len(tried) == len(set(tried)) > 2
 
 
+def test_the_end_of_a_run_that_never_fits_says_what_helps(tmp_path):
+    result, _ = supervise(tmp_path, lambda order, trial: (0, out_of_memory(missing_bytes=3 * 2**20)))
+    assert result.reason.endswith("zero3, 1 × 4 × 2 lacked at least 3.0 MiB")
+    assert "shorten the longest samples" in result.advice
+
+
+def test_a_run_that_never_fitted_is_tried_once_a_call(tmp_path):
+    supervise(tmp_path, lambda order, trial: (0, out_of_memory()))
+    result, launcher = supervise(tmp_path, lambda order, trial: (0, out_of_memory()))
+    assert (result.exit_code, len(launcher.orders)) == (1, 1)
+    result, launcher = supervise(tmp_path, finish)
+    assert (result.status, len(launcher.orders)) == ("done", 1)
+
+
 def test_a_bug_of_the_user_stops_at_once(tmp_path):
     bug = failed(failure="user_code", action="fix_code", evidence="model.py:3: NameError")
     result, launcher = supervise(tmp_path, lambda order, trial: (3, bug))
