@@ -1,4 +1,4 @@
-"""`autods run` on real ranks: memory runs out in the middle of a run, which goes on; a bug of the user's ends it."""
+"""`autods run` on real ranks: memory runs out in the middle, and the run goes on or gives up; a bug ends it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 
 GROWS = Path(__file__).parent / "workloads" / "longer_and_longer.py"
 STEPS, GLOBAL_BATCH = 12, 8
+MEMORY = "95MiB"
 BROKEN = """
 import torch
 from torch import nn
@@ -48,8 +49,9 @@ def build_dataset(path):
 """
 
 
-def train(workload: Path, out: Path, gpu_memory: str) -> subprocess.CompletedProcess[str]:
-    ranks = ("--device", "cpu", "--gpus", "2", "--gpu-memory", gpu_memory, "--ladder", "zero2", "--config", "quick")
+def train(workload: Path, out: Path, gpu_memory: str, *options: str) -> subprocess.CompletedProcess[str]:
+    ladder = ("--gpu-memory", gpu_memory, "--ladder", "zero2,zero3", "--config", "quick")
+    ranks = ("--device", "cpu", "--gpus", "2", *ladder, *options)
     batch = ("--global-batch", str(GLOBAL_BATCH), "--steps", str(STEPS), "--checkpoint-every", "2")
     command = (sys.executable, "-m", "autods", "run", str(workload), *ranks, *batch, "--out", str(out))
     return subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
@@ -66,11 +68,11 @@ def read_steps(out: Path) -> dict[int, dict[str, Any]]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     """A run whose samples outgrow the memory of its config, and one with room for them.
 
-    Micro batch 4 needs 81 MiB before the samples grow and 106 MiB then, micro batch 2 needs 93 MiB.
+    Micro batch 4 needs 60 MiB before the samples grow and 112 MiB then, micro batch 2 needs 79 MiB.
     """
     top = tmp_path_factory.mktemp("runs")
-    for name, memory in (("rescued", "98MiB"), ("reference", "256MiB")):
-        done = train(GROWS, top / name, memory)
+    for name, memory in (("rescued", MEMORY), ("reference", "256MiB")):
+        done = train(GROWS, top / name, memory, "--data", "1280")
         assert done.returncode == 0, done.stderr[-3000:]
     return {name: top / name for name in ("rescued", "reference")}
 
@@ -98,6 +100,22 @@ def test_a_rescued_run_has_the_losses_of_a_whole_one(runs: Mapping[str, Path]) -
     rescued, reference = (read_steps(runs[name]) for name in ("rescued", "reference"))
     for step, row in reference.items():
         assert rescued[step]["loss"] == pytest.approx(row["loss"], rel=1e-2)  # bf16, which rounds to 3 digits
+
+
+def test_samples_that_no_config_holds_end_the_run(runs: Mapping[str, Path], tmp_path: Path) -> None:
+    """A sample of 200,000 tokens needs 98 MiB for its embedding alone; zero3 goes on from a checkpoint of zero2."""
+    fit = str(runs["rescued"] / "fit")
+    done = train(GROWS, tmp_path / "out", MEMORY, "--data", "200000", "--fit", fit)
+    assert done.returncode == 1, done.stderr[-3000:]
+    report = json.loads((tmp_path / "out" / "run.json").read_text())
+    tried = [(attempt["rung"], attempt["micro_batch"]) for attempt in report["attempts"]]
+    assert tried[0] == ("zero2", 4)
+    assert tried[-1] == ("zero3", 1)
+    assert len(set(tried)) == len(tried) <= 6  # micro batches 4, 2 and 1 of two rungs
+    assert {attempt["last_step"] for attempt in report["attempts"]} == {6}
+    assert report["step"] == 6
+    assert "no leaner config is left: zero3, 1 × 4 × 2 lacked" in report["reason"]
+    assert "shorten the longest samples" in report["advice"]
 
 
 def test_a_bug_of_the_users_ends_the_run_at_once(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
-"""Samples that become twenty times as long after the 48th: a fit does not see them, a run does."""
+"""Samples of `--data` tokens after the 48th: a fit does not see them, a run does."""
 
 import torch
 from torch import nn
 
-SHORT, LONG, GROWS_AT = 32, 640, 48
+SHORT, GROWS_AT = 32, 48
 WIDTH = 256
 
 
@@ -35,17 +35,20 @@ def build_batch(micro_batch_size):
 class Stream(torch.utils.data.IterableDataset):
     """Endless; it can only be read in order."""
 
+    def __init__(self, long):
+        self.long = long
+
     def __iter__(self):
         number = 0
         while True:
             generator = torch.Generator().manual_seed(number)
-            length = LONG if number >= GROWS_AT else SHORT
+            length = self.long if number >= GROWS_AT else SHORT
             yield torch.randint(0, 128, (length,), generator=generator)
             number += 1
 
 
 def build_dataset(path):
-    return Stream()
+    return Stream(int(path))
 
 
 def collate(samples):
