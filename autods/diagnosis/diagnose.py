@@ -49,7 +49,8 @@ _MOST_EXIT_CODE = 256 + MOST_SIGNAL  # PBS adds 256 to a signal
 _LEAST_WORDS = 12  # characters of a user's exception by which a line that repeats it is known
 _MOST_USER_WORDS = 200
 _MOST_FINDINGS = 400  # per row; findings that say that the run ended well are all kept
-_MOST_TIMES = 40  # findings per row for which the time of the line is looked up
+_MANY_FINDINGS = 2000  # of all rows, from which on few of each are kept
+_FEW = 40  # findings per row then, and those for which the time of the line is looked up
 _LEAST_PRINTABLE = 0.7  # of a block's bytes; with less it is not text
 _CONTROL_BYTES = bytes((*range(7), *range(14, 27), 127))
 
@@ -158,10 +159,11 @@ def _add_message(message: Message, summary: LogSummary, row_counts: Counter[str]
         return
     row_counts[row.name] += 1
     message.order = len(summary.findings)
-    if row_counts[row.name] <= _MOST_FINDINGS or row.weight == "done":
+    most = _MOST_FINDINGS if len(summary.findings) < _MANY_FINDINGS else _FEW
+    if row_counts[row.name] <= most or row.weight == "done":
         rank = find_rank(message, row.weight, summary.files + len(reader.parts))
         local = find_local_gpu(message)
-        when = reader.when(message.number) if row_counts[row.name] <= _MOST_TIMES else None
+        when = reader.when(message.number) if row_counts[row.name] <= _FEW else None
         if rank is None and local is not None:
             summary.ranks.gpus.add(local)
         summary.findings.append(Finding(row, message, rank, local, find_nccl_device(message), when))

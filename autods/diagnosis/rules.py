@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -157,12 +158,51 @@ def find_signature(
     With `by_user` the user's own code raised it, so only rows of any emitter are tried.
     """
     lowered = text.lower()
-    for row in read_signatures():
+    rows = read_signatures()
+    wordless, by_beginning, beginnings = index_rows()
+    candidates = wordless.union(*(by_beginning[beginning] for beginning in set(beginnings.findall(lowered))))
+    for row in (rows[number] for number in sorted(candidates)):
         if (by_user and row.emitter != "any") or (passing and not row.passing):
             continue
         if row.matches(text, lowered, type, stack):
             return row
     return None
+
+
+@cache
+def index_rows() -> tuple[frozenset[int], dict[str, set[int]], re.Pattern[str]]:
+    """Which rows a text can match, so that few are tried: by their numbers, those without words, and the others by the
+    beginnings of their words. A beginning is a word that no shorter one begins; the expression finds all in a text.
+    """
+    numbers: dict[str, set[int]] = {}
+    wordless = set()
+    for number, row in enumerate(read_signatures()):
+        words = (*row.phrases, *row.words)
+        if not words or (row.pattern and not row.words):
+            wordless.add(number)
+        for word in words:
+            numbers.setdefault(word, set()).add(number)
+    beginnings = re.compile(f"(?=({any_of(numbers)}))")
+    by_beginning: dict[str, set[int]] = {}
+    for word, rows in numbers.items():
+        match = beginnings.match(word)
+        assert match is not None
+        by_beginning.setdefault(match[1], set()).update(rows)
+    return frozenset(wordless), by_beginning, beginnings
+
+
+def any_of(words: Iterable[str]) -> str:
+    """A regular expression that matches the shortest of the words at a place.
+
+    Words share their beginnings as in a trie: for a thousand words that is about ten times as fast as `in` for each.
+    """
+    rests: dict[str, list[str]] = {}
+    for word in words:
+        if not word:
+            return ""
+        rests.setdefault(word[0], []).append(word[1:])
+    branches = [re.escape(first) + any_of(rest) for first, rest in sorted(rests.items())]
+    return branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})"
 
 
 @cache

@@ -57,9 +57,14 @@ def forget_phrases(forgotten: frozenset[str]) -> Iterator[None]:
     """Diagnose without these phrases and words. A row that had no others does not match."""
     rows = tuple(row for each in ALL if (row := _forget(each, forgotten)) is not None)
     with mock.patch.object(rules, "read_signatures", return_value=rows):
-        rules.find_signature.cache_clear()
+        _clear_caches()
         yield
+    _clear_caches()
+
+
+def _clear_caches() -> None:
     rules.find_signature.cache_clear()
+    rules.index_rows.cache_clear()
 
 
 def _forget(row: rules.Signature, forgotten: frozenset[str]) -> rules.Signature | None:
