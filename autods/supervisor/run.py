@@ -55,6 +55,9 @@ _END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU, signal.SIGUSR1, s
 _LOST = Failed(
     failure="infrastructure", rank=-1, phase="start", evidence="", action="retry", advice="the run goes on by itself"
 )
+_UNSAVED = Failed(  # the same again would meet the same full disk
+    failure="infrastructure", rank=0, phase="done", evidence="", action="fix_environment", advice="free some space"
+)
 
 
 class Launcher(Protocol):
@@ -295,9 +298,13 @@ class Supervisor:
                 result = launcher.run_attempt(order, trial, watching.look)
             if isinstance(result, OutOfMemory | Failed):
                 outcome = result
+            elif result["ended"] == "done" and "unsaved" in result:
+                evidence = f"step {result['step']} is done and not saved: {result['unsaved']}"
+                outcome = replace(_UNSAVED, evidence=f"{evidence}; free some space and give the same command again")
             else:
                 ending = "done" if result["ended"] == "done" else "stopped"
-                outcome = Ended(ending, int(result["step"]), self.stopping.number)
+                step = watching.step if result["step"] is None else int(result["step"])
+                outcome = Ended(ending, step, self.stopping.number)
         except EnvironmentBroken as error:
             outcome = self._lose_session(error)
         watching.finish()

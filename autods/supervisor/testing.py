@@ -10,11 +10,12 @@ from ..trial.run.checkpoints import Layout, Manifest, checkpoint_folder, write_m
 from ..trial.run.order import RunOrder
 from ..types import Failed, ModelFacts, OutOfMemory, Trial
 
-Answer = Callable[[RunOrder, Trial], tuple[int, OutOfMemory | Failed | str]]
+Answer = Callable[[RunOrder, Trial], tuple[int, OutOfMemory | Failed | Mapping[str, Any] | str]]
 
 
 class ScriptedLauncher:
-    """Trains by `answer(order, trial)`: the last step of an attempt, and 'done', 'stopped' or why its ranks failed.
+    """Trains by `answer(order, trial)`: the last step of an attempt, and 'done', 'stopped', rank 0's result or why
+    its ranks failed.
 
     Steps are written to steps.jsonl, and checkpoints when they are due. `orders` lists the orders; a context manager,
     which may be entered again.

@@ -115,13 +115,16 @@ class Run:
             return self.wait_for_step()
         moment = self.chance.uniform(0.5, START_S)
         self.moment = f"{moment:.1f} s"
-        until = time.monotonic() + moment
-        self.wait_for(lambda: time.monotonic() > until)
+        self.wait_for_s(moment)
         return None
 
-    def strike_rank(self, fault: str) -> None:
+    def wait_for_s(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        self.wait_for(lambda: time.monotonic() > until)
+
+    def strike_rank(self, fault: str, rank: int | None = None) -> None:
         """Let a rank meet a fault of the workload, and wait until it did."""
-        text = json.dumps({"fault": fault, "rank": self.chance.randrange(2)})
+        text = json.dumps({"fault": fault, "rank": self.chance.randrange(2) if rank is None else rank})
         (self.out / "strike.tmp").write_text(text)
         os.replace(self.out / "strike.tmp", self.out / "strike.json")
         self.wait_for((self.out / "struck.json").exists)
@@ -226,22 +229,13 @@ def tear_checkpoint(run: Run) -> None:
 
 
 def fill_disk(run: Run) -> None:
-    """Fill the run's disk when a save begins, and free it some seconds later or when the command has ended."""
+    """Fill the run's disk while it saves, or between two saves; free it some seconds later, or after the command."""
     run.wait_for_step()
-    known = set(run.out.glob("checkpoints/*"))
-    run.wait_for(lambda: set(run.out.glob("checkpoints/*")) - known)
-    ballast = run.out / "ballast"
-    with open(ballast, "wb") as file:
-        size = shutil.disk_usage(run.out).free
-        while size >= 4096:
-            try:
-                os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), size)
-            except OSError:
-                size //= 2
-    until = time.monotonic() + run.chance.uniform(1, 20)
-    run.wait_for(lambda: time.monotonic() > until)
-    run.note = "freed after the end" if run.ended else "freed meanwhile"
-    ballast.unlink()
+    name = "disk in a save" if run.chance.random() < 0.7 else "disk"
+    run.strike_rank(name, rank=0)
+    run.wait_for_s(run.chance.uniform(0, 15))
+    run.note = f"{name}, freed {'after the end' if run.ended else 'meanwhile'}"
+    (run.out / "ballast").unlink(missing_ok=True)
 
 
 def kill(pid: int, number: signal.Signals) -> None:
@@ -444,7 +438,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="faults whose name has this word")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--show", action="store_true", help="print the output of runs that break a claim")
+    parser.add_argument("--show", action="store_true", help="print what the commands printed")
     options = parser.parse_args()
     if os.environ.get(INSIDE) is None:
         if reason := why_not():
@@ -505,7 +499,7 @@ def print_row(row: Row, table: Any, show: bool) -> None:
     for kind, items in row.left.items():
         for item in items:
             print(f"      left, {kind}: {item}", file=table, flush=True)
-    if show and row.problems:
+    if show:
         text = (CASE / f"run{row.run}.txt").read_text(errors="replace")[-4000:]
         print("      | " + text.strip().replace("\n", "\n      | "), file=table, flush=True)
 

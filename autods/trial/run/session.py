@@ -92,11 +92,15 @@ def current_observer() -> Any:
 
 
 def describe_end() -> dict[str, Any]:
-    """Return how this rank's session ended, 'done' or 'stopped', and its step; save that step, if nothing has."""
+    """Return how this rank's session ended, 'done' or 'stopped', and its step; save that step, if nothing has.
+
+    'unsaved' is why no checkpoint has that step, where the disk had no room for it.
+    """
     if _current is None:  # a script that trains and saves by itself
         return {"ended": "done", "step": None}
     _current.finish()
-    return {"ended": "stopped" if _current.stopped else "done", "step": _current.step}
+    end: dict[str, Any] = {"ended": "stopped" if _current.stopped else "done", "step": _current.step}
+    return end if _current.unsaved is None else {**end, "unsaved": _current.unsaved}
 
 
 class Session:
@@ -126,6 +130,7 @@ class Session:
         if self.observer.meter is not None:
             self._report_calls()
         self._saved_step = -1  # of the last checkpoint
+        self.unsaved: str | None = None  # why there was no room for the last one that was due
         self._seen_step = self.step
         self.list_samples: Callable[[int, int], Sequence[int]] | None = None  # at two positions of the stream
         self._steps_file: int | None = None
@@ -277,7 +282,8 @@ class Session:
         began = time.perf_counter()
         first = self.consensus.rank == 0
         problem = self._make_room(order) if first else None
-        if (problem := self.consensus.broadcast(problem)) is not None:
+        self.unsaved = problem = self.consensus.broadcast(problem)
+        if problem is not None:
             self._note(f"no checkpoint at step {self.step}: {problem}")
             if first:
                 self._write_line(order, {"step": self.step, "unsaved": problem})

@@ -7,6 +7,7 @@ in `strike.json` in the run's folder: {"fault": one of FAULTS, "rank": r}; the r
 import contextlib
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -23,13 +24,17 @@ class Net(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, sample, target):
-        meet_fault()
+        meet_fault("forward")
         note_samples(sample)
         time.sleep(SAMPLE_S * len(sample))
         hidden = self.embed(sample)
         for layer in self.layers:
             hidden = hidden + torch.tanh(layer(hidden))
         return (hidden.mean(1) - target).square().mean()
+
+    def state_dict(self, *args, **kwargs):  # the engine saves
+        meet_fault("save")
+        return super().state_dict(*args, **kwargs)
 
 
 def build_model():
@@ -61,25 +66,26 @@ def note_samples(sample):
             file.write(json.dumps(sample.tolist()) + "\n")
 
 
-def meet_fault():
+def meet_fault(place):
     if (folder := attempt_folder()) is None:
         return
     path = folder.parents[1] / "strike.json"
     with contextlib.suppress(OSError, ValueError):
         strike = json.loads(path.read_text())
-        if strike["rank"] == int(os.environ["RANK"]):
+        fault, where = FAULTS[strike["fault"]]
+        if strike["rank"] == int(os.environ["RANK"]) and where == place:
             os.replace(path, path.with_name("struck.json"))
-            FAULTS[strike["fault"]]()
+            fault(folder.parents[1])
 
 
-def fill_device():
+def fill_device(run):
     """Take memory of the device until it is refused."""
     kept = []
     while True:
         kept.append(torch.ones(2**20))
 
 
-def fill_host():
+def fill_host(run):
     """Take memory until the kernel's killer strikes. In a full cgroup it may refuse some first."""
     kept = []
     while True:
@@ -87,4 +93,20 @@ def fill_host():
             kept.append(b"x" * 2**22)
 
 
-FAULTS = {"device": fill_device, "host": fill_host}
+def fill_disk(run):
+    """Take all of the run's disk, as somebody else's files would."""
+    with open(run / "ballast", "wb") as file:
+        size = shutil.disk_usage(run).free
+        while size >= 4096:
+            try:
+                os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), size)
+            except OSError:
+                size //= 2
+
+
+FAULTS = {
+    "device": (fill_device, "forward"),
+    "host": (fill_host, "forward"),
+    "disk": (fill_disk, "forward"),
+    "disk in a save": (fill_disk, "save"),
+}

@@ -142,6 +142,16 @@ def test_a_torn_checkpoint_is_removed_and_not_restored(tmp_path):
     assert any("step-00000006 was removed" in getattr(event, "text", "") for event in events)
 
 
+def test_a_run_whose_last_step_has_no_room_is_not_done(tmp_path):
+    full = {"ended": "done", "step": 9, "unsaved": "about 2 GiB of disk are needed and 1 GiB are free"}
+    result, launcher = supervise(tmp_path, lambda order, trial: (9, full))
+    assert (result.status, result.exit_code, result.step, len(launcher.orders)) == ("failed", 3, 8, 1)
+    assert "about 2 GiB of disk are needed" in result.reason
+    result, launcher = supervise(tmp_path, finish)
+    assert result.status == "done"
+    assert launcher.orders[0].restore.endswith("step-00000008")
+
+
 def test_a_driver_that_dies_goes_on_with_the_last_decision(tmp_path):
     class Killed(BaseException):
         pass
