@@ -185,7 +185,8 @@ def decide(cause: Cause, situation: Situation) -> NextConfig | Stop:
     for remedy in _REMEDIES[tier]:
         if (chosen := remedy(situation, cause)) is not None:
             return replace(chosen, growth_bytes=situation.growth_bytes)
-    if situation.progressed:
+    # Other programs take host memory, too, so the same config may have room later.
+    if situation.progressed or (tier == "host" and situation.repeats < MOST_REPEATS):
         return _repeat(situation)
     return _give_up(situation, cause, tier)
 

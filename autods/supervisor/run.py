@@ -226,7 +226,8 @@ class Supervisor:
         last = history.attempts[-1] if history.attempts else None
         if last is None or last.cause is None or decision.after_attempt == last.number:
             return decision.config
-        if isinstance(last.cause, Failed) and last.number <= self.earlier:
+        is_of_model = isinstance(last.cause, OutOfMemory) and last.cause.tier == "device"
+        if last.number <= self.earlier and not is_of_model:
             return decision.config  # somebody has mended it since
         saved = self._latest()
         saved_step = saved.step if saved is not None else 0

@@ -163,7 +163,7 @@ def fill_host(run: Run) -> None:
     pids = run.ranks()
     if run.ended:
         return
-    with memory_group([run.scene.zygote().pid, *pids], limit_bytes=2**30):
+    with memory_group([run.scene.zygote().pid, *pids], limit_bytes=2**29):
         run.strike_rank("host")
         run.finish()
 

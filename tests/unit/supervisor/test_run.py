@@ -12,6 +12,7 @@ from autods.errors import EnvironmentBroken, InputError
 from autods.report.results import Report, Throughput
 from autods.report.run_view import read_run
 from autods.runner.testing import failed, out_of_memory
+from autods.supervisor.rescue import MOST_REPEATS
 from autods.supervisor.run import run
 from autods.supervisor.settings import RunSettings
 from autods.supervisor.testing import ScriptedLauncher
@@ -150,6 +151,13 @@ def test_a_run_whose_last_step_has_no_room_is_not_done(tmp_path):
     result, launcher = supervise(tmp_path, finish)
     assert result.status == "done"
     assert launcher.orders[0].restore.endswith("step-00000008")
+
+
+def test_host_memory_may_have_room_later(tmp_path):
+    result, launcher = supervise(tmp_path, lambda order, trial: (1, out_of_memory(tier="host")))
+    assert (result.status, result.exit_code, len(launcher.orders)) == ("failed", 1, 1 + MOST_REPEATS)
+    result, launcher = supervise(tmp_path, finish)
+    assert (result.status, len(launcher.orders)) == ("done", 1)
 
 
 def test_a_driver_that_dies_goes_on_with_the_last_decision(tmp_path):
