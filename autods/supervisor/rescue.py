@@ -179,7 +179,7 @@ def decide(cause: Cause, situation: Situation) -> NextConfig | Stop:
     ranks_left = situation.ranks_left
     if ranks_left is not None and ranks_left < situation.config.world_size:
         return _shrink(situation, ranks_left)
-    if (tier := _find_tier(cause)) is None:
+    if (tier := _find_tier(cause, situation)) is None:
         return _repeat(situation)
     situation = replace(situation, growth_bytes=max(situation.growth_bytes, measure_growth(cause, situation)))
     for remedy in _REMEDIES[tier]:
@@ -254,15 +254,19 @@ def _give_up(situation: Situation, cause: Cause, tier: Tier) -> Stop:
     return Stop(reason=reason, exit_code=NOTHING_LEFT, advice=_ADVICE[tier])
 
 
-def _is_failed_save(cause: Failed) -> bool:
+def _is_failed_save(cause: Cause) -> bool:
     """A disk that fills up while a checkpoint is written: the run goes on, and saves when there is room."""
+    if isinstance(cause, OutOfMemory):
+        return cause.phase == "save" and cause.tier == "nvme"
     return cause.phase == "save" and cause.failure == "infrastructure"
 
 
-def _find_tier(cause: Cause) -> Tier | None:
-    """The tier that has to need less; None where memory is not the cause."""
+def _find_tier(cause: Cause, situation: Situation) -> Tier | None:
+    """The tier that has to need less; None where the config does not decide about it."""
     if isinstance(cause, OutOfMemory):
-        return cause.tier
+        uses_disk = situation.candidate(situation.config.rung).needs_nvme
+        is_disk = cause.tier == "nvme" and (not uses_disk or _is_failed_save(cause))
+        return None if is_disk else cause.tier
     return {"leaner_rung": "device", "less_host_memory": "host"}.get(cause.action)  # type: ignore[return-value]
 
 

@@ -42,7 +42,12 @@ from .samples import SampleOrder, Share, StepSampler, deal_stream, derive_seed, 
 _ROOM_TO_SPARE = 1.05  # of a checkpoint's bytes: the next one is hardly larger
 _PEAK_EVERY_S = 0.2  # torch's counters of a card take a tenth of a millisecond to read
 _FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT)
-_WRITTEN_BADLY = ("PytorchStreamWriter", "inline_container", "unexpected pos")  # torch.save on a full disk
+_WRITTEN_BADLY = (
+    "PytorchStreamWriter",
+    "iostream error",
+    "inline_container",
+    "unexpected pos",
+)  # torch.save on a full disk
 
 
 class Stopped(BaseException):
@@ -305,7 +310,8 @@ class Session:
                 if first:
                     self._complete(order, folder, time.perf_counter() - began)
             except Exception as error:
-                raise _explain_failed_save(error, folder) from error
+                explained = _explain_failed_save(error, folder)
+                raise explained from (explained.__cause__ if explained is error else None)
         self.consensus.wait()  # no rank leaves while the first one still writes
         self._saved_step = self.step
         return True

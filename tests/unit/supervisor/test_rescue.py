@@ -167,6 +167,19 @@ def test_a_full_nvme_goes_back_to_memory_or_ends_the_run():
     assert decide(out_of_memory(tier="nvme"), replace(now, candidates=now.candidates[1:])).exit_code == 1
 
 
+@pytest.mark.parametrize("rung", ["zero2", "zero3-nvme"])
+def test_a_disk_that_fills_in_a_save_changes_no_config(rung):
+    known = (Candidate(rung="zero2", trials=(trial(1), trial(4))), Candidate(rung="zero3-nvme", needs_nvme=True))
+    config = replace(CONFIG, rung=rung)
+    cause = replace(out_of_memory(tier="nvme"), phase="save")
+    assert decide(cause, situation(*known, config=config)).config == config
+
+
+def test_a_full_disk_changes_no_config_that_needs_none():
+    known = (Candidate(rung="zero2", trials=(trial(1), trial(4))), Candidate(rung="zero3", trials=(trial(4),)))
+    assert decide(out_of_memory(tier="nvme"), situation(*known)).config == CONFIG
+
+
 def test_a_full_tier_without_remedy_is_tried_again_after_progress():
     now = situation(Candidate(rung="zero2"), progressed=True)
     assert decide(out_of_memory(tier="shm"), now).config == CONFIG
