@@ -56,8 +56,9 @@ _LOST = Failed(
     failure="infrastructure", rank=-1, phase="start", evidence="", action="retry", advice="the run goes on by itself"
 )
 _UNSAVED = Failed(  # the same again would meet the same full disk
-    failure="infrastructure", rank=0, phase="done", evidence="", action="fix_environment", advice="free some space"
-)
+    failure="infrastructure", rank=0, phase="done", evidence="", action="fix_environment",
+    advice="free some space, and give the same command again",
+)  # fmt: skip
 
 
 class Launcher(Protocol):
@@ -226,9 +227,9 @@ class Supervisor:
         last = history.attempts[-1] if history.attempts else None
         if last is None or last.cause is None or decision.after_attempt == last.number:
             return decision.config
-        is_of_model = isinstance(last.cause, OutOfMemory) and last.cause.tier == "device"
-        if last.number <= self.earlier and not is_of_model:
-            return decision.config  # somebody has mended it since
+        is_mended = last.number <= self.earlier  # since the command ended with it
+        if isinstance(last.cause, Failed) and is_mended:
+            return decision.config
         saved = self._latest()
         saved_step = saved.step if saved is not None else 0
         before = max((each.step for each in history.decisions), default=0)
@@ -300,8 +301,7 @@ class Supervisor:
             if isinstance(result, OutOfMemory | Failed):
                 outcome = result
             elif result["ended"] == "done" and "unsaved" in result:
-                evidence = f"step {result['step']} is done and not saved: {result['unsaved']}"
-                outcome = replace(_UNSAVED, evidence=f"{evidence}; free some space and give the same command again")
+                outcome = replace(_UNSAVED, evidence=f"step {result['step']} is not saved: {result['unsaved']}")
             else:
                 ending = "done" if result["ended"] == "done" else "stopped"
                 step = watching.step if result["step"] is None else int(result["step"])

@@ -160,6 +160,13 @@ def test_host_memory_may_have_room_later(tmp_path):
     assert (result.status, len(launcher.orders)) == ("done", 1)
 
 
+def test_a_run_without_a_leaner_config_is_tried_once_more(tmp_path):
+    supervise(tmp_path, lambda order, trial: (0, out_of_memory()))
+    result, launcher = supervise(tmp_path, lambda order, trial: (0, out_of_memory()))
+    assert (result.status, result.exit_code, len(launcher.orders)) == ("failed", 1, 1)
+    assert supervise(tmp_path, finish)[0].status == "done"
+
+
 def test_a_driver_that_dies_goes_on_with_the_last_decision(tmp_path):
     class Killed(BaseException):
         pass
