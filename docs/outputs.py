@@ -2,9 +2,10 @@
 
 python docs/outputs.py                           write what stands between the markers, and the picture
 python docs/outputs.py --take autods-out/demo    store another fit first, of `make demo`
+python docs/outputs.py --plan plan.json          store another plan first, of docs/plan.md's command with --json
 python docs/outputs.py --check                   exit with 1 where one of them is not current
 
-The commands of docs/plan.md and docs/explain.md, with --json, write llama-7b.json and explain.json.
+The command of docs/explain.md, with --json, writes explain.json.
 """
 
 from __future__ import annotations
@@ -55,6 +56,13 @@ def take(folder: Path) -> None:
     if question.ops_folder:
         question = replace(question, ops_folder=question.ops_folder.replace(str(Path.home()), "/home/you"))
     RUN.write_text(json.dumps(serialize.to_dict(replace(report, out=_OUT, question=question)), allow_nan=False) + "\n")
+
+
+def take_plan(path: Path) -> None:
+    """Store the memory of each rung of a plan: times and paths are those of a machine."""
+    kept = ("rung", "verdict", "device", "host", "pinned", "nvme")
+    rungs = [{key: rung[key] for key in kept} for rung in json.loads(path.read_text())["rungs"]]
+    PLAN.write_text(json.dumps({"rungs": rungs}) + "\n")
 
 
 def print_trials() -> str:
@@ -191,6 +199,8 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
 if __name__ == "__main__":
     if "--take" in sys.argv:
         take(Path(sys.argv[sys.argv.index("--take") + 1]))
+    if "--plan" in sys.argv:
+        take_plan(Path(sys.argv[sys.argv.index("--plan") + 1]))
     stale = [path for path, text in render() if not path.exists() or path.read_text() != text]
     if "--check" in sys.argv and stale:
         sys.exit(f"python docs/outputs.py writes {', '.join(str(path.relative_to(ROOT)) for path in stale)}")
