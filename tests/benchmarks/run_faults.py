@@ -268,10 +268,14 @@ def memory_group(pids: Sequence[int], *, limit_bytes: int) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """`strike` waits for a moment and inflicts it. `codes` are those that the first call may end with, besides 0."""
+    """`strike` waits for a moment and inflicts it. `codes` are those that the first call may end with, besides 0.
+
+    `later` are those of the calls after it: a fault that lasts meets them, too.
+    """
 
     strike: Callable[[Run], None]
     codes: tuple[int, ...] = ()
+    later: tuple[int, ...] = ()
     disk: str | None = None  # the size of a file system of its own for the run's folder
 
 
@@ -282,7 +286,7 @@ FAULTS: Mapping[str, Fault] = {
     "driver -9": Fault(strike=kill_driver, codes=(-signal.SIGKILL,)),
     "raylet -9": Fault(strike=kill_named("raylet"), codes=(3,)),
     "GCS -9": Fault(strike=kill_named("gcs_server"), codes=(3,)),
-    "full disk": Fault(strike=fill_disk, codes=(3,), disk="100m"),
+    "full disk": Fault(strike=fill_disk, codes=(3,), later=(3,), disk="100m"),
     "torn checkpoint": Fault(strike=tear_checkpoint, codes=(-signal.SIGKILL,)),
     "SIGTERM": Fault(strike=ask_to_end, codes=(128 + signal.SIGTERM, -signal.SIGTERM)),
     "Ctrl-C": Fault(strike=press_ctrl_c, codes=(128 + signal.SIGINT, -signal.SIGINT)),
@@ -351,6 +355,7 @@ def judge(run: Run, fault: Fault, reference: Trained) -> tuple[dict[str, Any], l
     problems, attempts = [], read_attempts(run.out)
     if run.codes[0] not in (0, *fault.codes):  # 0: it ended before the fault met it
         problems.append(f"the first call ended with {run.codes[0]}")
+    problems += [f"a later call ended with {code}" for code in run.codes[1:] if code not in (0, *fault.later)]
     if run.codes[-1] != 0:
         problems.append(f"the last call ended with {run.codes[-1]}")
     with contextlib.suppress(OSError):

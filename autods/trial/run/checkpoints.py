@@ -133,15 +133,15 @@ def checkpoint_folder(checkpoints: Path, step: int) -> Path:
 
 def list_checkpoints(checkpoints: Path) -> CheckpointList:
     """Return the checkpoints below `checkpoints`. The files of each are compared with its manifest by size."""
-    complete, torn = [], []
+    complete: list[Checkpoint] = []
+    torn: list[Torn] = []
     for folder in sorted(checkpoints.glob(f"{_PREFIX}*")) if checkpoints.is_dir() else ():
-        if not folder.is_dir():
-            continue
-        reason = find_tear(folder)
-        if reason is None:
-            complete.append(read_checkpoint(folder))
-        else:
-            torn.append(Torn(folder, reason))
+        if folder.is_dir():
+            match _inspect(folder):
+                case Checkpoint() as checkpoint:
+                    complete.append(checkpoint)
+                case Torn() as tear:
+                    torn.append(tear)
     complete.sort(key=lambda checkpoint: checkpoint.step)
     return CheckpointList(tuple(complete), tuple(torn))
 
@@ -153,20 +153,26 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 def find_tear(folder: Path) -> str | None:
     """Return why the folder of a checkpoint is not whole; None if it is."""
+    checkpoint = _inspect(folder)
+    return checkpoint.reason if isinstance(checkpoint, Torn) else None
+
+
+def _inspect(folder: Path) -> Checkpoint | Torn:
+    """Read a checkpoint, which the ranks may remove meanwhile: it counts as torn then."""
     try:
-        files = read_checkpoint(folder).manifest.files
+        checkpoint = read_checkpoint(folder)
     except FileNotFoundError:
-        return f"it has no {MARK}: it was not saved to its end"
+        return Torn(folder, f"it has no {MARK}: it was not saved to its end")
     except (OSError, ValueError) as error:
-        return f"its {MARK} cannot be read: {error}"
-    for name, size in files.items():
+        return Torn(folder, f"its {MARK} cannot be read: {error}")
+    for name, size in checkpoint.manifest.files.items():
         try:
             actual = (folder / name).stat().st_size
         except OSError as error:
-            return f"{name} cannot be read: {error.strerror}"
+            return Torn(folder, f"{name} cannot be read: {error.strerror}")
         if actual != size:
-            return f"{name} has {actual} bytes instead of {size}"
-    return None
+            return Torn(folder, f"{name} has {actual} bytes instead of {size}")
+    return checkpoint
 
 
 def can_load_directly(saved: Manifest, layout: Layout, optimizer: str) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from autods.trial.run import checkpoints
 from autods.trial.run.checkpoints import (
     MARK,
     Checkpoint,
@@ -23,8 +24,8 @@ from autods.trial.run.checkpoints import (
 ZERO2 = Layout(stage=2, world_size=2)
 
 
-def save(checkpoints, step, *, complete=True):
-    folder = checkpoint_folder(checkpoints, step)
+def save(run, step, *, complete=True):
+    folder = checkpoint_folder(run, step)
     (folder / "state").mkdir(parents=True)
     (folder / "ranks").mkdir()
     (folder / "state" / "weights.pt").write_bytes(b"w" * 100)
@@ -120,6 +121,19 @@ def test_a_half_removed_checkpoint_counts_as_torn(tmp_path, monkeypatch):
     listed = list_checkpoints(tmp_path)
     assert [checkpoint.step for checkpoint in listed.complete] == [10]
     assert len(listed.torn) == 1
+
+
+def test_a_checkpoint_may_go_while_the_driver_lists_it(tmp_path, monkeypatch):
+    old, last = save(tmp_path, 5), save(tmp_path, 10)
+    read = checkpoints.read_checkpoint
+
+    def read_and_remove(folder):
+        checkpoint = read(folder)
+        (old / MARK).unlink(missing_ok=True)  # as the ranks do once the next one is saved
+        return checkpoint
+
+    monkeypatch.setattr(checkpoints, "read_checkpoint", read_and_remove)
+    assert list_checkpoints(tmp_path).latest.path == last
 
 
 def test_a_layout_is_read_from_a_config():
