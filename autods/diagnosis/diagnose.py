@@ -32,7 +32,6 @@ _REPORTS_OTHERS = (
     "ExceptionGroup",
     "BaseExceptionGroup",
 )
-_ASCEND_RANK = re.compile(r"\bRankID:(\d+)\)")
 # The line is about memory running out, not a report of it: release notes, settings, advice.
 _ONLY_TALKS = re.compile(
     r"(?:previous|earlier|last) (?:run|attempt|trial|try|job|launch)\b|\bexamples? of\b|\brow \d+\b.{0,4}[\"']"
@@ -146,8 +145,6 @@ def _add_message(message: Message, summary: LogSummary, row_counts: Counter[str]
     """Match a message with the rows, and keep the ranks and exit codes that it reports."""
     summary.ranks.read(message)
     reports_exit = not message.by_user and any(summary.exits.read(line) for line in message.text.splitlines())
-    if summary.named_rank is None and (match := _ASCEND_RANK.search(message.text)):
-        summary.named_rank = int(match[1])
     if message.by_user and len(summary.user_words) < _MOST_USER_WORDS:
         first_line = message.text.partition(": ")[2].partition("\n")[0].strip("'\"")  # a key has quotes
         if len(first_line) >= _LEAST_WORDS:

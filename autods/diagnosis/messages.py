@@ -56,7 +56,6 @@ _QUOTED = re.compile(
 # Advice that torch adds to every CUDA error; it names things that did not happen.
 BOILERPLATE = re.compile(expand(r"\s*{torch_advice}"))
 RAY_PID = re.compile(r"\(pid=(\d+)")
-SPAWNED = re.compile(r"-- Process (\d+) terminated with the following error")
 ANNOUNCES = re.compile(
     r"(?:raised|(?:following|original|inner|underlying) (?:error|exception)\w*|caused by|exception was|failed with)\W{0,3}:\s*$",
     re.I,
@@ -179,7 +178,6 @@ class _Open:
     body: list[str] = field(default_factory=list)
     ignored: bool = False
     indent: int = 0  # of the first frame
-    rank: int | None = None  # named by the line before
     remote: list[str] = field(default_factory=list)  # frames of another process that the message quotes
 
 
@@ -191,7 +189,6 @@ class Assembler:
 
     def __init__(self) -> None:
         self._open: dict[Key, _Open] = {}
-        self._spawned: dict[Key, int] = {}
         self._ignore: set[Key] = set()
         self._raised_in: dict[Key, int] = {}  # stream → process id, as Ray reports it
 
@@ -210,11 +207,9 @@ class Assembler:
                     yield from self.feed(replace(line, text=piece))
                 yield from self._close(key)
                 return
-            self._open[key] = _Open(line, ignored=key in self._ignore, rank=self._spawned.pop(key, None))
+            self._open[key] = _Open(line, ignored=key in self._ignore)
             self._ignore.discard(key)
             return
-        if match := SPAWNED.search(text):
-            self._spawned[key] = int(match[1])
         if IGNORED.search(text):
             self._ignore.add(key)
         opened = self._open.get(key)
@@ -301,8 +296,6 @@ class Assembler:
         if message.type.startswith("RayTaskError") and (match := RAY_PID.search(message.text)):
             self._raised_in[key] = int(match[1])
         message.pid = self._raised_in.get(key)
-        if opened.rank is not None and message.prefix.rank is None:
-            message.prefix = replace(message.prefix, rank=opened.rank)
         yield message
 
 

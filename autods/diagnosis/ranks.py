@@ -30,7 +30,6 @@ _OWNER = re.compile(
     r"\bpid\)?[=: ]{1,3}(\d+)|^[\w.-]+:(\d{2,}):\d{2,} \[\d+\] |\blocal_rank: \d+ \(pid: (\d+)\)", re.IGNORECASE
 )
 _OWN_RANK = re.compile(r"\b(?:world_rank|global_rank|rank|RankID)[=: ]{1,2}(\d+)\b", re.IGNORECASE)
-_WORKER_NAMED = re.compile(r"\((?:\w*[Ww]orker\w*|rank|trainer)[_\- ]?(?:rank[_=]?)?(\d+)\b[^()]* pid=(\d+)")
 _ONE_HOST = re.compile(
     r"WORLD INFO DICT: \{'[^']+': \[[\d, ]*\]\}|nnodes=1,|--nnodes[= ]1\b(?!:)|--standalone|--num_machines[= ]1\b|num_machines: 1\b"
     r"|with local resources only|\bnodes?=1\b|gpu_ids=|CUDA_VISIBLE_DEVICES"
@@ -67,8 +66,6 @@ class Ranks:
     def _read_pid(self, line: str, message: Message) -> None:
         if len(self.pids) >= _MOST_PIDS:
             return
-        if named := _WORKER_NAMED.search(f"{message.prefix.stream} {line}"):
-            self.pids.setdefault(int(named[2]), int(named[1]))
         owner = _search(_OWNER, line)
         pid = _search(_STREAM_PID, message.prefix.stream) if owner is None else owner
         rank = None if "worker (pid" in line else _search(_OWN_RANK, line)

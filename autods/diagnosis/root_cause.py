@@ -62,14 +62,13 @@ class LogSummary:
     """Everything that was read from the logs of one run.
 
     `progress` maps a file to the training progress at its end, `last` maps it to its last lines.
-    An error line without a cause names `named_rank`. `user_words` are what exceptions of the user's code say. `text` tells whether any file was text; `not_text` names those
-    that were none.
+    `user_words` are what exceptions of the user's code say. `text` tells whether any file was text; `not_text` names
+    those that were none.
     """
 
     findings: list[Finding] = field(default_factory=list)
     exits: ExitCodes = field(default_factory=ExitCodes)
     ranks: Ranks = field(default_factory=Ranks)
-    named_rank: int | None = None
     user_words: set[str] = field(default_factory=set)
     progress: dict[str, int] = field(default_factory=dict)
     last: dict[str, list[str]] = field(default_factory=dict)
@@ -265,9 +264,9 @@ def _failed_rank(cause: Finding, summary: LogSummary, same: Sequence[Finding]) -
         named = {finding.rank for finding in same if finding.rank is not None}
         only_named = named.pop() if len(named) == 1 else None
         by_device = summary.ranks.of_device(cause.local)
-        return _first(cause.rank, by_pid, only_named, root_rank, summary.named_rank, by_device, cause.nccl, by_exit)
+        return _first(cause.rank, by_pid, only_named, root_rank, by_device, cause.nccl, by_exit)
     if cause.rank is None or summary.files <= 1:
-        return _first(by_pid, root_rank, by_exit, cause.rank, summary.named_rank)
+        return _first(by_pid, root_rank, by_exit, cause.rank)
     return _first(by_pid, cause.rank)
 
 
