@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -24,6 +25,7 @@ from .serialize import as_json, write_whole
 from .text import format_seconds
 
 RUN = "run.json"
+_TO_WEIGHTS = "zero_to_fp32.py"  # DeepSpeed puts it into a checkpoint of ZeRO
 _STEP_LINE_EVERY_S = 10.0
 
 
@@ -132,6 +134,9 @@ def print_run(report: RunReport, console: Console) -> None:
         console.print(Text(f"warning: {escape_controls(warning)}"), soft_wrap=True)
     if report.checkpoint is not None:
         console.print(Text(f"checkpoint: {report.checkpoint}"), soft_wrap=True)
+        if (Path(report.checkpoint) / _TO_WEIGHTS).is_file():
+            where = shlex.quote(report.checkpoint)
+            console.print(Text(f"weights: cd {where} && python {_TO_WEIGHTS} . weights -t state"), soft_wrap=True)
     if report.status in ("stopped", "failed") and report.attempts:
         before = "" if report.status == "stopped" else "once that is mended, "
         console.print(f"{before}the same command goes on", highlight=False)

@@ -101,6 +101,11 @@ def run(
         journal = RunJournal(out)
         history = journal.open(settings.identity)
         (out / "stop").unlink(missing_ok=True)
+        source = settings.fit.source
+        if journal.note_workload(source.digest):
+            text = f"{source.path} has changed since the last call: the run goes on with what it is now"
+            journal.warn(f"{text}, and --fresh begins anew")
+            listen(Note(text=f"warning: {history.warnings[-1]}"))
         report = _take_fit(settings, history, listen, find_fit)
         if report.status != "fit":
             reason = f"no config fits: autods report {settings.fit.out} shows why"

@@ -69,7 +69,7 @@ class Prepared:
 
 @dataclass(slots=True)
 class RunHistory:
-    """The content of a run's journal."""
+    """The content of a run's journal. `workload` is the digest of the user's code at the last call."""
 
     prepared: Prepared | None = None
     decisions: list[Decision] = field(default_factory=list)
@@ -77,6 +77,7 @@ class RunHistory:
     saved_steps: list[int] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     ended: Ending | None = None
+    workload: str | None = None
 
     @property
     def rescues(self) -> list[Decision]:
@@ -122,6 +123,13 @@ class RunJournal:
             except (ValueError, KeyError, IndexError) as error:
                 raise self._damaged(number, str(error)) from None
         return self.history
+
+    def note_workload(self, digest: str) -> bool:
+        """Write down the digest of the user's code; return whether it differs from that of the last call."""
+        before = self.history.workload
+        if before != digest:
+            self._write({"kind": "workload", "digest": digest, "at": time.time()})
+        return before not in (None, digest)
 
     def prepare(self, prepared: Prepared) -> None:
         """Write down what the run begins with."""
@@ -173,6 +181,8 @@ class RunJournal:
                 history.ended = history.attempts[-1].ending
             case {"kind": "saved", "step": int(step)}:
                 history.saved_steps.append(step)
+            case {"kind": "workload", "digest": str(digest)}:
+                history.workload = digest
             case {"kind": "warned", "text": str(text)}:
                 history.warnings.append(text)
             case _:

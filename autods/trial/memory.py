@@ -121,16 +121,15 @@ class CpuMeter(Meter):
             resource.setrlimit(resource.RLIMIT_DATA, (self._hard_limit, self._hard_limit))
 
     def sample(self) -> None:
-        self._peak_data = max(self._peak_data, self.held_bytes())
-        self._peak_private = max(self._peak_private, read_private_bytes())
+        data, private = _read_statm()
+        self._peak_data = max(self._peak_data, data - self._data_at_start)
+        self._peak_private = max(self._peak_private, private)
 
     def device_peak(self) -> int:
         return self._peak_data
 
     def held_bytes(self) -> int:
-        with open("/proc/self/statm", "rb", buffering=0) as statm:
-            pages = int(statm.read().split()[5])  # data + stack
-        return pages * _PAGE - self._data_at_start
+        return _read_statm()[0] - self._data_at_start
 
     def peaks(self) -> dict[str, int | None]:
         self.sample()
@@ -354,9 +353,14 @@ def status_bytes(*names: str) -> dict[str, int]:
 
 def read_private_bytes() -> int:
     """Return the resident private memory of this process: without pages of files and shared pages."""
+    return _read_statm()[1]
+
+
+def _read_statm() -> tuple[int, int]:
+    """Return the bytes of this process's data and stacks, and its resident private memory."""
     with open("/proc/self/statm", "rb", buffering=0) as statm:
-        _, resident, shared, *_ = map(int, statm.read().split())
-    return (resident - shared) * _PAGE
+        _, resident, shared, _, _, data, _ = map(int, statm.read().split())
+    return data * _PAGE, (resident - shared) * _PAGE
 
 
 class _MallocInfo(ctypes.Structure):

@@ -49,7 +49,7 @@ class SampleOrder:
             import numpy
 
             words = [self.seed // _WORD % _WORD, self.seed % _WORD, epoch // _WORD, epoch % _WORD]
-            self._permutations = dict(itertools.islice(self._permutations.items(), 1, 2))
+            self._permutations = dict(list(self._permutations.items())[-1:])
             self._permutations[epoch] = numpy.random.RandomState(words).permutation(self.count)
         return self._permutations[epoch]
 

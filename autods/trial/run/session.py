@@ -10,6 +10,7 @@ import contextlib
 import errno
 import functools
 import json
+import math
 import os
 import shutil
 import sys
@@ -403,7 +404,8 @@ class Session:
 
     def _write_step(self, line: Mapping[str, Any] | None, loss: float | None) -> None:
         if line is not None and self.order is not None:
-            self._write_line(self.order, {**line, "loss": loss})
+            is_number = loss is not None and math.isfinite(loss)  # JSON has no infinity
+            self._write_line(self.order, {**line, "loss": loss if is_number else None})
 
     def _digest(self, first: int) -> str | None:
         """A digest of the samples of a step, in any order; None where the script deals them out itself."""

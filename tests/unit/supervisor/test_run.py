@@ -122,6 +122,17 @@ def test_other_options_are_named_and_nothing_runs(tmp_path):
         run(settings(tmp_path, fit=replace(settings(tmp_path).fit, seed=5)), listen=lambda event: None)
 
 
+def test_a_changed_workload_is_named_and_goes_on(tmp_path):
+    supervise(tmp_path, lambda order, trial: (4, "stopped"))
+    fit = settings(tmp_path).fit
+    changed = replace(fit, source=replace(fit.source, digest="another"))
+    result, launcher = supervise(tmp_path, finish, fit=changed)
+    assert launcher.orders[0].restore.endswith("step-00000004")
+    assert [warning for warning in result.warnings if warning.startswith(f"{fit.source.path} has changed")]
+    again, _ = supervise(tmp_path, finish, fit=changed, steps=12)
+    assert again.warnings == result.warnings
+
+
 def test_fresh_forgets_the_run_and_its_checkpoints(tmp_path):
     supervise(tmp_path, finish)
     result, launcher = supervise(tmp_path, finish, fresh=True)
@@ -243,7 +254,7 @@ def test_the_journal_has_a_line_for_each_event(tmp_path):
     supervise(tmp_path, lambda order, trial: (3, out_of_memory()) if order.attempt == 1 else finish(order, trial))
     rows = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
     kinds = [row["kind"] for row in rows]
-    expected = ["header", "prepared", "decided", "started", "saved", "ended", "decided", "started"]
+    expected = ["header", "workload", "prepared", "decided", "started", "saved", "ended", "decided", "started"]
     assert kinds[: len(expected)] == expected
     assert kinds[-1] == "ended"
     assert [row["step"] for row in rows if row["kind"] == "saved"] == [2, 4, 6, 8, 10]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -56,6 +57,16 @@ def test_each_epoch_is_a_permutation_of_its_own(count):
     epochs = [order.ids(epoch * count, (epoch + 1) * count) for epoch in range(4)]
     assert all(sorted(epoch) == list(range(count)) for epoch in epochs)
     assert count < 8 or len({tuple(epoch) for epoch in epochs}) == 4
+
+
+def test_two_epochs_are_kept_while_samples_are_read_ahead(monkeypatch):
+    order, seeds = SampleOrder(8, seed=1), []
+    draw = numpy.random.RandomState
+    monkeypatch.setattr(numpy.random, "RandomState", lambda words: seeds.append(words) or draw(words))
+    for _ in range(3):  # a loader reads ahead in the next epoch, and the journal of steps is in this one
+        order.ids(8, 12)
+        order.ids(0, 4)
+    assert len(seeds) == 2
 
 
 def test_a_stream_continues_where_another_stopped():

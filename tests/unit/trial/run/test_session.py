@@ -78,6 +78,16 @@ def test_steps_are_journaled_in_order_with_their_loss(make_session):
     assert saved_steps(session) == [4, 6]
 
 
+def test_a_loss_that_is_no_number_is_journaled_as_null(make_session):
+    session = make_session()
+    for loss in ("inf", "nan", "-inf", "1"):
+        for _ in range(2):
+            session.engine.global_steps += _
+            session.step_done(torch.tensor(float(loss)))
+    session.consensus.flush()
+    assert [line["loss"] for line in read_lines(session)] == [None, None, None, 1.0]
+
+
 def test_the_last_step_is_saved_where_no_save_was_due(make_session):
     session = make_session(steps=None, checkpoint_every=4)
     train(session, 5)
