@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
+import types
 from typing import Any
 
 import torch
@@ -49,6 +51,10 @@ _FOREACH_TYPES = (
 _DISPATCH_RULE = declare(
     "torch._library.simple_registry.find_torch_dispatch_rule", "it is called for every operator and answers the same"
 )
+_INSPECT = declare(
+    "torch.autograd.function.inspect",
+    "it reads the signature of a function at each application, and ZeRO stage 3 applies several to each module",
+)
 _ONE_HOT = declare("torch.nn.functional.one_hot", "how many tokens experts get follows from routers' masks")
 _ATTENTION = declare(
     "torch.nn.functional.scaled_dot_product_attention", "torch would ask the driver for the kernel, and there is none"
@@ -71,8 +77,8 @@ def install(ledger: Ledger, mode: Any) -> None:
     if not ledger.one_memory:
         _RAW_STREAM.install(lambda device: 0)
     for patch in _FOREACH_TYPES:
-        if FakeTensor not in (types := patch.original()):
-            types.append(FakeTensor)
+        if FakeTensor not in (supported := patch.original()):
+            supported.append(FakeTensor)
     torch.compiler.set_stance("force_eager")
     compile_code = _COMPILE.original()
 
@@ -85,6 +91,7 @@ def install(ledger: Ledger, mode: Any) -> None:
 
     _COMPILE.install(compile_and_note)
     _DISPATCH_RULE.install(functools.cache(_DISPATCH_RULE.original()))
+    _INSPECT.install(types.SimpleNamespace(**{**vars(inspect), "signature": functools.cache(inspect.signature)}))
     _route_attention(ledger)
     make_one_hot = _ONE_HOT.original()
 
