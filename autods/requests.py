@@ -415,7 +415,7 @@ class ProbeRequest(TrialRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class ReportRequest(_Request):
-    """Show a finished fit or probe again, and write its page report.html: FOLDER is its --out. Or show a run."""
+    """Show a finished fit, probe or run again, and write its page: FOLDER is its --out."""
 
     folder: PathText = field(
         kw_only=False, metadata=_argument("The folder of a finished fit or probe, or of a run.", "FOLDER")

@@ -36,6 +36,7 @@ from ..report.plan_page import write_plan_page
 from ..report.plan_view import print_plan
 from ..report.probe_page import write_probe_page
 from ..report.probe_view import print_probe
+from ..report.run_page import write_run_page
 from ..report.run_view import RunProgress, RunReport, has_run, print_run, read_run
 from ..report.serialize import (
     check_writable,
@@ -141,7 +142,10 @@ def run_report(
         if markdown or request.compare is not None:
             option = "--markdown" if markdown else "--compare"
             raise InputError(f"{option} is for fits", place=str(folders[0]), hint="this is the folder of a run")
-        _show(read_run(folders[0]), as_json, RunReport.to_dict, print_run)
+        run = read_run(folders[0])
+        page = write_run_page(run, folders[0])
+        _show(run, as_json, RunReport.to_dict, print_run)
+        print(f"page: {page}", file=sys.stderr)
         return 0
     reports = [read_report(folder) for folder in folders]
     page = write_page(reports[0], folders[0])

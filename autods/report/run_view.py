@@ -114,16 +114,17 @@ def read_run(folder: Path) -> RunReport:
 
 
 _HEADLINES = {"done": "done", "stopped": "stopped", "failed": "failed", "nothing_fits": "nothing fits"}
+_COLUMNS = ("number", "began", "config", "steps", "repeated", "time", "end", "then")
 _STYLES = {"done": "bold green", "stopped": "bold yellow"}
 
 
 def print_run(report: RunReport, console: Console) -> None:
     """The end of a run: headline, attempts, and how to go on."""
-    goal = f" of {report.steps:,}" if report.steps is not None else ""
-    headline = f"{_HEADLINES[report.status]} at step {report.step:,}{goal}"
-    console.print(Text(headline, style=_STYLES.get(report.status, "bold red")), end="")
-    console.print(f": {format_seconds(report.seconds)}, {_count(report.rescues, 'rescue')}", highlight=False, end="")
-    console.print(f", {_count(report.repeated, 'step')} repeated", highlight=False)
+    console.print(Text(describe_headline(report), style=_STYLES.get(report.status, "bold red")), end="")
+    console.print(
+        f": {format_seconds(report.seconds)}, {count_noun(report.rescues, 'rescue')}", highlight=False, end=""
+    )
+    console.print(f", {count_noun(report.repeated, 'step')} repeated", highlight=False)
     if report.reason:
         console.print(Text(escape_controls(report.reason)), soft_wrap=True)
     if report.advice:
@@ -150,18 +151,33 @@ def _attempts_table(report: RunReport) -> Table:
     table.add_column("end", overflow="fold")
     table.add_column("then", overflow="fold")
     for row in report.attempts:
-        began = time.strftime("%m-%d %H:%M:%S", time.localtime(row.began))
-        batch = f"{row.micro_batch} × {row.accumulation} × {row.world_size}"
-        steps = f"{row.first_step:,}–{row.last_step:,}"
-        end = row.ending if row.evidence is None else f"{row.ending}: {escape_controls(row.evidence)}"
-        table.add_row(
-            str(row.number), began, f"{row.rung}, {batch}", steps, str(row.repeated), format_seconds(row.seconds),
-            Text(end), Text(row.changed or ""),
-        )  # fmt: skip
+        cells = describe_attempt(row)
+        table.add_row(*(Text(escape_controls(cells[name])) for name in _COLUMNS))
     return table
 
 
-def _count(number: int, noun: str) -> str:
+def describe_headline(report: RunReport) -> str:
+    """'done at step 12 of 12'."""
+    goal = f" of {report.steps:,}" if report.steps is not None else ""
+    return f"{_HEADLINES[report.status]} at step {report.step:,}{goal}"
+
+
+def describe_attempt(row: AttemptRow) -> dict[str, str]:
+    """The cells of an attempt's row by column."""
+    return {
+        "number": str(row.number),
+        "began": time.strftime("%m-%d %H:%M:%S", time.localtime(row.began)),
+        "config": f"{row.rung}, {row.micro_batch} × {row.accumulation} × {row.world_size}",
+        "steps": f"{row.first_step:,}–{row.last_step:,}",
+        "repeated": str(row.repeated),
+        "time": format_seconds(row.seconds),
+        "end": row.ending if row.evidence is None else f"{row.ending}: {row.evidence}",
+        "then": row.changed or "",
+    }
+
+
+def count_noun(number: int, noun: str) -> str:
+    """'1 step', '2 steps'."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 

@@ -25,6 +25,7 @@ from ..journal import workspace
 from ..report import serialize
 from ..report.rank_logs import LogTail
 from ..report.results import Report
+from ..report.run_page import RUN_PAGE, write_run_page
 from ..report.run_view import AttemptRow, RunReport, write_run
 from ..report.text import format_outcome
 from ..system.host import find_memory_groups, read_hardware, read_host_memory
@@ -90,7 +91,7 @@ def run(
     start: StartLauncher | None = None,
     find_fit: FindFit = lambda settings, listen: fit(settings, listen=listen),
 ) -> RunReport:
-    """Train until the run is done, is stopped, or cannot go on; return its report, which run.json holds, too.
+    """Train until the run is done, is stopped, or cannot go on; return its report. run.json and run.html hold it, too.
 
     `start` and `find_fit` replace Ray and the fit. Raises InputError for other options than those of the run in the
     folder, EnvironmentBroken where nothing can be started, and Interrupted for a signal before the first step.
@@ -116,13 +117,14 @@ def run(
         with supervisor.stopping.listen(), supervisor.sessions:
             result = supervisor.run()
             write_run(result)
+            write_run_page(result, out)
         return result
 
 
 def _forget(out: Path) -> None:
     """Remove the run of this folder; the fit stays."""
-    (out / "run.jsonl").unlink(missing_ok=True)
-    (out / "run.json").unlink(missing_ok=True)
+    for name in ("run.jsonl", "run.json", RUN_PAGE):
+        (out / name).unlink(missing_ok=True)
     for name in ("checkpoints", "attempts", "logs"):
         shutil.rmtree(out / name, ignore_errors=True)
 

@@ -1,0 +1,82 @@
+"""The page of a run: whole, escaped, and of the steps that its folder has on record."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autods.report.run_page import read_steps, render_run_page, write_run_page
+from autods.report.run_view import AttemptRow, RunReport, read_run, write_run
+from tests.support.pages import HOSTILE, check_page
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> RunReport:
+    """A run of two attempts; the second one repeats step 2 and ends at step 4."""
+    for attempt, steps in ((1, (1, 2, 3)), (2, (2, 3, 4))):
+        folder = tmp_path / "attempts" / str(attempt)
+        folder.mkdir(parents=True)
+        rows = ({"step": n, "loss": n * attempt / 10, "seconds": 0.5, "device_peak_bytes": n * 2**20} for n in steps)
+        (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first = AttemptRow(
+        number=1, began=0.0, rung="zero2", micro_batch=4, accumulation=1, world_size=2, checkpointing=False,
+        first_step=0, last_step=3, repeated=0, seconds=5.0, ending="failed", evidence="out of memory on device",
+        changed="micro batch 2 instead of 4",
+    )  # fmt: skip
+    last = replace(
+        first, number=2, micro_batch=2, accumulation=2, first_step=1, last_step=4, repeated=2, ending="done",
+        evidence=None, changed=None,
+    )  # fmt: skip
+    return RunReport(
+        status="done", exit_code=0, step=4, steps=4, global_batch=8, attempts=(first, last), rescues=1,
+        ds_config={"train_batch_size": 8}, checkpoint=str(tmp_path / "checkpoints" / "step-00000004"),
+        fit=str(tmp_path), out=str(tmp_path),
+    )  # fmt: skip
+
+
+def test_the_page_has_attempts_charts_and_the_config(report: RunReport, tmp_path: Path) -> None:
+    parsed = check_page(render_run_page(report, tmp_path))
+    assert "done at step 4 of 4" in parsed.words
+    assert "1 rescue, 2 steps repeated" in parsed.words
+    assert "zero2, 4 × 1 × 2" in parsed.words
+    assert "micro batch 2 instead of 4" in parsed.words
+    assert sum(tag == "svg" for tag, _ in parsed.tags) == 3
+    assert '"train_batch_size": 8' in parsed.words
+
+
+def test_a_repeated_step_is_shown_as_it_was_done_last(report: RunReport, tmp_path: Path) -> None:
+    assert {step: row["loss"] for step, row in read_steps(tmp_path).items()} == {1: 0.1, 2: 0.4, 3: 0.6, 4: 0.8}
+
+
+def test_a_page_shows_what_users_wrote_as_text(report: RunReport, tmp_path: Path) -> None:
+    row = replace(report.attempts[0], evidence=HOSTILE, changed=HOSTILE, rung=HOSTILE)
+    hostile = replace(report, reason=HOSTILE, advice=HOSTILE, warnings=(HOSTILE,), attempts=(row,))
+    check_page(render_run_page(hostile, tmp_path))
+
+
+def test_a_run_without_steps_or_attempts_has_a_page(tmp_path: Path) -> None:
+    empty = RunReport(status="nothing_fits", exit_code=1, reason="no config fits", out=str(tmp_path))
+    assert "nothing fits" in check_page(render_run_page(empty, tmp_path)).words
+
+
+def test_torn_lines_and_infinite_losses_are_left_out(report: RunReport, tmp_path: Path) -> None:
+    with open(tmp_path / "attempts" / "2" / "steps.jsonl", "a") as file:
+        file.write('{"step": 5, "loss": null, "seconds": 0.5, "device_peak_bytes": null}\n{"step": 6, "lo')
+    assert list(read_steps(tmp_path)) == [1, 2, 3, 4, 5]
+    check_page(render_run_page(report, tmp_path))
+
+
+def test_many_steps_make_a_small_page(report: RunReport, tmp_path: Path) -> None:
+    rows = ({"step": n, "loss": 1 / n, "seconds": 0.5, "device_peak_bytes": 2**30} for n in range(1, 5001))
+    (tmp_path / "attempts" / "2" / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parsed = check_page(render_run_page(report, tmp_path))
+    assert sum(tag == "circle" for tag, _ in parsed.tags) < 200
+
+
+def test_the_page_is_that_of_the_run_that_is_read_again(report: RunReport, tmp_path: Path) -> None:
+    write_run(report)
+    page = write_run_page(read_run(tmp_path), tmp_path)
+    assert page.read_text() == render_run_page(report, tmp_path)
