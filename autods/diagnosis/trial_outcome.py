@@ -22,6 +22,10 @@ from .values import Kind, Shortage, parse_shortage
 
 _NEARLY_FULL = 0.02  # of the limit: kernels and daemons that watch memory strike before it is all gone
 _EVIDENCE_CHARS = 400
+_WORKER_GONE = (
+    "an OOM killer struck while this process ended: use fewer DataLoader workers or a smaller prefetch_factor, or give "
+    "the node or its cgroup more memory"
+)
 _LAST_LINES = 40  # of a log: read for what a dying process wrote
 # A rank leaves with one of these when even its result file cannot be written: by the disk's fault, or by another.
 RESULT_UNWRITTEN_EXIT, RESULT_PREVENTED_EXIT = 98, 96
@@ -224,6 +228,9 @@ def _matching_row(evidence: Evidence) -> Signature | None:
         return replace(row, kind="out_of_memory", tier="device", action="leaner_rung")
     if row.killed and evidence.host and not evidence.host.oom_kill_evidence:
         return replace(row, kind="unknown", tier=None, action="retry")
+    if row.name == "gone-without-a-word" and evidence.host and evidence.host.oom_kill_evidence:
+        # torch names a DataLoader worker's signal only where its handler is faster than the queue's time limit.
+        return replace(row, kind="out_of_memory", tier="host", action="less_host_memory", advice=_WORKER_GONE)
     return row
 
 

@@ -160,6 +160,14 @@ def test_the_rank_that_the_cgroups_oom_killer_took_is_the_cause():
     assert (outcome.tier, outcome.rank) == ("host", 1)
 
 
+def test_a_worker_that_vanished_in_a_full_cgroup_is_host_memory():
+    roomy = HostUsage(limit_bytes=64 * GIB, least_free_bytes=40 * GIB)
+    full = HostUsage(limit_bytes=GIB, least_free_bytes=0, group_kills=1)
+    gone = {"types": ("RuntimeError",), "message": "DataLoader worker (pid(s) 5582) exited unexpectedly"}
+    outcomes = [explain_failure([evidence(1, 1.0, exit=1, host=host, **gone)]) for host in (roomy, full)]
+    assert [outcome.action for outcome in outcomes] == ["retry", "less_host_memory"]
+
+
 def test_a_bus_error_is_a_full_shm():
     outcome = explain_failure([evidence(1, 1.0, exit=-signal.SIGBUS)])
     assert isinstance(outcome, OutOfMemory)
