@@ -7,8 +7,8 @@ SHELL := /bin/bash
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 STAMP := .venv/.set-up
-# Three at a time on two cores: tests wait for ranks that start. Tests of a file stay together and share their ranks.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# Two at a time: most tests wait for ranks that start. Tests of a file stay together, so that they share their ranks.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # The Pythons that can make a .venv, the tested ones first; PYTHON=… overrides.
 PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do \

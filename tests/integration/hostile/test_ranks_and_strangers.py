@@ -81,7 +81,6 @@ def held(spared: None, other: OtherUser, tmp_path_factory: pytest.TempPathFactor
         job="train", source=source, device="cpu", folder=str(folder / "logs"), scratch=str(folder / "scratch"),
         world_size=2, local_ranks=(0, 1), ds_config=CONFIG,
     )  # fmt: skip
-    before = set(Path("/tmp").glob("autods-ranks-*"))
     with ThreadPoolExecutor(1) as threads:
         report = threads.submit(agent.run, job, 1)
         try:
@@ -89,8 +88,9 @@ def held(spared: None, other: OtherUser, tmp_path_factory: pytest.TempPathFactor
             assert agent.zygote is not None
             ranks = psutil.Process(agent.zygote.process.pid).children()
             listening = [c for rank in ranks for c in rank.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-            (private,) = (path for path in set(Path("/tmp").glob("autods-ranks-*")) - before if any(path.iterdir()))
-            yield HeldJob(private, tuple(connection.laddr.port for connection in listening), report, hold)
+            assert agent.job is not None
+            ports = tuple(connection.laddr.port for connection in listening)
+            yield HeldJob(Path(agent.job.private), ports, report, hold)
         finally:
             hold.unlink(missing_ok=True)
             report.result(100)
