@@ -114,7 +114,6 @@ def read_run(folder: Path) -> RunReport:
 
 
 _HEADLINES = {"done": "done", "stopped": "stopped", "failed": "failed", "nothing_fits": "nothing fits"}
-_COLUMNS = ("number", "began", "config", "steps", "repeated", "time", "end", "then")
 _STYLES = {"done": "bold green", "stopped": "bold yellow"}
 
 
@@ -151,8 +150,7 @@ def _attempts_table(report: RunReport) -> Table:
     table.add_column("end", overflow="fold")
     table.add_column("then", overflow="fold")
     for row in report.attempts:
-        cells = describe_attempt(row)
-        table.add_row(*(Text(escape_controls(cells[name])) for name in _COLUMNS))
+        table.add_row(*(Text(escape_controls(cell)) for cell in describe_attempt(row).values()))
     return table
 
 
@@ -163,7 +161,7 @@ def describe_headline(report: RunReport) -> str:
 
 
 def describe_attempt(row: AttemptRow) -> dict[str, str]:
-    """The cells of an attempt's row by column."""
+    """The cells of an attempt's row by column, in the order of the table."""
     return {
         "number": str(row.number),
         "began": time.strftime("%m-%d %H:%M:%S", time.localtime(row.began)),

@@ -234,8 +234,8 @@ class Supervisor:
         last = history.attempts[-1] if history.attempts else None
         if last is None or last.cause is None or decision.after_attempt == last.number:
             return decision.config
-        is_mended = last.number <= self.earlier  # since the command ended with it
-        if isinstance(last.cause, Failed) and is_mended:
+        may_be_mended = last.number <= self.earlier  # since the command ended with it
+        if isinstance(last.cause, Failed) and may_be_mended:
             return decision.config
         saved = self._latest()
         saved_step = saved.step if saved is not None else 0
@@ -260,7 +260,7 @@ class Supervisor:
         self.last_hang = last.cause.hung_at if isinstance(last.cause, Failed) else None
         if isinstance(chosen, Stop):
             # Somebody may have made room since: shorter samples, or a device without other processes.
-            may_retry = last.number <= self.earlier and situation.rescues < situation.most_rescues
+            may_retry = may_be_mended and situation.rescues < situation.most_rescues
             return decision.config if may_retry else chosen
         self._adopt(chosen, situation, after=last.number, step=saved_step)
         return chosen.config

@@ -312,7 +312,9 @@ class Session:
                     self._complete(order, folder, time.perf_counter() - began)
             except Exception as error:
                 explained = _explain_failed_save(error, folder)
-                raise explained from (explained.__cause__ if explained is error else None)
+                if explained is error:
+                    raise
+                raise explained from None
         self.consensus.wait()  # no rank leaves while the first one still writes
         self._saved_step = self.step
         return True
