@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -94,8 +95,10 @@ def main() -> None:
         (folder / "ds_config.json").write_text(json.dumps(order.ds_config))
         within, between = [], []
         for number in range(options.rounds):
-            within.append(compare(train_as_run(folder, order, "both")))
+            times = train_as_run(folder, order, "both")
+            within.append(compare(times))
             print_ratio(f"round {number + 1}, every second block", *within[-1])
+            print_interval(times)
         for number in range(options.rounds):
             turns = [train_plainly, lambda folder: train_as_run(folder, order, "run")]
             first, second = (turn(folder) for turn in (turns if number % 2 == 0 else reversed(turns)))
@@ -111,6 +114,20 @@ def compare(times: dict[str, list[list[float]]]) -> tuple[float, float, float]:
     """The median step of plain training in seconds, and the ratios of a run's to it: wall, processor."""
     plain, run = ([statistics.median(column) for column in zip(*times[kind], strict=True)] for kind in ("plain", "run"))
     return plain[0], run[0] / plain[0], run[1] / plain[1]
+
+
+def print_interval(times: dict[str, list[list[float]]]) -> None:
+    """Print the median ratio of neighbouring steps, a run's to a plain one's, with the 95 % interval of a bootstrap."""
+    generator = random.Random(0)
+    for column, clock in enumerate(("wall", "processor")):
+        pairs = zip(times["plain"], times["run"], strict=False)
+        ratios = [run[column] / plain[column] for plain, run in pairs]
+        medians = sorted(statistics.median(generator.choices(ratios, k=len(ratios))) for _ in range(1000))
+        print(
+            f"  {len(ratios)} pairs, {clock} {statistics.median(ratios):.4f}, "
+            f"95 % interval {medians[25]:.4f} to {medians[974]:.4f}",
+            flush=True,
+        )
 
 
 def print_ratio(title: str, step_s: float, wall: float, processor: float) -> None:
