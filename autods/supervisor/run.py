@@ -6,13 +6,11 @@ Read this module first. `run` opens the folder, the fit and the journal; `Superv
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,21 +18,20 @@ from typing import Any, Protocol
 
 from ..config.settings import Settings, apply_survey
 from ..errors import EnvironmentBroken, InputError
-from ..events import AttemptStarted, Note, RankPrinted, RunListener, StepDone
+from ..events import AttemptStarted, Note, RunListener
 from ..journal import workspace
 from ..report import serialize
-from ..report.rank_logs import LogTail
 from ..report.results import Report
 from ..report.run_page import RUN_PAGE, write_run_page
 from ..report.run_view import AttemptRow, RunReport, write_run
 from ..report.text import format_outcome
-from ..system.host import find_memory_groups, read_hardware, read_host_memory
+from ..system.host import read_hardware
 from ..trial.run.checkpoints import Checkpoint, Layout, find_obstacle, list_checkpoints, remove_torn
 from ..trial.run.order import RunOrder
 from ..tuner.candidates import list_candidates
 from ..tuner.fit import fit
-from ..types import Failed, ModelFacts, OutOfMemory, Steps, Tier, Trial
-from ..units import format_signal
+from ..types import Failed, ModelFacts, OutOfMemory, Steps, Trial
+from .progress import Progress, StepTail
 from .rescue import (
     Candidate,
     NextConfig,
@@ -46,13 +43,10 @@ from .rescue import (
 )
 from .run_journal import Attempt, Decision, Ending, Prepared, RunHistory, RunJournal, count_repeated
 from .settings import RunSettings
-from .watch import Point, Watched
+from .stopping import StopRequest
 
-_LOOK_EVERY_S = 0.5  # for lines of the ranks and new checkpoints
-_WATCH_EVERY_S = 1.0
 _STOP_WITHIN_S = 120.0  # beyond twice the time of the last save: then a run that was asked to stop is ended
 _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
-_END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 _LOST = Failed(
     failure="infrastructure", rank=-1, phase="start", evidence="", action="retry", advice="the run goes on by itself"
 )
@@ -164,7 +158,7 @@ class Supervisor:
     listen: RunListener
     start: StartLauncher
     sessions: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    stopping: StopRequest = field(default_factory=lambda: StopRequest())
+    stopping: StopRequest = field(default_factory=StopRequest)
     last_hang: str | None = None
     earlier: int = 0  # attempts before this call
     _launcher: Launcher | None = None
@@ -292,7 +286,9 @@ class Supervisor:
         self.journal.start_attempt(
             Attempt(number=number, config=config, first_step=first_step, began=time.time(), last_step=first_step)
         )
-        watching = Watching(self, number, first_step)
+        progress = Progress(
+            self._attempt_folder(number), first_step, settings=self.settings, journal=self.journal, listen=self.listen
+        )
         ending: Ending = "failed"
         outcome: Ended | OutOfMemory | Failed
         try:
@@ -304,20 +300,20 @@ class Supervisor:
             )
             self.listen(AttemptStarted(number=number, first_step=first_step, steps=self.settings.steps))
             with self.stopping.during(order, self._stop_limit(saved)):
-                result = launcher.run_attempt(order, trial, watching.look)
+                result = launcher.run_attempt(order, trial, progress.look)
             if isinstance(result, OutOfMemory | Failed):
                 outcome = result
             elif result["ended"] == "done" and "unsaved" in result:
                 outcome = replace(_UNSAVED, evidence=f"step {result['step']} is not saved: {result['unsaved']}")
             else:
                 ending = "done" if result["ended"] == "done" else "stopped"
-                step = watching.step if result["step"] is None else int(result["step"])
+                step = progress.step if result["step"] is None else int(result["step"])
                 outcome = Ended(ending, step, self.stopping.number)
         except EnvironmentBroken as error:
             outcome = self._lose_session(error)
-        watching.finish()
+        progress.finish()
         cause = outcome if isinstance(outcome, OutOfMemory | Failed) else None
-        last_step = max(watching.step, outcome.step if isinstance(outcome, Ended) else 0)
+        last_step = max(progress.step, outcome.step if isinstance(outcome, Ended) else 0)
         self.journal.end_attempt(ending, last_step=last_step, seconds=time.monotonic() - began, cause=cause)
         if cause is not None:
             self.listen(Note(text=f"attempt {number} ended at step {last_step}: {format_outcome(cause)}"))
@@ -468,141 +464,3 @@ class Supervisor:
             fit=str(self.settings.fit.out),
             out=str(self.settings.out),
         )
-
-
-@dataclass(slots=True)
-class StepTail:
-    """Reads the lines that rank 0 appends to steps.jsonl."""
-
-    path: Path
-    offset: int = 0
-
-    def read(self) -> Iterator[dict[str, Any]]:
-        """Yield the whole lines since the last call."""
-        with contextlib.suppress(OSError), open(self.path, "rb") as file:
-            file.seek(self.offset)
-            data = file.read()
-            end = data.rfind(b"\n") + 1
-            self.offset += end
-            for line in data[:end].splitlines():
-                with contextlib.suppress(ValueError):
-                    yield json.loads(line)
-
-    def changed_at(self) -> float:
-        """When the file was written last, in seconds since 1970; 0 where it is missing."""
-        try:
-            return self.path.stat().st_mtime
-        except OSError:
-            return 0.0
-
-
-class Watching:
-    """What the driver looks at while an attempt runs: steps, checkpoints, memory, and what rank 0 prints."""
-
-    def __init__(self, supervisor: Supervisor, number: int, first_step: int) -> None:
-        self.supervisor, self.step = supervisor, first_step
-        folder = supervisor._attempt_folder(number)
-        self._steps = StepTail(folder / "steps.jsonl")
-        self._log = LogTail(folder / "ranks" / "rank0.log")
-        self._looked_s = self._watched_s = 0.0
-        self._tiers: dict[Tier, Watched] = {
-            "device": Watched(tier="device", limit_bytes=supervisor.settings.fit.device_bytes)
-        }
-        self._groups = find_memory_groups() if supervisor.settings.fit.address is None else None
-        if self._groups is not None:
-            total = read_host_memory(self._groups).total_bytes
-            self._tiers["host"] = Watched(tier="host", limit_bytes=total)
-
-    def look(self, beat: Any = None) -> None:
-        """Look at everything, unless that was just done."""
-        if time.monotonic() - self._looked_s >= _LOOK_EVERY_S:
-            self._looked_s = time.monotonic()
-            self._read()
-
-    def finish(self) -> None:
-        """Look once more, at the end of the attempt."""
-        self._read(ended=True)
-
-    def _read(self, *, ended: bool = False) -> None:
-        supervisor = self.supervisor
-        for text in self._log.read(ended=ended):
-            supervisor.listen(RankPrinted(text=text))
-        for line in self._steps.read():
-            if "loss" not in line:
-                continue
-            self.step, peak = int(line["step"]), line.get("device_peak_bytes")
-            supervisor.listen(
-                StepDone(step=self.step, loss=line["loss"], seconds=line["seconds"], device_peak_bytes=peak)
-            )
-            if time.monotonic() - self._watched_s >= _WATCH_EVERY_S:
-                self._watched_s = time.monotonic()
-                self._watch(peak)
-        for checkpoint in list_checkpoints(supervisor.settings.out / "checkpoints").complete:
-            supervisor.journal.note_checkpoint(checkpoint.step)
-
-    def _watch(self, device_peak_bytes: int | None) -> None:
-        used: dict[Tier, int | None] = {"device": device_peak_bytes}
-        if self._groups is not None:
-            memory = read_host_memory(self._groups)
-            used["host"] = memory.total_bytes - memory.free_bytes
-        for tier, size in used.items():
-            if size is None:
-                continue
-            point = Point(self.step, size)
-            self._tiers[tier], trend = self._tiers[tier].add(point, last_step=self.supervisor.settings.steps)
-            if trend is not None:
-                self.supervisor.journal.warn(str(trend))
-                self.supervisor.listen(Note(text=f"warning: {trend}"))
-
-
-class StopRequest:
-    """Turns a signal into a request to save and to end. `number` is that of the first signal, None before.
-
-    A second Ctrl-C, a signal while no rank has done a step, and the end of the time limit raise KeyboardInterrupt.
-    """
-
-    def __init__(self) -> None:
-        self.number: int | None = None
-        self._order: RunOrder | None = None
-        self._limit_s = 0.0
-        self._timer: threading.Timer | None = None
-
-    @contextlib.contextmanager
-    def listen(self) -> Iterator[None]:
-        """Handle signals. Elsewhere than in the main thread there are none."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.getsignal(number) for number in _END_SIGNALS}
-        for number, handler in before.items():
-            if handler != signal.SIG_IGN:
-                signal.signal(number, self._handle)
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    @contextlib.contextmanager
-    def during(self, order: RunOrder, limit_s: float) -> Iterator[None]:
-        """Ask the ranks of an attempt to save and to end, while they run."""
-        self._order, self._limit_s = order, limit_s
-        try:
-            yield
-        finally:
-            self._order = None
-            if self._timer is not None:
-                self._timer.cancel()
-
-    def _handle(self, number: int, frame: object) -> None:
-        if self.number is None:
-            self.number = number
-            if self._order is not None and self._order.steps_file.exists():
-                self._order.stop_file.touch()
-                self._timer = threading.Timer(self._limit_s, os.kill, (os.getpid(), signal.SIGINT))
-                self._timer.daemon = True
-                self._timer.start()
-                return
-        elif number != signal.SIGINT:  # a scheduler repeats itself
-            return
-        raise KeyboardInterrupt(format_signal(number))

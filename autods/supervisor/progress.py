@@ -1,0 +1,104 @@
+"""What the supervisor sees of an attempt while it runs: steps, checkpoints, memory, and what rank 0 prints."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..events import Note, RankPrinted, RunListener, StepDone
+from ..report.rank_logs import LogTail
+from ..system.host import find_memory_groups, read_host_memory
+from ..trial.run.checkpoints import list_checkpoints
+from ..types import Tier
+from .run_journal import RunJournal
+from .settings import RunSettings
+from .watch import Point, Watched
+
+_LOOK_EVERY_S = 0.5  # for lines of the ranks and new checkpoints
+_WATCH_EVERY_S = 1.0
+
+
+@dataclass(slots=True)
+class StepTail:
+    """Reads the lines that rank 0 appends to steps.jsonl."""
+
+    path: Path
+    offset: int = 0
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Yield the whole lines since the last call."""
+        with contextlib.suppress(OSError), open(self.path, "rb") as file:
+            file.seek(self.offset)
+            data = file.read()
+            end = data.rfind(b"\n") + 1
+            self.offset += end
+            for line in data[:end].splitlines():
+                with contextlib.suppress(ValueError):
+                    yield json.loads(line)
+
+    def changed_at(self) -> float:
+        """When the file was written last, in seconds since 1970; 0 where it is missing."""
+        try:
+            return self.path.stat().st_mtime
+        except OSError:
+            return 0.0
+
+
+class Progress:
+    """Follows the attempt in `folder` from `first_step` on. `step` is the last optimizer step that was seen."""
+
+    def __init__(
+        self, folder: Path, first_step: int, *, settings: RunSettings, journal: RunJournal, listen: RunListener
+    ) -> None:
+        self.step = first_step
+        self._settings, self._journal, self._listen = settings, journal, listen
+        self._steps = StepTail(folder / "steps.jsonl")
+        self._log = LogTail(folder / "ranks" / "rank0.log")
+        self._looked_s = self._watched_s = 0.0
+        self._tiers: dict[Tier, Watched] = {"device": Watched(tier="device", limit_bytes=settings.fit.device_bytes)}
+        self._groups = find_memory_groups() if settings.fit.address is None else None
+        if self._groups is not None:
+            total = read_host_memory(self._groups).total_bytes
+            self._tiers["host"] = Watched(tier="host", limit_bytes=total)
+
+    def look(self, beat: Any = None) -> None:
+        """Look at everything, unless that was just done."""
+        if time.monotonic() - self._looked_s >= _LOOK_EVERY_S:
+            self._looked_s = time.monotonic()
+            self._read()
+
+    def finish(self) -> None:
+        """Look once more, at the end of the attempt."""
+        self._read(ended=True)
+
+    def _read(self, *, ended: bool = False) -> None:
+        for text in self._log.read(ended=ended):
+            self._listen(RankPrinted(text=text))
+        for line in self._steps.read():
+            if "loss" not in line:
+                continue
+            self.step, peak = int(line["step"]), line.get("device_peak_bytes")
+            self._listen(StepDone(step=self.step, loss=line["loss"], seconds=line["seconds"], device_peak_bytes=peak))
+            if time.monotonic() - self._watched_s >= _WATCH_EVERY_S:
+                self._watched_s = time.monotonic()
+                self._watch(peak)
+        for checkpoint in list_checkpoints(self._settings.out / "checkpoints").complete:
+            self._journal.note_checkpoint(checkpoint.step)
+
+    def _watch(self, device_peak_bytes: int | None) -> None:
+        used: dict[Tier, int | None] = {"device": device_peak_bytes}
+        if self._groups is not None:
+            memory = read_host_memory(self._groups)
+            used["host"] = memory.total_bytes - memory.free_bytes
+        for tier, size in used.items():
+            if size is None:
+                continue
+            self._tiers[tier], trend = self._tiers[tier].add(Point(self.step, size), last_step=self._settings.steps)
+            if trend is not None:
+                self._journal.warn(str(trend))
+                self._listen(Note(text=f"warning: {trend}"))
