@@ -31,7 +31,7 @@ def test_the_usable_memory_is_below_the_nominal_one() -> None:
 
 def test_cards_before_ampere_have_no_bf16() -> None:
     without = {name for name, machine in read_catalogue().items() if not machine.bf16}
-    assert without == {"t4-16gb", "v100-16gb", "v100-32gb"}
+    assert without == {"t4-16gb", "v100-16gb", "v100-32gb", "v100-pcie-16gb", "v100-pcie-32gb"}
 
 
 def test_machines_come_smallest_first() -> None:
@@ -72,14 +72,16 @@ def test_a_card_is_found_by_its_name_in_the_driver() -> None:
     names = {
         "NVIDIA A100-SXM4-80GB": "a100-80gb", "A100-SXM4-80GB": "a100-80gb", "A100-PCIE-40GB": "a100-pcie-40gb",
         "NVIDIA A100 80GB PCIe": "a100-pcie-80gb", "NVIDIA H100 PCIe": "h100-pcie-80gb", "NVIDIA A10": "a10-24gb",
-        "NVIDIA A10G": "a10g-24gb", "Tesla T4": "t4-16gb", "NVIDIA A100 80GB PCIe x": None,
+        "NVIDIA A10G": "a10g-24gb", "Tesla T4": "t4-16gb", "NVIDIA L40": "l40-48gb", "NVIDIA L40S": "l40s-48gb",
+        "NVIDIA H100 NVL": "h100-nvl-94gb", "Tesla V100-PCIE-32GB": "v100-pcie-32gb",
+        "NVIDIA RTX 6000 Ada Generation": "rtx6000-ada-48gb", "NVIDIA A100 80GB PCIe x": None,
     }  # fmt: skip
     found = {name: find_by_driver_name(name) for name in names}
     assert {name: known and known.name for name, known in found.items()} == names
 
 
 def test_workstations_say_that_their_network_is_assumed() -> None:
-    for name in ("rtx3090-24gb", "rtx4090-24gb", "rtx5090-32gb", "a6000-48gb"):
+    for name in ("rtx3090-24gb", "rtx4090-24gb", "rtx5090-32gb", "a6000-48gb", "rtx6000-ada-48gb"):
         links = read_catalogue()[name].links
         assert links is not None
         assert (links.network, links.network_gb_per_s) == ("10 Gbit/s Ethernet, assumed", 1.25)
