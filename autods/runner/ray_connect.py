@@ -44,6 +44,9 @@ _ADDRESS_BYTES = 300
 _SHUTDOWN_S = 30.0
 _TASK_S = 60.0
 _SESSION_BYTES = 2**24  # of Ray's logs and sockets in /tmp, amply
+# Services of a Ray of our own that no trial needs: the autoscaler, the logs' way to the driver, and the dashboard's
+# server, which Ray starts without a dashboard, too. They take two seconds of a processor, memory and ports.
+_UNUSED_SERVICES = ("start_monitor", "start_log_monitor", "start_api_server")
 _SPT_NOENV = {"SPT_NOENV": "1"}  # Ray's processes keep their environment when they change their title
 
 
@@ -280,15 +283,21 @@ def init_ray(ray: Any, host: str, **options: Any) -> None:
     another way. A `host` on loopback stays: Ray would take this machine's outer address instead, open to the network.
     """
     popen, resolve = (ray_internal(_SERVICES, name) for name in ("ConsolePopen", "resolve_ip_for_localhost"))
+    node = ray_internal("ray._private.node", "Node")
+    starts = {name: getattr(node, name) for name in _UNUSED_SERVICES if hasattr(node, name)}
     services: Any = sys.modules[_SERVICES]
     handler = signal.getsignal(signal.SIGTERM)
     services.ConsolePopen = functools.partial(popen, start_new_session=True)
     if host in ("localhost", "::1") or host.startswith("127."):
         services.resolve_ip_for_localhost = lambda name: name
+    for name in starts:
+        setattr(node, name, lambda self, **options: None)
     try:
         quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
         ray.init(namespace="autods", **quiet, **options)
     finally:
+        for name, start in starts.items():
+            setattr(node, name, start)
         services.ConsolePopen = popen
         services.resolve_ip_for_localhost = resolve
         if threading.current_thread() is threading.main_thread():

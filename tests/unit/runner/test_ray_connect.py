@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -40,6 +40,21 @@ class FakeRay:
         return False
 
 
+class FakeNode:
+    """Ray's node: what it has started."""
+
+    started: ClassVar[list[str]] = []
+
+    def start_gcs_server(self) -> None:
+        self.started.append("GCS")
+
+    def start_log_monitor(self) -> None:
+        self.started.append("log monitor")
+
+    def start_api_server(self, *, include_dashboard: bool, raise_on_failure: bool) -> None:
+        self.started.append("API server")
+
+
 @pytest.fixture
 def reads() -> list[str | None]:
     """The token that Ray found each time when it was told to look for one."""
@@ -52,6 +67,7 @@ def _no_ray_internals(monkeypatch: pytest.MonkeyPatch, reads: list[str | None]) 
     monkeypatch.setattr(cleanup, "_opened", {})
     services = SimpleNamespace(ConsolePopen=print, resolve_ip_for_localhost=lambda host: "10.0.0.9")
     monkeypatch.setitem(sys.modules, "ray._private.services", services)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "ray._private.node", SimpleNamespace(Node=FakeNode))  # type: ignore[arg-type]
     loader = SimpleNamespace(reset_cache=lambda: reads.append(os.environ.get("RAY_AUTH_TOKEN")))
     raylet = SimpleNamespace(
         Config=SimpleNamespace(initialize=lambda config: None),
@@ -69,6 +85,23 @@ def test_ray_is_not_started_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(EnvironmentBroken, match="the disk is full: Ray needs"), start_local(ray, 2, tmp_path):
         pass
     assert ray.options == []
+
+
+def test_our_ray_starts_only_what_trials_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeNode, "started", [])
+
+    def start(**options: Any) -> None:
+        FakeNode().start_gcs_server()
+        FakeNode().start_log_monitor()
+        FakeNode().start_api_server(include_dashboard=False, raise_on_failure=False)
+
+    ray = FakeRay()
+    monkeypatch.setattr(ray, "init", start)
+    with start_local(ray, 2, tmp_path):
+        pass
+    assert FakeNode.started == ["GCS"]
+    FakeNode().start_log_monitor()  # of a Ray that somebody else starts later
+    assert FakeNode.started == ["GCS", "log monitor"]
 
 
 def test_ray_is_not_started_under_a_limit_that_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
