@@ -88,12 +88,16 @@ class RankPrinted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDone:
-    """An optimizer step of a run. `device_peak_bytes` is the peak so far; `loss` the mean of all ranks."""
+    """An optimizer step of a run, of `steps` where the ranks know their number.
+
+    `device_peak_bytes` is the peak so far; `loss` the mean of all ranks.
+    """
 
     step: int
     loss: float | None
     seconds: float
     device_peak_bytes: int | None = None
+    steps: int | None = None
 
 
 Event = Note | SearchStarted | TrialForecasted | TrialStarted | TrialMoved | TrialFinished | Skipped

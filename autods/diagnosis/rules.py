@@ -50,7 +50,8 @@ class Signature:
 
     `passing` rows also count on a line below level ERROR that only mentions the failure. A `budget` row means, in a
     process with a memory budget, that the budget is used up. A `killed` row reports that a process was killed. It
-    counts as an OOM kill only if the node's memory shows one, where that is known.
+    counts as an OOM kill only if the node's memory shows one, where that is known. A `vanished` row reports that a
+    process is gone, and not why: it counts as an OOM kill where the node's memory shows one.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Signature:
     passing: bool = False
     budget: bool = False
     killed: bool = False
+    vanished: bool = False
     file: str = ""
 
     def matches(self, text: str, lowered: str, type: str, stack: str) -> bool:

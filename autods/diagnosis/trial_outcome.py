@@ -228,7 +228,7 @@ def _matching_row(evidence: Evidence) -> Signature | None:
         return replace(row, kind="out_of_memory", tier="device", action="leaner_rung")
     if row.killed and evidence.host and not evidence.host.oom_kill_evidence:
         return replace(row, kind="unknown", tier=None, action="retry")
-    if row.name == "gone-without-a-word" and evidence.host and evidence.host.oom_kill_evidence:
+    if row.vanished and evidence.host and evidence.host.oom_kill_evidence:
         # torch names a DataLoader worker's signal only where its handler is faster than the queue's time limit.
         return replace(row, kind="out_of_memory", tier="host", action="less_host_memory", advice=_WORKER_GONE)
     return row

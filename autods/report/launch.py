@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.deepspeed import enabled_half_precision, get_key, is_default_optimizer, required_ops
+from ..workload.script_source import ScriptLaunch, has_placeholder
 from .results import Report
 
 DS_CONFIG = "ds_config.json"
@@ -30,6 +31,10 @@ _NOTES_ON_CPU_RANKS = {
     "accelerate": "on CPU ranks accelerate does not share out the data: each rank trains on all of it; on GPUs it does",
 }
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
+_TRAINER_SIZES = {
+    "micro_batch_size": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+}
 _TRAINER_ARGUMENTS = {
     "gradient_clipping": "--max_grad_norm",
     "optimizer.params.lr": "--learning_rate",
@@ -58,6 +63,9 @@ def launch_lines(report: Report) -> Iterator[tuple[str, str]]:
     takes_config = any("{ds_config}" in argument for argument in script.argv)
     if not takes_config and script.kind in _CONFIG_PLACES:
         yield "code", f"{_CONFIG_PLACES[script.kind]}={str(folder / _CONFIG_FILES.get(script.kind, DS_CONFIG))!r})"
+    if sizes := [each for each in _lacking_sizes(script) if not _parses_trainer_arguments(script)]:
+        values = _placeholder_values(report)
+        yield "code", f"TrainingArguments(…, {', '.join(f'{_TRAINER_SIZES[each]}={values[each]}' for each in sizes)})"
     if script.kind == "accelerate" and not takes_config:
         yield "launch", commands["accelerate"]  # the only launcher that gives the script its config
     else:
@@ -120,16 +128,38 @@ def _program(report: Report, launcher: str) -> tuple[str, ...]:
     if script is None:  # accelerate's own file names the config
         config = () if launcher == "accelerate" else ("--deepspeed_config", str(Path(report.out) / DS_CONFIG))
         return ("train.py", *config)
+    values = _placeholder_values(report)
+    module_option = "--module" if launcher == "deepspeed" else "-m"
+    program = (module_option, script.module) if script.module else (script.path,)
+    sizes: list[str] = []
+    if _parses_trainer_arguments(script):  # of an option that is there twice, the last one counts
+        for name in _lacking_sizes(script):
+            sizes += [f"--{_TRAINER_SIZES[name]}", str(values[name])]
+    return (*program, *fill_placeholders(script.argv, values), *sizes)
+
+
+def _placeholder_values(report: Report) -> dict[str, object]:
+    """What the placeholders of a script's command line stand for in the fastest config."""
     assert report.knobs is not None
-    values = {
-        "ds_config": str(Path(report.out) / _CONFIG_FILES.get(script.kind, DS_CONFIG)),
+    kind = None if report.question.script is None else report.question.script.kind
+    return {
+        "ds_config": str(Path(report.out) / (DS_CONFIG if kind is None else _CONFIG_FILES.get(kind, DS_CONFIG))),
         "micro_batch_size": report.knobs.micro_batch,
         "gradient_accumulation_steps": report.knobs.accumulation,
         "train_batch_size": report.knobs.train_batch(report.question.gpus),
     }
-    module_option = "--module" if launcher == "deepspeed" else "-m"
-    program = (module_option, script.module) if script.module else (script.path,)
-    return (*program, *fill_placeholders(script.argv, values))
+
+
+def _lacking_sizes(script: ScriptLaunch) -> list[str]:
+    """The placeholders of a Trainer's sizes that the command line lacks: its trials set them in TrainingArguments."""
+    if script.kind != "hf_trainer":
+        return []
+    return [name for name in _TRAINER_SIZES if not has_placeholder(script.argv, name)]
+
+
+def _parses_trainer_arguments(script: ScriptLaunch) -> bool:
+    """Whether TrainingArguments come from the command line: then its config does, by their option."""
+    return any(word.partition("=")[0] == "--deepspeed" for word in script.argv)
 
 
 def fill_placeholders(arguments: Sequence[str], values: Mapping[str, object]) -> tuple[str, ...]:

@@ -218,6 +218,7 @@ class RunProgress:
 
     def _print_step(self, event: StepDone) -> None:
         now = time.monotonic()
+        self._steps = event.steps if event.steps is not None else self._steps
         if now - self._said_s < _STEP_LINE_EVERY_S and event.step != self._steps:
             return
         self._said_s = now

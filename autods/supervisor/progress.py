@@ -83,14 +83,19 @@ class Progress:
             if "loss" not in line:
                 continue
             self.step, peak = int(line["step"]), line.get("device_peak_bytes")
-            self._listen(StepDone(step=self.step, loss=line["loss"], seconds=line["seconds"], device_peak_bytes=peak))
+            steps = line.get("steps")
+            self._listen(
+                StepDone(
+                    step=self.step, loss=line["loss"], seconds=line["seconds"], device_peak_bytes=peak, steps=steps
+                )
+            )
             if time.monotonic() - self._watched_s >= _WATCH_EVERY_S:
                 self._watched_s = time.monotonic()
-                self._watch(peak)
+                self._watch(peak, last_step=steps)
         for checkpoint in list_checkpoints(self._settings.out / "checkpoints").complete:
             self._journal.note_checkpoint(checkpoint.step)
 
-    def _watch(self, device_peak_bytes: int | None) -> None:
+    def _watch(self, device_peak_bytes: int | None, *, last_step: int | None) -> None:
         used: dict[Tier, int | None] = {"device": device_peak_bytes}
         if self._groups is not None:
             memory = read_host_memory(self._groups)
@@ -98,7 +103,7 @@ class Progress:
         for tier, size in used.items():
             if size is None:
                 continue
-            self._tiers[tier], trend = self._tiers[tier].add(Point(self.step, size), last_step=self._settings.steps)
+            self._tiers[tier], trend = self._tiers[tier].add(Point(self.step, size), last_step=last_step)
             if trend is not None:
                 self._journal.warn(str(trend))
                 self._listen(Note(text=f"warning: {trend}"))

@@ -115,7 +115,7 @@ class CpuMeter(Meter):
             budget = now["VmData"] + self.limit_bytes
             if hard != resource.RLIM_INFINITY and budget > hard:
                 raise OSError(f"ulimit -Hd lets a process hold {format_bytes(hard)}: {format_bytes(budget)} are needed")
-            resource.setrlimit(resource.RLIMIT_DATA, (budget, hard))
+            self._set_limit(self.limit_bytes)
 
     def lift(self) -> None:
         if self.limit_bytes is not None:

@@ -14,7 +14,7 @@ from autods.report import to_dict
 from autods.runner.runner import RayRunner
 from autods.system.host import read_hardware
 from autods.tuner.fit import fit
-from autods.types import Failed, Fit, OutOfMemory
+from autods.types import Fit, OutOfMemory
 from autods.workload import make_source
 from tests.support.fits import ignore
 from tests.support.script_trials import a_trial, untouched
@@ -156,24 +156,26 @@ def test_out_of_memory_is_caught(started, kind):
 
 
 @pytest.mark.parametrize(
-    ("left_out", "message"),
+    ("left_out", "added", "message"),
     [
-        (("--deepspeed", "{ds_config}"), "add --deepspeed {ds_config}"),
-        (SIZES, "add --per_device_train_batch_size {micro_batch_size}"),
+        (("--deepspeed", "{ds_config}"), (), "add --deepspeed {ds_config}"),
+        (SIZES, ("--run_name", "{micro_batch_size}"), "let it take the value that {micro_batch_size} stands for"),
     ],
 )
-def test_a_missing_trainer_argument_is_reported(started, left_out, message):
+def test_a_trainer_argument_that_is_missing_is_reported(started, left_out, added, message):
     argv = tuple(word for word in HF if word not in left_out)
     with pytest.raises(InputError) as caught:
-        started("trainer.py", argv)
+        started("trainer.py", (*argv, *added))
     assert message in str(caught.value)
 
 
-def test_accumulation_steps_that_miss_the_trainer_are_an_error(started):
-    argv = tuple(word for word in HF if word not in ACCUMULATION)
-    outcome = started("trainer.py", argv).run(a_trial("ddp"), id=1).outcome
-    assert isinstance(outcome, Failed)
-    assert "gradient_accumulation_steps is 1, and the trial needs 2" in outcome.evidence
+def test_a_trainer_without_placeholders_gets_the_trials_sizes(started):
+    argv = tuple(word for word in HF if word not in (*SIZES, *ACCUMULATION))
+    runner = started("trainer.py", (*argv, "--per_device_train_batch_size", "64"))
+    outcome = runner.run(a_trial("ddp", micro_batch=4), id=1).outcome
+    assert isinstance(outcome, Fit), outcome
+    config = runner.final_config(a_trial("ddp", micro_batch=4))
+    assert (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]) == (4, 2)
 
 
 @pytest.mark.parametrize("kind", ["hf_trainer", "lightning"])

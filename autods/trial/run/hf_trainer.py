@@ -181,6 +181,7 @@ class TrainerSession(sessions.Session):
         summed = summed_loss.detach().clone()
         self._losses = [summed - self._summed.to(summed.device)]
         self._summed = summed
+        self.end_step = min(self.trainer.state.max_steps, self.order.steps or self.trainer.state.max_steps)
         self._note_step(self.order)
 
     def note_logged(self, summed_loss: Any) -> None:

@@ -138,6 +138,7 @@ class Session:
         self._saved_step = -1  # of the last checkpoint
         self.unsaved: str | None = None  # why there was no room for the last one that was due
         self._seen_step = self.step
+        self.end_step = self.steps  # the last step of the training, as far as that is known
         self.list_samples: Callable[[int, int], Sequence[int]] | None = None  # at two positions of the stream
         self._steps_file: int | None = None
         self._stop_file = "" if order is None else str(order.stop_file)  # each step looks for it
@@ -207,7 +208,7 @@ class Session:
             seed = 0 if self.order is None else self.order.seed
             samples = SampleOrder(len(dataset), seed, shuffle)
             self.list_samples = samples.ids
-            end = self._find_end(len(dataset), epochs)
+            end = self.end_step = self._find_end(len(dataset), epochs)
             sampler = StepSampler(order=samples, share=self.share, first_step=self.step, end_step=end)
             loader: Iterable[Any] = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate, **loader_options)
         else:
@@ -397,6 +398,7 @@ class Session:
             now = time.perf_counter()
             line = {
                 "step": self.step,
+                "steps": self.end_step,
                 "samples": [first, first + self.share.global_batch],
                 "ids": self._digest(first),
                 "seconds": round(now - self._step_began_s, 6),

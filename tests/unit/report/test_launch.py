@@ -88,7 +88,21 @@ def test_a_script_that_knows_no_local_rank_is_not_given_one():
 
 def test_a_trainer_script_gets_the_config_that_it_may_fill_in():
     said = launch_commands(scripted("--deepspeed", "{ds_config}", kind="hf_trainer"))["torchrun"]
-    assert said.endswith("--deepspeed out/ds_config_hf.json")
+    assert "train.py --deepspeed out/ds_config_hf.json" in said
+
+
+def test_a_trainer_script_gets_the_sizes_that_its_trials_set():
+    micro_batch = ("--per_device_train_batch_size", "{micro_batch_size}")
+    said = launch_commands(scripted("--deepspeed", "{ds_config}", *micro_batch, kind="hf_trainer"))["torchrun"]
+    assert said.endswith("--per_device_train_batch_size 4 --gradient_accumulation_steps 2")
+
+
+def test_arguments_in_a_trainer_script_get_the_sizes_by_code_lines():
+    lines = launch_lines(scripted("config.json", kind="hf_trainer"))
+    assert [text for name, text in lines if name == "code"] == [
+        "TrainingArguments(…, deepspeed='out/ds_config_hf.json')",
+        "TrainingArguments(…, per_device_train_batch_size=4, gradient_accumulation_steps=2)",
+    ]
 
 
 def test_a_script_without_config_placeholder_gets_a_code_line():

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ....config.deepspeed import to_trainer_config
+from ....workload.script_source import has_placeholder
 from ...patching import declare
 from ...user_frames import find_caller
 from ..engine_config import LibraryConfig, read_config
@@ -64,7 +65,7 @@ def _replace_config(config: LibraryConfig, original: Any, trainer_config: Any, /
 
 
 def _check_arguments(session: Session, original: Any, arguments: Any, /, *args: Any, **kwargs: Any) -> None:
-    """TrainingArguments that agree with the trial, or an error with the argument's line."""
+    """TrainingArguments with the trial's sizes, or an error with the line that cannot be trained with."""
     job = session.job
     arguments.report_to, arguments.push_to_hub = "none", False
     arguments.auto_find_batch_size = False  # it catches an out-of-memory and goes on with half of the batch
@@ -85,9 +86,11 @@ def _check_arguments(session: Session, original: Any, arguments: Any, /, *args: 
         ("per_device_train_batch_size", job.micro_batch, "micro_batch_size"),
         ("gradient_accumulation_steps", job.accumulation, "gradient_accumulation_steps"),
     ):
-        if (value := getattr(arguments, name)) != needed:
+        value = getattr(arguments, name)
+        if value != needed and has_placeholder(job.source.argv, placeholder):  # it is given, and does not get there
             problem = f"its {name} is {value}, and the trial needs {needed}"
-            raise script_error(problem, hint=suggest_argument(name, placeholder))
+            raise script_error(problem, hint=f"let it take the value that {{{placeholder}}} stands for")
+        setattr(arguments, name, needed)
     original(arguments, *args, **kwargs)
 
 
