@@ -56,8 +56,8 @@ class Candidate:
     """What is known of one rung. Candidates are sorted as the ladder: fastest first.
 
     `start` are the settings of its first trial, `pinned` the keys of its config that pin host memory. `needs_nvme`
-    tells whether states go through NVMe. `forecast` is the verdict of its forecast, and `refused` the reason that it
-    cannot run here at all; both may be None.
+    tells whether states go through NVMe. `forecast` is the verdict of its forecast, `host_forecast_bytes` what a rank
+    needs of the host by it, and `refused` the reason that the rung cannot run here at all; each may be None.
     """
 
     rung: str
@@ -66,6 +66,7 @@ class Candidate:
     trials: tuple[tuple[Knobs, Fit | OutOfMemory], ...] = ()
     needs_nvme: bool = False
     forecast: str | None = None
+    host_forecast_bytes: int | None = None
     refused: str | None = None
 
     def find_fit(self, micro_batch: int, checkpointing: bool) -> Fit | None:
@@ -90,6 +91,14 @@ class Candidate:
         """The largest measured peak on a tier; None where no trial ran."""
         uses = [outcome.memory.get(tier) for _, outcome in self.trials if isinstance(outcome, Fit)]
         return max((use.peak_bytes for use in uses if use is not None), default=None)
+
+    def needs_less_host(self, other: Candidate) -> bool:
+        """Whether it needs less host memory than the other rung: by trials of both, else by their forecasts."""
+        pairs = ((self.peak("host"), other.peak("host")), (self.host_forecast_bytes, other.host_forecast_bytes))
+        for size, others in pairs:
+            if size is not None and others is not None:
+                return size < others
+        return False
 
     def ran_out_at(self, micro_batch: int, checkpointing: bool) -> bool:
         """Whether a trial of this size, or of a smaller one, ran out of memory."""
@@ -359,15 +368,10 @@ def _reduce_rung(situation: Situation, cause: Cause) -> NextConfig | None:
 
 
 def _reduce_host(situation: Situation, cause: Cause) -> NextConfig | None:
-    """A rung whose trials needed less host memory, or one that keeps its states on NVMe."""
-    current = situation.candidate(situation.config.rung).peak("host")
-    others = [each for each in situation.candidates if each.rung != situation.config.rung]
-    less = [
-        each
-        for each in others
-        if each.needs_nvme or (current is not None and (peak := each.peak("host")) is not None and peak < current)
-    ]
-    return _choose_rung(situation, less)
+    """A rung that needs less host memory by trials or forecasts, or one that keeps its states on NVMe."""
+    current = situation.candidate(situation.config.rung)
+    others = [each for each in situation.candidates if each.rung != current.rung and each.forecast != "cannot_fit"]
+    return _choose_rung(situation, [each for each in others if each.needs_nvme or each.needs_less_host(current)])
 
 
 def _reduce_nvme(situation: Situation, cause: Cause) -> NextConfig | None:
@@ -471,7 +475,7 @@ def _describe_batch(config: RunConfig, before: RunConfig) -> str:
 
 def gather_candidates(report: Report, rungs: Sequence[FirstTrial]) -> tuple[Candidate, ...]:
     """Return what a fit's report knows of each rung; `rungs` are those of the ladder as the fit would begin them."""
-    verdicts = {row["rung"]: row.get("verdict") for row in report.forecast}
+    forecasts = {row["rung"]: row for row in report.forecast}
     trials: dict[str, list[tuple[Knobs, Fit | OutOfMemory]]] = {}
     for record in report.trials:
         if isinstance(record.outcome, Fit | OutOfMemory) and record.trial.limited:
@@ -483,7 +487,8 @@ def gather_candidates(report: Report, rungs: Sequence[FirstTrial]) -> tuple[Cand
             pinned=each.pinned,
             trials=tuple(trials.get(each.rung.name, ())),
             needs_nvme=each.rung.needs.nvme_path,
-            forecast=verdicts.get(each.rung.name),
+            forecast=forecasts.get(each.rung.name, {}).get("verdict"),
+            host_forecast_bytes=(forecasts.get(each.rung.name, {}).get("host") or {}).get("peak_bytes"),
             refused=each.skip,
         )
         for each in rungs

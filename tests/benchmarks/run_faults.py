@@ -23,7 +23,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,9 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from autods.system.host import find_memory_groups
 from autods.trial.run.checkpoints import MARK, list_checkpoints
 from tests.support.leftovers import Left, Place, in_namespaces, subtract, why_not
+from tests.support.memory_groups import memory_group
 from tests.support.watching import Scene
 
 WORKLOAD = Path(__file__).parent / "workloads" / "slow_steps.py"
@@ -163,7 +163,7 @@ def fill_host(run: Run) -> None:
     pids = run.ranks()
     if run.ended:
         return
-    with memory_group([run.scene.zygote().pid, *pids], limit_bytes=2**29):
+    with memory_group(limit_bytes=2**29, pids=[run.scene.zygote().pid, *pids]):
         run.strike_rank("host")
         run.finish()
 
@@ -242,28 +242,6 @@ def kill(pid: int, number: signal.Signals) -> None:
     if pid:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-
-
-@contextlib.contextmanager
-def memory_group(pids: Sequence[int], *, limit_bytes: int) -> Iterator[None]:
-    """These processes, and what they fork from now on, in a memory cgroup of their own."""
-    groups = find_memory_groups()
-    if not groups:
-        raise OSError("this machine has no memory cgroups")
-    folder = groups[0].folder / f"autods-runs-{time.monotonic_ns()}"
-    folder.mkdir()
-    try:
-        name = "memory.max" if groups[0].version == 2 else "memory.limit_in_bytes"
-        (folder / name).write_text(str(limit_bytes))
-        for pid in pids:
-            (folder / "cgroup.procs").write_text(str(pid))
-        yield
-    finally:
-        until = time.monotonic() + 20
-        while folder.exists() and time.monotonic() < until:  # busy until the kernel has done with who died in it
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-            time.sleep(0.1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

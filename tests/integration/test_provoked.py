@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -13,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from autods.runner.runner import RayRunner
-from autods.system.host import find_memory_groups
 from autods.tuner.candidates import list_candidates
 from autods.tuner.ladder_walk import WalkResult, walk_ladder
 from autods.types import Failed, Fit, Outcome, OutOfMemory, Record, Steps, Trial
 from tests.support.contexts import make_context
 from tests.support.fits import ignore, question
-from tests.support.watching import Scene, wait_for
+from tests.support.memory_groups import memory_group
+from tests.support.watching import Scene
 
 pytestmark = pytest.mark.usefixtures("ray")
 
@@ -199,29 +198,9 @@ def need_small_disk(scene: Scene) -> None:
 @contextlib.contextmanager
 def cgroup_of(pid: int, *, limit_bytes: int) -> Iterator[None]:
     """That process, and what it forks from now on, in a memory cgroup of its own."""
-    groups = find_memory_groups()
-    if not groups:
-        pytest.skip("this machine has no memory cgroups")
-    own, version = groups[0].folder, groups[0].version
-    folder = own / f"autods-test-{os.getpid()}"
-    try:
-        folder.mkdir()
-        (folder / ("memory.max" if version == 2 else "memory.limit_in_bytes")).write_text(str(limit_bytes))
-        (folder / "cgroup.procs").write_text(str(pid))
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-        pytest.skip(f"a memory cgroup cannot be made here: {error}")
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(memory_group(limit_bytes=limit_bytes, pids=[pid]))
+        except OSError as error:
+            pytest.skip(f"a memory cgroup cannot be made here: {error}")
         yield
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # the killer took it too
-            (own / "cgroup.procs").write_text(str(pid))
-        wait_for(lambda: is_removed(folder), 20)
-
-
-def is_removed(group: Path) -> bool:
-    """A group is busy until the kernel has done with the last process that died in it."""
-    with contextlib.suppress(OSError):
-        group.rmdir()
-    return not group.exists()

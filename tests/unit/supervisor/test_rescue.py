@@ -154,6 +154,18 @@ def test_host_memory_goes_to_the_rung_that_needs_less_of_it():
     assert decide(out_of_memory(tier="host"), now).config.rung == "zero1"
 
 
+def test_host_memory_goes_to_an_untried_rung_by_its_forecast():
+    offload = Candidate(rung="zero2", trials=(trial(4, host_bytes=90),), host_forecast_bytes=80)
+    full = Candidate(rung="zero1", forecast="cannot_fit", host_forecast_bytes=10)
+    as_much = Candidate(rung="zero3-offload", forecast="fits", host_forecast_bytes=80)
+    less = Candidate(rung="zero3", forecast="fits", host_forecast_bytes=20)
+    nvme = Candidate(rung="zero3-nvme", needs_nvme=True)
+    rungs = (full, offload, as_much, less, nvme)
+    assert decide(out_of_memory(tier="host"), situation(*rungs)).config.rung == "zero3"
+    without = situation(full, offload, as_much)
+    assert decide(out_of_memory(tier="host"), replace(without, repeats=MOST_REPEATS)).exit_code == 1
+
+
 def test_host_memory_goes_to_nvme_where_nothing_else_is_known():
     now = situation(Candidate(rung="zero2"), Candidate(rung="zero3"), Candidate(rung="zero3-nvme", needs_nvme=True))
     assert decide(out_of_memory(tier="host"), now).config.rung == "zero3-nvme"
