@@ -12,6 +12,7 @@ from autods.runner.runner import RayRunner
 from autods.trial.ops import clear_killed_builds, ops_folder
 from autods.workload import Workload
 from tests.support.fits import HERE, ignore, question
+from tests.support.rank_server import RankServer
 
 Runners = Callable[..., RayRunner]
 
@@ -29,6 +30,14 @@ def ops_built_once() -> Iterator[None]:
         patch.setenv("TORCH_EXTENSIONS_DIR", str(ops_folder()))
         clear_killed_builds()
         yield
+
+
+@pytest.fixture(scope="session")
+def rank_server() -> Iterator[RankServer]:
+    """Runs plain training scripts on ranks that need not import torch and DeepSpeed again."""
+    server = RankServer()
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="session")

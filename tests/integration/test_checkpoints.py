@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -13,7 +12,6 @@ from autods.config.deepspeed import compose, start_settings
 from autods.config.strategies import read_rungs
 from autods.types import Knobs, ModelFacts
 from tests.support.fits import HERE, question
-from tests.support.launchers import cpu_env, torchrun
 
 FACTS = ModelFacts(
     parameters=577, largest_parameter=512, checkpointing=False, tokens_per_sample=None, has_optimizer=False
@@ -24,7 +22,7 @@ RUNGS = ("ddp", "zero1", "zero2", "zero3")
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(tmp_path_factory, rank_server):
     """What save_checkpoint.py leaves in the folder of each rung; the same two ranks train one after the other."""
     top = tmp_path_factory.mktemp("trained")
     base = question("tiny.py", top).base | {"bf16": {"enabled": False}}
@@ -35,10 +33,8 @@ def trained(tmp_path_factory):
         config = compose(rung, knobs, base=base, world_size=2, own_optimizer=False)
         (top / name).mkdir()
         (top / name / "ds_config.json").write_text(json.dumps(config))
-    script = str(HERE.parent / "support" / "save_checkpoint.py")
-    command = [sys.executable, "-m", *torchrun(), script, *(str(top / name) for name in RUNGS)]
-    env = {**cpu_env(), "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
+    script = HERE.parent / "support" / "save_checkpoint.py"
+    done = rank_server.run(script, *(top / name for name in RUNGS), folder=top)
     assert done.returncode == 0, done.stderr[-2000:]
     return top
 

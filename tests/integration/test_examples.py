@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.launchers import cpu_env, deepspeeds_own
-from tests.support.rank_server import RankServer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QWEN2_TINY = 1_017_984  # parameters
@@ -30,12 +29,10 @@ def run(script: str, *args: object, folder: Path, launcher: Sequence[str]) -> Do
     return subprocess.run(command, env=cpu_env(), cwd=folder, capture_output=True, text=True, timeout=400)
 
 
-@pytest.fixture(scope="module")
-def forked():
+@pytest.fixture
+def forked(rank_server):
     """Runs a script on two ranks that are forked."""
-    server = RankServer()
-    yield lambda script, *args, folder: server.run(EXAMPLES / script, *args, folder=folder)
-    server.close()
+    return lambda script, *args, folder: rank_server.run(EXAMPLES / script, *args, folder=folder)
 
 
 def falling(done: Done, *, steps: int) -> list[float]:

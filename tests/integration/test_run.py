@@ -14,43 +14,10 @@ import pytest
 GROWS = Path(__file__).parent / "workloads" / "longer_and_longer.py"
 STEPS, GLOBAL_BATCH = 12, 8
 MEMORY = "95MiB"
-BROKEN = """
-import torch
-from torch import nn
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.layer(x).square().mean()
-
-
-def build_model():
-    return Net()
-
-
-def build_batch(micro_batch_size):
-    return {"x": torch.ones(micro_batch_size, 8)}
-
-
-class Samples(torch.utils.data.Dataset):
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, number):
-        raise KeyError("a column that is not there")
-
-
-def build_dataset(path):
-    return Samples()
-"""
 
 
 def train(workload: Path, out: Path, gpu_memory: str, *options: str) -> subprocess.CompletedProcess[str]:
-    ladder = ("--gpu-memory", gpu_memory, "--ladder", "zero2,zero3", "--config", "quick")
+    ladder = ("--gpu-memory", gpu_memory, "--ladder", "zero2,zero3", "--config", "quick", "--no-forecast")
     ranks = ("--device", "cpu", "--gpus", "2", *ladder, *options)
     batch = ("--global-batch", str(GLOBAL_BATCH), "--steps", str(STEPS), "--checkpoint-every", "2")
     command = (sys.executable, "-m", "autods", "run", str(workload), *ranks, *batch, "--out", str(out))
@@ -118,10 +85,10 @@ def test_samples_that_no_config_holds_end_the_run(runs: Mapping[str, Path], tmp_
     assert "shorten the longest samples" in report["advice"]
 
 
-def test_a_bug_of_the_users_ends_the_run_at_once(tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text(BROKEN)
-    done = train(tmp_path / "broken.py", tmp_path / "out", "1GiB")
+def test_a_bug_of_the_users_ends_the_run_at_once(runs: Mapping[str, Path], tmp_path: Path) -> None:
+    done = train(GROWS, tmp_path / "out", MEMORY, "--data", "0", "--fit", str(runs["rescued"] / "fit"))
     assert done.returncode == 2
     assert "a column that is not there" in done.stderr
     report = json.loads((tmp_path / "out" / "run.json").read_text())
     assert (report["status"], report["rescues"], len(report["attempts"])) == ("failed", 0, 1)
+    assert report["attempts"][0]["last_step"] == 6

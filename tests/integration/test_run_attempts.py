@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,6 @@ from autods.trial.run.checkpoints import checkpoint_folder, list_checkpoints
 from autods.trial.run.order import RunOrder
 from autods.types import Knobs, ModelFacts
 from tests.support.fits import HERE
-from tests.support.launchers import cpu_env
 
 BASE = {
     "optimizer": {"params": {"lr": 0.05}},
@@ -52,20 +49,16 @@ def write_order(folder: Path, attempt: int, rung_name: str, micro_batch: int, ra
     return str(order.write())
 
 
-def train(orders: list[str], ranks: int) -> None:
-    launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    script = str(HERE.parent / "support" / "train_attempts.py")
-    env = {**cpu_env(), "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-m", *launcher, script, *orders], env=env, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
+def folders(tmp_path_factory, rank_server):
     """A run without an interruption, one that is rescued twice, and one that is stopped; the last two go on alone."""
     top = tmp_path_factory.mktemp("runs")
+
+    def train(orders: list[str], ranks: int) -> None:
+        script = HERE.parent / "support" / "train_attempts.py"
+        done = rank_server.run(script, *orders, folder=top, ranks=ranks)
+        assert done.returncode == 0, done.stderr[-3000:]
+
     whole, rescued, stopped = top / "whole", top / "rescued", top / "stopped"
     orders = [
         write_order(whole, 1, "zero2", 4),

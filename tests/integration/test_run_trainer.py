@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ import pytest
 from autods.trial.run.checkpoints import list_checkpoints
 from autods.trial.run.order import RunOrder
 from tests.support.fits import HERE
-from tests.support.launchers import cpu_env
 
 SCRIPT = HERE / "scripts_hf" / "trainer.py"
 STEPS, GLOBAL_BATCH = 11, 64  # 512 samples: the second epoch begins after step 8
@@ -43,22 +41,18 @@ def write_order(folder: Path, attempt: int, stage: int, micro_batch: int, *, ran
     return str(order.write())
 
 
-def train(order: str, *, ranks: int = 2, kill_step: int = 0) -> subprocess.CompletedProcess:
-    folder = Path(order).parents[2]
-    launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    script = [str(HERE.parent / "support" / "train_trainer.py"), str(kill_step), str(SCRIPT), *ARGUMENTS]
-    env = {**cpu_env(), "DS_ACCELERATOR": "cpu", "AUTODS_RUN": order}
-    return subprocess.run(
-        [sys.executable, "-m", *launcher, *script, "--output_dir", str(folder / "saved")],
-        env=env, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-
-
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
+def folders(tmp_path_factory, rank_server):
     """A run of one rank without interruption; one of two ranks that is killed and goes on alone, on another rung."""
     top = tmp_path_factory.mktemp("runs")
     whole, broken = top / "whole", top / "broken"
+
+    def train(order: str, *, ranks: int = 2, kill_step: int = 0) -> subprocess.CompletedProcess[str]:
+        saved = Path(order).parents[2] / "saved"
+        arguments = (kill_step, SCRIPT, *ARGUMENTS, "--output_dir", saved)
+        script = HERE.parent / "support" / "train_trainer.py"
+        return rank_server.run(script, *arguments, folder=top, ranks=ranks, environment={"AUTODS_RUN": order})
+
     done = train(write_order(whole, 1, 2, 32, ranks=1, checkpoint_every=100), ranks=1)
     assert done.returncode == 0, done.stderr[-3000:]
     assert train(write_order(broken, 1, 2, 32), kill_step=8).returncode != 0

@@ -12,17 +12,16 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tests.support.fits import free_port
 from tests.support.launchers import cpu_env
 
-RANKS = 2
-
 
 class RankServer:
-    """Starts scripts on two forked ranks, one after the other."""
+    """Starts scripts on forked ranks, one script after the other."""
 
     def __init__(self) -> None:
         env = {**cpu_env(), "DS_ACCELERATOR": "cpu"}
@@ -30,9 +29,14 @@ class RankServer:
         command = [sys.executable, "-m", "tests.support.rank_server"]
         self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def run(self, script: Path, *args: object, folder: Path) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, script: Path, *args: object, folder: Path, ranks: int = 2, environment: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
         """Run the script in that folder as torchrun would, and return how it ended."""
-        request = {"script": str(script), "args": [str(arg) for arg in args], "folder": str(folder)}
+        request = {"script": str(script), "args": [str(arg) for arg in args], "folder": str(folder), "ranks": ranks}
+        request |= {"environment": dict(environment or {})}
+        for name in ("stdout.txt", "stderr.txt"):
+            (folder / name).unlink(missing_ok=True)
         request |= {"port": free_port(), "out": str(folder / "stdout.txt"), "err": str(folder / "stderr.txt")}
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -53,8 +57,10 @@ def run_as_rank(rank: int, request: dict[str, Any]) -> None:
         file = os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, number)
     sys.stdout = open(1, "w", buffering=1, closefd=False)
-    world = {"WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": request["port"]}
+    ranks = request["ranks"]
+    world = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": request["port"]}
     os.environ.update({name: str(value) for name, value in {"RANK": rank, "LOCAL_RANK": rank, **world}.items()})
+    os.environ.update(request["environment"])
     os.chdir(request["folder"])
     sys.argv = [request["script"], *request["args"]]
     sys.path[0] = str(Path(request["script"]).parent)
@@ -71,14 +77,14 @@ def run_as_rank(rank: int, request: dict[str, Any]) -> None:
 
 
 def serve() -> None:
-    """Answer each line with the first exit code of a rank that is not 0. A rank that fails ends the other."""
+    """Answer each line with the first exit code of a rank that is not 0. A rank that fails ends the others."""
     import deepspeed  # noqa: F401
     import transformers  # noqa: F401
 
     for line in sys.stdin:
         request = json.loads(line)
         ranks = set()
-        for rank in range(RANKS):
+        for rank in range(request["ranks"]):
             if not (pid := os.fork()):
                 run_as_rank(rank, request)
             ranks.add(pid)
@@ -88,7 +94,7 @@ def serve() -> None:
             ranks.discard(pid)
             failed = failed or os.waitstatus_to_exitcode(status)
             if failed:
-                time.sleep(1)  # the other one may say why
+                time.sleep(1)  # the others may say why
                 for pid in ranks:
                     os.kill(pid, 9)
         print(failed, flush=True)

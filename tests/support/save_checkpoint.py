@@ -1,4 +1,4 @@
-"""Plain training of tiny.py by a config, by torchrun: saves a checkpoint, and the weights as training has them.
+"""Plain training of tiny.py by a config: saves a checkpoint, and the weights as training has them.
 
 save_checkpoint.py FOLDER…, each with its ds_config.json
 """

@@ -1,4 +1,4 @@
-"""Samples of `--data` tokens after the 48th: a fit does not see them, a run does."""
+"""Samples of `--data` tokens after the 48th: a fit does not see them, a run does. With 0 there is a bug instead."""
 
 import torch
 from torch import nn
@@ -43,6 +43,8 @@ class Stream(torch.utils.data.IterableDataset):
         while True:
             generator = torch.Generator().manual_seed(number)
             length = self.long if number >= GROWS_AT else SHORT
+            if not length:
+                raise KeyError("a column that is not there")
             yield torch.randint(0, 128, (length,), generator=generator)
             number += 1
 
