@@ -63,6 +63,12 @@ def check_nodes(nodes: int | None, address: str | None) -> int:
     return nodes or 1
 
 
+def count_nodes(ranks: int, ranks_per_node: int) -> int:
+    """Return the fewest nodes that share the ranks evenly, with so many on each at most."""
+    fewest = -(-ranks // ranks_per_node)
+    return next(nodes for nodes in range(fewest, ranks + 1) if ranks % nodes == 0)
+
+
 def check_exported(names: str | Sequence[str], address: str | None) -> tuple[str, ...]:
     """Return the names of --export. Raises InputError for what is no variable, and where there is no cluster."""
     exported = split_names(names)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config.settings import Settings
-from ..errors import EnvironmentBroken
+from ..errors import AutodsError, EnvironmentBroken
 from ..system.host import Hardware, read_hardware
 from ..units import format_bytes
-from .ray_connect import format_ray_error, ray_internal, session
+from .ray_connect import find_head_problem, format_ray_error, ray_internal, session
 
 _LOOK_EVERY_S = 1.0
 _SILENT_S = 5.0  # a shorter wait is not reported
@@ -178,8 +178,7 @@ def _format_waiting(need: Need, nodes: Sequence[NodeState]) -> str:
 def _check_possible(cluster: RayCluster, need: Need) -> None:
     """Raise EnvironmentBroken where too few nodes could hold their part while nobody else uses them."""
     nodes, kind = cluster.nodes(), need.resource
-    could = [node for node in nodes if all(node.total.get(name, 0) >= size for name, size in need.bundle.items())]
-    if len(could) >= need.nodes:
+    if count_able(nodes, need) >= need.nodes:
         return
     totals = ", ".join(f"{node.address} {node.total.get(kind, 0):g}" for node in nodes) or "none"
     advice = "add nodes with `ray start --address HOST:PORT`, or use fewer ranks (--gpus)"
@@ -193,6 +192,28 @@ def _check_possible(cluster: RayCluster, need: Need) -> None:
         f"the ranks need {need}, and the Ray cluster has {_format_count(len(nodes), 'node')} ({kind}s: {totals})\n"
         f"  {advice}"
     )
+
+
+def count_able(nodes: Sequence[NodeState], need: Need) -> int:
+    """How many nodes could hold a node's part while nobody else uses them."""
+    return sum(all(node.total.get(name, 0) >= size for name, size in need.bundle.items()) for node in nodes)
+
+
+def count_ranks(settings: Settings) -> int | None:
+    """Return the ranks that the machines have room for while nobody else uses them; None where that is not known.
+
+    Those of a cluster are its living nodes that can hold as many ranks as the settings place on a node. On this machine
+    they are its cards.
+    """
+    if settings.address is None:
+        return (len(read_hardware().cards) or None) if settings.device == "cuda" else None
+    try:
+        with session(cpus=1, address=settings.address) as ray:
+            if find_head_problem(ray.get_runtime_context().gcs_address) is not None:
+                return None  # Ray would wait for its head for a minute, and then end this process
+            return count_able(RayCluster(ray).nodes(), Need.of_settings(settings)) * settings.ranks_per_node
+    except AutodsError:
+        return None
 
 
 def _format_count(count: int, noun: str) -> str:

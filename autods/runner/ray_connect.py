@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import sys
 import threading
 import time
@@ -42,6 +43,7 @@ _VARIABLES = {
 }
 _ADDRESS_BYTES = 300
 _SHUTDOWN_S = 30.0
+_HEAD_ANSWERS_S = 10.0
 _TASK_S = 60.0
 _SESSION_BYTES = 2**24  # of Ray's logs and sockets in /tmp, amply
 # Services of a Ray of our own that no trial needs: the autoscaler, the logs' way to the driver, and the dashboard's
@@ -96,6 +98,16 @@ def _list_services(folder: Path) -> list[int]:
     """The processes of our own Ray: those that we started with this folder, and the agents that they started."""
     services = [pid for pid in processes.list_children() if str(folder) in processes.read_command(pid)]
     return services + [child for pid in services for child in processes.list_children(pid)]
+
+
+def find_head_problem(head: str) -> str | None:
+    """Why nobody answers at HOST:PORT of a cluster's head; None where somebody does."""
+    host, _, port = head.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _HEAD_ANSWERS_S).close()
+    except OSError as error:
+        return str(error.strerror or error).lower()
+    return None
 
 
 def format_ray_error(error: BaseException) -> str:

@@ -8,7 +8,6 @@ import math
 import os
 import secrets
 import shutil
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,13 +25,13 @@ from .cleanup import session_variables
 from .parts import MARGIN_S, SILENT_S, Node, RunningPart, path_of_node, repeat_job, split_job
 from .placement import Need, NodeDescription, RayCluster, check_same_software, describe_gpu_differences, reserve_nodes
 from .protocol import Heartbeat, LoadFailed, NodeReport, NodeResult, Ready, StoreBound, ZygoteDied
-from .ray_connect import format_ray_error, session
+from .ray_connect import find_head_problem, format_ray_error, session
 
 POLL_S = 0.25
 STUCK_GRACE_S = 1.5  # after the first stuck node: time for the others to report which rank makes the others wait
 STOP_S = 3.0  # a longer wait for the nodes' last ranks is reported
 _ABORT_AGAIN_S = 0.5
-_HEAD_EVERY_S, _HEAD_ANSWERS_S = 5.0, 10.0
+_HEAD_EVERY_S = 5.0
 _LOCATED_S = 4.0  # an agent reads the zygote's stack in less
 OnProgress = Callable[[Heartbeat], None]
 
@@ -254,21 +253,14 @@ class WorkerGroup:
 
     def check_head(self) -> None:
         """Raise EnvironmentBroken when the cluster's head is gone. Ray would end this process a minute later."""
-        if self.head is None:
+        if self.head is None or (reason := find_head_problem(self.head)) is None:
             return
-        host, _, port = self.head.rpartition(":")
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), _HEAD_ANSWERS_S).close()
-        except OSError as error:
-            reason = str(error.strerror or error).lower()
-            if self.settings.address is None:
-                raise EnvironmentBroken(
-                    f"Ray's server on this machine is gone: {reason}\n  the same command continues"
-                ) from None
-            raise EnvironmentBroken(
-                f"the head of the Ray cluster at {self.head} is gone: {reason}\n"
-                "  start Ray again, `ray start --head` first, and the same command continues"
-            ) from None
+        if self.settings.address is None:
+            raise EnvironmentBroken(f"Ray's server on this machine is gone: {reason}\n  the same command continues")
+        raise EnvironmentBroken(
+            f"the head of the Ray cluster at {self.head} is gone: {reason}\n"
+            "  start Ray again, `ray start --head` first, and the same command continues"
+        )
 
     def take_result(self, node: Node, reference: Any) -> NodeResult:
         """Read the result of an agent's `run`, with times on our clock."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
+from ..config.settings import count_nodes
 from ..report.results import Report
 from ..tuner.candidates import Candidate as FirstTrial
 from ..types import Failed, Fit, Knobs, OutOfMemory, Scalar, Tier
@@ -116,7 +117,8 @@ class Situation:
 
     `failed` are the configs that ran out of memory. `rescues` counts those so far, and `repeats` how often the same
     config was started again in a row without a new checkpoint. `progressed` tells whether there is a new checkpoint
-    since the last rescue. `ranks_left` is the number that the machines still have; None: all.
+    since the last rescue. `ranks_left` is the number that the machines still have; None: all. They are those of whole
+    nodes, of `ranks_per_node` each; None for a single machine.
     `growth_bytes` is by how much a sample needed more of the device than in the fit's trials, so far.
     `find_obstacle` returns why the last checkpoint cannot be loaded with a config.
     """
@@ -129,6 +131,7 @@ class Situation:
     repeats: int = 0
     progressed: bool = False
     ranks_left: int | None = None
+    ranks_per_node: int | None = None
     device_bytes: int | None = None
     growth_bytes: float = 0.0
     can_recompute: bool = False
@@ -288,12 +291,13 @@ def _repeat(situation: Situation) -> NextConfig | Stop:
 
 
 def _shrink(situation: Situation, ranks: int) -> NextConfig | Stop:
-    """The largest smaller number of ranks that divides the global batch."""
+    """The largest smaller number of ranks that divides the global batch, and that the nodes share evenly."""
     config, total = situation.config, situation.config.global_batch
+    most = situation.ranks_per_node or config.world_size
     obstacle = None
     for world_size in range(ranks // config.replica_ranks * config.replica_ranks, 0, -config.replica_ranks):
         replicas = world_size // config.replica_ranks
-        if total % replicas:
+        if total % replicas or count_nodes(world_size, most) > max(1, ranks // most):
             continue
         share = total // replicas
         micro_batch = max(size for size in range(1, config.knobs.micro_batch + 1) if share % size == 0)
@@ -301,11 +305,12 @@ def _shrink(situation: Situation, ranks: int) -> NextConfig | Stop:
         smaller = replace(config, world_size=world_size, knobs=knobs)
         obstacle = situation.find_obstacle(smaller)
         if obstacle is None:
-            changed = f"{world_size} ranks instead of {config.world_size}: micro batch {micro_batch}"
-            changed += f", accumulation {knobs.accumulation}"
-            return NextConfig(config=smaller, changed=changed)
+            changed = f"world size {world_size} instead of {config.world_size}: micro batch {micro_batch}"
+            return NextConfig(config=smaller, changed=f"{changed}, accumulation {knobs.accumulation}")
     reason = obstacle or f"a global batch of {total} cannot be dealt out to {ranks} ranks or fewer"
-    return Stop(reason=reason, exit_code=MACHINES_FAULT)
+    if ranks < config.replica_ranks:
+        reason = f"the machines hold {ranks} ranks now, and a replica of the model takes {config.replica_ranks}"
+    return Stop(reason=reason, exit_code=MACHINES_FAULT, advice="give the same command again once they are back")
 
 
 # The remedies.

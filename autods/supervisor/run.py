@@ -16,31 +16,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..config.settings import Settings, apply_survey
-from ..errors import EnvironmentBroken, InputError
+from ..config.settings import Settings, apply_survey, count_nodes
+from ..errors import EnvironmentBroken
 from ..events import AttemptStarted, Note, RunListener
 from ..journal import workspace
-from ..report import serialize
 from ..report.results import Report
 from ..report.run_page import RUN_PAGE, write_run_page
 from ..report.run_view import AttemptRow, RunReport, write_run
 from ..report.text import format_outcome
-from ..system.host import read_hardware
 from ..trial.run.checkpoints import Checkpoint, Layout, find_obstacle, list_checkpoints, remove_torn
 from ..trial.run.order import RunOrder
 from ..tuner.candidates import list_candidates
 from ..tuner.fit import fit
 from ..types import Failed, ModelFacts, OutOfMemory, Steps, Trial
+from .fit_choice import FindFit, take_fit
 from .progress import Progress, StepTail
-from .rescue import (
-    Candidate,
-    NextConfig,
-    RunConfig,
-    Situation,
-    Stop,
-    decide,
-    gather_candidates,
-)
+from .rescue import Candidate, NextConfig, RunConfig, Situation, Stop, decide, gather_candidates
 from .run_journal import Attempt, Decision, Ending, Prepared, RunHistory, RunJournal, count_repeated
 from .settings import RunSettings
 from .stopping import StopRequest
@@ -75,7 +66,13 @@ class Launcher(Protocol):
 
 
 StartLauncher = Callable[[Settings, Mapping[str, str], RunListener], AbstractContextManager[Launcher]]
-FindFit = Callable[[Settings, RunListener], Report]
+CountRanks = Callable[[Settings], int | None]
+
+
+def _count_ranks(settings: Settings) -> int | None:
+    from ..runner.placement import count_ranks
+
+    return count_ranks(settings)
 
 
 def run(
@@ -84,11 +81,13 @@ def run(
     listen: RunListener,
     start: StartLauncher | None = None,
     find_fit: FindFit = lambda settings, listen: fit(settings, listen=listen),
+    count_ranks: CountRanks = _count_ranks,
 ) -> RunReport:
     """Train until the run is done, is stopped, or cannot go on; return its report. run.json and run.html hold it, too.
 
-    `start` and `find_fit` replace Ray and the fit. Raises InputError for other options than those of the run in the
-    folder, EnvironmentBroken where nothing can be started, and Interrupted for a signal before the first step.
+    `start`, `find_fit` and `count_ranks` replace Ray, the fit and the look at the machines. Raises InputError for other
+    options than those of the run in the folder, EnvironmentBroken where nothing can be started, and Interrupted for a
+    signal before the first step.
     """
     with workspace(settings.out, fresh=False, user="run") as out:
         if settings.fresh:
@@ -101,12 +100,17 @@ def run(
             text = f"{source.path} has changed since the last call: the run goes on with what it is now"
             journal.warn(f"{text}, and --fresh begins anew")
             listen(Note(text=f"warning: {history.warnings[-1]}"))
-        report = _take_fit(settings, history, listen, find_fit)
+        settings, report = take_fit(settings, history, listen, find_fit, keep=settings.is_done(history))
         if report.status != "fit":
             reason = f"no config fits: autods report {settings.fit.out} shows why"
             return RunReport(status="nothing_fits", exit_code=1, reason=reason, fit=str(settings.fit.out), out=str(out))
         supervisor = Supervisor(
-            settings=settings, journal=journal, report=report, listen=listen, start=start or _start_ray_runner
+            settings=settings,
+            journal=journal,
+            report=report,
+            listen=listen,
+            start=start or _start_ray_runner,
+            count_ranks=count_ranks,
         )
         with supervisor.stopping.listen(), supervisor.sessions:
             result = supervisor.run()
@@ -121,14 +125,6 @@ def _forget(out: Path) -> None:
         (out / name).unlink(missing_ok=True)
     for name in ("checkpoints", "attempts", "logs"):
         shutil.rmtree(out / name, ignore_errors=True)
-
-
-def _take_fit(settings: RunSettings, history: RunHistory, listen: RunListener, find_fit: FindFit) -> Report:
-    """The report of the run's fit. A run that has begun keeps it, whatever has changed since."""
-    if history.prepared is not None:
-        with contextlib.suppress(InputError):
-            return serialize.read(Path(history.prepared.fit))
-    return find_fit(settings.fit, listen)
 
 
 def _start_ray_runner(
@@ -157,6 +153,7 @@ class Supervisor:
     report: Report
     listen: RunListener
     start: StartLauncher
+    count_ranks: CountRanks
     sessions: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     stopping: StopRequest = field(default_factory=StopRequest)
     last_hang: str | None = None
@@ -201,8 +198,7 @@ class Supervisor:
 
     def _find_end(self) -> RunReport | None:
         """The report of a run that is done already."""
-        steps, last = self.settings.steps, self._latest()
-        if self.history.ended != "done" or (steps is not None and (last is None or last.step < steps)):
+        if not self.settings.is_done(self.history):
             return None
         self.listen(Note(text=f"this run is done (--fresh forgets it): {self.settings.out}"))
         return self._summarize("done", 0)
@@ -216,11 +212,42 @@ class Supervisor:
             launcher = self._open_launcher(replace(fit, out=self.settings.out), None)
             facts, problems = launcher.survey()
             self.journal.prepare(Prepared(facts=facts, op_problems=problems, fit=str(fit.out)))
+        elif self.history.prepared.fit != str(fit.out):
+            self.journal.prepare(replace(self.history.prepared, fit=str(fit.out)))
+        config = RunConfig(
+            rung=report.rung, knobs=report.knobs, world_size=fit.gpus, replica_ranks=self._facts.replica_ranks
+        )
         if not self.history.decisions:
-            config = RunConfig(
-                rung=report.rung, knobs=report.knobs, world_size=fit.gpus, replica_ranks=self._facts.replica_ranks
-            )
             self.journal.decide(Decision(config=config, changed="the config of the fit"))
+        elif self._may_have_ranks(fit.gpus):
+            self._change_ranks(config)
+
+    def _may_have_ranks(self, ranks: int) -> bool:
+        """Whether the run is to go on with this number of ranks: wanted now, or lost before and back again."""
+        history = self.history
+        if ranks != history.ranks_asked:
+            return True
+        if history.decisions[-1].config.world_size == ranks:
+            return False
+        room = self.count_ranks(self.settings.fit)
+        return room is None or room >= ranks
+
+    def _change_ranks(self, config: RunConfig) -> None:
+        """Go on with the fit's config, or with the last that these ranks had where it ran out of memory before."""
+        history, last = self.history, self.history.decisions[-1]
+        if config in history.failed:
+            used = [each.config for each in history.decisions if each.config.world_size == config.world_size]
+            config = used[-1]
+        saved = self._latest()
+        decision = Decision(
+            config=config,
+            changed=f"world size {config.world_size} instead of {last.config.world_size}",
+            after_attempt=len(history.attempts),
+            step=saved.step if saved is not None else 0,
+            growth_bytes=last.growth_bytes,
+        )
+        self.journal.decide(decision)
+        self.listen(Note(text=f"{decision.changed}; the run goes on at step {decision.step}"))
 
     def _choose_config(self) -> RunConfig | Stop:
         """The last decided config, or what follows the failure after which nothing was decided yet."""
@@ -243,6 +270,7 @@ class Supervisor:
             repeats=decision.repeats,
             progressed=saved_step > before,
             ranks_left=self._ranks_left,
+            ranks_per_node=self.settings.fit.ranks_per_node if self.settings.fit.nodes > 1 else None,
             device_bytes=self.settings.fit.device_bytes,
             growth_bytes=decision.growth_bytes,
             can_recompute=self._facts.checkpointing,
@@ -377,21 +405,18 @@ class Supervisor:
     def _settings_for(self, config: RunConfig) -> Settings:
         """The fit's settings with this number of ranks, in the run's folder."""
         fit = self.settings.fit
-        nodes = min(fit.nodes, -(-config.world_size // fit.ranks_per_node))
+        nodes = count_nodes(config.world_size, fit.ranks_per_node)
         return replace(fit, gpus=config.world_size, nodes=nodes, out=self.settings.out)
 
     def _stop_limit(self, saved: Checkpoint | None) -> float:
         return _STOP_WITHIN_S + (2 * saved.manifest.save_s if saved is not None else 0.0)
 
     def _count_ranks_left(self, cause: OutOfMemory | Failed, config: RunConfig) -> int | None:
-        """The cards that this machine still shows after a failure that a lost one could explain; None: as before."""
-        fit = self.settings.fit
+        """The ranks that the machines still hold after a failure that a lost card or node could explain; None: all."""
         if isinstance(cause, OutOfMemory) or cause.failure not in ("infrastructure", "communication", "unknown"):
             return None
-        if fit.device != "cuda" or fit.address is not None:
-            return None
-        cards = len(read_hardware().cards)
-        return cards if 0 < cards < config.world_size else None
+        room = self.count_ranks(self.settings.fit)
+        return room if room is not None and room < config.world_size else None
 
     # What is known.
 
@@ -421,7 +446,7 @@ class Supervisor:
     def _summarize(self, status: Any, exit_code: int, reason: str = "", advice: str = "") -> RunReport:
         history, saved = self.history, self._latest()
         config = history.attempts[-1].config if history.attempts else None
-        changes = {each.after_attempt: each.changed for each in history.rescues}
+        changes = {each.after_attempt: each.changed for each in history.decisions}
         ds_config: Mapping[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
             text = (self._attempt_folder(len(history.attempts)) / "order.json").read_text()

@@ -85,6 +85,12 @@ class RunHistory:
         return [decision for decision in self.decisions if decision.is_rescue]
 
     @property
+    def ranks_asked(self) -> int | None:
+        """The ranks that the user wanted last. A run that lost some has fewer. None before the first decision."""
+        wanted = [decision.config.world_size for decision in self.decisions if not decision.is_rescue]
+        return wanted[-1] if wanted else None
+
+    @property
     def failed(self) -> tuple[RunConfig, ...]:
         """The configs that ran out of memory."""
         return tuple(each.config for each in self.attempts if isinstance(each.cause, OutOfMemory))

@@ -14,7 +14,9 @@ from ..errors import InputError
 from ..report.results import Report
 from ..requests import RunRequest
 from ..system.host import Hardware
+from ..trial.run.checkpoints import list_checkpoints
 from ..types import WorkloadSource
+from .run_journal import RunHistory
 
 _SAVE_EVERY_S = 600.0  # lost work costs as much as a save every ten minutes, where a save takes 12 s
 _SAVE_SHARE = 0.02  # of the time, where a save takes longer
@@ -50,6 +52,11 @@ class RunSettings:
             "--seed": fit.seed,
             "base config": hashlib.sha256(base).hexdigest()[:8],
         }
+
+    def is_done(self, history: RunHistory) -> bool:
+        """Whether the last call trained to the end, and no further steps are wanted now."""
+        last = list_checkpoints(self.out / "checkpoints").latest
+        return history.ended == "done" and (self.steps is None or (last is not None and last.step >= self.steps))
 
     def choose_interval(self, report: Report) -> int:
         """Return the optimizer steps between two checkpoints: given, or about every ten minutes by the fit's speed.

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
+from ..config.settings import Settings
 from ..trial.run.checkpoints import Layout, Manifest, checkpoint_folder, write_manifest
 from ..trial.run.order import RunOrder
 from ..types import Failed, ModelFacts, OutOfMemory, Trial
@@ -24,11 +25,13 @@ class ScriptedLauncher:
     def __init__(self, answer: Answer, facts: ModelFacts) -> None:
         self.orders: list[RunOrder] = []
         self.starts: list[Mapping[str, str]] = []  # the environment of each session
+        self.settings: list[Settings] = []  # those of each session
         self._answer, self._facts = answer, facts
 
-    def start(self, settings: Any, environment: Mapping[str, str], listen: Any) -> Self:
+    def start(self, settings: Settings, environment: Mapping[str, str], listen: Any) -> Self:
         """Begin a session."""
         self.starts.append(environment)
+        self.settings.append(settings)
         return self
 
     def __enter__(self) -> Self:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from autods.errors import EnvironmentBroken
+from autods.errors import EnvironmentBroken, InputError
 from autods.runner import placement
 from autods.runner.placement import (
     Need,
     NodeState,
     check_same_software,
+    count_ranks,
     describe_gpu_differences,
     reserve_nodes,
     weakest,
@@ -121,6 +124,55 @@ def test_an_impossible_need_fails_at_once_in_two_lines(
     assert all(word in str(broken.value) for word in words)
     assert len(str(broken.value).splitlines()) == 2
     assert cluster.asked == []
+
+
+class JoinedRay:
+    """The part of Ray that counting uses. Each item of `cpus` is a node's number of CPUs; a negative one is dead."""
+
+    def __init__(self, *cpus: int) -> None:
+        self.cpus = cpus
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(gcs_address="10.0.0.1:6379")
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [
+            {"NodeID": str(n), "NodeManagerAddress": f"10.0.0.{n}", "Resources": {"CPU": abs(cpus)}, "Alive": cpus > 0}
+            for n, cpus in enumerate(self.cpus)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("cpus", "problem", "ranks"),
+    [((2, 2), None, 4), ((2, -2), None, 2), ((2, 1), None, 2), ((-2, 1), None, 0), ((2, 2), "refused", None)],
+)
+def test_room_is_that_of_whole_living_nodes(
+    monkeypatch: pytest.MonkeyPatch, cpus: tuple[int, ...], problem: str | None, ranks: int | None
+) -> None:
+    @contextlib.contextmanager
+    def joined(**options: Any) -> Iterator[JoinedRay]:
+        yield JoinedRay(*cpus)
+
+    monkeypatch.setattr(placement, "session", joined)
+    monkeypatch.setattr(placement, "ray_internal", lambda module, name: dict)
+    monkeypatch.setattr(placement, "find_head_problem", lambda head: problem)
+    assert count_ranks(settings_of(device="cpu", gpus=4, nodes=2, address="10.0.0.1:6379")) == ranks
+
+
+def test_room_is_not_known_without_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**options: Any) -> Any:
+        raise InputError("no Ray cluster answers")
+
+    monkeypatch.setattr(placement, "session", refuse)
+    assert count_ranks(settings_of(device="cpu", gpus=4, nodes=2, address="10.0.0.1:6379")) is None
+
+
+@pytest.mark.parametrize(("device", "cards", "ranks"), [("cuda", 3, 3), ("cuda", 0, None), ("cpu", 3, None)])
+def test_room_of_this_machine_is_its_cards(
+    monkeypatch: pytest.MonkeyPatch, device: str, cards: int, ranks: int | None
+) -> None:
+    monkeypatch.setattr(placement, "read_hardware", lambda: a_machine(cards))
+    assert count_ranks(replace(settings_of(gpus=4), device=device, address=None)) == ranks
 
 
 def test_a_node_that_goes_ends_the_wait_and_frees_the_group() -> None:

@@ -216,7 +216,35 @@ def test_the_ranks_of_a_replica_stay_together():
 
 def test_a_smaller_world_that_cannot_load_the_checkpoint_ends_the_run():
     now = situation(*LADDER, ranks_left=1, find_obstacle=lambda config: "its optimizer was on NVMe")
-    assert decide(failed(), now) == Stop(reason="its optimizer was on NVMe", exit_code=3)
+    stop = decide(failed(), now)
+    assert isinstance(stop, Stop)
+    assert (stop.reason, stop.exit_code) == ("its optimizer was on NVMe", 3)
+
+
+@pytest.mark.parametrize(("ranks_left", "world_size"), [(8, 8), (6, 4), (4, 4), (2, 2)])  # 2 on each node
+def test_fewer_nodes_share_the_ranks_evenly(ranks_left, world_size):
+    config = RunConfig(rung="zero2", knobs=Knobs(micro_batch=4, accumulation=2), world_size=16)  # 128 samples
+    now = situation(*LADDER, config=config, ranks_left=ranks_left, ranks_per_node=2)
+    chosen = decide(failed(failure="infrastructure"), now).config
+    assert (chosen.world_size, chosen.global_batch) == (world_size, config.global_batch)
+
+
+def test_fewer_ranks_on_each_node_may_divide_the_batch():
+    config = RunConfig(rung="zero2", knobs=Knobs(micro_batch=2, accumulation=1), world_size=9)  # 18 samples, 3 nodes
+    chosen = decide(failed(), situation(*LADDER, config=config, ranks_left=6, ranks_per_node=3)).config
+    assert (chosen.world_size, chosen.knobs) == (6, Knobs(micro_batch=1, accumulation=3))
+    config = RunConfig(rung="zero2", knobs=Knobs(micro_batch=2, accumulation=1), world_size=10)  # 20 samples, 2 nodes
+    chosen = decide(failed(), situation(*LADDER, config=config, ranks_left=5, ranks_per_node=5)).config
+    assert chosen.world_size == 5
+
+
+def test_no_node_that_is_left_ends_the_run_with_the_reason():
+    stop = decide(failed(failure="infrastructure"), situation(*LADDER, ranks_left=0, ranks_per_node=1))
+    assert stop == Stop(
+        reason="the machines hold 0 ranks now, and a replica of the model takes 1",
+        exit_code=3,
+        advice="give the same command again once they are back",
+    )
 
 
 def test_an_accident_repeats_the_config_twice_without_progress():

@@ -9,6 +9,7 @@ import pytest
 
 from autods.config.strategies import read_rungs
 from autods.errors import EnvironmentBroken, InputError
+from autods.report import serialize
 from autods.report.results import Report, Throughput
 from autods.report.run_view import read_run
 from autods.runner.testing import failed, out_of_memory
@@ -34,10 +35,16 @@ def settings(folder, **more):
     return RunSettings(**{"fit": fit, "out": folder, "steps": 10, "checkpoint_every": 2, **more})
 
 
-def supervise(folder, answer, events=None, report=REPORT, **more):
+def supervise(folder, answer, events=None, report=REPORT, room=None, find_fit=None, **more):
+    """`room` is the number of ranks that the machines hold; a function for one that changes."""
     launcher = ScriptedLauncher(answer, FACTS)
-    listen = (lambda event: None) if events is None else events.append
-    result = run(settings(folder, **more), listen=listen, start=launcher.start, find_fit=lambda fit, listen: report)
+    result = run(
+        settings(folder, **more),
+        listen=(lambda event: None) if events is None else events.append,
+        start=launcher.start,
+        find_fit=find_fit or (lambda fit, listen: report),
+        count_ranks=room if callable(room) else lambda fit: room,
+    )
     return result, launcher
 
 
@@ -213,6 +220,103 @@ def test_ray_that_dies_is_started_again(tmp_path):
     result, launcher = supervise(tmp_path, answer)
     assert result.status == "done"
     assert len(launcher.starts) == 2
+
+
+def on_nodes(folder, nodes, gpus):
+    return replace(settings(folder).fit, gpus=gpus, nodes=nodes, address="10.0.0.1:6379")
+
+
+LOST = failed(failure="infrastructure", action="retry", evidence="node 10.0.0.2 was lost")
+
+
+def test_a_lost_node_leaves_a_smaller_world(tmp_path):
+    def answer(order, trial):
+        return (5, LOST) if order.world_size == 4 else finish(order, trial)
+
+    result, launcher = supervise(tmp_path, answer, room=2, fit=on_nodes(tmp_path, 2, 4))
+    first, second = launcher.orders
+    assert (result.status, first.global_batch, second.global_batch) == ("done", 16, 16)
+    assert (second.world_size, second.micro_batch, second.accumulation) == (2, 2, 4)
+    assert second.restore.endswith("step-00000004")
+    assert [(fit.gpus, fit.nodes) for fit in launcher.settings] == [(4, 2), (2, 1)]
+    assert result.attempts[0].changed.startswith("world size 2 instead of 4")
+
+
+def test_a_node_that_ray_misses_later_is_followed_then(tmp_path):
+    """The ranks end first; the cluster knows of the loss when it is asked to hold them again."""
+    rooms = [4, 2]
+
+    def answer(order, trial):
+        if order.attempt == 2:
+            raise EnvironmentBroken("the ranks need 2 CPUs on each of 2 nodes")
+        return (5, LOST) if order.attempt == 1 else finish(order, trial)
+
+    result, launcher = supervise(tmp_path, answer, room=lambda fit: rooms.pop(0), fit=on_nodes(tmp_path, 2, 4))
+    assert [order.world_size for order in launcher.orders] == [4, 4, 2]
+    assert (result.status, result.rescues) == ("done", 2)
+
+
+def test_a_cluster_without_a_node_ends_the_run(tmp_path):
+    result, launcher = supervise(tmp_path, lambda order, trial: (5, LOST), room=0, fit=on_nodes(tmp_path, 2, 4))
+    assert (result.status, result.exit_code, len(launcher.orders)) == ("failed", 3, 1)
+    assert result.reason == "the machines hold 0 ranks now, and a replica of the model takes 1"
+
+
+@pytest.mark.parametrize(("room", "world_size"), [(4, 4), (2, 2), (None, 4)])
+def test_the_next_call_takes_the_nodes_that_are_back(tmp_path, room, world_size):
+    def answer(order, trial):
+        return (5, LOST) if order.world_size == 4 else (6, "stopped")
+
+    fit = on_nodes(tmp_path, 2, 4)
+    supervise(tmp_path, answer, room=2, fit=fit)
+    result, launcher = supervise(tmp_path, finish, room=room, fit=fit)
+    (order,) = launcher.orders
+    assert (order.world_size, order.global_batch, result.status) == (world_size, 16, "done")
+    assert order.restore.endswith("step-00000006")
+
+
+def fits(asked):
+    """A fit whose micro batch tells the number of ranks; it notes its settings in `asked`."""
+
+    def find_fit(fit, listen):
+        asked.append(fit)
+        knobs = Knobs(micro_batch=1, accumulation=2) if fit.gpus == 4 else Knobs(micro_batch=8 // fit.gpus)
+        return replace(REPORT, knobs=knobs)
+
+    return find_fit
+
+
+def test_another_number_of_ranks_takes_the_config_of_its_fit(tmp_path):
+    supervise(tmp_path, lambda order, trial: (5, "stopped"))
+    asked, fit = [], replace(settings(tmp_path).fit, gpus=4)
+    result, launcher = supervise(tmp_path, finish, find_fit=fits(asked), fit=fit)
+    (order,) = launcher.orders
+    assert (order.world_size, order.micro_batch, order.accumulation, order.global_batch) == (4, 1, 2, 8)
+    assert order.restore.endswith("step-00000004")
+    assert [(fit.gpus, fit.global_batch) for fit in asked] == [(4, 8)]
+    assert result.world_size == 4
+
+
+def test_ranks_that_cannot_share_the_batch_are_refused(tmp_path):
+    supervise(tmp_path, lambda order, trial: (5, "stopped"))
+    with pytest.raises(InputError, match="global batch of 8 cannot be split over 3 ranks") as error:
+        supervise(tmp_path, finish, fit=replace(settings(tmp_path).fit, gpus=3))
+    assert "give --gpus 2 as before" in str(error.value)
+
+
+def test_a_fit_with_another_global_batch_is_refused(tmp_path):
+    supervise(tmp_path, lambda order, trial: (5, "stopped"))
+    with pytest.raises(InputError, match="its global batch is 16, and that of the run is 8"):
+        supervise(tmp_path, finish, fit=replace(settings(tmp_path).fit, gpus=4))
+
+
+def test_a_finished_run_makes_no_fit_for_other_ranks(tmp_path):
+    supervise(tmp_path, finish)
+    (tmp_path / "fit").mkdir()
+    serialize.write(REPORT, tmp_path / "fit")
+    asked = []
+    result, _ = supervise(tmp_path, finish, find_fit=fits(asked), fit=replace(settings(tmp_path).fit, gpus=4))
+    assert (result.status, asked) == ("done", [])
 
 
 def test_the_allocator_is_changed_in_the_ranks_environment(tmp_path):
