@@ -243,7 +243,7 @@ def _find_stop(cause: Cause, situation: Situation) -> Stop | None:
 # What the user can do where no config is left.
 _ADVICE: Mapping[Tier, str] = {
     "device": "shorten the longest samples, free the device of other processes, or allow leaner rungs (--ladder)",
-    "host": "free host memory, raise the container's limit, or name a fast disk for the states (--nvme-path)",
+    "host": "free host memory, or raise the container's limit",
     "pinned": "raise the limit of locked memory (ulimit -l), or free host memory",
     "shm": "give the container more of /dev/shm (docker run --shm-size)",
     "nvme": "free space below --nvme-path, or name a larger disk",
@@ -257,13 +257,16 @@ def _give_up(situation: Situation, cause: Cause, tier: Tier) -> Stop:
     if missing is not None:
         reason += f": {_describe(situation.config)} lacked at least {format_bytes(missing)}"
     tried = {each.rung for each in situation.failed} | {situation.config.rung}
+    advice = _ADVICE[tier]
+    if tier == "host" and not any(situation.candidate(rung).needs_nvme for rung in tried):
+        advice += "; or name a fast disk for the states (--nvme-path), and a rung that uses it (--ladder)"
     passed_over = [
         f"{each.rung} ({each.refused or 'its forecast is that it cannot fit'})"
         for each in situation.candidates
         if each.rung not in tried and (each.refused is not None or each.forecast == "cannot_fit")
     ]
     reason += f"; not tried: {', '.join(passed_over)}" if passed_over else ""
-    return Stop(reason=reason, exit_code=NOTHING_LEFT, advice=_ADVICE[tier])
+    return Stop(reason=reason, exit_code=NOTHING_LEFT, advice=advice)
 
 
 def _is_failed_save(cause: Cause) -> bool:

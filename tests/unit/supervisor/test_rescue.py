@@ -166,6 +166,13 @@ def test_host_memory_goes_to_an_untried_rung_by_its_forecast():
     assert decide(out_of_memory(tier="host"), replace(without, repeats=MOST_REPEATS)).exit_code == 1
 
 
+@pytest.mark.parametrize("uses_nvme", [True, False])
+def test_a_run_without_host_memory_hears_of_nvme_once(uses_nvme):
+    rung = Candidate(rung=CONFIG.rung, needs_nvme=uses_nvme)
+    stop = decide(out_of_memory(tier="host"), situation(rung, repeats=MOST_REPEATS))
+    assert ("--nvme-path" in stop.advice) != uses_nvme
+
+
 def test_host_memory_goes_to_nvme_where_nothing_else_is_known():
     now = situation(Candidate(rung="zero2"), Candidate(rung="zero3"), Candidate(rung="zero3-nvme", needs_nvme=True))
     assert decide(out_of_memory(tier="host"), now).config.rung == "zero3-nvme"
