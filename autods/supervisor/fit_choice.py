@@ -52,18 +52,17 @@ def _take_other_fit(
         )
     listen(Note(text=f"world size {ranks} instead of {history.ranks_asked}: a fit chooses the config"))
     report = None
-    folder = settings.fit.out
     with contextlib.suppress(InputError):
-        report = serialize.read(folder)
-    if report is not None and report.question.gpus != ranks:  # the folder of the fit for the ranks before
-        report, folder = None, folder.with_name(f"{folder.name}-{ranks}-ranks")
-    settings = _with_folder(settings, folder)
-    if report is None:
-        report = find_fit(replace(settings.fit, global_batch=total), listen)
+        report = serialize.read(settings.fit.out)
+    if report is None or report.status != "fit" or report.question.gpus != ranks:
+        fit = replace(settings.fit, global_batch=total)
+        # Each question has a folder: with other options a fit that found nothing is made anew.
+        settings = _with_folder(settings, fit.out.with_name(f"{fit.out.name}-{ranks}-ranks-{fit.fingerprint()[:6]}"))
+        report = find_fit(replace(fit, out=settings.fit.out), listen)
     if report.knobs is not None and report.knobs.train_batch(replicas) != total:
         raise InputError(
             f"its global batch is {report.knobs.train_batch(replicas)}, and that of the run is {total}",
-            place=str(folder),
+            place=str(settings.fit.out),
             hint=f"make a fit with {place} --global-batch {total}, and name it with --fit",
         )
     return settings, report

@@ -297,6 +297,22 @@ def test_another_number_of_ranks_takes_the_config_of_its_fit(tmp_path):
     assert result.world_size == 4
 
 
+def test_a_fit_for_other_ranks_may_have_other_options(tmp_path):
+    """One that found nothing is not in the way of the next."""
+    supervise(tmp_path, lambda order, trial: (5, "stopped"))
+    asked, fit = [], replace(settings(tmp_path).fit, gpus=4)
+
+    def find_nothing(fit, listen):
+        asked.append(fit)
+        return Report(status="nothing_fits")
+
+    result, _ = supervise(tmp_path, finish, find_fit=find_nothing, fit=replace(fit, ladder=LADDER[:1]))
+    assert (result.status, result.exit_code) == ("nothing_fits", 1)
+    result, _ = supervise(tmp_path, finish, find_fit=fits(asked), fit=fit)
+    assert (result.status, result.world_size) == ("done", 4)
+    assert len({fit.out for fit in asked}) == 2
+
+
 def test_ranks_that_cannot_share_the_batch_are_refused(tmp_path):
     supervise(tmp_path, lambda order, trial: (5, "stopped"))
     with pytest.raises(InputError, match="global batch of 8 cannot be split over 3 ranks") as error:
