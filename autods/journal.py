@@ -170,9 +170,13 @@ class Journal:
         return InputError(f"is damaged: {why}", place=f"{self.path}:{number}", hint="start over with --fresh")
 
 
-def make_other_fit_error(path: Path) -> InputError:
-    """Return the error about a file that was written for another question, so that it does not answer this one."""
-    return InputError(
+class OtherFitError(InputError):
+    """A file was written for another question, so that it does not answer this one."""
+
+
+def make_other_fit_error(path: Path) -> OtherFitError:
+    """Return the error about a file of another fit."""
+    return OtherFitError(
         "belongs to another fit (the workload, the settings, the device or a version differs)",
         place=str(path),
         hint="give another --out, or --fresh to start over",

@@ -10,6 +10,7 @@ from pathlib import Path
 from ..config.settings import Settings
 from ..errors import InputError
 from ..events import Note, RunListener
+from ..journal import OtherFitError
 from ..report import serialize
 from ..report.results import Report
 from .run_journal import RunHistory
@@ -28,7 +29,11 @@ def take_fit(
     Raises InputError where these ranks cannot share that batch.
     """
     if history.prepared is None or history.ranks_asked is None:
-        return settings, find_fit(settings.fit, listen)
+        try:
+            return settings, find_fit(settings.fit, listen)
+        except OtherFitError as error:
+            hint = "name a fit with these options by --fit, or give another --out: --fresh forgets the run alone"
+            raise InputError(error.problem, place=error.place, hint=hint) from None
     if keep or history.ranks_asked == settings.fit.gpus:
         settings = _with_folder(settings, Path(history.prepared.fit))
         with contextlib.suppress(InputError):

@@ -9,6 +9,7 @@ import pytest
 
 from autods.config.strategies import read_rungs
 from autods.errors import EnvironmentBroken, InputError
+from autods.journal import make_other_fit_error
 from autods.report import serialize
 from autods.report.results import Report, Throughput
 from autods.report.run_view import read_run
@@ -324,6 +325,14 @@ def test_a_fit_with_another_global_batch_is_refused(tmp_path):
     supervise(tmp_path, lambda order, trial: (5, "stopped"))
     with pytest.raises(InputError, match="its global batch is 16, and that of the run is 8"):
         supervise(tmp_path, finish, fit=replace(settings(tmp_path).fit, gpus=4))
+
+
+def test_a_folder_of_another_fit_is_refused_with_what_helps(tmp_path):
+    def find_fit(fit, listen):
+        raise make_other_fit_error(fit.out / "report.json")
+
+    with pytest.raises(InputError, match=r"report.json: belongs to another fit .*\n  name a fit .* by --fit"):
+        supervise(tmp_path, finish, find_fit=find_fit)
 
 
 def test_a_finished_run_makes_no_fit_for_other_ranks(tmp_path):
