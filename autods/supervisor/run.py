@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..config.deepspeed import BATCH_KEYS
 from ..config.settings import Settings, apply_survey, count_nodes
 from ..errors import EnvironmentBroken
 from ..events import AttemptStarted, Note, RunListener
@@ -31,7 +32,8 @@ from ..tuner.fit import fit
 from ..types import Failed, ModelFacts, OutOfMemory, Steps, Trial
 from .fit_choice import FindFit, take_fit
 from .progress import Progress, StepTail
-from .rescue import Candidate, NextConfig, RunConfig, Situation, Stop, decide, gather_candidates
+from .rescue import Candidate, NextConfig, Situation, Stop, decide, gather_candidates
+from .run_config import RunConfig
 from .run_journal import Attempt, Decision, Ending, Prepared, RunHistory, RunJournal, count_repeated
 from .settings import RunSettings
 from .stopping import StopRequest
@@ -405,8 +407,11 @@ class Supervisor:
     def _settings_for(self, config: RunConfig) -> Settings:
         """The fit's settings with this number of ranks, in the run's folder."""
         fit = self.settings.fit
-        nodes = count_nodes(config.world_size, fit.ranks_per_node)
-        return replace(fit, gpus=config.world_size, nodes=nodes, out=self.settings.out)
+        nodes, base = count_nodes(config.world_size, fit.ranks_per_node), fit.base
+        if config.world_size != fit.gpus and config.replica_ranks == 1:  # the user's sizes are for other ranks
+            sizes = (config.global_batch, config.knobs.micro_batch, config.knobs.accumulation)
+            base = {**base, **dict(zip(BATCH_KEYS, sizes, strict=True))}
+        return replace(fit, gpus=config.world_size, nodes=nodes, base=base, out=self.settings.out)
 
     def _stop_limit(self, saved: Checkpoint | None) -> float:
         return _STOP_WITHIN_S + (2 * saved.manifest.save_s if saved is not None else 0.0)
@@ -437,10 +442,13 @@ class Supervisor:
         return gather_candidates(self.report, list_candidates(settings, self._facts, self.history.prepared.op_problems))
 
     def _find_obstacle(self, config: RunConfig, saved: Checkpoint | None) -> str | None:
-        if saved is None or self._launcher is None:
+        if saved is None:
             return None
-        trial = Trial(rung=config.rung, knobs=config.knobs, purpose="certify", steps=Steps())
-        layout = Layout.from_config(self._launcher.run_config(trial), config.world_size, divided=saved.layout.divided)
+        layout = replace(saved.layout, world_size=config.world_size)  # all that is known where the session is lost
+        if self._launcher is not None:
+            trial = Trial(rung=config.rung, knobs=config.knobs, purpose="certify", steps=Steps())
+            ds_config = self._launcher.run_config(trial)
+            layout = Layout.from_config(ds_config, config.world_size, divided=saved.layout.divided)
         return find_obstacle(saved, layout)
 
     def _summarize(self, status: Any, exit_code: int, reason: str = "", advice: str = "") -> RunReport:

@@ -16,7 +16,7 @@ from ..errors import InputError
 from ..journal import Journal
 from ..schema import read_as
 from ..types import Failed, ModelFacts, OutOfMemory
-from .rescue import RunConfig
+from .run_config import RunConfig
 
 RUN_JOURNAL = "run.jsonl"
 VERSION = 1

@@ -10,11 +10,11 @@ from autods.supervisor.rescue import (
     MOST_REPEATS,
     Candidate,
     NextConfig,
-    RunConfig,
     Situation,
     Stop,
     decide,
 )
+from autods.supervisor.run_config import RunConfig
 from autods.types import Knobs, TierUse
 
 MIB = 2**20

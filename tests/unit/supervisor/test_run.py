@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from autods.config.settings import apply_survey
 from autods.config.strategies import read_rungs
 from autods.errors import EnvironmentBroken, InputError
 from autods.journal import make_other_fit_error
@@ -18,6 +19,7 @@ from autods.supervisor.rescue import MOST_REPEATS
 from autods.supervisor.run import run
 from autods.supervisor.settings import RunSettings
 from autods.supervisor.testing import ScriptedLauncher
+from autods.trial.run.checkpoints import MARK
 from autods.types import Knobs
 from tests.support.walks import FACTS, SETTINGS
 
@@ -241,6 +243,34 @@ def test_a_lost_node_leaves_a_smaller_world(tmp_path):
     assert second.restore.endswith("step-00000004")
     assert [(fit.gpus, fit.nodes) for fit in launcher.settings] == [(4, 2), (2, 1)]
     assert result.attempts[0].changed.startswith("world size 2 instead of 4")
+
+
+def test_users_batch_sizes_do_not_bind_a_smaller_world(tmp_path):
+    def answer(order, trial):
+        return (5, LOST) if order.world_size == 4 else finish(order, trial)
+
+    sizes = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    _, launcher = supervise(tmp_path, answer, room=2, fit=on_nodes(tmp_path, 2, 4))
+    whole, smaller = (apply_survey(each, replace(FACTS, config=sizes)) for each in launcher.settings)
+    assert [whole.base[key] for key in sizes] == [16, 2, 2]
+    assert [smaller.base[key] for key in sizes] == [16, 2, 4]
+
+
+def test_a_checkpoint_that_binds_the_ranks_ends_a_lost_session(tmp_path):
+    rooms = [4, 2]
+
+    def answer(order, trial):
+        if order.attempt == 1:
+            return 5, LOST
+        mark = tmp_path / "checkpoints" / "step-00000004" / MARK
+        manifest = json.loads(mark.read_text())
+        manifest["layout"]["offload_optimizer"] = "nvme"
+        mark.write_text(json.dumps(manifest))
+        raise EnvironmentBroken("the ranks need 2 CPUs on each of 2 nodes")
+
+    result, launcher = supervise(tmp_path, answer, room=lambda fit: rooms.pop(0), fit=on_nodes(tmp_path, 2, 4))
+    assert (result.exit_code, len(launcher.orders)) == (3, 2)
+    assert "its optimizer was on NVMe" in result.reason
 
 
 def test_a_node_that_ray_misses_later_is_followed_then(tmp_path):
