@@ -53,6 +53,10 @@ _QUOTED = re.compile(
     ),
     re.IGNORECASE,
 )
+# A cloud's or a cluster's notice, as its JSON names the fields.
+_NOTICE = re.compile(
+    r"['\"](?:EventType|eventType|EventStatus|instance-action|involvedObject|terminationReason)['\"]\s*:"
+)
 # Advice that torch adds to every CUDA error; it names things that did not happen.
 BOILERPLATE = re.compile(expand(r"\s*{torch_advice}"))
 RAY_PID = re.compile(r"\(pid=(\d+)")
@@ -275,7 +279,7 @@ class Assembler:
             if not (alike and opened.frames and opened.body[-1].rstrip().endswith(":")):
                 return False
         if not text.strip():
-            belongs = len(opened.body) < 3 and bool(opened.frames)
+            belongs = bool(opened.frames) and (len(opened.body) < 3 or opened.body[-1].endswith(":"))
         else:
             others = (EXCEPTION.match, SYSTEM.match, STARTS_ANEW.match, PROGRESS.search)
             belongs = OF_NCCL.match(text) is not None or not any(other(text) for other in others)
@@ -317,7 +321,7 @@ def _single_line(line: Line) -> Iterator[Message]:
     text, level = line.text, line.prefix.level
     if text.strip() and not _is_code(text):
         manner: Manner = "mentioned" if level in ("debug", "info", "warning") else "stated"
-        if _QUOTED.search(text) and level != "error" and not REPORTS_FAILURE.match(text):
+        if _QUOTED.search(text) and level != "error" and not (REPORTS_FAILURE.match(text) or _NOTICE.search(text)):
             manner = "quoted"
         yield _message(line, manner, None)
 
