@@ -12,7 +12,9 @@ from pathlib import Path
 from autods.system.host import find_memory_groups
 from tests.support.watching import wait_for
 
-_LIMITS = {1: "memory.limit_in_bytes", 2: "memory.max"}  # by version
+# By version. Where the group may swap, the kernel swaps instead of killing.
+_LIMITS = {1: "memory.limit_in_bytes", 2: "memory.max"}
+_NO_SWAP = {1: ("memory.swappiness", "0"), 2: ("memory.swap.max", "0")}
 _numbers = itertools.count()
 
 
@@ -32,6 +34,12 @@ class LimitedGroup:
         """Set what its processes may hold together."""
         (self.folder / _LIMITS[self.version]).write_text(str(limit_bytes))
 
+    def forbid_swap(self) -> None:
+        """Keep its processes in memory. A kernel without swap has no file for that."""
+        name, value = _NO_SWAP[self.version]
+        if (self.folder / name).exists():
+            (self.folder / name).write_text(value)
+
     def pids(self) -> list[int]:
         """The processes that are in it now."""
         return [int(pid) for pid in (self.folder / "cgroup.procs").read_text().split()]
@@ -50,6 +58,7 @@ def memory_group(*, limit_bytes: int, pids: Sequence[int] = ()) -> Iterator[Limi
     group = LimitedGroup(parent.folder / f"autods-test-{os.getpid()}-{next(_numbers)}", parent.version)
     group.folder.mkdir()
     try:
+        group.forbid_swap()
         group.limit(limit_bytes)
         group.add(pids)
         yield group

@@ -5,7 +5,6 @@ notes the moment, its pid, and pid and beginning of all ranks and of the childre
 file.
 """
 
-import contextlib
 import ctypes
 import json
 import mmap
@@ -199,10 +198,15 @@ def full_disk():
 
 def until_killed():
     """Take memory until the OOM killer of the cgroup strikes. In a full cgroup the kernel may refuse some first."""
-    kept = []
-    while True:
-        with contextlib.suppress(MemoryError):
+    kept, refused = [], 0
+    while refused < 500:
+        try:
             kept.append(b"x" * 2**24)
+        except MemoryError:
+            refused += 1
+            time.sleep(0.01)
+    group = Path("/proc/self/cgroup").read_text().split()
+    raise RuntimeError(f"nobody killed a process of {len(kept)} times 16 MiB, in the cgroups {group}")
 
 
 def wrong_shape():
