@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import replace
@@ -25,7 +25,7 @@ from ..runner.cleanup import open_session, simulator_variables
 from ..system.host import installed_versions
 from ..tuner.candidates import why_not_forecast
 from ..types import ModelFacts, WorkloadSource
-from .alternatives import list_alternatives
+from .alternatives import list_alternatives, simulate_ahead
 from .simulate import PlanRun, SiteGroup, choose_checkpointing, group_sites
 from .timeline import write_timeline
 
@@ -112,7 +112,13 @@ def _forecast_all(run: PlanRun) -> None:
     """Forecast every rung on each site. Several sites are searched only at the rung that is their answer."""
     settings, several = run.settings, len(run.settings.sites) > 1
     jobs = [(rung, group, group.sites) for group in group_sites(settings.sites) for rung in settings.ladder]
-    _run_in_parallel(run, jobs, search=settings.largest and not several, until_one_fits=several)
+
+    def look_ahead() -> None:
+        best = None if several or settings.largest else _site_forecast(run, settings.sites[0]).best
+        if best is not None:
+            simulate_ahead(run, settings.sites[0], best)
+
+    _run_in_parallel(run, jobs, search=settings.largest and not several, until_one_fits=several, at_last=look_ahead)
     if run.failures and not any(forecast.memory for forecast in run.forecasts.values()):
         raise next(run.failures[rung.name] for rung in settings.ladder if rung.name in run.failures)
     if several and settings.largest:
@@ -124,10 +130,18 @@ def _forecast_all(run: PlanRun) -> None:
         _run_in_parallel(run, searches, search=True, until_one_fits=False)
 
 
-def _run_in_parallel(run: PlanRun, jobs: Sequence[_Job], *, search: bool, until_one_fits: bool) -> None:
+def _run_in_parallel(
+    run: PlanRun,
+    jobs: Sequence[_Job],
+    *,
+    search: bool,
+    until_one_fits: bool,
+    at_last: Callable[[], None] = lambda: None,
+) -> None:
     """Run the jobs in order, some at a time. The first that raises ends the others.
 
     With `search` they find the largest micro batch, too. With `until_one_fits` a site is done when a rung fits.
+    `at_last` runs when all jobs have begun and one of those that run is done.
     Rungs have much the same activations, so a search starts from the bytes of a sample that an earlier job found. It
     waits for all earlier jobs but the last: where it starts must not depend on the job that ends first, nor on the
     number of cores.
@@ -146,6 +160,7 @@ def _run_in_parallel(run: PlanRun, jobs: Sequence[_Job], *, search: bool, until_
     try:
         for number, job in enumerate(jobs):
             tasks.append(pool.submit(forecast, number, *job))
+        tasks.append(pool.submit(at_last))
         done = wait(tasks, return_when=FIRST_EXCEPTION).done
         for task in tasks:
             if task in done:

@@ -43,6 +43,10 @@ _COMPILE_PASS = declare(
     "it imports torch's compiler for passes that only `engine.compile` uses",
     optional=True,
 )
+_PROCESSOR = declare(
+    "cpuinfo.get_cpu_info",
+    "the optimizers of the CPU ask for its vendor, to warn of fp16, which starts a process for a second",
+)
 _REDUCE_SCATTER = declare(
     "deepspeed.runtime.zero.stage3.reduce_scatter_coalesced", "it makes a view for each rank of the world"
 )
@@ -63,6 +67,7 @@ def install(ledger: Ledger) -> None:
     _SAME_ON_ALL_RANKS["get_lst_from_rank0"].install(lambda values: values)
     _NVTX.install(False)
     _COMPILE_PASS.install(lambda *args, **kwargs: None)
+    _PROCESSOR.install(dict)
     complain = _DUPLICATES.original()
 
     def check_for_duplicates(engine: Any, optimizer: Any) -> None:

@@ -72,6 +72,37 @@ def test_a_model_that_recomputes_by_itself_has_no_switch() -> None:
     assert not any(alternative.switched for alternative in planned.forecast.sites[0].alternatives)
 
 
+def test_the_other_setting_is_simulated_beside_the_last_rung(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autods.planner.plan.count_parallel_engines", lambda: 2)
+    switched, waited = threading.Event(), []
+
+    def script(ask: EngineSpec, micro_batch: int) -> Simulation:
+        if not ask.checkpointing:
+            switched.set()
+        elif ask.rung == "zero3":
+            waited.append(switched.wait(30))
+        return timed(ask, micro_batch)
+
+    asked = question(on="a100-40gb", gpus=8, ladder=("zero2", "zero3"), largest=False)
+    planned = Planned(asked, script)
+    assert waited == [True]
+    assert sorted(planned.simulator.measured) == [("zero2", 1), ("zero2", 1), ("zero3", 1)]
+    assert planned.forecast.sites[0].alternatives == Planned(asked, timed).forecast.sites[0].alternatives
+
+
+def test_another_setting_that_fails_beside_a_rung_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autods.planner.plan.count_parallel_engines", lambda: 2)
+
+    def script(ask: EngineSpec, micro_batch: int) -> Simulation:
+        if not ask.checkpointing:
+            raise SimulationFailed(kind="user_code", problem="no")
+        return timed(ask, micro_batch)
+
+    planned = Planned(question(on="a100-40gb", gpus=8, ladder=("zero2", "zero3"), largest=False), script)
+    assert planned.forecast.status == "fits"
+    assert not any(alternative.switched for alternative in planned.forecast.sites[0].alternatives)
+
+
 def test_without_a_time_no_other_setting_is_simulated() -> None:
     planned = Planned(question(ladder=("zero3",)), timed)
     assert planned.forecast.sites[0].alternatives == ()
