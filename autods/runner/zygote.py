@@ -23,6 +23,7 @@ from os import _exit  # the workload may replace it
 from pathlib import Path
 from typing import NoReturn
 
+from ..config.deepspeed import required_ops
 from ..diagnosis.trial_outcome import RESULT_UNWRITTEN_EXIT
 from ..schema import read_as
 from ..system import private, processes, stacks
@@ -174,6 +175,8 @@ class Zygote:
         began = time.monotonic()
         hazard = preload.find_fork_hazard() if job.device == "cuda" and not self.spawn else None
         gpus, host = GpuMonitor.begin(job.device, len(job.local_ranks)), HostMonitor.begin()
+        if {"cpu_adam", "async_io"} & {*(job.ops if job.job == "ops" else required_ops(job.ds_config))}:
+            preload.remember_processor()  # the ranks will ask for it
         _make_folders(job)
         shared_before = processes.list_shared_memory()
         board = Heartbeats.create(len(job.local_ranks))

@@ -97,6 +97,25 @@ def preload() -> None:
                 importlib.import_module(name)
 
 
+PROCESSOR = declare(
+    "cpuinfo.get_cpu_info",
+    "DeepSpeed asks for the processor whenever it loads an op or makes an optimizer on the CPU, and each time it starts"
+    " a process for a second",
+    optional=True,
+)
+
+
+@functools.cache
+def remember_processor() -> None:
+    """Ask for the processor once, so that all processes that are forked from this one know the answer."""
+    if (ask := PROCESSOR.original()) is None:
+        return
+    answer = functools.cache(ask)
+    with contextlib.suppress(Exception):  # a rank meets it, too, and reports it
+        answer()
+    PROCESSOR.install(answer)
+
+
 def compile_at_first_call(compile: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
     """A stand-in for the decorator `compile`, which imports torch's inductor at once: a second for each process."""
     compiled = functools.cache(lambda: compile(function))

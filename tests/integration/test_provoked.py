@@ -84,7 +84,7 @@ def test_it_is_diagnosed_right_and_the_walk_makes_the_right_move(runner, scene, 
     if case.fault in ("bus error", "full disk"):
         need_small_disk(scene)
     walked, tried = climb(runner, scene, case.fault, case.phase)
-    assert tried == case.then
+    assert tried == case.then, walked.records[-1]
     for record in walked.records:
         assert_said(record.outcome, case)
     assert (walked.stopped is not None) == (case.then == ONCE)

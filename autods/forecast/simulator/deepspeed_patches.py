@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ...trial.patching import declare, declare_all
+from ...trial.preload import PROCESSOR
 from .ledger import Ledger
 from .protocol import Refused
 
@@ -43,10 +44,6 @@ _COMPILE_PASS = declare(
     "it imports torch's compiler for passes that only `engine.compile` uses",
     optional=True,
 )
-_PROCESSOR = declare(
-    "cpuinfo.get_cpu_info",
-    "the optimizers of the CPU ask for its vendor, to warn of fp16, which starts a process for a second",
-)
 _REDUCE_SCATTER = declare(
     "deepspeed.runtime.zero.stage3.reduce_scatter_coalesced", "it makes a view for each rank of the world"
 )
@@ -67,7 +64,7 @@ def install(ledger: Ledger) -> None:
     _SAME_ON_ALL_RANKS["get_lst_from_rank0"].install(lambda values: values)
     _NVTX.install(False)
     _COMPILE_PASS.install(lambda *args, **kwargs: None)
-    _PROCESSOR.install(dict)
+    PROCESSOR.install(dict)  # no vendor: an optimizer on the CPU asks for it, to warn of fp16
     complain = _DUPLICATES.original()
 
     def check_for_duplicates(engine: Any, optimizer: Any) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from autods.errors import EnvironmentBroken, InputError
 from autods.runner import cleanup, ray_connect
-from autods.runner.ray_connect import find_cluster, join_cluster, ray_internal, session, start_local
+from autods.runner.ray_connect import find_cluster, import_ray, join_cluster, ray_internal, session, start_local
 
 
 class FakeRay:
@@ -64,6 +64,7 @@ def reads() -> list[str | None]:
 @pytest.fixture(autouse=True)
 def _no_ray_internals(monkeypatch: pytest.MonkeyPatch, reads: list[str | None]) -> None:
     """Ray's modules, made up, and no session; the variables that Ray reads are none of this process afterwards."""
+    import_ray()  # completely: what it would import later must not meet what is made up here
     monkeypatch.setattr(cleanup, "_opened", {})
     services = SimpleNamespace(ConsolePopen=print, resolve_ip_for_localhost=lambda host: "10.0.0.9")
     monkeypatch.setitem(sys.modules, "ray._private.services", services)  # type: ignore[arg-type]

@@ -94,3 +94,38 @@ def test_a_deferred_function_is_compiled_once_when_called() -> None:
     assert (deferred.__name__, compiled) == ("add", [])
     assert [deferred(1, second=2), deferred(3, 4)] == [30, 70]
     assert compiled == ["add"]
+
+
+def test_the_processor_is_asked_once_for_all_forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpuinfo = pytest.importorskip("cpuinfo")
+    asked: list[str] = []
+
+    def get_cpu_info() -> dict[str, str]:
+        asked.append("processor")
+        return {"vendor_id_raw": "AuthenticAMD"}
+
+    monkeypatch.setattr(cpuinfo, "get_cpu_info", get_cpu_info)
+    preload.remember_processor.cache_clear()
+    try:
+        preload.remember_processor()
+        preload.remember_processor()
+        assert cpuinfo.get_cpu_info() == {"vendor_id_raw": "AuthenticAMD"}
+    finally:
+        preload.remember_processor.cache_clear()
+    assert asked == ["processor"]
+
+
+def test_a_processor_that_cannot_be_read_is_the_ranks_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpuinfo = pytest.importorskip("cpuinfo")
+
+    def get_cpu_info() -> dict[str, str]:
+        raise ValueError("no JSON")
+
+    monkeypatch.setattr(cpuinfo, "get_cpu_info", get_cpu_info)
+    preload.remember_processor.cache_clear()
+    try:
+        preload.remember_processor()
+        with pytest.raises(ValueError, match="no JSON"):
+            cpuinfo.get_cpu_info()
+    finally:
+        preload.remember_processor.cache_clear()
