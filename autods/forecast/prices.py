@@ -124,7 +124,7 @@ class PriceList:
         from_memory_s = work.bytes / (rates.memory_gb_per_s * _G * ours.memory)
         match work.kind:
             case "view":
-                return Price(launch_s=ours.view_us * 1e-6, seconds=0.0)
+                return Price(launch_s=work.launches * ours.view_us * 1e-6, seconds=0.0)
             case "matmul" | "attention":
                 share = ours.attention * rates.attention_share
                 if work.kind == "matmul":

@@ -22,6 +22,7 @@ class Work:
     `bytes` are read and written; of a collective, those that a ring of infinitely many ranks would move a rank.
     `dtype` is that of a matmul's operands, and `least_dim` its smallest dimension.
     A collective has `ranks`, and `stride` is the distance of neighbours among all ranks.
+    `launches` counts views that follow one another.
     """
 
     kind: WorkKind
@@ -32,6 +33,7 @@ class Work:
     least_dim: int = 0
     ranks: int = 1
     stride: int = 1
+    launches: int = 1
 
 
 # An event is `argument << BITS | code`. Streams are numbered; 0 is the default stream.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from autods.config.deepspeed import merge
+from autods.forecast.schedule import BITS, CODES, HOST, RUN, Work
 from autods.forecast.simulator import SimulatedEngine, SimulationFailed, Simulator
 from autods.forecast.values import EngineSpec, Simulation
 from autods.workload import make_source
@@ -168,18 +170,34 @@ def test_thousands_of_ranks_are_simulated_as_few(llama: Simulator, monkeypatch: 
     assert many.live_bytes["forward"]["device"] < few.live_bytes["forward"]["device"]
 
 
-def test_large_world_shortcuts_allocate_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def count_work(simulation: Simulation) -> Counter[Work]:
+    """How often each piece of work of the step is launched."""
+    schedule, counts = simulation.schedule, Counter[Work]()
+    assert schedule is not None
+    for event in schedule.events:
+        if event & CODES in (RUN, HOST):
+            work = schedule.works[event >> BITS]
+            counts[replace(work, launches=1)] += work.launches
+    return counts
+
+
+@pytest.mark.parametrize("world_size", [8, 24])
+def test_views_for_rank_zero_alone_change_no_forecast(
+    world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = make_source(golden.workload_file("llama", tmp_path, plain=False))
     results = []
     for every in (False, True):
         if every:
             monkeypatch.setenv("AUTODS_EVERY_RANK", "1")
         with Simulator(source) as simulator:
-            results.append(
-                [simulator.simulate(spec_of(rung, world_size=24), (1,))[0] for rung in ("zero3", "zero3-offload")]
-            )
-    for short, whole in zip(*results, strict=True):
-        assert short.live_bytes == whole.live_bytes
+            specs = [spec_of(rung, world_size=world_size) for rung in ("zero3", "zero3-offload")]
+            results.append([simulator.simulate(spec, (1,))[0] for spec in specs])
+    for alone, whole in zip(*results, strict=True):
+        assert alone.traces["device"].events == whole.traces["device"].events
+        assert alone.traces["device"].users == whole.traces["device"].users
+        assert alone.breakdown == whole.breakdown
+        assert count_work(alone) == count_work(whole)
 
 
 def test_zero_init_needs_less_host_memory(llama: Simulator) -> None:

@@ -19,6 +19,7 @@ from .ledger import Ledger
 _PARAMETERS, _GRADIENTS, _OPTIMIZER, _ACTIVATIONS, _BUCKETS, _OTHER = range(len(KINDS))
 _BUILD = training.build.__code__
 _LARGE = 1 << 20  # bytes; for smaller blocks the search for the caller takes too long
+_WRAPPER = "/deepspeed/utils/nvtx.py"  # between DeepSpeed and the functions of torch that it marks for a profiler
 _BY_PHASE = {"init": _OPTIMIZER, "forward": _ACTIVATIONS, "backward": _ACTIVATIONS, "step": _OPTIMIZER}
 # By file of DeepSpeed and part of the function's name; the first row that matches the nearest frame decides.
 _ZERO = ("stage3.py", "stage_1_and_2.py")
@@ -52,7 +53,7 @@ def kind_by_caller(phase: ForecastPhase, size: int) -> int:
     frame: Any = sys._getframe(3) if size >= _LARGE else None
     while frame is not None:
         path, name = frame.f_code.co_filename, frame.f_code.co_name
-        if "/deepspeed/" in path:
+        if "/deepspeed/" in path and not path.endswith(_WRAPPER):
             file = path.rpartition("/")[2]
             for files, parts, kind in _BY_CALLER:
                 if file in files and any(part in name for part in parts):

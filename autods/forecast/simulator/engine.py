@@ -53,7 +53,7 @@ class SimulationContext:
         self.ledger.capability = spec.capability or DEFAULT_CAPABILITY
         self.ledger.outside_bytes = estimate_outside_bytes(spec)
         join_world(spec.world_size, spec.ranks_per_node)
-        deepspeed_patches.install_large_worlds(spec.world_size)
+        deepspeed_patches.install_rank_zero(self.ledger)
         self.ledger.kind_of_new = attribution.kind_by_caller
         self.ledger.begin("init")
 

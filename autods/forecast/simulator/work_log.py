@@ -129,6 +129,11 @@ class WorkLog:
 
     # Work.
 
+    def launch_views(self, count: int) -> None:
+        """Enter so many calls of operators that make views."""
+        if count > 0:
+            self.events.append(self._code(schedule.RUN, Work(kind="view", launches=count)))
+
     def issue(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Enter a call of an operator."""
         name = func._schema.name.partition("::")[2]
