@@ -8,6 +8,7 @@ import math
 import os
 import sys
 import types
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -54,6 +55,11 @@ _GATHER_WAIT = declare(
 _RANGE = declare(
     "deepspeed.runtime.zero.partition_parameters.range", "a gather makes a view for each rank of the world", adds=True
 )
+_ITER_PARAMS = declare(
+    "deepspeed.runtime.zero.partitioned_param_coordinator.iter_params",
+    "stage 3 asks for a module's own parameters some fifty times for each module of a step",
+    optional=True,
+)
 
 
 def install(ledger: Ledger) -> None:
@@ -64,6 +70,8 @@ def install(ledger: Ledger) -> None:
     _SAME_ON_ALL_RANKS["get_lst_from_rank0"].install(lambda values: values)
     _NVTX.install(False)
     _COMPILE_PASS.install(lambda *args, **kwargs: None)
+    if (iterate := _ITER_PARAMS.original()) is not None:
+        _ITER_PARAMS.install(functools.partial(_iter_parameters, iterate), everywhere=True)
     PROCESSOR.install(dict)  # no vendor: an optimizer on the CPU asks for it, to warn of fp16
     complain = _DUPLICATES.original()
 
@@ -73,6 +81,14 @@ def install(ledger: Ledger) -> None:
             complain(engine, optimizer)
 
     _DUPLICATES.install(check_for_duplicates)
+
+
+def _iter_parameters(real: Any, module: Any, recurse: bool = False) -> Iterable[Any]:
+    """The module's own parameters and the external ones, without the generators of `Module.named_parameters`."""
+    if recurse:
+        return real(module, recurse)  # type: ignore[no-any-return]
+    own = dict.fromkeys(parameter for parameter in module._parameters.values() if parameter is not None)
+    return [*own, *(parameter for _, parameter in module.ds_external_parameters())]
 
 
 class _Ops(types.ModuleType):
@@ -204,8 +220,11 @@ def _wait(work: WorkLog, real: Any, handle: Any, handle_dependency: bool = True)
     if handle.complete or handle.quantization:
         real(handle, handle_dependency)
         return
+    from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
+    accelerator = get_accelerator()
+    has_streams = not accelerator.is_synchronized_device()
     handle.allgather_handle.wait()
     pieces: list[Any] = []
     for param in handle.params:
@@ -213,10 +232,10 @@ def _wait(work: WorkLog, real: Any, handle: Any, handle_dependency: bool = True)
         work.launch_views(math.ceil(param.ds_numel / param.ds_tensor.ds_numel) - 1)
         param.data = torch.cat(pieces).view(param.ds_shape).to(param.ds_tensor.dtype)
         param.ds_status = ZeroParamStatus.AVAILABLE
-        if handle_dependency:
-            pieces[0].record_stream(torch.cuda.current_stream())
+        if has_streams and handle_dependency:
+            pieces[0].record_stream(accelerator.current_stream())
     handle.complete = True
-    if not handle_dependency:
+    if has_streams and not handle_dependency:
         type(handle).data_buffer.append(pieces)
 
 

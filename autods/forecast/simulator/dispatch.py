@@ -17,6 +17,7 @@ from .kernel_buffers import BUFFERS
 from .ledger import PINNED, Ledger
 from .padding import Masks
 from .shape_cache import ShapeCache
+from .torch_patches import FAKE_DEVICE
 
 
 def join_world(world_size: int, ranks_per_node: int) -> None:
@@ -67,7 +68,7 @@ Handler = Callable[[Any, Any, Any], Any]
 
 def _dispatch(self: Recorder, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     if func is _device_of:  # every second call
-        return _META if self._mode.in_kernel_invocation else args[0].fake_device
+        return _META if self._mode.in_kernel_invocation else getattr(args[0], FAKE_DEVICE)
     handler = self._handlers.get(func)
     if handler is None:
         handler = self._handlers[func] = self._choose_handler(func)

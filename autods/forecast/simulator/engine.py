@@ -36,7 +36,7 @@ class SimulationContext:
         self._fake.cache_enabled = False  # the recorder has its own, see `shape_cache`
         if not cpu:
             fake_gpu.install(self.ledger)
-        torch_patches.install(self.ledger, self._fake)
+        torch_patches.install(self.ledger, self._fake, Recorder)
         padding.install()
         deepspeed_patches.install(self.ledger)
         self.recorder = Recorder(self.ledger, self._fake)

@@ -20,6 +20,7 @@ _NEVER = {
     _aten.lift_fresh.default, _aten.lift_fresh_copy.default, _aten.lift.default, _aten.set_.source_Storage,
     _aten.set_.source_Storage_storage_offset, _aten.set_.source_Tensor, _aten.set_.default, _aten.resize_.default,
 }  # fmt: skip
+_SCALARS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format})
 _Run = Callable[[Any, Any, Any], Any]
 _Make = Callable[[Any, Any], Any]  # makes one output of a call from its arguments
 # The container of the outputs (None for a single one), their makers, and the call's event in the work log.
@@ -153,6 +154,8 @@ def _append_key(values: Any, parts: list[Any]) -> None:
             if value.constant is not None or value.layout is not torch.strided:
                 raise _NotCacheable
             parts += (value.dtype, value.shape, value.stride(), _device_of(value))
+        elif kind in _SCALARS:  # asking whether it is a Generator is slow
+            parts += (kind, value)
         elif kind is list or kind is tuple:
             parts.append(len(value))
             _append_key(value, parts)

@@ -77,4 +77,8 @@ class StreamOrder:
 
 def _join(first: Progress, second: Progress) -> Progress:
     """Return the later of both, for every stream."""
-    return {stream: max(first.get(stream, 0), second.get(stream, 0)) for stream in {**first, **second}}
+    joined = dict(first)
+    for stream, launches in second.items():
+        if launches > joined.get(stream, 0):
+            joined[stream] = launches
+    return joined

@@ -49,7 +49,8 @@ _FOREACH_TYPES = (
     declare("torch.utils._foreach_utils._foreach_supported_types", "fake tensors take the default of a GPU, foreach"),
 )
 _DISPATCH_RULE = declare(
-    "torch._library.simple_registry.find_torch_dispatch_rule", "it is called for every operator and answers the same"
+    "torch._library.simple_registry.find_torch_dispatch_rule",
+    "it is called for every operator, and nobody registers rules for our dispatch mode",
 )
 _INSPECT = declare(
     "torch.autograd.function.inspect",
@@ -61,8 +62,11 @@ _ATTENTION = declare(
 )
 
 
-def install(ledger: Ledger, mode: Any) -> None:
-    """Patch torch in this process, after DeepSpeed is imported. `mode` is the process's only FakeTensorMode."""
+def install(ledger: Ledger, mode: Any, recorder: type) -> None:
+    """Patch torch in this process, after DeepSpeed is imported.
+
+    `mode` is the process's only FakeTensorMode, and `recorder` the class of the dispatch mode around it.
+    """
     torch._C._set_only_lift_cpu_tensors(True)
     _INIT_GPU.install(lambda device=None: None)
     _AVOID_INIT.install(property(lambda self: True))
@@ -90,8 +94,9 @@ def install(ledger: Ledger, mode: Any) -> None:
         return compile_code(*args, **kwargs)
 
     _COMPILE.install(compile_and_note)
-    _DISPATCH_RULE.install(functools.cache(_DISPATCH_RULE.original()))
-    _INSPECT.install(types.SimpleNamespace(**{**vars(inspect), "signature": functools.cache(inspect.signature)}))
+    find_rule = _DISPATCH_RULE.original()
+    _DISPATCH_RULE.install(lambda op, of_class: None if of_class is recorder else find_rule(op, of_class))
+    _INSPECT.install(types.SimpleNamespace(**{**vars(inspect), "signature": functools.cache(_PositionalFirst)}))
     _route_attention(ledger)
     make_one_hot = _ONE_HOT.original()
 
@@ -102,6 +107,34 @@ def install(ledger: Ledger, mode: Any) -> None:
 
     _ONE_HOT.install(one_hot)
     Distribution.set_default_validate_args(False)  # it would look at values; routers of experts draw from one
+
+
+class _PositionalFirst:
+    """A function's signature as `torch.autograd.Function.apply` asks it; quick where a call gives each parameter."""
+
+    def __init__(self, function: Any) -> None:
+        self._signature = inspect.signature(function)
+        parameters = self._signature.parameters.values()
+        self._count = len(parameters)
+        self._is_plain = all(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
+
+    def bind(self, *args: Any, **kwargs: Any) -> Any:
+        """Return `args` and `kwargs` as `inspect.BoundArguments` has them."""
+        if self._is_plain and not kwargs and len(args) == self._count:
+            return _Bound(args)
+        return self._signature.bind(*args, **kwargs)
+
+
+class _Bound:
+    """The arguments of a call that needs no default."""
+
+    __slots__ = ("args", "kwargs")
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        self.args, self.kwargs = args, dict[str, Any]()
+
+    def apply_defaults(self) -> None:
+        """Do nothing: nothing is missing."""
 
 
 class NoValues(Exception):
