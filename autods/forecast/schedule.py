@@ -20,7 +20,7 @@ class Work:
     """The amount of one piece of work. `name` is its operator's, for people.
 
     `bytes` are read and written; of a collective, those that a ring of infinitely many ranks would move a rank.
-    `dtype` is that of a matmul's operands, and `least_dim` its smallest dimension.
+    `dtype` is that of a matmul's operands.
     A collective has `ranks`, and `stride` is the distance of neighbours among all ranks.
     """
 
@@ -29,7 +29,6 @@ class Work:
     flops: float = 0.0
     bytes: int = 0
     dtype: str = ""
-    least_dim: int = 0
     ranks: int = 1
     stride: int = 1
 

@@ -26,7 +26,6 @@ _OVERWRITE = frozenset({"copy_", "zero_", "fill_", "normal_", "uniform_", "rando
 # These read as much as they write, whatever the size of the tensor that they pick from.
 _PICK = frozenset({"embedding", "index", "gather", "index_select", "nll_loss_forward", "take"})
 _COPIES = frozenset({"copy_", "_to_copy"})
-_MATMULS: dict[str, int] = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}  # the place of the first factor
 _OPTIMIZER_BYTES = 1.75  # of the bytes of parameter, gradient and two moments: all are read, all but one are written
 # By collective: the argument that holds the whole tensor, and how often its bytes pass a rank.
 _COLLECTIVES: dict[str, tuple[int, float]] = {
@@ -277,8 +276,4 @@ def _describe_kernel(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> 
             causal = args[place] if place < len(args) else kwargs.get("is_causal", False)
             flops /= 2 if causal else 1
         return Work(kind="attention", name=name, flops=flops, bytes=size, dtype=dtype)
-    least = 0
-    if name in _MATMULS:
-        left, right = args[_MATMULS[name] : _MATMULS[name] + 2]
-        least = int(min(*left.shape[-2:], right.shape[-1]))
-    return Work(kind="matmul", name=name, flops=flops, bytes=size, dtype=dtype, least_dim=least)
+    return Work(kind="matmul", name=name, flops=flops, bytes=size, dtype=dtype)
