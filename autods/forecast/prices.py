@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from math import inf
 from pathlib import Path
 
 from ..config.catalogue import Machine, Rates
@@ -23,9 +24,10 @@ class Efficiency:
 
     A matmul computes at the card's `matmul_share`; beside that its bytes pass the memory `matmul_traffic` times: tiles
     read operands again, and what they load first and write last waits for no compute. Attention reaches `attention` of
-    the card's `attention_share`. `launch_us` is what the host pays to issue an operator, `view_us` a view, and
-    `collective_us` a collective. `kernel_us` is the least time of a kernel on the card. A collective delays kernels
-    beside it: it takes `contention` of the multiprocessors, and its bytes pass the memory `collective_traffic` times.
+    the card's `attention_share`. The host pays `launch_us` to issue an operator, `view_us` a view, `collective_us` a
+    collective, and `hook_us` where ZeRO-3 fetches or releases a module's parameters. A thread of it moves
+    `core_gb_per_s` at most. `kernel_us` is the least time of a kernel on the card. A collective delays kernels beside
+    it: it takes `contention` of the multiprocessors, and its bytes pass the memory `collective_traffic` times.
     A collective of W ranks takes (W − 1) steps: `step_us` each within a node, `network_step_us` for one that leaves it.
     """
 
@@ -40,10 +42,12 @@ class Efficiency:
     pinned_copy: float
     pageable_copy: float
     dram: float
+    core_gb_per_s: float
     host_optimizer: float
     nvme: float
     launch_us: float
     view_us: float
+    hook_us: float
     collective_us: float
     kernel_us: float
     step_us: float
@@ -98,8 +102,9 @@ class Price:
 # What no step can beat: every piece of work at the data sheet's rate, and nothing else costs time.
 _AT_PEAK = Efficiency(
     matmul_traffic=0.0, attention=1.0, memory=1.0, nvlink=1.0, pcie_between_gpus=1.0, network=1.0, contention=0.0,
-    collective_traffic=0.0, pinned_copy=1.0, pageable_copy=1.0, dram=1.0, host_optimizer=1.0, nvme=1.0, launch_us=0.0,
-    view_us=0.0, collective_us=0.0, kernel_us=0.0, step_us=0.0, network_step_us=0.0,
+    collective_traffic=0.0, pinned_copy=1.0, pageable_copy=1.0, dram=1.0, core_gb_per_s=inf, host_optimizer=1.0,
+    nvme=1.0, launch_us=0.0, view_us=0.0, hook_us=0.0, collective_us=0.0, kernel_us=0.0, step_us=0.0,
+    network_step_us=0.0,
 )  # fmt: skip
 
 
@@ -129,6 +134,8 @@ class PriceList:
         match work.kind:
             case "view":
                 return Price(launch_s=ours.view_us * 1e-6, seconds=0.0)
+            case "hook":
+                return Price(launch_s=ours.hook_us * 1e-6, seconds=0.0)
             case "matmul":
                 computed_s = work.flops / (self._peak(rates, work.dtype) * rates.matmul_share)
                 seconds = max(computed_s + ours.matmul_traffic * from_memory_s, from_memory_s) + least_s
@@ -155,13 +162,25 @@ class PriceList:
                         raise Unpriced("the bandwidth of host memory")
                     return Price(launch_s=launch_s, seconds=0.0)
                 share = ours.dram if work.kind == "host" else ours.host_optimizer
-                speed = self.machine.dram_gb_per_s * _G * share / self.ranks_per_node
-                return Price(launch_s=launch_s, seconds=work.bytes / speed)
+                speed = min(
+                    self.machine.dram_gb_per_s * share / self.ranks_per_node, self._threads * ours.core_gb_per_s
+                )
+                return Price(launch_s=launch_s, seconds=work.bytes / (speed * _G))
             case "nvme":
                 if self.machine.nvme_gb_per_s is None:
                     raise Unpriced("the bandwidth of NVMe")
                 speed = self.machine.nvme_gb_per_s * _G * ours.nvme / self.ranks_per_node
                 return Price(launch_s=launch_s, seconds=work.bytes / speed)
+
+    @property
+    def _threads(self) -> float:
+        """The threads of a rank: its share of the cores, or without these what torchrun and accelerate start it with.
+
+        That is one for each of several ranks. A single one has all cores.
+        """
+        if self.machine.cores is not None:
+            return max(1, self.machine.cores // self.ranks_per_node)
+        return inf if self.ranks_per_node == 1 else 1
 
     def _rates(self) -> Rates:
         if self.machine.rates is None:

@@ -9,9 +9,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-# What a piece of work is limited by. `view` costs the host a launch and nothing else.
+# What a piece of work is limited by. `view` and `hook`, a call of DeepSpeed's, cost the host time and nothing else.
 WorkKind = Literal[
-    "matmul", "attention", "kernel", "view", "copy", "pageable_copy", "collective", "host", "host_optimizer", "nvme"
+    "matmul",
+    "attention",
+    "kernel",
+    "view",
+    "hook",
+    "copy",
+    "pageable_copy",
+    "collective",
+    "host",
+    "host_optimizer",
+    "nvme",
 ]
 
 

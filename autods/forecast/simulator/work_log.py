@@ -34,7 +34,7 @@ _COLLECTIVES: dict[str, tuple[int, float]] = {
     "reduce_scatter_tensor_coalesced_": (1, 1), "alltoall_base_": (0, 1), "alltoall_": (0, 1),
     "broadcast_": (0, 1), "reduce_": (0, 1), "gather_": (0, 1), "scatter_": (0, 1),
 }  # fmt: skip
-_VIEW = Work(kind="view")
+_VIEW, _HOOK = Work(kind="view"), Work(kind="hook")
 _NVME_STREAM = STREAMS
 
 
@@ -148,6 +148,10 @@ class WorkLog:
         self.events.append(code)
         self.last_issued = code
 
+    def hook(self) -> None:
+        """Enter that DeepSpeed's own Python runs before or after a module."""
+        self.events.append(self._code(schedule.RUN, _HOOK))
+
     def read_back(self, tensor: Any) -> None:
         """Enter that the host reads a value of the tensor."""
         if tensor.device.type == "cuda":
@@ -198,10 +202,17 @@ class WorkLog:
         host = target if target.device.type == "cpu" else source
         asynchronous = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
         pinned = self.is_pinned(host)
+        if target.dtype != source.dtype:  # torch converts where the source is, into memory that is not page-locked
+            pinned = pinned and host is target
+            size = _bytes(source) + target.element_size() * source.numel()
+            if host is target:
+                self.events.append(self._code(schedule.RUN, Work(kind="kernel", name="convert", bytes=size)))
+            else:
+                self.events.append(self._code(schedule.HOST, Work(kind="host", name="convert", bytes=size)))
         work = Work(
             kind="copy" if pinned else "pageable_copy",
             name="to host" if host is target else "from host",
-            bytes=min(_bytes(target), _bytes(source)),
+            bytes=_bytes(target),
         )
         self.events.append(self._code(schedule.RUN, work))
         if not (asynchronous and pinned):

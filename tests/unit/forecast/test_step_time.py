@@ -14,9 +14,9 @@ from autods.forecast.step_time import StepTime, forecast_step
 
 _PERFECT = Efficiency(
     matmul_traffic=1, attention=1, memory=1, nvlink=1, pcie_between_gpus=1, network=1, contention=0,
-    collective_traffic=0, pinned_copy=1,
-    pageable_copy=0.5, dram=1, host_optimizer=1, nvme=1, launch_us=1e-6, view_us=1e-6, collective_us=1e-6,
-    kernel_us=1e-6, step_us=1e-6, network_step_us=1e-6,
+    collective_traffic=0, pinned_copy=1, pageable_copy=0.5, dram=1, core_gb_per_s=100, host_optimizer=1, nvme=1,
+    launch_us=1e-6, view_us=1e-6, hook_us=1e-6, collective_us=1e-6, kernel_us=1e-6, step_us=1e-6,
+    network_step_us=1e-6,
 )  # fmt: skip
 _EXACT = Constants(efficiency=_PERFECT, low=1, high=1, sources={})
 # A card of 1 TFLOP/s and 1 GB/s, and a node whose every other path has 1 GB/s, too.
@@ -164,6 +164,23 @@ def test_ranks_of_a_node_share_host_memory() -> None:
         for ranks in (1, 8)
     )
     assert shared == pytest.approx(8 * alone)
+
+
+def test_each_of_several_ranks_has_one_thread_by_default() -> None:
+    seconds = {
+        cores: PriceList(
+            machine=replace(_MACHINE, cores=cores), ranks_per_node=2, efficiency=replace(_PERFECT, core_gb_per_s=0.1)
+        )
+        .price(_WORKS[_OPTIMIZER])
+        .seconds
+        for cores in (None, 4, 64)
+    }
+    assert seconds == pytest.approx({None: 10, 4: 5, 64: 2})
+
+
+def test_a_hook_costs_the_host_and_not_the_card() -> None:
+    price = _price(Work(kind="hook"), hook_us=2e6)
+    assert (price.launch_s, price.seconds) == (2, 0)
 
 
 def test_a_machine_without_peaks_has_no_prices() -> None:
