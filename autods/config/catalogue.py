@@ -88,8 +88,9 @@ class Machine:
 
     `device_bytes` is the memory that the driver leaves to programs. `gpus`, `host_bytes`, `nvme_bytes`, `dram_gb_per_s`
     and `nvme_gb_per_s` (sequential reads) count for the whole node. They are None where they are unknown, those of NVMe
-    also where the node has none. `driver_names` are the card's names in NVML, and `driver_capability` is its compute
-    capability as NVML has it, for a card without rates.
+    also where the node has none. Ranks share the node's `cores` as threads; None: each of several ranks has one.
+    `driver_names` are the card's names in NVML, and `driver_capability` is its compute capability as NVML has it, for a
+    card without rates.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Machine:
     nvme_bytes: int | None = None
     dram_gb_per_s: float | None = None
     nvme_gb_per_s: float | None = None
+    cores: int | None = None
     rates: Rates | None = None
     links: Links | None = None
     source: str = "as asked"
@@ -172,6 +174,7 @@ def describe_this_machine(cards: Sequence[Card], hardware: Hardware) -> Machine:
         host_bytes=hardware.host_bytes,
         dram_gb_per_s=None if known is None else known.dram_gb_per_s,
         nvme_gb_per_s=None if known is None else known.nvme_gb_per_s,
+        cores=hardware.cores,
         rates=None if known is None else known.rates,
         links=None if known is None else known.links,
         source="NVML and psutil"

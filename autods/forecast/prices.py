@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from math import inf
 from pathlib import Path
 
 from ..config.catalogue import Machine, Rates
@@ -21,29 +22,32 @@ _DTYPES: Mapping[str, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": 
 class Efficiency:
     """The shares of a machine's peaks that work reaches, and its fixed costs.
 
-    A matmul reaches `matmul` × d / (d + `matmul_half_dim`) of what large ones reach on the card alone (`matmul_share`
-    of its rates), where d is its smallest dimension. Attention reaches `attention` of the card's `attention_share`.
-    `launch_us` is what the host pays to issue an operator, `view_us` a view, and `collective_us` a collective.
-    `kernel_us` is the least time of a kernel on the card. `contention` is the share of a collective's seconds by which
-    it delays kernels beside it: it takes multiprocessors and bandwidth from them.
+    A matmul computes at the card's `matmul_share`; beside that its bytes pass the memory `matmul_traffic` times: tiles
+    read operands again, and what they load first and write last waits for no compute. Attention reaches `attention` of
+    the card's `attention_share`. The host pays `launch_us` to issue an operator, `view_us` a view, `collective_us` a
+    collective, and `hook_us` where ZeRO-3 fetches or releases a module's parameters. A thread of it moves
+    `core_gb_per_s` at most. `kernel_us` is the least time of a kernel on the card. A collective delays kernels beside
+    it: it takes `contention` of the multiprocessors, and its bytes pass the memory `collective_traffic` times.
     A collective of W ranks takes (W − 1) steps: `step_us` each within a node, `network_step_us` for one that leaves it.
     """
 
-    matmul: float
-    matmul_half_dim: float
+    matmul_traffic: float
     attention: float
     memory: float
     nvlink: float
     pcie_between_gpus: float
     network: float
     contention: float
+    collective_traffic: float
     pinned_copy: float
     pageable_copy: float
     dram: float
+    core_gb_per_s: float
     host_optimizer: float
     nvme: float
     launch_us: float
     view_us: float
+    hook_us: float
     collective_us: float
     kernel_us: float
     step_us: float
@@ -84,18 +88,23 @@ def _check(constants: Constants) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """What a piece of work costs: `launch_s` of the host, then `seconds` of its stream or of the host."""
+    """What a piece of work costs: `launch_s` of the host, then `seconds` of its stream or of the host.
+
+    `contention` is the share of its seconds by which it delays kernels of another stream.
+    """
 
     launch_s: float
     seconds: float
     compute_bound: bool = False
+    contention: float = 0.0
 
 
 # What no step can beat: every piece of work at the data sheet's rate, and nothing else costs time.
 _AT_PEAK = Efficiency(
-    matmul=1.0, matmul_half_dim=0.0, attention=1.0, memory=1.0, nvlink=1.0, pcie_between_gpus=1.0, network=1.0,
-    contention=0.0, pinned_copy=1.0, pageable_copy=1.0, dram=1.0, host_optimizer=1.0, nvme=1.0, launch_us=0.0,
-    view_us=0.0, collective_us=0.0, kernel_us=0.0, step_us=0.0, network_step_us=0.0,
+    matmul_traffic=0.0, attention=1.0, memory=1.0, nvlink=1.0, pcie_between_gpus=1.0, network=1.0, contention=0.0,
+    collective_traffic=0.0, pinned_copy=1.0, pageable_copy=1.0, dram=1.0, core_gb_per_s=inf, host_optimizer=1.0,
+    nvme=1.0, launch_us=0.0, view_us=0.0, hook_us=0.0, collective_us=0.0, kernel_us=0.0, step_us=0.0,
+    network_step_us=0.0,
 )  # fmt: skip
 
 
@@ -125,13 +134,14 @@ class PriceList:
         match work.kind:
             case "view":
                 return Price(launch_s=work.launches * ours.view_us * 1e-6, seconds=0.0)
-            case "matmul" | "attention":
-                share = ours.attention * rates.attention_share
-                if work.kind == "matmul":
-                    share = ours.matmul * rates.matmul_share
-                    if work.least_dim:
-                        share *= work.least_dim / (work.least_dim + ours.matmul_half_dim)
-                computed_s = work.flops / (self._peak(rates, work.dtype) * share)
+            case "hook":
+                return Price(launch_s=ours.hook_us * 1e-6, seconds=0.0)
+            case "matmul":
+                computed_s = work.flops / (self._peak(rates, work.dtype) * rates.matmul_share)
+                seconds = max(computed_s + ours.matmul_traffic * from_memory_s, from_memory_s) + least_s
+                return Price(launch_s=launch_s, seconds=seconds, compute_bound=computed_s > from_memory_s)
+            case "attention":
+                computed_s = work.flops / (self._peak(rates, work.dtype) * ours.attention * rates.attention_share)
                 seconds = max(computed_s, from_memory_s) + least_s
                 return Price(launch_s=launch_s, seconds=seconds, compute_bound=computed_s > from_memory_s)
             case "kernel":
@@ -143,20 +153,34 @@ class PriceList:
                 speed = self.machine.links.to_host_gb_per_s * _G * share
                 return Price(launch_s=launch_s, seconds=work.bytes / speed + 2 * least_s)
             case "collective":
-                return Price(launch_s=ours.collective_us * 1e-6, seconds=self._collect(work))
+                seconds = self._collect(work)
+                contention = ours.contention + ours.collective_traffic * from_memory_s / seconds if seconds else 0.0
+                return Price(launch_s=ours.collective_us * 1e-6, seconds=seconds, contention=min(1.0, contention))
             case "host" | "host_optimizer":
                 if self.machine.dram_gb_per_s is None:
                     if work.bytes > _IN_CACHE:
                         raise Unpriced("the bandwidth of host memory")
                     return Price(launch_s=launch_s, seconds=0.0)
                 share = ours.dram if work.kind == "host" else ours.host_optimizer
-                speed = self.machine.dram_gb_per_s * _G * share / self.ranks_per_node
-                return Price(launch_s=launch_s, seconds=work.bytes / speed)
+                speed = min(
+                    self.machine.dram_gb_per_s * share / self.ranks_per_node, self._threads * ours.core_gb_per_s
+                )
+                return Price(launch_s=launch_s, seconds=work.bytes / (speed * _G))
             case "nvme":
                 if self.machine.nvme_gb_per_s is None:
                     raise Unpriced("the bandwidth of NVMe")
                 speed = self.machine.nvme_gb_per_s * _G * ours.nvme / self.ranks_per_node
                 return Price(launch_s=launch_s, seconds=work.bytes / speed)
+
+    @property
+    def _threads(self) -> float:
+        """The threads of a rank: its share of the cores, or without these what torchrun and accelerate start it with.
+
+        That is one for each of several ranks. A single one has all cores.
+        """
+        if self.machine.cores is not None:
+            return max(1, self.machine.cores // self.ranks_per_node)
+        return inf if self.ranks_per_node == 1 else 1
 
     def _rates(self) -> Rates:
         if self.machine.rates is None:

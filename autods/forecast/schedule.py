@@ -9,9 +9,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-# What a piece of work is limited by. `view` costs the host a launch and nothing else.
+# What a piece of work is limited by. `view` and `hook`, a call of DeepSpeed's, cost the host time and nothing else.
 WorkKind = Literal[
-    "matmul", "attention", "kernel", "view", "copy", "pageable_copy", "collective", "host", "host_optimizer", "nvme"
+    "matmul",
+    "attention",
+    "kernel",
+    "view",
+    "hook",
+    "copy",
+    "pageable_copy",
+    "collective",
+    "host",
+    "host_optimizer",
+    "nvme",
 ]
 
 
@@ -20,7 +30,7 @@ class Work:
     """The amount of one piece of work. `name` is its operator's, for people.
 
     `bytes` are read and written; of a collective, those that a ring of infinitely many ranks would move a rank.
-    `dtype` is that of a matmul's operands, and `least_dim` its smallest dimension.
+    `dtype` is that of a matmul's operands.
     A collective has `ranks`, and `stride` is the distance of neighbours among all ranks.
     `launches` counts views that follow one another.
     """
@@ -30,7 +40,6 @@ class Work:
     flops: float = 0.0
     bytes: int = 0
     dtype: str = ""
-    least_dim: int = 0
     ranks: int = 1
     stride: int = 1
     launches: int = 1

@@ -133,9 +133,10 @@ class StepClocks:
     """The clocks of one replay, in seconds since the step began: one for each stream and one for the host."""
 
     def __init__(self, schedule: Schedule, prices: PriceList) -> None:
-        self._schedule, self._contention = schedule, prices.efficiency.contention
+        self._schedule = schedule
         priced = [prices.price(work) for work in schedule.works]
         self._launch = [price.launch_s for price in priced]
+        self._contention = [price.contention for price in priced]
         self.seconds = [price.seconds for price in priced]
         self.causes: list[Bound] = [
             _CAUSES.get(work.kind, "compute" if price.compute_bound else "memory")
@@ -207,7 +208,7 @@ class StepClocks:
             self.spent[cause] += seconds
         elif cause == "communication" and self.streams[0] > start:
             # Kernels of both streams share the processors and the memory of the GPU meanwhile.
-            slower = self._contention * min(seconds, self.streams[0] - start)
+            slower = self._contention[number] * min(seconds, self.streams[0] - start)
             self.streams[0] += slower
             self.spent["communication"] += slower
 

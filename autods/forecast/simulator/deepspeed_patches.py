@@ -52,6 +52,11 @@ _GATHER_WAIT = declare(
     "deepspeed.runtime.zero.partition_parameters.AllGatherCoalescedHandle.wait",
     "it makes a view for each rank of the world",
 )
+_COORDINATOR = declare_all(
+    "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator",
+    ("fetch_sub_module", "release_sub_module"),
+    "a step's time counts what their Python costs the host",
+)
 _RANGE = declare(
     "deepspeed.runtime.zero.partition_parameters.range", "a gather makes a view for each rank of the world", adds=True
 )
@@ -81,6 +86,17 @@ def install(ledger: Ledger) -> None:
             complain(engine, optimizer)
 
     _DUPLICATES.install(check_for_duplicates)
+    for patch in _COORDINATOR.values():
+        patch.install(_count_hook(patch.original(), ledger))
+
+
+def _count_hook(hook: Any, ledger: Ledger) -> Any:
+    @functools.wraps(hook)
+    def count(*args: Any, **kwargs: Any) -> Any:
+        ledger.work.hook()
+        return hook(*args, **kwargs)
+
+    return count
 
 
 def _iter_parameters(real: Any, module: Any, recurse: bool = False) -> Iterable[Any]:

@@ -26,7 +26,6 @@ _OVERWRITE = frozenset({"copy_", "zero_", "fill_", "normal_", "uniform_", "rando
 # These read as much as they write, whatever the size of the tensor that they pick from.
 _PICK = frozenset({"embedding", "index", "gather", "index_select", "nll_loss_forward", "take"})
 _COPIES = frozenset({"copy_", "_to_copy"})
-_MATMULS: dict[str, int] = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}  # the place of the first factor
 _OPTIMIZER_BYTES = 1.75  # of the bytes of parameter, gradient and two moments: all are read, all but one are written
 # By collective: the argument that holds the whole tensor, and how often its bytes pass a rank.
 _COLLECTIVES: dict[str, tuple[int, float]] = {
@@ -35,7 +34,7 @@ _COLLECTIVES: dict[str, tuple[int, float]] = {
     "reduce_scatter_tensor_coalesced_": (1, 1), "alltoall_base_": (0, 1), "alltoall_": (0, 1),
     "broadcast_": (0, 1), "reduce_": (0, 1), "gather_": (0, 1), "scatter_": (0, 1),
 }  # fmt: skip
-_VIEW = Work(kind="view")
+_VIEW, _HOOK = Work(kind="view"), Work(kind="hook")
 _NVME_STREAM = STREAMS
 
 
@@ -154,6 +153,10 @@ class WorkLog:
         self.events.append(code)
         self.last_issued = code
 
+    def hook(self) -> None:
+        """Enter that DeepSpeed's own Python runs before or after a module."""
+        self.events.append(self._code(schedule.RUN, _HOOK))
+
     def read_back(self, tensor: Any) -> None:
         """Enter that the host reads a value of the tensor."""
         if tensor.device.type == "cuda":
@@ -204,10 +207,17 @@ class WorkLog:
         host = target if target.device.type == "cpu" else source
         asynchronous = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
         pinned = self.is_pinned(host)
+        if target.dtype != source.dtype:  # torch converts where the source is, into memory that is not page-locked
+            pinned = pinned and host is target
+            size = _bytes(source) + target.element_size() * source.numel()
+            if host is target:
+                self.events.append(self._code(schedule.RUN, Work(kind="kernel", name="convert", bytes=size)))
+            else:
+                self.events.append(self._code(schedule.HOST, Work(kind="host", name="convert", bytes=size)))
         work = Work(
             kind="copy" if pinned else "pageable_copy",
             name="to host" if host is target else "from host",
-            bytes=min(_bytes(target), _bytes(source)),
+            bytes=_bytes(target),
         )
         self.events.append(self._code(schedule.RUN, work))
         if not (asynchronous and pinned):
@@ -282,8 +292,4 @@ def _describe_kernel(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> 
             causal = args[place] if place < len(args) else kwargs.get("is_causal", False)
             flops /= 2 if causal else 1
         return Work(kind="attention", name=name, flops=flops, bytes=size, dtype=dtype)
-    least = 0
-    if name in _MATMULS:
-        left, right = args[_MATMULS[name] : _MATMULS[name] + 2]
-        least = int(min(*left.shape[-2:], right.shape[-1]))
-    return Work(kind="matmul", name=name, flops=flops, bytes=size, dtype=dtype, least_dim=least)
+    return Work(kind="matmul", name=name, flops=flops, bytes=size, dtype=dtype)

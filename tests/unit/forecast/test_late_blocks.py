@@ -13,7 +13,7 @@ from autods.forecast.schedule import HOST_WAITS_STREAM, RUN, Schedule, Work
 from autods.forecast.values import Trace
 
 H100 = read_catalogue()["h100-80gb"]
-LONG = Work(kind="matmul", flops=1e12, bytes=1, dtype="bfloat16", least_dim=4096)
+LONG = Work(kind="matmul", flops=1e12, bytes=1, dtype="bfloat16")
 LAUNCH, WAIT = RUN, HOST_WAITS_STREAM  # of the only work; for the default stream
 
 

@@ -8,15 +8,15 @@ import pytest
 
 from autods.config.catalogue import Links, Machine, Rates, Tflops
 from autods.forecast import schedule as codes
-from autods.forecast.prices import Constants, Efficiency, PriceList, Unpriced, read_constants
+from autods.forecast.prices import Constants, Efficiency, Price, PriceList, Unpriced, read_constants
 from autods.forecast.schedule import BITS, STREAM_BITS, Schedule, Work
 from autods.forecast.step_time import StepTime, forecast_step
 
 _PERFECT = Efficiency(
-    matmul=1, matmul_half_dim=1e-9, attention=1, memory=1, nvlink=1, pcie_between_gpus=1, network=1, contention=0,
-    pinned_copy=1,
-    pageable_copy=0.5, dram=1, host_optimizer=1, nvme=1, launch_us=1e-6, view_us=1e-6, collective_us=1e-6,
-    kernel_us=1e-6, step_us=1e-6, network_step_us=1e-6,
+    matmul_traffic=1, attention=1, memory=1, nvlink=1, pcie_between_gpus=1, network=1, contention=0,
+    collective_traffic=0, pinned_copy=1, pageable_copy=0.5, dram=1, core_gb_per_s=100, host_optimizer=1, nvme=1,
+    launch_us=1e-6, view_us=1e-6, hook_us=1e-6, collective_us=1e-6, kernel_us=1e-6, step_us=1e-6,
+    network_step_us=1e-6,
 )  # fmt: skip
 _EXACT = Constants(efficiency=_PERFECT, low=1, high=1, sources={})
 # A card of 1 TFLOP/s and 1 GB/s, and a node whose every other path has 1 GB/s, too.
@@ -39,7 +39,7 @@ _MACHINE = Machine(
     ),
 )
 _WORKS = (
-    Work(kind="matmul", flops=1e12, dtype="bfloat16", least_dim=1),
+    Work(kind="matmul", flops=1e12, dtype="bfloat16"),
     Work(kind="collective", bytes=2 * 10**9, ranks=2),
     Work(kind="kernel", bytes=10**9),
     Work(kind="host_optimizer", bytes=10**9),
@@ -68,6 +68,10 @@ def _replay(*events: int, efficiency: Efficiency = _PERFECT, accumulation: int =
     prices = PriceList(machine=_MACHINE, ranks_per_node=2, efficiency=efficiency)
     schedule = Schedule(events=events, works=_WORKS)
     return forecast_step(schedule, prices, _EXACT, micro_batches=micro_batches, accumulation=accumulation)
+
+
+def _price(work: Work, **changes: float) -> Price:
+    return PriceList(machine=_MACHINE, ranks_per_node=2, efficiency=replace(_PERFECT, **changes)).price(work)
 
 
 def test_work_on_one_stream_runs_in_turn() -> None:
@@ -127,6 +131,26 @@ def test_further_micro_batches_last_as_long_as_the_first() -> None:
     assert sum(step.spent.values()) == pytest.approx(6)
 
 
+def test_a_matmul_s_traffic_adds_to_its_compute() -> None:
+    matmul = Work(kind="matmul", flops=1e12, bytes=10**9, dtype="bfloat16")
+    seconds = {traffic: _price(matmul, matmul_traffic=traffic).seconds for traffic in (0, 2)}
+    assert seconds == pytest.approx({0: 1, 2: 3}, rel=1e-3)
+
+
+def test_a_matmul_of_little_work_moves_its_bytes_at_least() -> None:
+    assert _price(Work(kind="matmul", bytes=10**9, dtype="bfloat16"), matmul_traffic=0).seconds == pytest.approx(1)
+
+
+def test_a_slow_collective_delays_kernels_by_its_bytes() -> None:
+    fast, slow = (
+        _price(Work(kind="collective", bytes=2 * 10**9, ranks=ranks), contention=0.1, collective_traffic=0.5)
+        for ranks in (2, 4)
+    )
+    assert slow.seconds == pytest.approx(3 * fast.seconds)
+    assert fast.contention == pytest.approx(1)
+    assert slow.contention == pytest.approx(0.1 + 1 / 3)
+
+
 def test_a_collective_between_nodes_takes_the_network() -> None:
     prices = PriceList(machine=_MACHINE, ranks_per_node=2, efficiency=_PERFECT)
     within, between = (prices.price(Work(kind="collective", bytes=10**9, ranks=ranks)).seconds for ranks in (2, 4))
@@ -140,6 +164,23 @@ def test_ranks_of_a_node_share_host_memory() -> None:
         for ranks in (1, 8)
     )
     assert shared == pytest.approx(8 * alone)
+
+
+def test_each_of_several_ranks_has_one_thread_by_default() -> None:
+    seconds = {
+        cores: PriceList(
+            machine=replace(_MACHINE, cores=cores), ranks_per_node=2, efficiency=replace(_PERFECT, core_gb_per_s=0.1)
+        )
+        .price(_WORKS[_OPTIMIZER])
+        .seconds
+        for cores in (None, 4, 64)
+    }
+    assert seconds == pytest.approx({None: 10, 4: 5, 64: 2})
+
+
+def test_a_hook_costs_the_host_and_not_the_card() -> None:
+    price = _price(Work(kind="hook"), hook_us=2e6)
+    assert (price.launch_s, price.seconds) == (2, 0)
 
 
 def test_a_machine_without_peaks_has_no_prices() -> None:

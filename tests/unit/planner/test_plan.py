@@ -38,7 +38,7 @@ def timed(ask: EngineSpec, micro_batch: int) -> Simulation:
     """As `shrinking`, with a schedule. Without checkpointing a sample takes twice the memory and 3/4 of the time."""
     samples = micro_batch if ask.checkpointing else 2 * micro_batch
     flops = 1e12 * (1 + micro_batch) * (1 if ask.checkpointing else 0.75)
-    work = Work(kind="matmul", flops=flops, dtype="bfloat16", least_dim=4096)
+    work = Work(kind="matmul", flops=flops, dtype="bfloat16")
     return replace(shrinking(ask, samples), micro_batch=micro_batch, schedule=Schedule(events=(0,), works=(work,)))
 
 

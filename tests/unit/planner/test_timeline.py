@@ -21,7 +21,7 @@ from autods.planner.timeline import build_timeline
 from tests.support.planned import GIB, Planned, question, shrinking
 
 _WORKS = (
-    Work(kind="matmul", name="mm", flops=1e12, bytes=10**8, dtype="bfloat16", least_dim=4096),
+    Work(kind="matmul", name="mm", flops=1e12, bytes=10**8, dtype="bfloat16"),
     Work(kind="kernel", name="mul", bytes=10**9),
     Work(kind="collective", name="allgather_base", bytes=10**9, ranks=8),
     Work(kind="host_optimizer", name="optimizer", bytes=10**9),

@@ -98,3 +98,23 @@ def test_an_overwritten_tensor_is_not_read(log: WorkLog, fake: FakeTensorMode) -
 def test_an_embedding_reads_its_rows_only(log: WorkLog, fake: FakeTensorMode) -> None:
     table, rows = torch.empty(10**6, 4), torch.empty(3, dtype=torch.long)
     assert _issue(log, _aten.embedding.default, table, rows).bytes == 2 * 3 * 4 * 4
+
+
+def _copy(log: WorkLog, target: torch.Tensor, source: torch.Tensor) -> list[tuple[str, int]]:
+    """The kinds and bytes of the work that an asynchronous copy between page-locked memory and the device makes."""
+    log.is_pinned = lambda tensor: True
+    log.issue(_aten.copy_.default, (target, source, True), {}, target)
+    entered = [event >> BITS for event in log.events if event & CODES in (schedule.RUN, schedule.HOST)]
+    return [(work.kind, work.bytes) for work in (log.schedule().works[number] for number in entered)]
+
+
+def test_a_converting_copy_from_the_host_is_pageable(log: WorkLog, fake: FakeTensorMode) -> None:
+    target = torch.zeros(8, dtype=torch.bfloat16, device="cuda")
+    assert _copy(log, target, torch.zeros(8)) == [("host", 48), ("pageable_copy", 16)]
+    assert schedule.HOST_WAITS_STREAM in _codes(log)
+
+
+def test_a_converting_copy_to_the_host_converts_first(log: WorkLog, fake: FakeTensorMode) -> None:
+    source = torch.zeros(8, dtype=torch.bfloat16, device="cuda")
+    assert _copy(log, torch.zeros(8), source) == [("kernel", 48), ("copy", 32)]
+    assert schedule.HOST_WAITS_STREAM not in _codes(log)
