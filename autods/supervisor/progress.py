@@ -50,7 +50,10 @@ class StepTail:
 
 
 class Progress:
-    """Follows the attempt in `folder` from `first_step` on. `step` is the last optimizer step that was seen."""
+    """Follows the attempt in `folder` from `first_step` on. `step` is the last optimizer step that was seen.
+
+    Heartbeats tell of a step at once, its line comes about a second later.
+    """
 
     def __init__(
         self, folder: Path, first_step: int, *, settings: RunSettings, journal: RunJournal, listen: RunListener
@@ -68,6 +71,8 @@ class Progress:
 
     def look(self, beat: Any = None) -> None:
         """Look at everything, unless that was just done."""
+        if beat is not None:
+            self.step = max(self.step, beat.step)
         if time.monotonic() - self._looked_s >= _LOOK_EVERY_S:
             self._looked_s = time.monotonic()
             self._read()
@@ -79,31 +84,34 @@ class Progress:
     def _read(self, *, ended: bool = False) -> None:
         for text in self._log.read(ended=ended):
             self._listen(RankPrinted(text=text))
+        done = None
         for line in self._steps.read():
-            if "loss" not in line:
-                continue
-            self.step, peak = int(line["step"]), line.get("device_peak_bytes")
-            steps = line.get("steps")
-            self._listen(
-                StepDone(
-                    step=self.step, loss=line["loss"], seconds=line["seconds"], device_peak_bytes=peak, steps=steps
+            if "loss" in line:
+                done = StepDone(
+                    step=int(line["step"]),
+                    loss=line["loss"],
+                    seconds=line["seconds"],
+                    device_peak_bytes=line.get("device_peak_bytes"),
+                    steps=line.get("steps"),
                 )
-            )
+                self._listen(done)
+        if done is not None:
+            self.step = max(self.step, done.step)
             if time.monotonic() - self._watched_s >= _WATCH_EVERY_S:
                 self._watched_s = time.monotonic()
-                self._watch(peak, last_step=steps)
+                self._watch(done)
         for checkpoint in list_checkpoints(self._settings.out / "checkpoints").complete:
             self._journal.note_checkpoint(checkpoint.step)
 
-    def _watch(self, device_peak_bytes: int | None, *, last_step: int | None) -> None:
-        used: dict[Tier, int | None] = {"device": device_peak_bytes}
+    def _watch(self, done: StepDone) -> None:
+        used: dict[Tier, int | None] = {"device": done.device_peak_bytes}
         if self._groups is not None:
             memory = read_host_memory(self._groups)
             used["host"] = memory.total_bytes - memory.free_bytes
         for tier, size in used.items():
             if size is None:
                 continue
-            self._tiers[tier], trend = self._tiers[tier].add(Point(self.step, size), last_step=last_step)
+            self._tiers[tier], trend = self._tiers[tier].add(Point(done.step, size), last_step=done.steps)
             if trend is not None:
                 self._journal.warn(str(trend))
                 self._listen(Note(text=f"warning: {trend}"))
