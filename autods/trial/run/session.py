@@ -92,6 +92,11 @@ def begin(current: Session) -> None:
     _current = current
 
 
+def has_begun() -> bool:
+    """Whether this process has a session."""
+    return _current is not None
+
+
 def current_observer() -> Any:
     """What the sessions of this process report their phases to."""
     return _observer
