@@ -12,7 +12,7 @@ from typing import Any
 
 from ..events import Note, RankPrinted, RunListener, StepDone
 from ..report.rank_logs import LogTail
-from ..system.host import find_memory_groups, read_host_memory
+from ..runner.protocol import Heartbeat, TierUse
 from ..trial.run.checkpoints import list_checkpoints
 from ..types import Tier
 from .run_journal import RunJournal
@@ -63,16 +63,13 @@ class Progress:
         self._steps = StepTail(folder / "steps.jsonl")
         self._log = LogTail(folder / "ranks" / "rank0.log")
         self._looked_s = self._watched_s = 0.0
-        self._tiers: dict[Tier, Watched] = {"device": Watched(tier="device", limit_bytes=settings.fit.device_bytes)}
-        self._groups = find_memory_groups() if settings.fit.address is None else None
-        if self._groups is not None:
-            total = read_host_memory(self._groups).total_bytes
-            self._tiers["host"] = Watched(tier="host", limit_bytes=total)
+        self._watched: dict[tuple[Tier, str], Watched] = {}  # by tier and node
+        self._uses: tuple[TierUse, ...] = ()
 
-    def look(self, beat: Any = None) -> None:
+    def look(self, beat: Heartbeat | None = None) -> None:
         """Look at everything, unless that was just done."""
         if beat is not None:
-            self.step = max(self.step, beat.step)
+            self.step, self._uses = max(self.step, beat.step), beat.tiers
         if time.monotonic() - self._looked_s >= _LOOK_EVERY_S:
             self._looked_s = time.monotonic()
             self._read()
@@ -104,14 +101,16 @@ class Progress:
             self._journal.note_checkpoint(checkpoint.step)
 
     def _watch(self, done: StepDone) -> None:
-        used: dict[Tier, int | None] = {"device": done.device_peak_bytes}
-        if self._groups is not None:
-            memory = read_host_memory(self._groups)
-            used["host"] = memory.total_bytes - memory.free_bytes
-        for tier, size in used.items():
-            if size is None:
-                continue
-            self._tiers[tier], trend = self._tiers[tier].add(Point(done.step, size), last_step=done.steps)
+        uses = list(self._uses)
+        if done.device_peak_bytes is not None:
+            limit_bytes = self._settings.fit.device_bytes
+            uses.append(TierUse(tier="device", used_bytes=done.device_peak_bytes, total_bytes=limit_bytes))
+        for use in uses:
+            watched = self._watched.get((use.tier, use.node)) or Watched(
+                tier=use.tier, node=use.node, limit_bytes=use.total_bytes
+            )
+            point = Point(done.step, use.used_bytes)
+            self._watched[use.tier, use.node], trend = watched.add(point, last_step=done.steps)
             if trend is not None:
                 self._journal.warn(str(trend))
                 self._listen(Note(text=f"warning: {trend}"))

@@ -5,12 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from autods.events import StepDone
-from autods.runner.protocol import Heartbeat
+from autods.events import Note, StepDone
+from autods.runner.protocol import Heartbeat, TierUse
 from autods.supervisor.progress import Progress
 from autods.supervisor.run_journal import RunJournal
 from autods.supervisor.settings import RunSettings
 from tests.support.walks import SETTINGS
+
+GIB = 2**30
 
 
 @pytest.fixture
@@ -49,3 +51,17 @@ def test_a_rank_that_has_not_restored_its_step_yet_sets_nothing_back(attempt):
     _, progress, _ = attempt
     progress.look(Heartbeat(phase="build", step=0))
     assert progress.step == 4
+
+
+def test_a_disk_that_fills_on_another_node_is_a_warning(attempt, monkeypatch):
+    folder, progress, events = attempt
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    for step in range(5, 50):
+        now[0] += 1.5
+        write_steps(folder, step)
+        use = TierUse(tier="nvme", used_bytes=step * GIB, total_bytes=64 * GIB, node="10.0.0.2")
+        progress.look(Heartbeat(phase="forward", step=step, tiers=(use,)))
+    (warning,) = [event.text for event in events if isinstance(event, Note)]
+    assert warning.startswith("warning: disk space (NVMe) of node 10.0.0.2 fills by 1.0 GiB a step")
+    assert warning.endswith("at about step 64")
