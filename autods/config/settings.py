@@ -328,8 +328,8 @@ def apply_survey(settings: Settings, facts: ModelFacts) -> Settings:
 
 
 # What keeps the writes of a script out of the user's folders.
-KEPT_BY_KERNEL = "the kernel (Landlock) refuses what the script would write outside the trial's folders and caches"
-KEPT_BY_PYTHON = "only Python's writes are redirected (no Landlock here): C libraries and programs really write in them"
+KEPT_BY_KERNEL = "in trials the kernel (Landlock) refuses what the script would write outside their folders and caches"
+KEPT_BY_PYTHON = "in trials only Python's writes are redirected (no Landlock here): C libraries really write"
 
 
 def describe_script(settings: Settings, facts: ModelFacts) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ..errors import EnvironmentBroken
 from ..system import private, processes, stacks
-from ..system.host import installed_versions, read_hardware
+from ..system.host import find_memory_groups, installed_versions, read_hardware
 from ..system.waiting import Continuer, Loading, Wait, describe_continued
 from ..trial.job import RankJob
 from ..trial.ops import is_cached
@@ -26,7 +26,7 @@ from ..types import Device, WorkloadSource
 from ..units import format_signal
 from .cleanup import find_note, has_session, open_session, remove_leftovers, session_variables
 from .environment import join_node_environment, zygote_environment
-from .monitor import HostMonitor
+from .monitor import HostMonitor, read_tiers
 from .placement import NodeDescription
 from .protocol import (
     ABORT,
@@ -38,6 +38,7 @@ from .protocol import (
     Ready,
     StoreBound,
     StoreFailed,
+    TierUse,
     ZygoteDied,
     ZygoteMessage,
     decode,
@@ -49,6 +50,7 @@ _SILENT_S = 120.0  # a zygote that has work and says nothing for so long is ende
 _CLOSE_S = 10.0  # a zygote whose connection was closed ends at once, unless it runs a job or waits for a file
 _STRAYS_S = 2.0
 _BY_OTHERS = ("killed by SIGKILL", "killed by SIGTERM")  # a workload that kills itself is noticed before
+_TIERS_EVERY_S = 1.0
 _PRIVATE = "autods-ranks-"  # the private folders of jobs
 
 
@@ -80,6 +82,8 @@ class NodeAgent:
         self.driver_pid = driver_pid if driver_machine == processes.machine_id() else 0
         self.zygote: ZygoteProcess | None = None
         self.heartbeat = Heartbeat()
+        self.tiers: tuple[TierUse, ...] = ()
+        self.tiers_read_s = 0.0
         self.job_number = 0  # of the running job; 0: none runs
         self.job: RankJob | None = None  # that runs
         self.plain = False  # the zygote does not import the workload, each rank does
@@ -182,11 +186,15 @@ class NodeAgent:
         return replace(death, phase=self.heartbeat.phase, step=self.heartbeat.step, host=host.summarize())
 
     def progress(self) -> Heartbeat:
-        """Return the phase and step of the slowest rank, and each note about the zygote once."""
-        zygote, notes = self.zygote, list[str]()
+        """Return the phase and step of the slowest rank, each note about the zygote once, and a run's tiers."""
+        zygote, job, notes = self.zygote, self.job, list[str]()
+        if job is None or job.job != "run":
+            self.tiers = ()
+        elif time.monotonic() - self.tiers_read_s > _TIERS_EVERY_S:
+            self.tiers, self.tiers_read_s = read_tiers(find_memory_groups(), job.swap), time.monotonic()
         while zygote is not None and zygote.notes:
             notes.append(zygote.notes.pop(0))
-        return replace(self.heartbeat, notes=tuple(notes))
+        return replace(self.heartbeat, notes=tuple(notes), tiers=self.tiers)
 
     def locate(self) -> str:
         """Return where the zygote is; '' without one. See `ZygoteProcess.locate`."""

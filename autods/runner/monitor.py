@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -17,14 +18,15 @@ from ..system import processes, stacks
 from ..system.gpus import read_used_bytes
 from ..system.host import MemoryGroup, find_memory_groups, machine_oom_kills, read_host_memory
 from ..trial.job import Beat, Heartbeats, RankJob
-from ..types import Device
+from ..types import Device, Tier
 from ..units import format_bytes
-from .protocol import LostBecause, RankExit
+from .protocol import LostBecause, RankExit, TierUse
 
 _GRACE_S = 0.05  # after the first failure: time for the other ranks to report their errors
 _STACKS_S = 2.0  # at most, for ranks that were asked for their stacks: on a busy machine they wait for the processor
 _STOPPED_S = 0.5  # a rank that stays stopped (SIGSTOP) this long is lost
 _KILL_AGAIN_S = 0.5
+_SHARED = Path("/dev/shm")
 _ASK_AFTER_S, _ASK_EVERY_S, _ANSWER_S = 10.0, 30.0, 1.0  # silent ranks are asked where they are
 
 
@@ -235,6 +237,20 @@ class HostMonitor:
             least_free_bytes=min(self.least_free_bytes, read_host_memory(self.groups).free_bytes),
             peak_rss_bytes=self.peak_rss_bytes,
         )
+
+
+def read_tiers(groups: Sequence[MemoryGroup], swap: str | None) -> tuple[TierUse, ...]:
+    """Read the tiers of this node beside its devices: host memory, /dev/shm, and the disk of swap files if any."""
+    memory = read_host_memory(groups)
+    tiers = [TierUse(tier="host", used_bytes=memory.total_bytes - memory.free_bytes, total_bytes=memory.total_bytes)]
+    folders: dict[Tier, Path | None] = {"shm": _SHARED, "nvme": None if swap is None else Path(swap)}
+    for tier, folder in folders.items():
+        if folder is not None:
+            existing = next((path for path in (folder, *folder.parents) if path.exists()), folder)
+            with contextlib.suppress(OSError):
+                usage = shutil.disk_usage(existing)
+                tiers.append(TierUse(tier=tier, used_bytes=usage.total - usage.free, total_bytes=usage.total))
+    return tuple(tiers)
 
 
 def _count_kills(groups: tuple[MemoryGroup, ...]) -> tuple[int, int]:

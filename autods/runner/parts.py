@@ -10,7 +10,8 @@ from typing import Any
 
 from ..system.waiting import Wait
 from ..trial.job import RankJob
-from .protocol import Heartbeat, NodeLost
+from ..types import Tier
+from .protocol import Heartbeat, NodeLost, TierUse
 
 SILENT_S = 120.0  # a node whose agent does not answer for so long is lost; one that swaps may take a minute
 MARGIN_S = 15.0  # on top of the limits that a node itself keeps
@@ -72,6 +73,17 @@ class RunningPart:
         if self.work.look() > self.within_s:
             return f"it has not done its part within {self.within_s:.0f} s"
         return None
+
+
+def find_fullest(parts: Sequence[RunningPart]) -> tuple[TierUse, ...]:
+    """Return for each tier the node of which the least is left, as their heartbeats say. One node needs no name."""
+    fullest: dict[Tier, TierUse] = {}
+    for part in parts:
+        for use in part.heartbeat.tiers if part.heartbeat is not None else ():
+            known = fullest.get(use.tier)
+            if known is None or use.total_bytes - use.used_bytes < known.total_bytes - known.used_bytes:
+                fullest[use.tier] = replace(use, node=part.node.address if len(parts) > 1 else "")
+    return tuple(fullest.values())
 
 
 def repeat_job(job: RankJob, nodes: Sequence[Node]) -> list[tuple[Node, RankJob]]:

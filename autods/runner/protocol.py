@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, cast
 
 from ..diagnosis.trial_outcome import HostUsage
 from ..schema import read_as
-from ..types import Phase
+from ..types import Phase, Tier
 
 LostBecause = Literal["stopped", "stuck", "wall limit"]
 
@@ -92,11 +92,22 @@ class StoreFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TierUse:
+    """The bytes in use on a tier of a node, and how many there are. A `node` that is the only one is ''."""
+
+    tier: Tier
+    used_bytes: int
+    total_bytes: int
+    node: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
     """The phase and step of a node's slowest rank.
 
     No rank has moved for `silent_s`. `place` is the line of the user's code where one of them is, if that is known.
-    `notes` are sentences for the user.
+    `notes` are sentences for the user. `tiers` are the node's own while it trains in a run; in the heartbeat of a whole
+    job they are those of the fullest node, tier by tier.
     """
 
     kind: Literal["heartbeat"] = "heartbeat"
@@ -105,6 +116,7 @@ class Heartbeat:
     silent_s: float = 0.0
     place: str = ""
     notes: tuple[str, ...] = ()
+    tiers: tuple[TierUse, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ..system.waiting import AGAIN_S, FIRST_S, MOST_LIMITS, Wait
 from ..trial.job import RankJob
 from .agent import NodeAgent, digest_file
 from .cleanup import session_variables
-from .parts import MARGIN_S, SILENT_S, Node, RunningPart, path_of_node, repeat_job, split_job
+from .parts import MARGIN_S, SILENT_S, Node, RunningPart, find_fullest, path_of_node, repeat_job, split_job
 from .placement import Need, NodeDescription, RayCluster, check_same_software, describe_gpu_differences, reserve_nodes
 from .protocol import Heartbeat, LoadFailed, NodeReport, NodeResult, Ready, StoreBound, ZygoteDied
 from .ray_connect import find_head_problem, format_ray_error, session
@@ -134,7 +135,7 @@ class WorkerGroup:
     ) -> list[NodeResult]:
         """Execute the job; return the result of each node that has a part in it.
 
-        `on_progress` gets the heartbeat of the slowest rank.
+        `on_progress` gets the heartbeat of the slowest rank, with the fullest node of each tier.
         With `everywhere` every node does the whole job by itself, else its ranks are split over the nodes.
         Raises EnvironmentBroken when the cluster's head or our only node is gone.
         """
@@ -182,7 +183,7 @@ class WorkerGroup:
             if self._read_heartbeats(pending):
                 beats = [part.heartbeat for part in running if part.heartbeat is not None]
                 slowest = min(beats, key=lambda beat: beat.step)
-                on_progress(slowest)
+                on_progress(replace(slowest, tiers=find_fullest(running)))
                 self._report_silence(parts[0][1], beats)
             now = time.monotonic()
             if now - head_checked_s > _HEAD_EVERY_S:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..events import Note, RankPrinted, RunListener, StepDone
 from ..report.rank_logs import LogTail
-from ..system.host import find_memory_groups, read_host_memory
+from ..runner.protocol import Heartbeat, TierUse
 from ..trial.run.checkpoints import list_checkpoints
 from ..types import Tier
 from .run_journal import RunJournal
@@ -50,7 +50,10 @@ class StepTail:
 
 
 class Progress:
-    """Follows the attempt in `folder` from `first_step` on. `step` is the last optimizer step that was seen."""
+    """Follows the attempt in `folder` from `first_step` on. `step` is the last optimizer step that was seen.
+
+    Heartbeats tell of a step at once, its line comes about a second later.
+    """
 
     def __init__(
         self, folder: Path, first_step: int, *, settings: RunSettings, journal: RunJournal, listen: RunListener
@@ -60,14 +63,13 @@ class Progress:
         self._steps = StepTail(folder / "steps.jsonl")
         self._log = LogTail(folder / "ranks" / "rank0.log")
         self._looked_s = self._watched_s = 0.0
-        self._tiers: dict[Tier, Watched] = {"device": Watched(tier="device", limit_bytes=settings.fit.device_bytes)}
-        self._groups = find_memory_groups() if settings.fit.address is None else None
-        if self._groups is not None:
-            total = read_host_memory(self._groups).total_bytes
-            self._tiers["host"] = Watched(tier="host", limit_bytes=total)
+        self._watched: dict[tuple[Tier, str], Watched] = {}  # by tier and node
+        self._uses: tuple[TierUse, ...] = ()
 
-    def look(self, beat: Any = None) -> None:
+    def look(self, beat: Heartbeat | None = None) -> None:
         """Look at everything, unless that was just done."""
+        if beat is not None:
+            self.step, self._uses = max(self.step, beat.step), beat.tiers
         if time.monotonic() - self._looked_s >= _LOOK_EVERY_S:
             self._looked_s = time.monotonic()
             self._read()
@@ -79,31 +81,36 @@ class Progress:
     def _read(self, *, ended: bool = False) -> None:
         for text in self._log.read(ended=ended):
             self._listen(RankPrinted(text=text))
+        done = None
         for line in self._steps.read():
-            if "loss" not in line:
-                continue
-            self.step, peak = int(line["step"]), line.get("device_peak_bytes")
-            steps = line.get("steps")
-            self._listen(
-                StepDone(
-                    step=self.step, loss=line["loss"], seconds=line["seconds"], device_peak_bytes=peak, steps=steps
+            if "loss" in line:
+                done = StepDone(
+                    step=int(line["step"]),
+                    loss=line["loss"],
+                    seconds=line["seconds"],
+                    device_peak_bytes=line.get("device_peak_bytes"),
+                    steps=line.get("steps"),
                 )
-            )
+                self._listen(done)
+        if done is not None:
+            self.step = max(self.step, done.step)
             if time.monotonic() - self._watched_s >= _WATCH_EVERY_S:
                 self._watched_s = time.monotonic()
-                self._watch(peak, last_step=steps)
+                self._watch(done)
         for checkpoint in list_checkpoints(self._settings.out / "checkpoints").complete:
             self._journal.note_checkpoint(checkpoint.step)
 
-    def _watch(self, device_peak_bytes: int | None, *, last_step: int | None) -> None:
-        used: dict[Tier, int | None] = {"device": device_peak_bytes}
-        if self._groups is not None:
-            memory = read_host_memory(self._groups)
-            used["host"] = memory.total_bytes - memory.free_bytes
-        for tier, size in used.items():
-            if size is None:
-                continue
-            self._tiers[tier], trend = self._tiers[tier].add(Point(self.step, size), last_step=last_step)
+    def _watch(self, done: StepDone) -> None:
+        uses = list(self._uses)
+        if done.device_peak_bytes is not None:
+            limit_bytes = self._settings.fit.device_bytes
+            uses.append(TierUse(tier="device", used_bytes=done.device_peak_bytes, total_bytes=limit_bytes))
+        for use in uses:
+            watched = self._watched.get((use.tier, use.node)) or Watched(
+                tier=use.tier, node=use.node, limit_bytes=use.total_bytes
+            )
+            point = Point(done.step, use.used_bytes)
+            self._watched[use.tier, use.node], trend = watched.add(point, last_step=done.steps)
             if trend is not None:
                 self._journal.warn(str(trend))
                 self._listen(Note(text=f"warning: {trend}"))

@@ -23,10 +23,10 @@ from ..events import AttemptStarted, Note, RunListener
 from ..journal import workspace
 from ..report.results import Report
 from ..report.run_page import RUN_PAGE, write_run_page
-from ..report.run_view import AttemptRow, RunReport, write_run
+from ..report.run_view import RunReport, write_run
 from ..report.text import format_outcome
 from ..trial.run.checkpoints import Checkpoint, Layout, find_obstacle, list_checkpoints, remove_torn
-from ..trial.run.order import RunOrder
+from ..trial.run.order import NO_SESSION, RunOrder
 from ..tuner.candidates import list_candidates
 from ..tuner.fit import fit
 from ..types import Failed, ModelFacts, OutOfMemory, Steps, Trial
@@ -34,7 +34,7 @@ from .fit_choice import FindFit, take_fit
 from .progress import Progress, StepTail
 from .rescue import Candidate, NextConfig, Situation, Stop, decide, gather_candidates
 from .run_config import RunConfig
-from .run_journal import Attempt, Decision, Ending, Prepared, RunHistory, RunJournal, count_repeated
+from .run_journal import Attempt, Decision, Ending, Prepared, RunHistory, RunJournal, list_rows
 from .settings import RunSettings
 from .stopping import StopRequest
 
@@ -175,6 +175,7 @@ class Supervisor:
         self.earlier = len(self.history.attempts)
         if (finished := self._find_end()) is not None:
             return finished
+        self._report_lost_checkpoints()
         try:
             self._prepare()
             while True:
@@ -197,6 +198,17 @@ class Supervisor:
             steps = [line["step"] for line in tail.read() if "loss" in line]
             step = max(steps, default=last.first_step)
             self.journal.end_attempt("interrupted", last_step=step, seconds=max(0.0, tail.changed_at() - last.began))
+
+    def _report_lost_checkpoints(self) -> None:
+        """Warn where checkpoints are gone that the last attempt still had: its steps are done once more."""
+        saved, history = self._latest(), self.history
+        step, known = (saved.step if saved is not None else 0), max(history.saved_steps, default=0)
+        if history.attempts and step < known <= history.attempts[-1].last_step:
+            self._warn(f"the checkpoint of step {known} is gone or torn: the run goes on at step {step}")
+
+    def _warn(self, text: str) -> None:
+        self.journal.warn(text)
+        self.listen(Note(text=f"warning: {text}"))
 
     def _find_end(self) -> RunReport | None:
         """The report of a run that is done already."""
@@ -337,6 +349,8 @@ class Supervisor:
                 outcome = replace(_UNSAVED, evidence=f"step {result['step']} is not saved: {result['unsaved']}")
             else:
                 ending = "done" if result["ended"] == "done" else "stopped"
+                if result["step"] is None:
+                    self.journal.warn(NO_SESSION)  # the rank has said so when it began
                 step = progress.step if result["step"] is None else int(result["step"])
                 outcome = Ended(ending, step, self.stopping.number)
         except EnvironmentBroken as error:
@@ -454,30 +468,10 @@ class Supervisor:
     def _summarize(self, status: Any, exit_code: int, reason: str = "", advice: str = "") -> RunReport:
         history, saved = self.history, self._latest()
         config = history.attempts[-1].config if history.attempts else None
-        changes = {each.after_attempt: each.changed for each in history.decisions}
         ds_config: Mapping[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
             text = (self._attempt_folder(len(history.attempts)) / "order.json").read_text()
             ds_config = RunOrder.from_json(text).ds_config
-        rows = [
-            AttemptRow(
-                number=each.number,
-                began=each.began,
-                rung=each.config.rung,
-                micro_batch=each.config.knobs.micro_batch,
-                accumulation=each.config.knobs.accumulation,
-                world_size=each.config.world_size,
-                checkpointing=each.config.knobs.checkpointing,
-                first_step=each.first_step,
-                last_step=each.last_step,
-                repeated=repeated,
-                seconds=each.seconds,
-                ending=each.ending or "interrupted",
-                evidence=None if each.cause is None else format_outcome(each.cause),
-                changed=changes.get(each.number),
-            )
-            for each, repeated in zip(history.attempts, count_repeated(history.attempts), strict=True)
-        ]
         return RunReport(
             status=status,
             exit_code=exit_code,
@@ -490,7 +484,7 @@ class Supervisor:
             knobs=config.knobs if config is not None else None,
             world_size=config.world_size if config is not None else 0,
             ds_config=ds_config,
-            attempts=tuple(rows),
+            attempts=list_rows(history),
             rescues=len(history.rescues),
             warnings=tuple(history.warnings),
             checkpoint=str(saved.path) if saved is not None else None,

@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 from ..errors import InputError
 from ..journal import Journal
+from ..report.run_view import AttemptRow
+from ..report.text import format_outcome
 from ..schema import read_as
 from ..types import Failed, ModelFacts, OutOfMemory
 from .run_config import RunConfig
@@ -203,3 +205,27 @@ def count_repeated(attempts: Sequence[Attempt]) -> list[int]:
     """Return for each attempt how many steps of the one before it did again, from its checkpoint on."""
     pairs = itertools.pairwise(attempts)
     return [0, *(max(0, before.last_step - after.first_step) for before, after in pairs)][: len(attempts)]
+
+
+def list_rows(history: RunHistory) -> tuple[AttemptRow, ...]:
+    """The attempts as a report shows them."""
+    changes = {each.after_attempt: each.changed for each in history.decisions}
+    return tuple(
+        AttemptRow(
+            number=each.number,
+            began=each.began,
+            rung=each.config.rung,
+            micro_batch=each.config.knobs.micro_batch,
+            accumulation=each.config.knobs.accumulation,
+            world_size=each.config.world_size,
+            checkpointing=each.config.knobs.checkpointing,
+            first_step=each.first_step,
+            last_step=each.last_step,
+            repeated=repeated,
+            seconds=each.seconds,
+            ending=each.ending or "interrupted",
+            evidence=None if each.cause is None else format_outcome(each.cause),
+            changed=changes.get(each.number),
+        )
+        for each, repeated in zip(history.attempts, count_repeated(history.attempts), strict=True)
+    )

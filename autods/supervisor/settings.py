@@ -54,9 +54,11 @@ class RunSettings:
         }
 
     def is_done(self, history: RunHistory) -> bool:
-        """Whether the last call trained to the end, and no further steps are wanted now."""
+        """Whether the last call trained to the end, and no further steps are wanted now; or fewer than were done."""
+        if self.steps is None:
+            return history.ended == "done"
         last = list_checkpoints(self.out / "checkpoints").latest
-        return history.ended == "done" and (self.steps is None or (last is not None and last.step >= self.steps))
+        return last is not None and last.step >= self.steps + (history.ended != "done")
 
     def choose_interval(self, report: Report) -> int:
         """Return the optimizer steps between two checkpoints: given, or about every ten minutes by the fit's speed.

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from ..report.text import TIER_NAMES
 from ..types import Tier
 from ..units import format_bytes
 
@@ -26,15 +27,19 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trend:
-    """Steady growth of a tier. `runs_out_at` is the step after which nothing is left."""
+    """Steady growth of a tier, of a `node` where there are several. `runs_out_at` is the step after which nothing is
+    left.
+    """
 
     tier: Tier
     bytes_per_step: float
     headroom_bytes: int
     runs_out_at: int
+    node: str = ""
 
     def __str__(self) -> str:
-        grows = f"{self.tier} memory grows by {format_bytes(self.bytes_per_step)} a step"
+        where = f" of node {self.node}" if self.node else ""
+        grows = f"{TIER_NAMES[self.tier]}{where} fills by {format_bytes(self.bytes_per_step)} a step"
         return (
             f"{grows}, and {format_bytes(self.headroom_bytes)} are left: it runs out at about step {self.runs_out_at:,}"
         )
@@ -85,6 +90,7 @@ class Watched:
 
     tier: Tier
     limit_bytes: int
+    node: str = ""
     points: tuple[Point, ...] = field(default=())
     warned: int | None = None
 
@@ -102,4 +108,4 @@ class Watched:
             left, left_then = trend.runs_out_at - point.step, max(1, self.warned - point.step)
             if left_then / _SAY_AGAIN <= left <= left_then * _SAY_AGAIN:
                 return watched, None
-        return replace(watched, warned=trend.runs_out_at), trend
+        return replace(watched, warned=trend.runs_out_at), replace(trend, node=self.node)

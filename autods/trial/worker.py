@@ -37,6 +37,7 @@ from .preload import preload
 
 Result = Mapping[str, Any]
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ETIMEDOUT)
+_SAMPLE_EVERY_S = 0.05  # in a run: amid training, the kernel takes 50 µs to count a process's memory
 _ONCE: tuple[Phase, ...] = ("rendezvous", "build", "init")
 
 
@@ -44,7 +45,8 @@ _ONCE: tuple[Phase, ...] = ("rendezvous", "build", "init")
 class Observer:
     """Called at each phase of a trial: writes a heartbeat, samples the meter, and times building and initialising.
 
-    `training_peaks` has the measurements that count for training alone, whatever an exam does after it.
+    `training_peaks` has the measurements that count for training alone, whatever an exam does after it. The meter is
+    sampled at each phase, or where `sample_every_s` have passed since.
     """
 
     board: Heartbeats
@@ -56,6 +58,8 @@ class Observer:
     init_s: float = 0.0
     training_peaks: dict[str, int] = field(default_factory=dict)
     watch: Watch | None = None  # of the workload's code
+    sample_every_s: float = 0.0
+    _sampled_s: float = 0.0
     _build_began_s: float = 0.0
     _init_began_s: float = 0.0
     _first_step_over: bool = False
@@ -89,7 +93,10 @@ class Observer:
     def touch(self, phase: Phase, step: int) -> None:
         """Write a heartbeat for work between the trial's own phases, such as an evaluation that a script does."""
         self.phase, self.step = phase, step
-        self.meter.sample()
+        now = time.monotonic()
+        if now - self._sampled_s >= self.sample_every_s:
+            self._sampled_s = now
+            self.meter.sample()
         self.board.beat(self.slot, phase, step)
 
 
@@ -264,6 +271,7 @@ def _run(context: RankContext) -> Result:
     )
     seed_all(order.seed + job.local_ranks[context.slot])
     context.observer.meter.start()
+    context.observer.sample_every_s = _SAMPLE_EVERY_S
     session.observe_with(context.observer)
     if job.source.kind == "script":
         from .run.script import run_script

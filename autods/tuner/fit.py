@@ -77,7 +77,7 @@ def fit(
         journal, past, settings = open_journal(settings, fingerprint, listen)
         if settings.source.kind == "script":
             script = f"{Path(settings.source.path).name} is {KIND_DESCRIPTIONS[settings.source.script_kind]}"
-            kept_out = "it runs unmodified, and its output files are kept out of your folders"
+            kept_out = "it runs unmodified, and in trials its output files are kept out of your folders"
             listen(Note(text=f"{script} (--kind says otherwise); {kept_out}"))
         for note in find_misspelt_keys(settings.base):
             listen(Note(text=note))

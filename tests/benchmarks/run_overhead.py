@@ -1,11 +1,12 @@
 """What a training run costs in step time beside the plain launcher: the same script under torchrun and as a run's rank.
 
-`python tests/benchmarks/run_overhead.py [--rounds 6] [--steps 60] [--width 1024]`
+`python tests/benchmarks/run_overhead.py [--rounds 4] [--turns 2] [--steps 300] [--width 1024]`
 
 A rank of a run reports heartbeats, samples its memory, writes a line for each step and agrees with the other rank. What
 that costs is measured in one run: every second five steps do without. Then torchrun and runs train in turns, which also
-shows what the processes differ in, where the machine is quiet enough. Printed are ratios of the median step, in wall
-time and in processor time of rank 0. Checkpoints are not counted.
+shows what the processes differ in, where the machine is quiet enough. Printed are ratios of the median step: in wall
+time, in processor time of rank 0, and in that of its main thread, which other processes disturb least. Checkpoints are
+not counted.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from autods.types import Knobs
 from autods.workload.load import make_source
 from tests.support.launchers import cpu_env
 
+CLOCKS = ("wall", "processor", "main thread")
 RANKS, MICRO_BATCH, ACCUMULATION = 2, 16, 2
 SCRIPT = """
 import json, os, sys, time
@@ -42,6 +44,9 @@ model = nn.Sequential(*layers)
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=sys.argv[1])
 data = [torch.randn(width) for _ in range(512)]
 plain = {name: getattr(engine, name) for name in ("backward", "step")}
+
+def read_clocks():
+    return time.perf_counter(), time.process_time(), time.thread_time()
 
 def repeat():
     sampler = torch.utils.data.DistributedSampler(data, shuffle=True)
@@ -63,7 +68,7 @@ for number in range(steps):
     # Blocks of steps: the first step_done after plain steps counts those, too.
     kind = mode if mode != "both" else "run" if number // BLOCK % 2 else "plain"
     engine.backward, engine.step = (watched if kind == "run" else plain).values()
-    began, cpu_began = time.perf_counter(), time.process_time()
+    began = read_clocks()
     for _ in range(engine.gradient_accumulation_steps()):
         loss = engine(next(sources[kind])).square().mean()
         engine.backward(loss)
@@ -71,7 +76,7 @@ for number in range(steps):
         if kind == "run":
             session.step_done(loss)
     if number % BLOCK:
-        times[kind].append((time.perf_counter() - began, time.process_time() - cpu_began))
+        times[kind].append([after - before for after, before in zip(read_clocks(), began)])
 if os.environ["RANK"] == "0":
     open(os.environ["TIMES"], "w").write(json.dumps({kind: rows[3:] for kind, rows in times.items()}))
 torch.distributed.barrier()
@@ -82,8 +87,9 @@ time.sleep(0.2)
 def main() -> None:
     """Train in turns and print the ratios."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=4, help="of steps with and without a session in one process")
+    parser.add_argument("--turns", type=int, default=2, help="of torchrun and a run")
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--width", type=int, default=1024)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -93,45 +99,47 @@ def main() -> None:
         os.environ |= {"WIDTH": str(options.width), "STEPS": str(options.steps), "TIMES": str(folder / "times.json")}
         order = make_order(folder, options.steps)
         (folder / "ds_config.json").write_text(json.dumps(order.ds_config))
-        within, between = [], []
+        pairs: list[tuple[list[float], list[float]]] = []
+        between = []
         for number in range(options.rounds):
             times = train_as_run(folder, order, "both")
-            within.append(compare(times))
-            print_ratio(f"round {number + 1}, every second block", *within[-1])
-            print_interval(times)
-        for number in range(options.rounds):
+            print_ratio(f"round {number + 1}, every second block", *compare(times))
+            pairs += zip(times["plain"], times["run"], strict=False)
+        print_interval(pairs)
+        for number in range(options.turns):
             turns = [train_plainly, lambda folder: train_as_run(folder, order, "run")]
             first, second = (turn(folder) for turn in (turns if number % 2 == 0 else reversed(turns)))
             between.append(compare({kind: first[kind] or second[kind] for kind in first}))
             print_ratio(f"round {number + 1}, torchrun and a run", *between[-1])
-    for title, rounds in (("every second block", within), ("torchrun and a run", between)):
-        print_ratio(
-            f"median of {options.rounds}, {title}", *(statistics.median(part) for part in zip(*rounds, strict=True))
-        )
+    if between:
+        medians = (statistics.median(part) for part in zip(*between, strict=True))
+        print_ratio(f"median of {options.turns}, torchrun and a run", *medians)
 
 
-def compare(times: dict[str, list[list[float]]]) -> tuple[float, float, float]:
-    """The median step of plain training in seconds, and the ratios of a run's to it: wall, processor."""
+def compare(times: dict[str, list[list[float]]]) -> list[float]:
+    """The median step of plain training in seconds, and the ratios of a run's to it by clock."""
     plain, run = ([statistics.median(column) for column in zip(*times[kind], strict=True)] for kind in ("plain", "run"))
-    return plain[0], run[0] / plain[0], run[1] / plain[1]
+    return [plain[0], *(of_run / of_plain for of_run, of_plain in zip(run, plain, strict=True))]
 
 
-def print_interval(times: dict[str, list[list[float]]]) -> None:
+def print_interval(pairs: list[tuple[list[float], list[float]]]) -> None:
     """Print the median ratio of neighbouring steps, a run's to a plain one's, with the 95 % interval of a bootstrap."""
     generator = random.Random(0)
-    for column, clock in enumerate(("wall", "processor")):
-        pairs = zip(times["plain"], times["run"], strict=False)
-        ratios = [run[column] / plain[column] for plain, run in pairs]
+    for column, clock in enumerate(CLOCKS):
+        ratios, milliseconds = zip(
+            *((run[column] / plain[column], 1000 * (run[column] - plain[column])) for plain, run in pairs), strict=True
+        )
         medians = sorted(statistics.median(generator.choices(ratios, k=len(ratios))) for _ in range(1000))
         print(
-            f"  {len(ratios)} pairs, {clock} {statistics.median(ratios):.4f}, "
-            f"95 % interval {medians[25]:.4f} to {medians[974]:.4f}",
+            f"  {len(ratios)} pairs, {clock} {statistics.median(ratios):.4f}, 95 % interval {medians[25]:.4f} to "
+            f"{medians[974]:.4f}, {statistics.median(milliseconds):+.2f} ms",
             flush=True,
         )
 
 
-def print_ratio(title: str, step_s: float, wall: float, processor: float) -> None:
-    print(f"{title}: step {1000 * step_s:.0f} ms, wall {wall:.4f}, processor {processor:.4f}", flush=True)
+def print_ratio(title: str, step_s: float, *ratios: float) -> None:
+    words = (f"{clock} {ratio:.4f}" for clock, ratio in zip(CLOCKS, ratios, strict=True))
+    print(f"{title}: step {1000 * step_s:.0f} ms, {', '.join(words)}", flush=True)
 
 
 def make_order(folder: Path, steps: int) -> RunOrder:
@@ -164,7 +172,7 @@ def train_plainly(folder: Path) -> dict[str, list[list[float]]]:
 
 
 def read_times() -> dict[str, list[list[float]]]:
-    """Wall and processor seconds of each step, by kind."""
+    """Seconds of each step by `CLOCKS`, by kind."""
     times: dict[str, list[list[float]]] = json.loads(Path(os.environ["TIMES"]).read_text())
     return times
 

@@ -13,7 +13,7 @@ import pytest
 
 GROWS = Path(__file__).parent / "workloads" / "longer_and_longer.py"
 STEPS, GLOBAL_BATCH = 12, 8
-MEMORY = "95MiB"
+MEMORY = "76MiB"
 
 
 def train(workload: Path, out: Path, gpu_memory: str, *options: str) -> subprocess.CompletedProcess[str]:
@@ -35,7 +35,7 @@ def read_steps(out: Path) -> dict[int, dict[str, Any]]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     """A run whose samples outgrow the memory of its config, and one with room for them.
 
-    Micro batch 4 needs 60 MiB before the samples grow and 112 MiB then, micro batch 2 needs 79 MiB.
+    Micro batch 4 needs 53 to 60 MiB before the samples grow and 86 to 112 MiB then, by the CPU. Half of it needs less.
     """
     top = tmp_path_factory.mktemp("runs")
     for name, memory in (("rescued", MEMORY), ("reference", "256MiB")):

@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from . import session as sessions
 from . import states
 from .checkpoints import STATE, Checkpoint, list_checkpoints, read_checkpoint, remove_checkpoint, remove_torn
 from .order import RunOrder
-from .samples import derive_seed, digest_ids
+from .samples import derive_seed
 
 TRAINER = "trainer"  # in a checkpoint: the link to the Trainer's folder
 _EXTRA = "extra"  # in a checkpoint: the script has not asked for it
@@ -123,10 +123,10 @@ class WholeSteps:
                 self.sampler.generator = torch.Generator()
             self.sampler.generator.manual_seed(self.seed + epoch)
 
-    def digest(self, step: int) -> str:
-        """A digest of the samples of a step of the run."""
+    def list_samples(self, step: int) -> list[Any]:
+        """The samples of a step of the run, while its epoch lasts."""
         first = (step - 1) * self.global_batch % len(self)
-        return digest_ids(self.ids[first : first + self.global_batch])
+        return self.ids[first : first + self.global_batch]
 
 
 def _find_samplers(loader: Any) -> list[Any]:
@@ -260,8 +260,8 @@ class TrainerSession(sessions.Session):
             shutil.rmtree(find_trainer_folder(folder), ignore_errors=True)
         remove_checkpoint(folder)
 
-    def _digest(self, first: int) -> str | None:
-        return None if self.whole_steps is None else self.whole_steps.digest(self.step)
+    def _list_samples(self, first: int) -> Sequence[int] | None:
+        return None if self.whole_steps is None else self.whole_steps.list_samples(self.step)
 
 
 def find_trainer_folder(checkpoint: Path) -> Path:

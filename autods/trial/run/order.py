@@ -13,6 +13,10 @@ from ...schema import read_as
 from ...workload.protocol import WorkloadError
 
 VARIABLE = "AUTODS_RUN"  # has the path of the order's file
+NO_SESSION = (
+    "the script calls no autods.session(engine): its steps are not counted, and nothing is saved or restored; "
+    "docs/run.md shows the three lines"
+)
 _STOP = "stop"
 _HINT = "start the script with autods run, or without AUTODS_RUN in the environment"
 

@@ -32,16 +32,23 @@ class SampleOrder:
 
     def ids(self, first: int, last: int) -> list[int]:
         """Return the samples at the positions [first, last) of the stream."""
-        samples: list[int] = []
+        ids: list[int] = self.array(first, last).tolist()
+        return ids
+
+    def array(self, first: int, last: int) -> Any:
+        """Return the same in an array; at least one."""
+        import numpy
+
+        parts = []
         while first < last:
             epoch, offset = divmod(first, self.count)
             size = min(last - first, self.count - offset)
             if self.shuffle:
-                samples += self._permutation(epoch)[offset : offset + size].tolist()
+                parts.append(self._permutation(epoch)[offset : offset + size])
             else:
-                samples += range(offset, offset + size)
+                parts.append(numpy.arange(offset, offset + size))
             first += size
-        return samples
+        return numpy.concatenate(parts) if len(parts) > 1 else parts[0]
 
     def _permutation(self, epoch: int) -> Any:
         """The samples of an epoch. numpy keeps the stream of RandomState the same in all releases."""
@@ -134,9 +141,14 @@ def _drop(stream: Iterator[Any], count: int) -> None:
     next(itertools.islice(stream, count, count), None)
 
 
-def digest_ids(ids: Sequence[int]) -> str:
-    """Return a digest of a set of samples, whatever their order."""
-    return hashlib.sha256(" ".join(map(str, sorted(ids))).encode()).hexdigest()[:16]
+def digest_ids(ids: Sequence[Any]) -> str:
+    """Return a digest of a set of samples, an array or other sequence, whatever their order."""
+    import numpy
+
+    array = numpy.sort(numpy.asarray(ids))
+    is_number = array.dtype.kind in "iu"
+    content = array.astype("<i8").tobytes() if is_number else " ".join(map(str, array)).encode()
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def derive_seed(*numbers: int) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,8 +17,8 @@ from ..script.engine_hooks import INITIALIZE, find_config, set_config
 from ..script.run import prepare_process, run_as_main
 from ..script.user_errors import cause_of_exit, explain
 from . import hf_trainer
-from .order import find_order
-from .session import Stopped
+from .order import NO_SESSION, find_order
+from .session import Stopped, has_begun
 
 # The config file of a script whose library calls the engine.
 _CONVERSIONS: Mapping[ScriptKind | None, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
@@ -61,4 +63,21 @@ def _initialize(job: RankJob, original: Any, /, *args: Any, **kwargs: Any) -> An
         if has_optimizer:
             completed.pop("optimizer", None)
         set_config(arguments, completed)
-    return original(*bound.args, **bound.kwargs)
+    result = original(*bound.args, **bound.kwargs)
+    if trains:
+        report_missing_session(result[0])
+    return result
+
+
+def report_missing_session(engine: Any) -> None:
+    """Let the first step of an engine say that the script has made no session until then."""
+    step = engine.step
+
+    def first_step(*args: Any, **kwargs: Any) -> Any:
+        if engine.step is first_step:  # a session may have wrapped it
+            engine.step = step
+        if not has_begun() and os.environ.get("RANK", "0") == "0":
+            print(f"autods: warning: {NO_SESSION}", file=sys.stderr, flush=True)
+        return step(*args, **kwargs)
+
+    engine.step = first_step

@@ -92,6 +92,11 @@ def begin(current: Session) -> None:
     _current = current
 
 
+def has_begun() -> bool:
+    """Whether this process has a session."""
+    return _current is not None
+
+
 def current_observer() -> Any:
     """What the sessions of this process report their phases to."""
     return _observer
@@ -120,7 +125,12 @@ class Session:
         self.observer = NoObserver() if observer is None else observer
         self.state: dict[str, Any] = {}
         self.stopped = False
-        self.consensus = Consensus(deliver=self._write_step)
+        self._stop_file = "" if order is None else str(order.stop_file)
+        self.consensus = Consensus(
+            deliver=self._write_steps,
+            start_copy=states.start_copy,
+            find_stop=lambda: os.path.exists(self._stop_file),
+        )
         if order is not None:
             meter = self.observer.meter
             with contextlib.nullcontext() if meter is None else meter.exempt():  # no trial has its threads
@@ -139,9 +149,8 @@ class Session:
         self.unsaved: str | None = None  # why there was no room for the last one that was due
         self._seen_step = self.step
         self.end_step = self.steps  # the last step of the training, as far as that is known
-        self.list_samples: Callable[[int, int], Sequence[int]] | None = None  # at two positions of the stream
+        self.list_samples: Callable[[int, int], Sequence[int]] | None = None  # between two positions of the stream
         self._steps_file: int | None = None
-        self._stop_file = "" if order is None else str(order.stop_file)  # each step looks for it
         self._step_began_s = time.perf_counter()
         self._peak_read_s = 0.0
         self._peak_bytes: int | None = None
@@ -207,7 +216,7 @@ class Session:
         if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
             seed = 0 if self.order is None else self.order.seed
             samples = SampleOrder(len(dataset), seed, shuffle)
-            self.list_samples = samples.ids
+            self.list_samples = samples.array
             end = self.end_step = self._find_end(len(dataset), epochs)
             sampler = StepSampler(order=samples, share=self.share, first_step=self.step, end_step=end)
             loader: Iterable[Any] = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate, **loader_options)
@@ -293,7 +302,7 @@ class Session:
         if problem is not None:
             self._note(f"no checkpoint at step {self.step}: {problem}")
             if first:
-                self._write_line(order, {"step": self.step, "unsaved": problem})
+                self._write_lines(order, [{"step": self.step, "unsaved": problem}])
             return False
         folder = checkpoint_folder(order.checkpoints, self.step)
         if first:
@@ -388,34 +397,36 @@ class Session:
     # The journal of steps.
 
     def _note_step(self, order: RunOrder) -> None:
-        """Report the step to the other ranks, and let rank 0 write the line of the step that all have reported."""
-        loss, self._losses = states.start_copy(self._losses), []
+        """Report the step to the other ranks. Rank 0 writes its line once all have: about a second later."""
+        loss, self._losses = states.average(self._losses), []
         line = None
-        stop = False
         if self.consensus.rank == 0:
-            stop = os.path.exists(self._stop_file)
             first = (self.step - 1) * self.share.global_batch
             now = time.perf_counter()
             line = {
                 "step": self.step,
                 "steps": self.end_step,
                 "samples": [first, first + self.share.global_batch],
-                "ids": self._digest(first),
+                "ids": self._list_samples(first),
                 "seconds": round(now - self._step_began_s, 6),
                 "device_peak_bytes": self._read_peak(now),
             }
-        self.consensus.report(line, loss, stop=stop)
+        self.consensus.report(line, loss)
 
-    def _write_step(self, line: Mapping[str, Any] | None, loss: float | None) -> None:
-        if line is not None and self.order is not None:
-            is_number = loss is not None and math.isfinite(loss)  # JSON has no infinity
-            self._write_line(self.order, {**line, "loss": loss if is_number else None})
+    def _write_steps(self, steps: Sequence[tuple[Mapping[str, Any] | None, float | None]]) -> None:
+        """Write the lines of some steps, with their losses and a digest of their samples in any order."""
+        lines = []
+        for line, loss in steps:
+            if line is not None:
+                is_number = loss is not None and math.isfinite(loss)  # JSON has no infinity
+                ids = None if line["ids"] is None else digest_ids(line["ids"])
+                lines.append({**line, "ids": ids, "loss": loss if is_number else None})
+        if self.order is not None and lines:
+            self._write_lines(self.order, lines)
 
-    def _digest(self, first: int) -> str | None:
-        """A digest of the samples of a step, in any order; None where the script deals them out itself."""
-        if self.list_samples is None:
-            return None
-        return digest_ids(self.list_samples(first, first + self.share.global_batch))
+    def _list_samples(self, first: int) -> Sequence[int] | None:
+        """The samples of a step that begins at this position; None where the script deals them out itself."""
+        return None if self.list_samples is None else self.list_samples(first, first + self.share.global_batch)
 
     def _read_peak(self, now: float) -> int | None:
         meter = self.observer.meter
@@ -426,10 +437,10 @@ class Session:
             self._peak_bytes = meter.device_peak()
         return self._peak_bytes
 
-    def _write_line(self, order: RunOrder, line: Mapping[str, Any]) -> None:
+    def _write_lines(self, order: RunOrder, lines: Sequence[Mapping[str, Any]]) -> None:
         if self._steps_file is None:  # it stays open until the rank ends
             self._steps_file = os.open(order.steps_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        os.write(self._steps_file, (json.dumps(line) + "\n").encode())
+        os.write(self._steps_file, "".join(json.dumps(line) + "\n" for line in lines).encode())
 
     def _find_end(self, count: int, epochs: int | None) -> int | None:
         """The step before which the batches of a dataset end."""

@@ -189,22 +189,33 @@ def move(batch: Any, device: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
-def start_copy(losses: Sequence[Any]) -> Callable[[], float | None]:
-    """Begin to copy the mean of some losses to the host; the function that is returned waits for it and reads it."""
+def average(losses: Sequence[Any]) -> Any:
+    """Return the mean of some losses, as a number or a scalar on the device, which is not waited for; None of none."""
     import torch
 
     if not losses:
-        return lambda: None
+        return None
     if not isinstance(losses[0], torch.Tensor) or losses[0].device.type == "cpu":
-        return lambda: sum(map(float, losses)) / len(losses)
-    mean = torch.stack([loss.float().reshape(()) for loss in losses]).mean()
-    on_host = torch.empty((), pin_memory=True)
-    on_host.copy_(mean, non_blocking=True)
+        return sum(map(float, losses)) / len(losses)
+    return torch.stack([loss.float().reshape(()) for loss in losses]).mean()
+
+
+def start_copy(losses: Sequence[Any]) -> Callable[[], Sequence[float | None]]:
+    """Begin to copy results of `average` to the host; the function that is returned waits for them and reads them."""
+    import torch
+
+    on_device = [index for index, loss in enumerate(losses) if isinstance(loss, torch.Tensor)]
+    if not on_device:
+        return lambda: losses
+    stacked = torch.stack([losses[index] for index in on_device])
+    on_host = torch.empty(stacked.shape, pin_memory=True)
+    on_host.copy_(stacked, non_blocking=True)
     copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     copied.record()
 
-    def read() -> float:
+    def read() -> Sequence[float | None]:
         copied.synchronize()
-        return float(on_host)
+        numbers = dict(zip(on_device, on_host.tolist(), strict=True))
+        return [numbers.get(index, loss) for index, loss in enumerate(losses)]
 
     return read

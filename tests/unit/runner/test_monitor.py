@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from autods.runner.monitor import GpuMonitor, RankMonitor, RunningRank
+from autods.runner.monitor import GpuMonitor, RankMonitor, RunningRank, read_tiers
 from autods.system import processes
 from autods.trial.job import Beat, Heartbeats, RankJob
 from autods.types import PHASES, Phase, WorkloadSource
@@ -151,3 +152,11 @@ def test_cpu_ranks_have_no_gpu_to_read() -> None:
         raise AssertionError("read")
 
     assert GpuMonitor.begin("cpu", 2, never).check_freed() == []
+
+
+def test_tiers_are_memory_and_the_disk_that_swap_files_will_lie_on(tmp_path: Path) -> None:
+    tiers = {use.tier: use for use in read_tiers((), str(tmp_path / "not" / "yet"))}
+    assert {"host", "nvme"} <= set(tiers) <= {"host", "shm", "nvme"}
+    assert all(0 < use.used_bytes <= use.total_bytes or use.tier == "shm" for use in tiers.values())
+    assert tiers["nvme"].total_bytes == shutil.disk_usage(tmp_path).total
+    assert "nvme" not in {use.tier for use in read_tiers((), None)}

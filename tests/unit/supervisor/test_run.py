@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from dataclasses import replace
 
@@ -112,6 +113,12 @@ def test_a_mended_bug_goes_on_at_the_checkpoint(tmp_path):
     assert launcher.orders[0].restore.endswith("step-00000002")
 
 
+def test_a_script_without_a_session_is_named(tmp_path):
+    result, _ = supervise(tmp_path, lambda order, trial: (0, {"ended": "done", "step": None}))
+    assert result.status == "done"
+    assert "calls no autods.session(engine)" in result.warnings[0]
+
+
 def test_a_finished_run_is_not_run_again(tmp_path):
     supervise(tmp_path, finish)
     result, launcher = supervise(tmp_path, finish)
@@ -124,6 +131,26 @@ def test_more_steps_go_on_from_the_end(tmp_path):
     result, launcher = supervise(tmp_path, finish, steps=14)
     assert result.step == 14
     assert launcher.orders[0].restore.endswith("step-00000010")
+
+
+def test_fewer_steps_than_were_done_are_done_already(tmp_path):
+    supervise(tmp_path, lambda order, trial: (8, "stopped"))
+    result, launcher = supervise(tmp_path, finish, steps=6)
+    assert (result.status, result.step, launcher.orders) == ("done", 8, [])
+    _, launcher = supervise(tmp_path, finish, steps=8)
+    assert len(launcher.orders) == 1  # the end of the workload has not run yet
+
+
+def test_checkpoints_that_are_gone_are_reported_once(tmp_path):
+    supervise(tmp_path, finish)
+    shutil.rmtree(tmp_path / "checkpoints")
+    result, launcher = supervise(tmp_path, lambda order, trial: (4, "stopped"))
+    assert launcher.orders[0].restore is None
+    warnings = ("the checkpoint of step 10 is gone or torn: the run goes on at step 0",)
+    assert result.warnings == warnings
+    again, launcher = supervise(tmp_path, finish)
+    assert launcher.orders[0].restore.endswith("step-00000004")
+    assert again.warnings == warnings
 
 
 def test_other_options_are_named_and_nothing_runs(tmp_path):

@@ -26,7 +26,7 @@ def test_steady_growth_names_the_step_at_which_it_runs_out():
     trend = find_trend("device", series(200 * MIB + 2 * MIB * step for step in range(100)), LIMIT)
     assert trend.bytes_per_step == 2 * MIB
     assert trend.runs_out_at == 401
-    assert str(trend) == "device memory grows by 2.0 MiB a step, and 602.0 MiB are left: it runs out at about step 401"
+    assert str(trend) == "device memory fills by 2.0 MiB a step, and 602.0 MiB are left: it runs out at about step 401"
 
 
 def test_growth_with_noise_is_found_once():

@@ -21,7 +21,6 @@ from autods.trial.run.checkpoints import (
 )
 from autods.trial.run.hf_trainer import TRAINER, TrainerSession, WholeSteps, find_trainer_folder
 from autods.trial.run.order import RunOrder
-from autods.trial.run.samples import digest_ids
 
 
 def steps_of(count, ranks, micro_batch, *, drop_last=False, epoch=0):
@@ -64,8 +63,8 @@ def test_each_epoch_has_its_own_order_in_every_attempt():
 def test_a_step_s_digest_is_of_its_samples():
     sampler = WholeSteps(SequentialSampler(range(20)), global_batch=8, drop_last=False, seed=0)
     list(sampler)
-    assert sampler.digest(2) == sampler.digest(5) == digest_ids(range(8, 16))
-    assert sampler.digest(3) == digest_ids([16, 17, 18, 19, 0, 1, 2, 3])
+    assert sampler.list_samples(2) == sampler.list_samples(5) == list(range(8, 16))
+    assert sampler.list_samples(3) == [16, 17, 18, 19, 0, 1, 2, 3]
 
 
 def save(folder, step, *, extra=False):

@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+from autods.runner.parts import Node, RunningPart, find_fullest
+from autods.runner.protocol import Heartbeat, TierUse
+
+GIB = 2**30
+
+
+def part(address, **used):
+    """A node with 8 GiB of each tier, of which some are used."""
+    tiers = tuple(TierUse(tier=tier, used_bytes=size * GIB, total_bytes=8 * GIB) for tier, size in used.items())
+    running = RunningPart(Node(address=address, agent=None), None, within_s=1.0)
+    running.heartbeat = Heartbeat(tiers=tiers)
+    return running
+
+
+def test_the_fullest_node_is_named_tier_by_tier():
+    silent = RunningPart(Node(address="10.0.0.3", agent=None), None, within_s=1.0)
+    fullest = find_fullest([part("10.0.0.1", host=5, shm=1), part("10.0.0.2", host=3, shm=2), silent])
+    assert [(use.tier, use.node, use.used_bytes // GIB) for use in fullest] == [
+        ("host", "10.0.0.1", 5),
+        ("shm", "10.0.0.2", 2),
+    ]
+
+
+def test_a_single_node_has_no_name():
+    assert [use.node for use in find_fullest([part("10.0.0.1", host=5)])] == [""]
