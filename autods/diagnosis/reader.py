@@ -22,14 +22,20 @@ _MANY = 4000  # kept lines from which on likeness is judged more coarsely
 _MOST_ALIKE = 200
 _VERY_MANY = 20_000  # kept lines from which on a word counts by itself
 _MOST_OF_A_WORD = 10
+_DIGITS = b"0123456789"
 _HEX_DIGITS = b"0123456789abcdefABCDEF"
 
 
 class LineFilter:
-    """Decides line by line for one file. It counts the lines it has seen, so that it can drop repetitions."""
+    """Decides line by line for one file. It counts the lines it has seen, so that it can drop repetitions.
+
+    The shape of a line is the line without its digits. `worn` are the hashes of the shapes that were seen too often:
+    no line of such a shape is kept.
+    """
 
     def __init__(self) -> None:
-        self._shapes: Counter[int] = Counter()
+        self.worn: set[int] = set()
+        self._counts: Counter[int] = Counter()
         self._words: Counter[bytes] = Counter()
         self._kept = 0
 
@@ -40,32 +46,32 @@ class LineFilter:
         or the same text but for hexadecimal digits, count as repetitions too. After `_VERY_MANY` a line needs a word
         that few lines since then had.
         """
-        if len(self._shapes) > _MOST_SHAPES:
-            self._shapes.clear()
-        count = self._count(line.translate(None, b"0123456789"))
-        if count > _MOST_RANK_LINES:
-            return False
+        if len(self._counts) > _MOST_SHAPES:
+            self._counts.clear()
+            self.worn.clear()
+        shape = hash(line.translate(None, _DIGITS))
+        count = self._count(shape)
         lowered = line.lower()
-        if count > _MOST_REPEATS and (b"pid" not in lowered or b"rank" not in lowered):
+        if count > (_MOST_RANK_LINES if b"pid" in lowered and b"rank" in lowered else _MOST_REPEATS):
+            self.worn.add(shape)
             return False
         if self._kept < _MANY:
             keep = _telling_words().search(lowered) is not None
             self._kept += keep
             return keep
-        if self._count(line[:_HEAD_CHARS].translate(None, _HEX_DIGITS)) > _MOST_ALIKE:
+        if self._count(hash(line[:_HEAD_CHARS].translate(None, _HEX_DIGITS))) > _MOST_ALIKE:
             return False
         words = frozenset(_telling_words().findall(lowered))
-        keep = bool(words) and self._count(words) <= _MOST_ALIKE
+        keep = bool(words) and self._count(hash(words)) <= _MOST_ALIKE
         if keep and self._kept >= _VERY_MANY:
             self._words.update(words)
             keep = min(self._words[word] for word in words) <= _MOST_OF_A_WORD
         self._kept += keep
         return keep
 
-    def _count(self, shape: bytes | frozenset[bytes]) -> int:
-        key = hash(shape)
-        self._shapes[key] += 1
-        return self._shapes[key]
+    def _count(self, shape: int) -> int:
+        self._counts[shape] += 1
+        return self._counts[shape]
 
 
 @cache
@@ -297,7 +303,8 @@ class Reader:
         for block in blocks:
             self.bytes += len(block)
             whole, newline, rest = (rest + block.replace(b"\0", b"")).rpartition(b"\n")
-            yield from self._read_block(whole + newline)
+            if newline:
+                yield from self._read_block(whole + newline)
             while len(rest) > _UNBROKEN_BYTES:
                 cut, rest = rest[:_UNBROKEN_BYTES], rest[_UNBROKEN_BYTES:]
                 yield from self._read_block(cut)
@@ -324,26 +331,35 @@ class Reader:
         return self._clock
 
     def _read_block(self, block: bytes) -> Iterator[Line]:
-        if block:
-            self.last = [text for text in _clean(block[-2000:]).splitlines() if text.strip()][-5:]
+        """Read whole lines, or a piece of a line without its end."""
+        self.last = [text for text in _clean(block[-2000:]).splitlines() if text.strip()][-5:] or self.last
+        block, line_end = block.removesuffix(b"\n"), block[-1:] == b"\n"
         self._raws, self._first = block.split(b"\n"), self.number
-        for raw in self._raws:
-            self.number += 1
-            if raw[:2] in _HEADS and (header := _HEADER.match(raw)):  # the next lines belong to another file
-                name = header[1].decode(errors="replace")
-                self.parts[self.file] = self.progress
-                self.file = f"{self._name}/{name}" if self._name else name
-                self.progress, self._last_step = self.parts.get(self.file, 0), ""
+        shapes = map(hash, block.translate(None, _DIGITS).split(b"\n"))
+        worn, needs_all = self._filter.worn, True
+        for number, (raw, shape) in enumerate(zip(self._raws, shapes, strict=True), self.number + 1):
+            if shape in worn and not needs_all:
                 continue
-            keeps = self.waiting() or self._filter.keeps(raw)
-            if self.number < self._watch_until and (match := PROGRESS.search(raw.decode(errors="replace"))):
-                step = match[1] or match[2] or ""
-                if not step or step != self._last_step:  # the same step on eight ranks counts once
-                    self.progress += 1
-                    self._last_step = step
-            if keeps:
-                yield from self._parse(raw)
-        self.number -= 1  # what follows the last line end is the next block's first line
+            self.number = number
+            yield from self._read_line(raw)
+            needs_all = self.waiting() or number < self._watch_until
+        self.number = self._first + len(self._raws) - (not line_end)
+
+    def _read_line(self, raw: bytes) -> Iterator[Line]:
+        if raw[:2] in _HEADS and (header := _HEADER.match(raw)):  # the next lines belong to another file
+            name = header[1].decode(errors="replace")
+            self.parts[self.file] = self.progress
+            self.file = f"{self._name}/{name}" if self._name else name
+            self.progress, self._last_step = self.parts.get(self.file, 0), ""
+            return
+        keeps = self.waiting() or self._filter.keeps(raw)
+        if self.number < self._watch_until and (match := PROGRESS.search(raw.decode(errors="replace"))):
+            step = match[1] or match[2] or ""
+            if not step or step != self._last_step:  # the same step on eight ranks counts once
+                self.progress += 1
+                self._last_step = step
+        if keeps:
+            yield from self._parse(raw)
 
     def _parse(self, raw: bytes) -> Iterator[Line]:
         parts = _split(_clean(raw))

@@ -119,6 +119,18 @@ def test_a_log_whose_lines_all_differ_is_read_in_part() -> None:
     assert taken < 10_000
 
 
+def test_repeated_lines_are_kept_while_a_traceback_is_open() -> None:
+    opened: list[int] = []
+    reader = Reader("", lambda: bool(opened))
+    noise = b"retry 7 of the loader failed\n" * 50
+    numbers = []
+    for line in reader.read([noise + TRACE.encode(), noise]):
+        numbers.append(line.number)
+        opened += [line.number] if line.text.startswith("Traceback") else []
+    assert numbers[:12] == list(range(1, 13))
+    assert numbers[12:] == list(range(51, 104))
+
+
 def test_a_failure_at_the_end_of_much_noise_is_found() -> None:
     noise = "".join(f"2026-01-05 10:00:00 error {n:032x} while reading {n * 7919:x}\n" for n in range(30_000))
     said = autods.diagnose(f"{noise}[rank2]: {OOM.format(gpu=2)}\n", exit_code=1)
