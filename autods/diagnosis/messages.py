@@ -182,6 +182,7 @@ class _Open:
     body: list[str] = field(default_factory=list)
     ignored: bool = False
     indent: int = 0  # of the first frame
+    margin: re.Pattern[str] | None = None  # what stands before the header, and so before each line
     remote: list[str] = field(default_factory=list)  # frames of another process that the message quotes
 
 
@@ -203,20 +204,24 @@ class Assembler:
 
     def feed(self, line: Line) -> Iterator[Message]:
         """The messages that this line completes."""
-        key, text = (line.file, line.prefix.stream), line.text
-        if TRACEBACK.search(text):
+        key = (line.file, line.prefix.stream)
+        opened = self._open.get(key)
+        if opened is not None and opened.margin and (before := opened.margin.match(line.text)):
+            line = replace(line, text=line.text[before.end() :])
+        text = line.text
+        if header := TRACEBACK.search(text):
             yield from self._close(key)
             if folded := _unfold(text):
                 for piece in folded:
                     yield from self.feed(replace(line, text=piece))
                 yield from self._close(key)
                 return
-            self._open[key] = _Open(line, ignored=key in self._ignore)
+            margin = _margin(text[: header.start()]) or (opened.margin if opened is not None else None)
+            self._open[key] = _Open(line, ignored=key in self._ignore, margin=margin)
             self._ignore.discard(key)
             return
         if IGNORED.search(text):
             self._ignore.add(key)
-        opened = self._open.get(key)
         if opened is None and (FRAME.match(text) or BOXED_FRAME.match(text)):  # the traceback's beginning is missing
             self._open[key] = _Open(line, frames=[text.strip()], indent=_indent(text))
         elif opened is not None and opened.message is None:
@@ -245,12 +250,20 @@ class Assembler:
         text, stripped = line.text.rstrip(), line.text.strip()
         opened.lines += 1
         outdented = bool(opened.frames) and _indent(text) < opened.indent
+        # Without any indent, the line after a frame is its code.
+        is_code = bool(opened.frames) and not opened.indent and FRAME.match(opened.frames[-1]) is not None
         if opened.lines > _MOST_OPEN_LINES:
             del self._open[key]
         elif outdented and (match := EXCEPTION.match(stripped)):
             opened.message = _message(line, "raised", match, opened.frames)
             opened.body = [stripped]
-        elif not stripped or text[0] in " \t" + BOX or IPYTHON_FRAME.match(text):
+        elif (
+            not stripped
+            or text[0] in " \t" + BOX
+            or FRAME.match(text)
+            or IPYTHON_FRAME.match(text)
+            or (is_code and not EXCEPTION.match(text))
+        ):
             if not opened.frames:
                 opened.indent = _indent(text)
             if len(opened.frames) > _MOST_FRAMES:
@@ -301,6 +314,12 @@ class Assembler:
             self._raised_in[key] = int(match[1])
         message.pid = self._raised_in.get(key)
         yield message
+
+
+def _margin(before: str) -> re.Pattern[str] | None:
+    """What stands before each line of a traceback, by what stands before its header; numbers in it may change."""
+    pieces = re.split(r"\d+", before)
+    return re.compile(r" *\d+".join(map(re.escape, pieces))) if before else None
 
 
 def _message(line: Line, manner: Manner, match: re.Match[str] | None, frames: Sequence[str] = ()) -> Message:

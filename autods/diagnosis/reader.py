@@ -139,6 +139,7 @@ _LEVELS: dict[str, Level] = {
 }  # fmt: skip
 _PREFIXES = tuple(re.compile(expand(pattern)) for pattern in read_toml("log_lines")["prefixes"])
 _MOST_PREFIXES = 7
+_WIDEST_MARGIN = 40  # of a log in an indented block
 _GROUP_MARGIN = re.compile(
     r"^ {2,}(?:\||\+[-+]{4,}(?: (?:\d+|\.{3}) -+)?$|\+(?= Exception Group)) ?"
 )  # of ExceptionGroup's parts
@@ -148,7 +149,8 @@ def split_prefix(text: str) -> tuple[Prefix, str]:
     """Split a line into its prefix and the rest, which keeps its indentation."""
     rest = text
     parts: list[tuple[str, str]] = []
-    for _ in range(0 if text.startswith("   ") else _MOST_PREFIXES):  # a frame of a traceback, code, a continuation
+    is_code = text.startswith("   ") and "[rank" not in text[:_WIDEST_MARGIN]  # or a frame of a traceback
+    for _ in range(0 if is_code else _MOST_PREFIXES):
         match = next((match for pattern in _PREFIXES if (match := pattern.match(rest))), None)
         if match is None or not match[0]:
             break
@@ -249,13 +251,19 @@ _UNBROKEN_BYTES = 1 << 16  # a line without an end is cut here
 _MANY_PARTS = 40  # in one line: progress bars without line ends
 _BACK_LINES = 200  # searched backwards for a line's time
 _WATCH_LINES = 3000  # after a failure, in which training progress is counted
-_ANSI = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|[()][A-B0-2])")
+# Colours and other codes of a terminal. In a pasted log the escape character is often missing, or written out.
+_ANSI = re.compile(
+    r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|[()][A-B0-2])|(?:\^\[|#033|\\(?:x1b|u001b|033|e))\[[0-9;]*m"
+    r"|\[(?:[01]?\d;)?(?:[014]|22|[39]\d|38;5;\d+)m"
+)
 PROGRESS = re.compile(
     r"(?:\bsteps?|\biter(?:ation)?s?|global_step|\bepochs?|num_updates)\W{0,6}(\d+)|(\d+)/\d+ ?\[\d"
     r"|\bloss['\"]?\s*[:=]\s*\d|\d\s?(?:it/s|s/it)\b",
     re.IGNORECASE,
 )
-_BAR = re.compile(r"\d+%\|[^|]{0,200}\| ?\S+ \[[^\]]{3,200}\]")  # tqdm's
+_BAR = re.compile(
+    r"\d\w*(?:/\S+)? \[\d+:\d\d[^\n]{0,300}?\](?![,\]'\"])"
+)  # tqdm's: 5/10 [00:02<00:02, lr=[0.1], loss=2]
 # The header of one file in a log that joins several, as `tail -n 50 *.log` writes it.
 _HEADER = re.compile(
     rb"(?:={2,}>?|#{2,}|-{2,}|\*{2,}|>{2,})\s*(?:(?:file|log|output of|contents? of|stderr of|stdout of):? )?"
@@ -295,6 +303,7 @@ class Reader:
         self._searched = 0  # the line that was looked up last, and its time
         self._clock: Clock | None = None
         self._last_step = ""
+        self._indent = ""  # of all lines: the log stands in an indented block
         self._filter = LineFilter()
 
     def read(self, blocks: Iterable[bytes]) -> Iterator[Line]:
@@ -302,6 +311,8 @@ class Reader:
         rest = b""
         for block in blocks:
             self.bytes += len(block)
+            if self.number == 0 and not rest:
+                self._indent = _common_indent(block)
             whole, newline, rest = (rest + block.replace(b"\0", b"")).rpartition(b"\n")
             if newline:
                 yield from self._read_block(whole + newline)
@@ -362,7 +373,7 @@ class Reader:
             yield from self._parse(raw)
 
     def _parse(self, raw: bytes) -> Iterator[Line]:
-        parts = _split(_clean(raw))
+        parts = _split(_clean(raw).removeprefix(self._indent))
         for text in parts:
             if (
                 len(parts) > _MANY_PARTS
@@ -386,9 +397,14 @@ class Reader:
             yield Line(self.file, self.number, rest, prefix, self.progress)
 
 
+def _common_indent(block: bytes) -> str:
+    indents = {line[: len(line) - len(line.lstrip())] for line in block.split(b"\n") if line.strip()}
+    shortest = min(indents, key=len, default=b"")
+    return shortest.decode() if all(indent.startswith(shortest) for indent in indents) else ""
+
+
 def _clean(raw: bytes) -> str:
-    text = raw.decode("utf-8", errors="replace")
-    return _ANSI.sub("", text) if "\x1b" in text else text
+    return _ANSI.sub("", raw.decode("utf-8", errors="replace"))
 
 
 def _split(text: str) -> list[str]:

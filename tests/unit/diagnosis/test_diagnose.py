@@ -154,6 +154,8 @@ def test_text_after_a_progress_bar_is_read() -> None:
     assert autods.diagnose(bar + "Killed\n").kind == "unknown"
     glued = "[rank3]: " + bar + raised(OOM, "loss.backward()").replace("\n", "\n[rank3]: ")
     assert (autods.diagnose(glued, 1).tier, autods.diagnose(glued, 1).rank) == ("device", 3)
+    without_percents = "12/90 [01:10<01:37, lr=['0.1'], loss=2]" + raised(OOM, "loss.backward()")
+    assert autods.diagnose(without_percents).tier == "device"
 
 
 def test_mpirun_sentence_over_two_lines_gives_the_rank() -> None:

@@ -90,6 +90,37 @@ def test_frames_in_a_box_are_a_stack() -> None:
     assert autods.diagnose(f"{box}RuntimeError: CUDA error: out of memory").tier == "pinned"
 
 
+@pytest.mark.parametrize(
+    ("margin", "rank"),
+    [
+        ("> ", None),
+        ("    ", None),
+        ("  [rank3]: ", 3),
+        ("stderr F ", None),
+        ("[1,mpirank:3,algo-2]<stderr>:", 3),
+        ("[36m(RayTrainWorker pid=88)[0m ", None),
+        ("#033[31m", None),
+        ("trainer  | ", None),
+        ("host4 train.sh[881]: ", None),
+        ("log line {number}  ", None),
+    ],
+)
+@pytest.mark.parametrize("intro", ["", "It fails with ZeRO-3:\n"])
+def test_a_margin_of_any_kind_is_cut(margin: str, rank: int | None, intro: str) -> None:
+    lines = (TRACE.replace("loss.backward()", "buffer.pin_memory()") + "RuntimeError: CUDA error: out of memory").split(
+        "\n"
+    )
+    said = autods.diagnose(intro + "".join(f"{margin.format(number=9 + n)}{line}\n" for n, line in enumerate(lines)))
+    assert (said.kind, said.tier, said.rank) == ("out_of_memory", "pinned", rank)
+
+
+def test_a_traceback_that_lost_its_indents_keeps_its_frames() -> None:
+    lines = (TRACE.replace("loss.backward()", "buffer.pin_memory()") + "RuntimeError: CUDA error: out of memory").split(
+        "\n"
+    )
+    assert autods.diagnose("\n".join(line.lstrip() for line in lines)).tier == "pinned"
+
+
 def test_a_traceback_without_its_end_is_a_failure_of_unknown_cause() -> None:
     said = autods.diagnose(f"step 1 loss 2.0\n{TRACE}")
     assert (said.kind, said.action) == ("unknown", "retry")
