@@ -27,7 +27,7 @@ IGNORED = re.compile(r"Exception ignored in|Error in atexit|Error in sys\.except
 # "torch.OutOfMemoryError: CUDA out of memory…", "RayTaskError(OutOfMemoryError): …", pytest's "E   ValueError: …".
 EXCEPTION = re.compile(
     expand(
-        r"(?:E +)?(?:Uncaught (?:exception|error):? )?(?P<type>(?:[A-Za-z_][\w]*(?:\.|::))*[A-Za-z_]*{exception_suffix}"
+        r"(?:E +|\.)?(?:Uncaught (?:exception|error):? )?(?P<type>(?:[A-Za-z_][\w]*(?:\.|::))*[A-Za-z_]*{exception_suffix}"
         r"(?:Group)?(?:\([\w., ]+\))?)(?::(?=\s|$)|$)(?P<text>.*)"
     )
 )
@@ -143,7 +143,7 @@ class Message:
     type: str = ""  # the exception's name without its module
     frames: tuple[str, ...] = ()  # outermost first: 'File "…", line 3, in forward', and the code under it
     progress: int = 0
-    order: int = 0  # among the messages that match a row
+    order: int = 0  # its line's number, counted through all files
     ignored: bool = False  # Python reports that it ignored this exception
     pid: int | None = None  # of the Ray worker that raised it
 
@@ -183,6 +183,7 @@ class _Open:
     ignored: bool = False
     indent: int = 0  # of the first frame
     margin: re.Pattern[str] | None = None  # what stands before the header, and so before each line
+    type: str = ""  # of the exception, which a notebook writes before the header, too
     remote: list[str] = field(default_factory=list)  # frames of another process that the message quotes
 
 
@@ -206,8 +207,8 @@ class Assembler:
         """The messages that this line completes."""
         key = (line.file, line.prefix.stream)
         opened = self._open.get(key)
-        if opened is not None and opened.margin and (before := opened.margin.match(line.text)):
-            line = replace(line, text=line.text[before.end() :])
+        if opened is not None and opened.margin and (cut := opened.margin.match(line.text)):
+            line = replace(line, text=line.text[cut.end() :])
         text = line.text
         if header := TRACEBACK.search(text):
             yield from self._close(key)
@@ -216,8 +217,10 @@ class Assembler:
                     yield from self.feed(replace(line, text=piece))
                 yield from self._close(key)
                 return
-            margin = _margin(text[: header.start()]) or (opened.margin if opened is not None else None)
-            self._open[key] = _Open(line, ignored=key in self._ignore, margin=margin)
+            before = text[: header.start()]
+            margin = _margin(before) or (opened.margin if opened is not None else None)
+            named = parse_exception_type(before.strip())
+            self._open[key] = _Open(line, ignored=key in self._ignore, margin=margin, type=named)
             self._ignore.discard(key)
             return
         if IGNORED.search(text):
@@ -241,8 +244,8 @@ class Assembler:
         """The messages that are still open at the end."""
         for key, opened in list(self._open.items()):
             if opened.message is None and opened.frames:
-                opened.message = _message(opened.first, "stated", None, opened.frames)
-                opened.body = [f"{CUT}: {opened.frames[-1]}"]
+                opened.message = _message(opened.first, "stated", EXCEPTION.match(opened.type), opened.frames)
+                opened.body = [opened.type or f"{CUT}: {opened.frames[-1]}"]
             yield from self._close(key)
 
     def _add_frame(self, key: Key, opened: _Open, line: Line) -> Iterator[Message]:
