@@ -28,7 +28,7 @@ IGNORED = re.compile(r"Exception ignored in|Error in atexit|Error in sys\.except
 EXCEPTION = re.compile(
     expand(
         r"(?:E +|\.)?(?:Uncaught (?:exception|error):? )?(?P<type>(?:[A-Za-z_][\w]*(?:\.|::))*[A-Za-z_]*{exception_suffix}"
-        r"(?:Group)?(?:\([\w., ]+\))?)(?::(?=\s|$)|$)(?P<text>.*)"
+        r"(?:Group)?(?:\([\w., ]+\))?)(?::(?=\s|$)|$|(?=\(['\"].*['\"],?\)$))(?P<text>.*)"
     )
 )
 ENDS_TRACEBACK = re.compile(r"(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:\([\w., ]+\))?)(?::(?=\s|$)|$)(?P<text>.*)")

@@ -274,3 +274,18 @@ def test_a_notebooks_header_names_the_exception_of_a_cut_traceback() -> None:
     head = "OutOfMemoryError       Traceback (most recent call last)\nCell In[5], line 12\n---> 12 trainer.train()\n"
     said = autods.diagnose(head)
     assert (said.kind, said.tier) == ("out_of_memory", "device")
+
+
+def test_a_warning_of_lost_connections_counts_where_nothing_else_does() -> None:
+    warning = "WARNING:elastic.rendezvous:no heartbeat reached the rendezvous: RendezvousConnectionError\n"
+    assert autods.diagnose(warning * 3).kind == "communication"
+    assert (
+        autods.diagnose(warning + raised("ValueError: no labels", "raise ValueError('no labels')"), 1).kind
+        == "user_code"
+    )
+    assert autods.diagnose("WARNING: could not load libcudart.so.11: no such file\n").kind == "none"
+
+
+def test_an_exception_that_is_printed_as_its_repr_is_known() -> None:
+    said = autods.diagnose("MisconfigurationException(\"the strategy 'fast' does not exist\")\n")
+    assert said.kind == "config"
