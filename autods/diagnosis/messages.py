@@ -65,8 +65,6 @@ ANNOUNCES = re.compile(
     re.I,
 )
 OF_NCCL = re.compile(r"nccl\w+Error: ")  # the second line of torch's DistBackendError
-# Lines of the kernel, a scheduler or a shell never continue an exception's text.
-SYSTEM = re.compile(expand("{system_line}"))
 STARTS_ANEW = re.compile(expand("{starts_anew}"))
 
 
@@ -297,7 +295,7 @@ class Assembler:
         if not text.strip():
             belongs = bool(opened.frames) and (len(opened.body) < 3 or opened.body[-1].endswith(":"))
         else:
-            others = (EXCEPTION.match, SYSTEM.match, STARTS_ANEW.match, PROGRESS.search)
+            others = (EXCEPTION.match, STARTS_ANEW.match, PROGRESS.search)
             belongs = OF_NCCL.match(text) is not None or not any(other(text) for other in others)
         if belongs and NATIVE_FRAME.match(text):
             message.frames += (text.strip(),)
