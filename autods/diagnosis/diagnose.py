@@ -40,8 +40,6 @@ _ONLY_TALKS = re.compile(
     r"\b(?:changelog|release notes?|fix(?:ed|es)|avoid(?:s|ed|ing)?|prevents?|preventing|known issues?|faq|how to)\b",
     re.IGNORECASE | re.DOTALL,
 )
-# A warning of these counts where nothing else does. Those of other kinds are in the logs of healthy runs, too.
-_WARNED_OF = ("out_of_memory", "communication")
 _GIVE_TEXT = "give the log itself, as text or packed by gzip, bzip2 or xz; unpack others into autods diagnose -"
 _MOST_SKIPPED = 5  # names in a note
 # 'logs/train.log', '/data/slurm-7.out.gz': text of a log has a space, or another end
@@ -181,11 +179,17 @@ def _matching_row(message: Message) -> Signature | None:
     row = find_signature(message.text, type=type, stack=message.stack, passing=passing, by_user=message.by_user)
     if row is None and message.prefix.level == "warning":
         row = find_signature(message.text)
-        counts = row is not None and row.kind in _WARNED_OF and row.weight in ("cause", "likely")
-        row = replace(row, weight="weak") if row is not None and counts else None
+        row = replace(row, weight="weak") if row is not None and _counts_as_warning(row) else None
     if row is not None and row.kind == "out_of_memory" and not message.type and _ONLY_TALKS.search(message.text):
         return None
     return row
+
+
+def _counts_as_warning(row: Signature) -> bool:
+    """Whether a warning counts where nothing else does: torch has no memory or no peers. Others are in healthy logs."""
+    return (
+        row.emitter == "torch" and row.kind in ("out_of_memory", "communication") and row.weight in ("cause", "likely")
+    )
 
 
 def _is_text(block: bytes) -> bool:

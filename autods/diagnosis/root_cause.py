@@ -338,9 +338,6 @@ def _phase(message: Message) -> str | None:
 def _diagnose_exit(reported: int, summary: LogSummary) -> Diagnosis:
     """The diagnosis by an exit code alone, as a shell or `subprocess` reports it."""
     code = normalize_exit_code(reported)
-    hints = [finding for finding in summary.findings if finding.row.weight == "hint"]
-    if code == -9 and hints:
-        return _diagnosis(hints[-1], "hint", hints, rank=summary.exits.root_rank)
     exits = (exit for exit in summary.exits.exits if normalize_exit_code(exit.code) == code)
     signal_name = f" ({format_signal(-code)})" if code < 0 else ""
     exit = next(exits, Exit(code, line=f"exit code {reported}{signal_name}"))
