@@ -339,7 +339,7 @@ def _message(line: Line, manner: Manner, match: re.Match[str] | None, frames: Se
 def _single_line(line: Line) -> Iterator[Message]:
     """The message of a plain line: it reports a failure itself, mentions it or quotes it."""
     text, level = line.text, line.prefix.level
-    if text.strip() and not _is_code(text):
+    if text.strip() and not _is_code(text) and not BOILERPLATE.match(text):
         manner: Manner = "mentioned" if level in ("debug", "info", "warning") else "stated"
         if _QUOTED.search(text) and level != "error" and not (REPORTS_FAILURE.match(text) or _NOTICE.search(text)):
             manner = "quoted"

@@ -120,6 +120,8 @@ def pick_root_cause(summary: LogSummary, exit_code: int | None = None) -> Diagno
     reported = 0 if ended_well else summary.first_exit.code
     if code := reported if reported < 0 or exit_code is None else exit_code:
         return _diagnose_exit(code, summary)
+    if stopped := [finding for finding in alive if finding.row.weight == "stopped"]:
+        return _diagnosis(stopped[0], "exit code", stopped)
     if pressed := [finding for finding in summary.findings if _shows_pressure(finding)]:
         advice = pressed[0].row.advice if pressed[0].row.weight == "pressure" else _LEAVE_HEADROOM
         diagnosis = _diagnosis(pressed[0], "pressure", pressed, advice=advice)
