@@ -45,7 +45,7 @@ _MOST_SKIPPED = 5  # names in a note
 # 'logs/train.log', '/data/slurm-7.out.gz': text of a log has a space, or another end
 _PATH = re.compile(r"[^\s\0]{1,1000}\.(?:log|out|err|txt)(?:\.(?:gz|bz2|xz|\d+))?")
 _MOST_EXIT_CODE = 256 + MOST_SIGNAL  # PBS adds 256 to a signal
-_LEAST_WORDS = 12  # characters of a user's exception by which a line that repeats it is known
+_LEAST_WORDS = 8  # characters of a user's exception by which a line that repeats it is known
 _MOST_USER_WORDS = 200
 _MOST_FINDINGS = 400  # per row; findings that say that the run ended well are all kept
 _MANY_FINDINGS = 2000  # of all rows, from which on few of each are kept
@@ -136,6 +136,7 @@ def _read_log(name: str, blocks: Iterator[bytes], summary: LogSummary) -> None:
         _add_message(message, summary, row_counts, reader)
     summary.text = True
     summary.bytes += reader.bytes
+    summary.lines += reader.number
     summary.progress |= {**reader.parts, reader.file: reader.progress}
     summary.files += len(reader.parts)
     summary.last[name] = reader.last
@@ -155,7 +156,7 @@ def _add_message(message: Message, summary: LogSummary, row_counts: Counter[str]
     if reports_exit and row.weight in ("likely", "weak") and row.file in ("user_code", "communication"):
         return
     row_counts[row.name] += 1
-    message.order = len(summary.findings)
+    message.order = summary.lines + message.number
     most = _MOST_FINDINGS if len(summary.findings) < _MANY_FINDINGS else _FEW
     if row_counts[row.name] <= most or row.weight == "done":
         rank = find_rank(message, row.weight, summary.files + len(reader.parts))
@@ -164,7 +165,7 @@ def _add_message(message: Message, summary: LogSummary, row_counts: Counter[str]
         if rank is None and local is not None:
             summary.ranks.gpus.add(local)
         summary.findings.append(Finding(row, message, rank, local, find_nccl_device(message), when))
-    if row.weight in ("cause", "likely", "pressure"):
+    if row.weight in ("cause", "likely", "weak", "pressure"):
         reader.watch()
         message.progress = reader.progress
 
@@ -176,9 +177,19 @@ def _matching_row(message: Message) -> Signature | None:
     type = message.type or (ERROR_LINE if is_error and message.manner == "stated" else "")
     passing = message.manner == "mentioned"
     row = find_signature(message.text, type=type, stack=message.stack, passing=passing, by_user=message.by_user)
+    if row is None and message.prefix.level == "warning":
+        row = find_signature(message.text)
+        row = replace(row, weight="weak") if row is not None and _counts_as_warning(row) else None
     if row is not None and row.kind == "out_of_memory" and not message.type and _ONLY_TALKS.search(message.text):
         return None
     return row
+
+
+def _counts_as_warning(row: Signature) -> bool:
+    """Whether a warning counts where nothing else does: torch has no memory or no peers. Others are in healthy logs."""
+    return (
+        row.emitter == "torch" and row.kind in ("out_of_memory", "communication") and row.weight in ("cause", "likely")
+    )
 
 
 def _is_text(block: bytes) -> bool:

@@ -27,8 +27,8 @@ IGNORED = re.compile(r"Exception ignored in|Error in atexit|Error in sys\.except
 # "torch.OutOfMemoryError: CUDA out of memory…", "RayTaskError(OutOfMemoryError): …", pytest's "E   ValueError: …".
 EXCEPTION = re.compile(
     expand(
-        r"(?:E +)?(?:Uncaught (?:exception|error):? )?(?P<type>(?:[A-Za-z_][\w]*(?:\.|::))*[A-Za-z_]*{exception_suffix}"
-        r"(?:Group)?(?:\([\w., ]+\))?)(?::(?=\s|$)|$)(?P<text>.*)"
+        r"(?:E +|\.)?(?:Uncaught (?:exception|error):? )?(?P<type>(?:[A-Za-z_][\w]*(?:\.|::))*[A-Za-z_]*{exception_suffix}"
+        r"(?:Group)?(?:\([\w., ]+\))?)(?::(?=\s|$)|$|(?=\(['\"].*['\"],?\)$))(?P<text>.*)"
     )
 )
 ENDS_TRACEBACK = re.compile(r"(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:\([\w., ]+\))?)(?::(?=\s|$)|$)(?P<text>.*)")
@@ -65,8 +65,6 @@ ANNOUNCES = re.compile(
     re.I,
 )
 OF_NCCL = re.compile(r"nccl\w+Error: ")  # the second line of torch's DistBackendError
-# Lines of the kernel, a scheduler or a shell never continue an exception's text.
-SYSTEM = re.compile(expand("{system_line}"))
 STARTS_ANEW = re.compile(expand("{starts_anew}"))
 
 
@@ -143,7 +141,7 @@ class Message:
     type: str = ""  # the exception's name without its module
     frames: tuple[str, ...] = ()  # outermost first: 'File "…", line 3, in forward', and the code under it
     progress: int = 0
-    order: int = 0  # among the messages that match a row
+    order: int = 0  # its line's number, counted through all files
     ignored: bool = False  # Python reports that it ignored this exception
     pid: int | None = None  # of the Ray worker that raised it
 
@@ -182,6 +180,8 @@ class _Open:
     body: list[str] = field(default_factory=list)
     ignored: bool = False
     indent: int = 0  # of the first frame
+    margin: re.Pattern[str] | None = None  # what stands before the header, and so before each line
+    type: str = ""  # of the exception, which a notebook writes before the header, too
     remote: list[str] = field(default_factory=list)  # frames of another process that the message quotes
 
 
@@ -203,20 +203,26 @@ class Assembler:
 
     def feed(self, line: Line) -> Iterator[Message]:
         """The messages that this line completes."""
-        key, text = (line.file, line.prefix.stream), line.text
-        if TRACEBACK.search(text):
+        key = (line.file, line.prefix.stream)
+        opened = self._open.get(key)
+        if opened is not None and opened.margin and (cut := opened.margin.match(line.text)):
+            line = replace(line, text=line.text[cut.end() :])
+        text = line.text
+        if header := TRACEBACK.search(text):
             yield from self._close(key)
             if folded := _unfold(text):
                 for piece in folded:
                     yield from self.feed(replace(line, text=piece))
                 yield from self._close(key)
                 return
-            self._open[key] = _Open(line, ignored=key in self._ignore)
+            before = text[: header.start()]
+            margin = _margin(before) or (opened.margin if opened is not None else None)
+            named = parse_exception_type(before.strip())
+            self._open[key] = _Open(line, ignored=key in self._ignore, margin=margin, type=named)
             self._ignore.discard(key)
             return
         if IGNORED.search(text):
             self._ignore.add(key)
-        opened = self._open.get(key)
         if opened is None and (FRAME.match(text) or BOXED_FRAME.match(text)):  # the traceback's beginning is missing
             self._open[key] = _Open(line, frames=[text.strip()], indent=_indent(text))
         elif opened is not None and opened.message is None:
@@ -236,8 +242,8 @@ class Assembler:
         """The messages that are still open at the end."""
         for key, opened in list(self._open.items()):
             if opened.message is None and opened.frames:
-                opened.message = _message(opened.first, "stated", None, opened.frames)
-                opened.body = [f"{CUT}: {opened.frames[-1]}"]
+                opened.message = _message(opened.first, "stated", EXCEPTION.match(opened.type), opened.frames)
+                opened.body = [opened.type or f"{CUT}: {opened.frames[-1]}"]
             yield from self._close(key)
 
     def _add_frame(self, key: Key, opened: _Open, line: Line) -> Iterator[Message]:
@@ -245,12 +251,20 @@ class Assembler:
         text, stripped = line.text.rstrip(), line.text.strip()
         opened.lines += 1
         outdented = bool(opened.frames) and _indent(text) < opened.indent
+        # Without any indent, the line after a frame is its code.
+        is_code = bool(opened.frames) and not opened.indent and FRAME.match(opened.frames[-1]) is not None
         if opened.lines > _MOST_OPEN_LINES:
             del self._open[key]
         elif outdented and (match := EXCEPTION.match(stripped)):
             opened.message = _message(line, "raised", match, opened.frames)
             opened.body = [stripped]
-        elif not stripped or text[0] in " \t" + BOX or IPYTHON_FRAME.match(text):
+        elif (
+            not stripped
+            or text[0] in " \t" + BOX
+            or FRAME.match(text)
+            or IPYTHON_FRAME.match(text)
+            or (is_code and not EXCEPTION.match(text))
+        ):
             if not opened.frames:
                 opened.indent = _indent(text)
             if len(opened.frames) > _MOST_FRAMES:
@@ -281,7 +295,7 @@ class Assembler:
         if not text.strip():
             belongs = bool(opened.frames) and (len(opened.body) < 3 or opened.body[-1].endswith(":"))
         else:
-            others = (EXCEPTION.match, SYSTEM.match, STARTS_ANEW.match, PROGRESS.search)
+            others = (EXCEPTION.match, STARTS_ANEW.match, PROGRESS.search)
             belongs = OF_NCCL.match(text) is not None or not any(other(text) for other in others)
         if belongs and NATIVE_FRAME.match(text):
             message.frames += (text.strip(),)
@@ -303,6 +317,12 @@ class Assembler:
         yield message
 
 
+def _margin(before: str) -> re.Pattern[str] | None:
+    """What stands before each line of a traceback, by what stands before its header; numbers in it may change."""
+    pieces = re.split(r"\d+", before)
+    return re.compile(r" *\d+".join(map(re.escape, pieces))) if before else None
+
+
 def _message(line: Line, manner: Manner, match: re.Match[str] | None, frames: Sequence[str] = ()) -> Message:
     return Message(
         file=line.file,
@@ -319,7 +339,7 @@ def _message(line: Line, manner: Manner, match: re.Match[str] | None, frames: Se
 def _single_line(line: Line) -> Iterator[Message]:
     """The message of a plain line: it reports a failure itself, mentions it or quotes it."""
     text, level = line.text, line.prefix.level
-    if text.strip() and not _is_code(text):
+    if text.strip() and not _is_code(text) and not BOILERPLATE.match(text):
         manner: Manner = "mentioned" if level in ("debug", "info", "warning") else "stated"
         if _QUOTED.search(text) and level != "error" and not (REPORTS_FAILURE.match(text) or _NOTICE.search(text)):
             manner = "quoted"

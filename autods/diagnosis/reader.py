@@ -22,14 +22,20 @@ _MANY = 4000  # kept lines from which on likeness is judged more coarsely
 _MOST_ALIKE = 200
 _VERY_MANY = 20_000  # kept lines from which on a word counts by itself
 _MOST_OF_A_WORD = 10
+_DIGITS = b"0123456789"
 _HEX_DIGITS = b"0123456789abcdefABCDEF"
 
 
 class LineFilter:
-    """Decides line by line for one file. It counts the lines it has seen, so that it can drop repetitions."""
+    """Decides line by line for one file. It counts the lines it has seen, so that it can drop repetitions.
+
+    The shape of a line is the line without its digits. `worn` are the hashes of the shapes that were seen too often:
+    no line of such a shape is kept.
+    """
 
     def __init__(self) -> None:
-        self._shapes: Counter[int] = Counter()
+        self.worn: set[int] = set()
+        self._counts: Counter[int] = Counter()
         self._words: Counter[bytes] = Counter()
         self._kept = 0
 
@@ -40,32 +46,32 @@ class LineFilter:
         or the same text but for hexadecimal digits, count as repetitions too. After `_VERY_MANY` a line needs a word
         that few lines since then had.
         """
-        if len(self._shapes) > _MOST_SHAPES:
-            self._shapes.clear()
-        count = self._count(line.translate(None, b"0123456789"))
-        if count > _MOST_RANK_LINES:
-            return False
+        if len(self._counts) > _MOST_SHAPES:
+            self._counts.clear()
+            self.worn.clear()
+        shape = hash(line.translate(None, _DIGITS))
+        count = self._count(shape)
         lowered = line.lower()
-        if count > _MOST_REPEATS and (b"pid" not in lowered or b"rank" not in lowered):
+        if count > (_MOST_RANK_LINES if b"pid" in lowered and b"rank" in lowered else _MOST_REPEATS):
+            self.worn.add(shape)
             return False
         if self._kept < _MANY:
             keep = _telling_words().search(lowered) is not None
             self._kept += keep
             return keep
-        if self._count(line[:_HEAD_CHARS].translate(None, _HEX_DIGITS)) > _MOST_ALIKE:
+        if self._count(hash(line[:_HEAD_CHARS].translate(None, _HEX_DIGITS))) > _MOST_ALIKE:
             return False
         words = frozenset(_telling_words().findall(lowered))
-        keep = bool(words) and self._count(words) <= _MOST_ALIKE
+        keep = bool(words) and self._count(hash(words)) <= _MOST_ALIKE
         if keep and self._kept >= _VERY_MANY:
             self._words.update(words)
             keep = min(self._words[word] for word in words) <= _MOST_OF_A_WORD
         self._kept += keep
         return keep
 
-    def _count(self, shape: bytes | frozenset[bytes]) -> int:
-        key = hash(shape)
-        self._shapes[key] += 1
-        return self._shapes[key]
+    def _count(self, shape: int) -> int:
+        self._counts[shape] += 1
+        return self._counts[shape]
 
 
 @cache
@@ -133,6 +139,7 @@ _LEVELS: dict[str, Level] = {
 }  # fmt: skip
 _PREFIXES = tuple(re.compile(expand(pattern)) for pattern in read_toml("log_lines")["prefixes"])
 _MOST_PREFIXES = 7
+_WIDEST_MARGIN = 40  # of a log in an indented block
 _GROUP_MARGIN = re.compile(
     r"^ {2,}(?:\||\+[-+]{4,}(?: (?:\d+|\.{3}) -+)?$|\+(?= Exception Group)) ?"
 )  # of ExceptionGroup's parts
@@ -142,7 +149,8 @@ def split_prefix(text: str) -> tuple[Prefix, str]:
     """Split a line into its prefix and the rest, which keeps its indentation."""
     rest = text
     parts: list[tuple[str, str]] = []
-    for _ in range(0 if text.startswith("   ") else _MOST_PREFIXES):  # a frame of a traceback, code, a continuation
+    is_code = text.startswith("   ") and "[rank" not in text[:_WIDEST_MARGIN]  # or a frame of a traceback
+    for _ in range(0 if is_code else _MOST_PREFIXES):
         match = next((match for pattern in _PREFIXES if (match := pattern.match(rest))), None)
         if match is None or not match[0]:
             break
@@ -243,13 +251,19 @@ _UNBROKEN_BYTES = 1 << 16  # a line without an end is cut here
 _MANY_PARTS = 40  # in one line: progress bars without line ends
 _BACK_LINES = 200  # searched backwards for a line's time
 _WATCH_LINES = 3000  # after a failure, in which training progress is counted
-_ANSI = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|[()][A-B0-2])")
+# Colours and other codes of a terminal. In a pasted log the escape character is often missing, or written out.
+_ANSI = re.compile(
+    r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|[()][A-B0-2])|(?:\^\[|#033|\\(?:x1b|u001b|033|e))\[[0-9;]*m"
+    r"|\[(?:[01]?\d;)?(?:[014]|22|[39]\d|38;5;\d+)m"
+)
 PROGRESS = re.compile(
     r"(?:\bsteps?|\biter(?:ation)?s?|global_step|\bepochs?|num_updates)\W{0,6}(\d+)|(\d+)/\d+ ?\[\d"
     r"|\bloss['\"]?\s*[:=]\s*\d|\d\s?(?:it/s|s/it)\b",
     re.IGNORECASE,
 )
-_BAR = re.compile(r"\d+%\|[^|]{0,200}\| ?\S+ \[[^\]]{3,200}\]")  # tqdm's
+_BAR = re.compile(
+    r"\d\w*(?:/\S+)? \[\d+:\d\d[^\n]{0,300}?\](?![,\]'\"])"
+)  # tqdm's: 5/10 [00:02<00:02, lr=[0.1], loss=2]
 # The header of one file in a log that joins several, as `tail -n 50 *.log` writes it.
 _HEADER = re.compile(
     rb"(?:={2,}>?|#{2,}|-{2,}|\*{2,}|>{2,})\s*(?:(?:file|log|output of|contents? of|stderr of|stdout of):? )?"
@@ -289,6 +303,7 @@ class Reader:
         self._searched = 0  # the line that was looked up last, and its time
         self._clock: Clock | None = None
         self._last_step = ""
+        self._indent = ""  # of all lines: the log stands in an indented block
         self._filter = LineFilter()
 
     def read(self, blocks: Iterable[bytes]) -> Iterator[Line]:
@@ -296,8 +311,11 @@ class Reader:
         rest = b""
         for block in blocks:
             self.bytes += len(block)
+            if self.number == 0 and not rest:
+                self._indent = _common_indent(block)
             whole, newline, rest = (rest + block.replace(b"\0", b"")).rpartition(b"\n")
-            yield from self._read_block(whole + newline)
+            if newline:
+                yield from self._read_block(whole + newline)
             while len(rest) > _UNBROKEN_BYTES:
                 cut, rest = rest[:_UNBROKEN_BYTES], rest[_UNBROKEN_BYTES:]
                 yield from self._read_block(cut)
@@ -324,29 +342,38 @@ class Reader:
         return self._clock
 
     def _read_block(self, block: bytes) -> Iterator[Line]:
-        if block:
-            self.last = [text for text in _clean(block[-2000:]).splitlines() if text.strip()][-5:]
+        """Read whole lines, or a piece of a line without its end."""
+        self.last = [text for text in _clean(block[-2000:]).splitlines() if text.strip()][-5:] or self.last
+        block, line_end = block.removesuffix(b"\n"), block[-1:] == b"\n"
         self._raws, self._first = block.split(b"\n"), self.number
-        for raw in self._raws:
-            self.number += 1
-            if raw[:2] in _HEADS and (header := _HEADER.match(raw)):  # the next lines belong to another file
-                name = header[1].decode(errors="replace")
-                self.parts[self.file] = self.progress
-                self.file = f"{self._name}/{name}" if self._name else name
-                self.progress, self._last_step = self.parts.get(self.file, 0), ""
+        shapes = map(hash, block.translate(None, _DIGITS).split(b"\n"))
+        worn, needs_all = self._filter.worn, True
+        for number, (raw, shape) in enumerate(zip(self._raws, shapes, strict=True), self.number + 1):
+            if shape in worn and not needs_all:
                 continue
-            keeps = self.waiting() or self._filter.keeps(raw)
-            if self.number < self._watch_until and (match := PROGRESS.search(raw.decode(errors="replace"))):
-                step = match[1] or match[2] or ""
-                if not step or step != self._last_step:  # the same step on eight ranks counts once
-                    self.progress += 1
-                    self._last_step = step
-            if keeps:
-                yield from self._parse(raw)
-        self.number -= 1  # what follows the last line end is the next block's first line
+            self.number = number
+            yield from self._read_line(raw)
+            needs_all = self.waiting() or number < self._watch_until
+        self.number = self._first + len(self._raws) - (not line_end)
+
+    def _read_line(self, raw: bytes) -> Iterator[Line]:
+        if raw[:2] in _HEADS and (header := _HEADER.match(raw)):  # the next lines belong to another file
+            name = header[1].decode(errors="replace")
+            self.parts[self.file] = self.progress
+            self.file = f"{self._name}/{name}" if self._name else name
+            self.progress, self._last_step = self.parts.get(self.file, 0), ""
+            return
+        keeps = self.waiting() or self._filter.keeps(raw)
+        if self.number < self._watch_until and (match := PROGRESS.search(raw.decode(errors="replace"))):
+            step = match[1] or match[2] or ""
+            if not step or step != self._last_step:  # the same step on eight ranks counts once
+                self.progress += 1
+                self._last_step = step
+        if keeps:
+            yield from self._parse(raw)
 
     def _parse(self, raw: bytes) -> Iterator[Line]:
-        parts = _split(_clean(raw))
+        parts = _split(_clean(raw).removeprefix(self._indent))
         for text in parts:
             if (
                 len(parts) > _MANY_PARTS
@@ -370,9 +397,14 @@ class Reader:
             yield Line(self.file, self.number, rest, prefix, self.progress)
 
 
+def _common_indent(block: bytes) -> str:
+    indents = {line[: len(line) - len(line.lstrip())] for line in block.split(b"\n") if line.strip()}
+    shortest = min(indents, key=len, default=b"")
+    return shortest.decode() if all(indent.startswith(shortest) for indent in indents) else ""
+
+
 def _clean(raw: bytes) -> str:
-    text = raw.decode("utf-8", errors="replace")
-    return _ANSI.sub("", text) if "\x1b" in text else text
+    return _ANSI.sub("", raw.decode("utf-8", errors="replace"))
 
 
 def _split(text: str) -> list[str]:

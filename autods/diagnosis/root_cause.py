@@ -10,7 +10,7 @@ from itertools import islice
 
 from ..units import format_signal
 from .exit_codes import Exit, ExitCodes, explain_exit_code, normalize_exit_code
-from .messages import REPORTS_FAILURE, Message
+from .messages import CUT, REPORTS_FAILURE, Message
 from .ranks import Ranks
 from .reader import Clock
 from .rules import Signature, find_confidence, read_toml
@@ -73,6 +73,7 @@ class LogSummary:
     progress: dict[str, int] = field(default_factory=dict)
     last: dict[str, list[str]] = field(default_factory=dict)
     bytes: int = 0
+    lines: int = 0  # of the files that were read to their end
     files: int = 1
     text: bool = False
     not_text: list[str] = field(default_factory=list)
@@ -113,11 +114,14 @@ def pick_root_cause(summary: LogSummary, exit_code: int | None = None) -> Diagno
         return _diagnosis(noticed[0], "secondary", noticed[:1], rank=summary.exits.root_rank)
     weak = [finding for finding in alive if finding.row.weight == "weak"]
     if weak and not silent_end:
-        return _diagnose_cause(weak, summary)
+        diagnosis = _diagnose_cause(weak, summary)
+        return _diagnose_caught_shortage(diagnosis, weak, alive) or diagnosis
     # A launcher's own 1 says less than the signal that it reports of a rank.
     reported = 0 if ended_well else summary.first_exit.code
     if code := reported if reported < 0 or exit_code is None else exit_code:
         return _diagnose_exit(code, summary)
+    if stopped := [finding for finding in alive if finding.row.weight == "stopped"]:
+        return _diagnosis(stopped[0], "exit code", stopped)
     if pressed := [finding for finding in summary.findings if _shows_pressure(finding)]:
         advice = pressed[0].row.advice if pressed[0].row.weight == "pressure" else _LEAVE_HEADROOM
         diagnosis = _diagnosis(pressed[0], "pressure", pressed, advice=advice)
@@ -200,17 +204,27 @@ def _is_incidental_mention(cause: Finding, causes: Sequence[Finding]) -> bool:
 def _shows_pressure(finding: Finding) -> bool:
     """Memory was short on the way: a row says so, or a full device was survived."""
     return finding.row.weight == "pressure" or (
-        finding.row.kind == "out_of_memory" and finding.row.tier == "device" and finding.row.weight in _STRENGTH
+        finding.row.kind == "out_of_memory"
+        and finding.row.tier == "device"
+        and finding.row.weight in (*_STRENGTH, "weak")
     )
 
 
 def _diagnose_caught_shortage(
     diagnosis: Diagnosis, causes: Sequence[Finding], alive: Sequence[Finding]
 ) -> Diagnosis | None:
-    """Memory ran out, the code caught that, and then died of a value that was missing: both, the cause first."""
-    deaths = (cause for cause in causes if cause.message.manner == "raised" and _NO_VALUE.search(cause.message.text))
+    """Memory ran out, the code caught that, and then died of a value that was missing: both, the cause first.
+
+    A traceback without its end counts as such a death.
+    """
+    deaths = (
+        cause
+        for cause in causes
+        if (cause.message.manner == "raised" and _NO_VALUE.search(cause.message.text))
+        or cause.message.text.startswith(CUT)
+    )
     death = next(deaths, None)
-    if death is None or diagnosis.kind not in ("user_code", "out_of_memory"):
+    if death is None or diagnosis.kind not in ("user_code", "out_of_memory", "unknown"):
         return None
     later = f"the code caught it, and died later of: {_telling_lines(death)[0]}"
     if diagnosis.kind == "out_of_memory":
@@ -326,9 +340,6 @@ def _phase(message: Message) -> str | None:
 def _diagnose_exit(reported: int, summary: LogSummary) -> Diagnosis:
     """The diagnosis by an exit code alone, as a shell or `subprocess` reports it."""
     code = normalize_exit_code(reported)
-    hints = [finding for finding in summary.findings if finding.row.weight == "hint"]
-    if code == -9 and hints:
-        return _diagnosis(hints[-1], "hint", hints, rank=summary.exits.root_rank)
     exits = (exit for exit in summary.exits.exits if normalize_exit_code(exit.code) == code)
     signal_name = f" ({format_signal(-code)})" if code < 0 else ""
     exit = next(exits, Exit(code, line=f"exit code {reported}{signal_name}"))

@@ -16,9 +16,10 @@ from .values import Kind
 
 # The strength of a row as evidence. decisive: a kernel or scheduler reports what it ended. cause: the message names the
 # cause. likely: it is the cause when no other message names one. secondary: the cause is in another process.
-# weak: better than an exit code. hint: it supports another finding. pressure: memory was short and the run continued.
+# weak: better than an exit code. pressure: memory was short and the run continued.
+# stopped: a launcher ended its processes; it counts where no exit code does.
 # benign: it only looks like a failure. done: the run ended well.
-Weight = Literal["decisive", "cause", "likely", "secondary", "weak", "hint", "pressure", "benign", "done"]
+Weight = Literal["decisive", "cause", "likely", "secondary", "weak", "pressure", "stopped", "benign", "done"]
 # Who says it. The user's own exceptions are matched by rows of `any` only.
 Emitter = Literal["kernel", "driver", "scheduler", "launcher", "nccl", "torch", "deepspeed", "library", "any"]
 # These never write through an exception of a type that only Python code raises.

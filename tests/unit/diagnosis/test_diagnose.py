@@ -154,6 +154,8 @@ def test_text_after_a_progress_bar_is_read() -> None:
     assert autods.diagnose(bar + "Killed\n").kind == "unknown"
     glued = "[rank3]: " + bar + raised(OOM, "loss.backward()").replace("\n", "\n[rank3]: ")
     assert (autods.diagnose(glued, 1).tier, autods.diagnose(glued, 1).rank) == ("device", 3)
+    without_percents = "12/90 [01:10<01:37, lr=['0.1'], loss=2]" + raised(OOM, "loss.backward()")
+    assert autods.diagnose(without_percents).tier == "device"
 
 
 def test_mpirun_sentence_over_two_lines_gives_the_rank() -> None:
@@ -201,6 +203,27 @@ def test_a_caught_shortage_and_the_later_death_are_both_said() -> None:
     assert "'NoneType' object has no attribute 'backward'" in said.notes[0]
 
 
+def test_a_caught_shortage_explains_a_traceback_that_was_cut() -> None:
+    log = "| WARNING: attempting to recover, ran out of memory\n" + raised("").rstrip("\n")
+    said = autods.diagnose(log, 1)
+    assert (said.kind, said.tier) == ("out_of_memory", "device")
+    assert "ran out of memory" in said.evidence[0]
+
+
+def test_a_shortage_that_a_warning_mentions_last_counts() -> None:
+    warning = (
+        "2026-01-05 10:00:00 | WARNING | trainer | caught: CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0)\n"
+    )
+    said = autods.diagnose(warning)
+    assert (said.kind, said.tier) == ("out_of_memory", "device")
+    trained_on = warning + "".join(f"step {n} loss 2.1\n" for n in range(9))
+    assert autods.diagnose(trained_on).kind == "memory_pressure"
+    assert (
+        autods.diagnose(warning + raised("ValueError: no labels", "raise ValueError('no labels')"), 1).kind
+        == "user_code"
+    )
+
+
 def test_a_card_with_most_of_it_free_is_not_called_full() -> None:
     free = f"{OOM} of which 76.00 GiB is free."
     assert autods.diagnose(raised(free, "y = x.cuda()"), 1).action == "fix_environment"
@@ -245,3 +268,24 @@ def test_a_notebooks_traceback_shows_who_raised(place: str) -> None:
     code = "      2     if x:\n----> 3         raise ValueError('could not open store')"
     said = autods.diagnose(f"{head}\n\n{place}\n{code}\n\nValueError: could not open store\n", 1)
     assert (said.kind, said.evidence[0]) == ("user_code", "ValueError: could not open store")
+
+
+def test_a_notebooks_header_names_the_exception_of_a_cut_traceback() -> None:
+    head = "OutOfMemoryError       Traceback (most recent call last)\nCell In[5], line 12\n---> 12 trainer.train()\n"
+    said = autods.diagnose(head)
+    assert (said.kind, said.tier) == ("out_of_memory", "device")
+
+
+def test_a_warning_of_lost_connections_counts_where_nothing_else_does() -> None:
+    warning = "WARNING:elastic.rendezvous:no heartbeat reached the rendezvous: RendezvousConnectionError\n"
+    assert autods.diagnose(warning * 3).kind == "communication"
+    assert (
+        autods.diagnose(warning + raised("ValueError: no labels", "raise ValueError('no labels')"), 1).kind
+        == "user_code"
+    )
+    assert autods.diagnose("WARNING: could not load libcudart.so.11: no such file\n").kind == "none"
+
+
+def test_an_exception_that_is_printed_as_its_repr_is_known() -> None:
+    said = autods.diagnose("MisconfigurationException(\"the strategy 'fast' does not exist\")\n")
+    assert said.kind == "config"

@@ -90,6 +90,37 @@ def test_frames_in_a_box_are_a_stack() -> None:
     assert autods.diagnose(f"{box}RuntimeError: CUDA error: out of memory").tier == "pinned"
 
 
+@pytest.mark.parametrize(
+    ("margin", "rank"),
+    [
+        ("> ", None),
+        ("    ", None),
+        ("  [rank3]: ", 3),
+        ("stderr F ", None),
+        ("[1,mpirank:3,algo-2]<stderr>:", 3),
+        ("[36m(RayTrainWorker pid=88)[0m ", None),
+        ("#033[31m", None),
+        ("trainer  | ", None),
+        ("host4 train.sh[881]: ", None),
+        ("log line {number}  ", None),
+    ],
+)
+@pytest.mark.parametrize("intro", ["", "It fails with ZeRO-3:\n"])
+def test_a_margin_of_any_kind_is_cut(margin: str, rank: int | None, intro: str) -> None:
+    lines = (TRACE.replace("loss.backward()", "buffer.pin_memory()") + "RuntimeError: CUDA error: out of memory").split(
+        "\n"
+    )
+    said = autods.diagnose(intro + "".join(f"{margin.format(number=9 + n)}{line}\n" for n, line in enumerate(lines)))
+    assert (said.kind, said.tier, said.rank) == ("out_of_memory", "pinned", rank)
+
+
+def test_a_traceback_that_lost_its_indents_keeps_its_frames() -> None:
+    lines = (TRACE.replace("loss.backward()", "buffer.pin_memory()") + "RuntimeError: CUDA error: out of memory").split(
+        "\n"
+    )
+    assert autods.diagnose("\n".join(line.lstrip() for line in lines)).tier == "pinned"
+
+
 def test_a_traceback_without_its_end_is_a_failure_of_unknown_cause() -> None:
     said = autods.diagnose(f"step 1 loss 2.0\n{TRACE}")
     assert (said.kind, said.action) == ("unknown", "retry")
@@ -117,6 +148,18 @@ def test_a_log_whose_lines_all_differ_is_read_in_part() -> None:
     lines = "".join(f"error {n:032x} while reading {n * 7919:x}\n" for n in range(30_000))
     taken = sum(1 for _ in Reader("").read([lines.encode()]))
     assert taken < 10_000
+
+
+def test_repeated_lines_are_kept_while_a_traceback_is_open() -> None:
+    opened: list[int] = []
+    reader = Reader("", lambda: bool(opened))
+    noise = b"retry 7 of the loader failed\n" * 50
+    numbers = []
+    for line in reader.read([noise + TRACE.encode(), noise]):
+        numbers.append(line.number)
+        opened += [line.number] if line.text.startswith("Traceback") else []
+    assert numbers[:12] == list(range(1, 13))
+    assert numbers[12:] == list(range(51, 104))
 
 
 def test_a_failure_at_the_end_of_much_noise_is_found() -> None:

@@ -27,7 +27,8 @@ CASES = [
 @pytest.mark.parametrize(("name", "text", "stack"), CASES)
 def test_each_example_matches_its_own_row_first(name: str, text: str, stack: str) -> None:
     type = parse_exception_type(text) or (ERROR_LINE if ERROR_LINE in ROWS[name].types else "")
-    assert find_signature(text, type=type, stack=stack) is ROWS[name]
+    mentioned = name.startswith("pressure/")  # what a line says of memory that was short, and not that something failed
+    assert find_signature(text, type=type, stack=stack, passing=mentioned) is ROWS[name]
 
 
 @pytest.mark.parametrize(("name", "text", "stack"), CASES)
