@@ -302,6 +302,11 @@ class Trained:
     global_batch: int
     unsaved: int
 
+    @property
+    def last_step(self) -> int:
+        """The last step that was done. A killed attempt lacks the lines of its last second, and saw one step more."""
+        return max([self.first_step, *self.lines, *(step - 1 for step in self.seen)])
+
 
 def read_attempts(out: Path) -> list[Trained]:
     """The attempts of a run that did a step, from its files."""
@@ -351,6 +356,7 @@ def judge(run: Run, fault: Fault, reference: Trained) -> tuple[dict[str, Any], l
             same &= (line["ids"], line["samples"]) == (expected["ids"], expected["samples"])
             same &= attempt.seen.get(step) == reference.seen[step]
             difference = max(difference, abs(line["loss"] - expected["loss"]) / abs(expected["loss"]))
+        same &= all(attempt.seen[step] == reference.seen[step] for step in attempt.seen if step <= attempt.last_step)
     if not same:
         problems.append("a step has other samples")
     if not difference <= LOSS_TOLERANCE:
@@ -359,7 +365,7 @@ def judge(run: Run, fault: Fault, reference: Trained) -> tuple[dict[str, Any], l
         problems.append("a step was skipped")
     repeated = []
     for before, after in itertools.pairwise(attempts):
-        last = max(before.lines, default=before.first_step)
+        last = before.last_step
         repeated.append(last - after.first_step)
         allowed = EVERY * (1 + run.tears + before.unsaved)
         if not 0 <= repeated[-1] <= allowed:
