@@ -38,7 +38,7 @@ from .protocol import (
     Ready,
     StoreBound,
     StoreFailed,
-    TierUse,
+    TierLevel,
     ZygoteDied,
     ZygoteMessage,
     decode,
@@ -82,7 +82,7 @@ class NodeAgent:
         self.driver_pid = driver_pid if driver_machine == processes.machine_id() else 0
         self.zygote: ZygoteProcess | None = None
         self.heartbeat = Heartbeat()
-        self.tiers: tuple[TierUse, ...] = ()
+        self.tiers: tuple[TierLevel, ...] = ()
         self.tiers_read_s = 0.0
         self.job_number = 0  # of the running job; 0: none runs
         self.job: RankJob | None = None  # that runs

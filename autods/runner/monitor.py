@@ -20,7 +20,7 @@ from ..system.host import MemoryGroup, find_memory_groups, machine_oom_kills, re
 from ..trial.job import Beat, Heartbeats, RankJob
 from ..types import Device, Tier
 from ..units import format_bytes
-from .protocol import LostBecause, RankExit, TierUse
+from .protocol import LostBecause, RankExit, TierLevel
 
 _GRACE_S = 0.05  # after the first failure: time for the other ranks to report their errors
 _STACKS_S = 2.0  # at most, for ranks that were asked for their stacks: on a busy machine they wait for the processor
@@ -239,17 +239,17 @@ class HostMonitor:
         )
 
 
-def read_tiers(groups: Sequence[MemoryGroup], swap: str | None) -> tuple[TierUse, ...]:
+def read_tiers(groups: Sequence[MemoryGroup], swap: str | None) -> tuple[TierLevel, ...]:
     """Read the tiers of this node beside its devices: host memory, /dev/shm, and the disk of swap files if any."""
     memory = read_host_memory(groups)
-    tiers = [TierUse(tier="host", used_bytes=memory.total_bytes - memory.free_bytes, total_bytes=memory.total_bytes)]
+    tiers = [TierLevel(tier="host", used_bytes=memory.total_bytes - memory.free_bytes, total_bytes=memory.total_bytes)]
     folders: dict[Tier, Path | None] = {"shm": _SHARED, "nvme": None if swap is None else Path(swap)}
     for tier, folder in folders.items():
         if folder is not None:
             existing = next((path for path in (folder, *folder.parents) if path.exists()), folder)
             with contextlib.suppress(OSError):
                 usage = shutil.disk_usage(existing)
-                tiers.append(TierUse(tier=tier, used_bytes=usage.total - usage.free, total_bytes=usage.total))
+                tiers.append(TierLevel(tier=tier, used_bytes=usage.total - usage.free, total_bytes=usage.total))
     return tuple(tiers)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from ..system.waiting import Wait
 from ..trial.job import RankJob
 from ..types import Tier
-from .protocol import Heartbeat, NodeLost, TierUse
+from .protocol import Heartbeat, NodeLost, TierLevel
 
 SILENT_S = 120.0  # a node whose agent does not answer for so long is lost; one that swaps may take a minute
 MARGIN_S = 15.0  # on top of the limits that a node itself keeps
@@ -75,9 +75,9 @@ class RunningPart:
         return None
 
 
-def find_fullest(parts: Sequence[RunningPart]) -> tuple[TierUse, ...]:
+def find_fullest(parts: Sequence[RunningPart]) -> tuple[TierLevel, ...]:
     """Return for each tier the node of which the least is left, as their heartbeats say. One node needs no name."""
-    fullest: dict[Tier, TierUse] = {}
+    fullest: dict[Tier, TierLevel] = {}
     for part in parts:
         for use in part.heartbeat.tiers if part.heartbeat is not None else ():
             known = fullest.get(use.tier)

@@ -92,7 +92,7 @@ class StoreFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TierUse:
+class TierLevel:
     """The bytes in use on a tier of a node, and how many there are. A `node` that is the only one is ''."""
 
     tier: Tier
@@ -116,7 +116,7 @@ class Heartbeat:
     silent_s: float = 0.0
     place: str = ""
     notes: tuple[str, ...] = ()
-    tiers: tuple[TierUse, ...] = ()
+    tiers: tuple[TierLevel, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

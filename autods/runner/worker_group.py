@@ -29,6 +29,7 @@ from .protocol import Heartbeat, LoadFailed, NodeReport, NodeResult, Ready, Stor
 from .ray_connect import find_head_problem, format_ray_error, session
 
 POLL_S = 0.25
+RUN_POLL_S = 0.5  # of a run, which lasts for days
 STUCK_GRACE_S = 1.5  # after the first stuck node: time for the others to report which rank makes the others wait
 STOP_S = 3.0  # a longer wait for the nodes' last ranks is reported
 _ABORT_AGAIN_S = 0.5
@@ -178,8 +179,10 @@ class WorkerGroup:
         abort_calls: list[Any] = []
         abort_from_s, aborted_s = math.inf, -math.inf  # infinite: all is well; no node was told to end
         head_checked_s = began
+        is_run = all(job.job == "run" for _, job in parts)
         while pending := [part for part in running if part.result is None]:
-            done, _ = self.ray.wait([part.run for part in pending], num_returns=1, timeout=POLL_S)
+            poll_s = RUN_POLL_S if is_run and abort_from_s == math.inf else POLL_S
+            done, _ = self.ray.wait([part.run for part in pending], num_returns=1, timeout=poll_s)
             if self._read_heartbeats(pending):
                 beats = [part.heartbeat for part in running if part.heartbeat is not None]
                 slowest = min(beats, key=lambda beat: beat.step)

@@ -52,6 +52,7 @@ from .protocol import (
 )
 
 _POLL_MS = 20
+_RUN_POLL_MS = 250  # a run lasts for days, and ranks on the CPU need the cores; a rank's end is noticed at once anyway
 _BEAT_EVERY_S = 0.2
 _STRAYS_S = 2.0
 UNFIT_EXIT = 75  # the workload's import changed this process so that it must not go on
@@ -274,7 +275,8 @@ class Zygote:
             poll.register(pidfd, select.POLLIN)
         beat_sent_s = 0.0
         while monitor.running and not monitor.is_overdue():
-            for fd, _ in poll.poll(_POLL_MS):
+            is_calm = monitor.job.job == "run" and monitor.first_failure_s is None and monitor.killed_s is None
+            for fd, _ in poll.poll(_RUN_POLL_MS if is_calm else _POLL_MS):
                 if fd in monitor.running:
                     poll.unregister(fd)
                     monitor.collect_exit(fd)

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..events import Note, RankPrinted, RunListener, StepDone
 from ..report.rank_logs import LogTail
-from ..runner.protocol import Heartbeat, TierUse
+from ..runner.protocol import Heartbeat, TierLevel
 from ..trial.run.checkpoints import list_checkpoints
 from ..types import Tier
 from .run_journal import RunJournal
@@ -64,7 +64,7 @@ class Progress:
         self._log = LogTail(folder / "ranks" / "rank0.log")
         self._looked_s = self._watched_s = 0.0
         self._watched: dict[tuple[Tier, str], Watched] = {}  # by tier and node
-        self._uses: tuple[TierUse, ...] = ()
+        self._uses: tuple[TierLevel, ...] = ()
 
     def look(self, beat: Heartbeat | None = None) -> None:
         """Look at everything, unless that was just done."""
@@ -104,7 +104,7 @@ class Progress:
         uses = list(self._uses)
         if done.device_peak_bytes is not None:
             limit_bytes = self._settings.fit.device_bytes
-            uses.append(TierUse(tier="device", used_bytes=done.device_peak_bytes, total_bytes=limit_bytes))
+            uses.append(TierLevel(tier="device", used_bytes=done.device_peak_bytes, total_bytes=limit_bytes))
         for use in uses:
             watched = self._watched.get((use.tier, use.node)) or Watched(
                 tier=use.tier, node=use.node, limit_bytes=use.total_bytes

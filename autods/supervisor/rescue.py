@@ -369,6 +369,14 @@ def _unpin(situation: Situation, cause: Cause) -> NextConfig | None:
     return NextConfig(config=leaner, changed="host memory is not pinned") if situation.is_open(leaner) else None
 
 
+def _load_in_ranks(situation: Situation, cause: Cause) -> NextConfig | None:
+    """A loader without workers, which would hand over each batch in shared memory."""
+    leaner = replace(situation.config, loads_in_ranks=True)
+    if situation.config.loads_in_ranks or not situation.is_open(leaner):
+        return None
+    return NextConfig(config=leaner, changed="the ranks load their data without workers")
+
+
 def _reduce_anything(situation: Situation, cause: Cause) -> NextConfig | None:
     """The smallest micro batch of the rung, although its trial and the growth say that it will not fit."""
     config = situation.config
@@ -382,7 +390,7 @@ _REMEDIES: Mapping[Tier, tuple[Remedy, ...]] = {
     "device": (_defragment, _reduce_micro_batch, _recompute, _reduce_rung, _reduce_anything),
     "host": (_unpin, _reduce_host),
     "pinned": (_unpin, _reduce_host),
-    "shm": (_unpin,),
+    "shm": (_load_in_ranks, _unpin),
     "nvme": (_reduce_nvme,),
 }
 

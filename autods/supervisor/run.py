@@ -381,6 +381,7 @@ class Supervisor:
             checkpointing=config.knobs.checkpointing,
             steps=self.settings.steps,
             checkpoint_every=self.settings.choose_interval(self.report),
+            loads_in_ranks=config.loads_in_ranks,
             restore=None if saved is None else str(saved.path),
             data=self.settings.data,
             seed=self.settings.fit.seed,

@@ -9,13 +9,17 @@ from ..types import Knobs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """What the ranks of an attempt train with. `allocator` is the value of PYTORCH_CUDA_ALLOC_CONF, if it is set."""
+    """What the ranks of an attempt train with. `allocator` is the value of PYTORCH_CUDA_ALLOC_CONF, if it is set.
+
+    With `loads_in_ranks` they load their data themselves: workers of a loader hand it over in shared memory.
+    """
 
     rung: str
     knobs: Knobs
     world_size: int
     replica_ranks: int = 1  # see `types.ModelFacts`
     allocator: str | None = None
+    loads_in_ranks: bool = False
 
     @property
     def replicas(self) -> int:

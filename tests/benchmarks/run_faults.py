@@ -93,10 +93,9 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The last step of the last attempt."""
-        files = sorted(self.out.glob("attempts/*/steps.jsonl"), key=lambda path: int(path.parent.name))
-        lines = files[-1].read_text().splitlines() if files else []
-        return max((read_line(line).get("step", 0) for line in lines), default=0)
+        """The last step of the last attempt, by what its ranks have seen: its lines come in groups."""
+        attempts = read_attempts(self.out)
+        return attempts[-1].last_step if attempts else 0
 
     def wait_for(self, condition: Callable[[], object]) -> None:
         """Wait until it holds, or the command has ended."""
@@ -302,20 +301,28 @@ class Trained:
     global_batch: int
     unsaved: int
 
+    @property
+    def last_step(self) -> int:
+        """The last step that was done. A killed attempt lacks the lines of its last second, and saw one step more."""
+        return max([self.first_step, *self.lines, *(step - 1 for step in self.seen)])
+
 
 def read_attempts(out: Path) -> list[Trained]:
     """The attempts of a run that did a step, from its files."""
     attempts = []
     for folder in sorted(out.glob("attempts/*"), key=lambda path: int(path.name)):
-        if not (folder / "steps.jsonl").exists():
+        if not list(folder.glob("seen.*")):
             continue
-        order = json.loads((folder / "order.json").read_text())
-        rows = [read_line(text) for text in (folder / "steps.jsonl").read_text().splitlines()]
+        order, text = json.loads((folder / "order.json").read_text()), ""
+        with contextlib.suppress(FileNotFoundError):  # killed in its first steps
+            text = (folder / "steps.jsonl").read_text()
+        rows = [read_line(line) for line in text.splitlines()]
         first_step = int(order["restore"].rpartition("-")[2]) if order["restore"] else 0
         seen: dict[int, list[int]] = {}
         for file in folder.glob("seen.*"):
-            for index, text in enumerate(file.read_text().splitlines()):
-                seen.setdefault(first_step + 1 + index // order["accumulation"], []).extend(json.loads(text))
+            for index, line in enumerate(file.read_text().splitlines()):
+                with contextlib.suppress(ValueError):  # being written
+                    seen.setdefault(first_step + 1 + index // order["accumulation"], []).extend(json.loads(line))
         attempts.append(
             Trained(
                 first_step=first_step,
@@ -351,6 +358,7 @@ def judge(run: Run, fault: Fault, reference: Trained) -> tuple[dict[str, Any], l
             same &= (line["ids"], line["samples"]) == (expected["ids"], expected["samples"])
             same &= attempt.seen.get(step) == reference.seen[step]
             difference = max(difference, abs(line["loss"] - expected["loss"]) / abs(expected["loss"]))
+        same &= all(attempt.seen[step] == reference.seen[step] for step in attempt.seen if step <= attempt.last_step)
     if not same:
         problems.append("a step has other samples")
     if not difference <= LOSS_TOLERANCE:
@@ -359,7 +367,7 @@ def judge(run: Run, fault: Fault, reference: Trained) -> tuple[dict[str, Any], l
         problems.append("a step was skipped")
     repeated = []
     for before, after in itertools.pairwise(attempts):
-        last = max(before.lines, default=before.first_step)
+        last = before.last_step
         repeated.append(last - after.first_step)
         allowed = EVERY * (1 + run.tears + before.unsaved)
         if not 0 <= repeated[-1] <= allowed:

@@ -84,6 +84,9 @@ def _set_arguments(
         arguments.auto_find_batch_size = False  # it catches an out-of-memory and goes on with half of the batch
         if order.checkpointing:
             arguments.gradient_checkpointing = True
+        if order.loads_in_ranks:
+            arguments.dataloader_num_workers = 0
+            arguments.dataloader_prefetch_factor, arguments.dataloader_persistent_workers = None, False
         if device == "cpu":
             arguments.use_cpu = True
     original(arguments, *args, **kwargs)

@@ -42,6 +42,7 @@ class RunOrder:
     steps: int | None
     checkpoint_every: int  # optimizer steps
     keep: int = 2  # complete checkpoints
+    loads_in_ranks: bool = False  # without workers of a data loader
     restore: str | None = None
     data: str | None = None
     seed: int = 0

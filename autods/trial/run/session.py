@@ -42,6 +42,14 @@ from .samples import SampleOrder, Share, StepSampler, deal_stream, derive_seed, 
 
 _ROOM_TO_SPARE = 1.05  # of a checkpoint's bytes: the next one is hardly larger
 _PEAK_EVERY_S = 0.2  # torch's counters of a card take a tenth of a millisecond to read
+_OF_WORKERS = (
+    "num_workers",
+    "prefetch_factor",
+    "persistent_workers",
+    "multiprocessing_context",
+    "worker_init_fn",
+    "timeout",
+)  # options of a loader
 _FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 _WRITTEN_BADLY = (
     "PytorchStreamWriter",
@@ -212,6 +220,8 @@ class Session:
                 raise WorkloadError(
                     f"session.batches takes no {name}", hint="the run decides which samples make a micro batch"
                 )
+        if self.order is not None and self.order.loads_in_ranks:
+            loader_options = {name: value for name, value in loader_options.items() if name not in _OF_WORKERS}
         collate = collate_fn or default_collate
         if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
             seed = 0 if self.order is None else self.order.seed

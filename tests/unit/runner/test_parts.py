@@ -1,14 +1,14 @@
 from __future__ import annotations
 
 from autods.runner.parts import Node, RunningPart, find_fullest
-from autods.runner.protocol import Heartbeat, TierUse
+from autods.runner.protocol import Heartbeat, TierLevel
 
 GIB = 2**30
 
 
 def part(address, **used):
     """A node with 8 GiB of each tier, of which some are used."""
-    tiers = tuple(TierUse(tier=tier, used_bytes=size * GIB, total_bytes=8 * GIB) for tier, size in used.items())
+    tiers = tuple(TierLevel(tier=tier, used_bytes=size * GIB, total_bytes=8 * GIB) for tier, size in used.items())
     running = RunningPart(Node(address=address, agent=None), None, within_s=1.0)
     running.heartbeat = Heartbeat(tiers=tiers)
     return running

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from autods.events import Note, StepDone
-from autods.runner.protocol import Heartbeat, TierUse
+from autods.runner.protocol import Heartbeat, TierLevel
 from autods.supervisor.progress import Progress
 from autods.supervisor.run_journal import RunJournal
 from autods.supervisor.settings import RunSettings
@@ -60,7 +60,7 @@ def test_a_disk_that_fills_on_another_node_is_a_warning(attempt, monkeypatch):
     for step in range(5, 50):
         now[0] += 1.5
         write_steps(folder, step)
-        use = TierUse(tier="nvme", used_bytes=step * GIB, total_bytes=64 * GIB, node="10.0.0.2")
+        use = TierLevel(tier="nvme", used_bytes=step * GIB, total_bytes=64 * GIB, node="10.0.0.2")
         progress.look(Heartbeat(phase="forward", step=step, tiers=(use,)))
     (warning,) = [event.text for event in events if isinstance(event, Note)]
     assert warning.startswith("warning: disk space (NVMe) of node 10.0.0.2 fills by 1.0 GiB a step")

@@ -139,10 +139,21 @@ def test_another_rung_keeps_the_precision_and_unpinned_memory():
 
 def test_pinned_memory_is_given_up_before_the_rung():
     now = situation(Candidate(rung="zero2", pinned=(PINNED,)), Candidate(rung="zero3"))
-    for tier in ("pinned", "host", "shm"):
+    for tier in ("pinned", "host"):
         chosen = decide(out_of_memory(tier=tier), now)
         assert chosen.config.knobs.settings == {PINNED: False}
         assert chosen.config.rung == "zero2"
+
+
+def test_shared_memory_is_left_to_the_ranks_before_pinning():
+    now = situation(Candidate(rung="zero2", pinned=(PINNED,)))
+    chosen = decide(out_of_memory(tier="shm"), now)
+    assert chosen.config == replace(CONFIG, loads_in_ranks=True)
+    then = decide(out_of_memory(tier="shm"), replace(now, config=chosen.config))
+    assert (then.config.loads_in_ranks, then.config.knobs.settings) == (True, {PINNED: False})
+    end = decide(out_of_memory(tier="shm"), replace(now, config=then.config))
+    assert isinstance(end, Stop)
+    assert "--shm-size" in end.advice
 
 
 def test_host_memory_goes_to_the_rung_that_needs_less_of_it():
@@ -200,8 +211,9 @@ def test_a_full_disk_changes_no_config_that_needs_none():
 
 
 def test_a_full_tier_without_remedy_is_tried_again_after_progress():
-    now = situation(Candidate(rung="zero2"), progressed=True)
-    assert decide(out_of_memory(tier="shm"), now).config == CONFIG
+    config = replace(CONFIG, loads_in_ranks=True)
+    now = situation(Candidate(rung="zero2"), config=config, progressed=True)
+    assert decide(out_of_memory(tier="shm"), now).config == config
     assert isinstance(decide(out_of_memory(tier="shm"), replace(now, progressed=False)), Stop)
 
 

@@ -153,6 +153,18 @@ def test_without_a_run_batches_are_one_pass(monkeypatch):
     assert len({number for batch in batches for number in batch}) == 8
 
 
+def test_ranks_that_load_their_data_have_no_workers(make_session, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a worker was started")
+
+    monkeypatch.setattr("multiprocessing.process.BaseProcess.start", refuse)
+    options = {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 2}
+    batches = make_session(loads_in_ranks=True).batches(list(range(8)), **options)
+    assert len(next(batches)) == 2
+    with pytest.raises(AssertionError, match="a worker was started"):
+        next(make_session().batches(list(range(8)), **options))
+
+
 def test_a_loader_takes_no_size_of_its_own(make_session):
     with pytest.raises(WorkloadError, match="takes no batch_size"):
         next(make_session().batches([1, 2, 3, 4], batch_size=2))
