@@ -37,7 +37,7 @@ _CODE = re.compile(expand(r"(?:>+ *\d* *)?{source_code}"))
 BOX = "│╭╰┌└├|❱"
 NATIVE_FRAME = re.compile(r"#?\s*(?:frame )?#\d+:? |C\+\+ CapturedTraceback|Exception raised from .* \(most recent")
 REPORTS_FAILURE = re.compile(
-    r"(?:[\w./-]+: (?=error:)|(?:[\w./-]+ ){1,2}(?=(?-i:ERROR|FATAL): ))?\b(?:error|errors|exception|fail(?:ed|ure|s)?|fatal|critical|abort(?:ed|ing)?|crash(?:ed)?|panic)\b",
+    r"(?:[\w./-]+: (?=error:|(?-i:ERROR|FATAL) )|(?:[\w./-]+ ){1,2}(?=(?-i:ERROR|FATAL): ))?\b(?:error|errors|exception|fail(?:ed|ure|s)?|fatal|critical|abort(?:ed|ing)?|crash(?:ed)?|panic)\b",
     re.I,
 )
 # Data that a program prints: a field's name near the line's beginning, or inside an object.
@@ -242,8 +242,10 @@ class Assembler:
         """The messages that are still open at the end."""
         for key, opened in list(self._open.items()):
             if opened.message is None and opened.frames:
-                opened.message = _message(opened.first, "stated", EXCEPTION.match(opened.type), opened.frames)
-                opened.body = [opened.type or f"{CUT}: {opened.frames[-1]}"]
+                name = EXCEPTION.fullmatch(opened.frames[-1])  # it is indented as a frame's code
+                end = opened.frames.pop() if name and len(opened.frames) > 1 else opened.type
+                opened.message = _message(opened.first, "stated", EXCEPTION.match(end), opened.frames)
+                opened.body = [end or f"{CUT}: {opened.frames[-1]}"]
             yield from self._close(key)
 
     def _add_frame(self, key: Key, opened: _Open, line: Line) -> Iterator[Message]:
