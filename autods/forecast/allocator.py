@@ -446,7 +446,7 @@ def find_least_limit(
     first has left. `tolerance` is relative.
 
     The need is not monotonic: the trace may run out of a limit above the answer. It was replayed at the answer itself.
-    The peak without a limit may be too little: the repeated step may need more, and torch asks for a whole segment
+    The peak without a limit may be too little. The repeated step may need more. And torch asks for a whole segment
     before it knows how few pages it has to map.
     """
     trace = repeat_last_step(trace)

@@ -1,4 +1,4 @@
-"""When a block that other streams still used can be given out again, by the clocks of a machine.
+"""The moments at which blocks that other streams still used can be given out again, by the clocks of a machine.
 
 torch records an event on each of these streams when the block is freed. It asks for the events at every allocation
 (c10/cuda/CUDACachingAllocator.cpp, `insert_events` and `process_events`). The host asks when its own clock has come to

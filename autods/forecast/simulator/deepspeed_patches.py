@@ -103,8 +103,8 @@ def _iter_parameters(real: Any, module: Any, recurse: bool = False) -> Iterable[
     """The module's own parameters and the external ones, without the generators of `Module.named_parameters`."""
     if recurse:
         return real(module, recurse)  # type: ignore[no-any-return]
-    own = dict.fromkeys(parameter for parameter in module._parameters.values() if parameter is not None)
-    return [*own, *(parameter for _, parameter in module.ds_external_parameters())]
+    parameters = dict.fromkeys(parameter for parameter in module._parameters.values() if parameter is not None)
+    return [*parameters, *(parameter for _, parameter in module.ds_external_parameters())]
 
 
 class _Ops(types.ModuleType):
@@ -223,11 +223,12 @@ def _reduce_scatter_coalesced(work: WorkLog, tensors: list[Any], group: Any = No
             padding = [tensor.new_empty(count) for count, tensor in missing if count]
             buffer = torch.cat([*flat_tensors, *padding])
         buffer.div_(world)
-        own = buffer.narrow(0, 0, buffer.numel() // world)
-        _torch_reduce_scatter_fn(buffer, own, group=group)
+        partition = buffer.narrow(0, 0, buffer.numel() // world)
+        _torch_reduce_scatter_fn(buffer, partition, group=group)
         starts = itertools.accumulate(chunks, initial=0)
         return [
-            own.narrow(0, start, min(chunk, size)) for start, chunk, size in zip(starts, chunks, sizes, strict=False)
+            partition.narrow(0, start, min(chunk, size))
+            for start, chunk, size in zip(starts, chunks, sizes, strict=False)
         ]
 
 
