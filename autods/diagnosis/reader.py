@@ -39,8 +39,8 @@ class LineFilter:
         self._words: Counter[bytes] = Counter()
         self._kept = 0
 
-    def keeps(self, line: bytes) -> bool:
-        """Whether the line has a word that some row looks for and is no repetition.
+    def keeps(self, line: bytes, shape: int | None = None) -> bool:
+        """Whether the line has a word that some row looks for and is no repetition. `shape` is its shape's hash.
 
         Lines that differ only in their digits are repetitions. After `_MANY` kept lines those with the same words,
         or the same text but for hexadecimal digits, count as repetitions too. After `_VERY_MANY` a line needs a word
@@ -49,7 +49,7 @@ class LineFilter:
         if len(self._counts) > _MOST_SHAPES:
             self._counts.clear()
             self.worn.clear()
-        shape = hash(line.translate(None, _DIGITS))
+        shape = hash(line.translate(None, _DIGITS)) if shape is None else shape
         count = self._count(shape)
         lowered = line.lower()
         if count > (_MOST_RANK_LINES if b"pid" in lowered and b"rank" in lowered else _MOST_REPEATS):
@@ -352,25 +352,30 @@ class Reader:
             if shape in worn and not needs_all:
                 continue
             self.number = number
-            yield from self._read_line(raw)
-            needs_all = self.waiting() or number < self._watch_until
+            if raw[:2] in _HEADS and (header := _HEADER.match(raw)):
+                self._begin_part(header[1].decode(errors="replace"))
+                continue
+            keeps = self.waiting() or self._filter.keeps(raw, shape)
+            if number < self._watch_until:
+                self._count_progress(raw)
+            if keeps:
+                yield from self._parse(raw)
+            if keeps or needs_all:  # only a kept line opens a message, or is a failure
+                needs_all = self.waiting() or number < self._watch_until
         self.number = self._first + len(self._raws) - (not line_end)
 
-    def _read_line(self, raw: bytes) -> Iterator[Line]:
-        if raw[:2] in _HEADS and (header := _HEADER.match(raw)):  # the next lines belong to another file
-            name = header[1].decode(errors="replace")
-            self.parts[self.file] = self.progress
-            self.file = f"{self._name}/{name}" if self._name else name
-            self.progress, self._last_step = self.parts.get(self.file, 0), ""
-            return
-        keeps = self.waiting() or self._filter.keeps(raw)
-        if self.number < self._watch_until and (match := PROGRESS.search(raw.decode(errors="replace"))):
+    def _begin_part(self, name: str) -> None:
+        """The next lines belong to another file."""
+        self.parts[self.file] = self.progress
+        self.file = f"{self._name}/{name}" if self._name else name
+        self.progress, self._last_step = self.parts.get(self.file, 0), ""
+
+    def _count_progress(self, raw: bytes) -> None:
+        if match := PROGRESS.search(raw.decode(errors="replace")):
             step = match[1] or match[2] or ""
             if not step or step != self._last_step:  # the same step on eight ranks counts once
                 self.progress += 1
                 self._last_step = step
-        if keeps:
-            yield from self._parse(raw)
 
     def _parse(self, raw: bytes) -> Iterator[Line]:
         parts = _split(_clean(raw).removeprefix(self._indent))
