@@ -22,7 +22,7 @@ _DTYPES: Mapping[str, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": 
 class Efficiency:
     """The shares of a machine's peaks that work reaches, and its fixed costs.
 
-    A matmul computes at the card's `matmul_share`; beside that its bytes pass the memory `matmul_traffic` times: tiles
+    A matmul computes at the card's `matmul_share`. Beside that its bytes pass the memory `matmul_traffic` times: tiles
     read operands again, and what they load first and write last waits for no compute. Attention reaches `attention` of
     the card's `attention_share`. The host pays `launch_us` to issue an operator, `view_us` a view, `collective_us` a
     collective, and `hook_us` where ZeRO-3 fetches or releases a module's parameters. A thread of it moves

@@ -135,8 +135,8 @@ def print_run(report: RunReport, console: Console) -> None:
     if report.checkpoint is not None:
         console.print(Text(f"checkpoint: {report.checkpoint}"), soft_wrap=True)
         if (Path(report.checkpoint) / _TO_WEIGHTS).is_file():
-            where = shlex.quote(report.checkpoint)
-            console.print(Text(f"weights: cd {where} && python {_TO_WEIGHTS} . weights -t state"), soft_wrap=True)
+            folder = shlex.quote(report.checkpoint)
+            console.print(Text(f"weights: cd {folder} && python {_TO_WEIGHTS} . weights -t state"), soft_wrap=True)
     if report.status in ("stopped", "failed") and report.attempts:
         before = "" if report.status == "stopped" else "once that is mended, "
         console.print(f"{before}the same command goes on", highlight=False)

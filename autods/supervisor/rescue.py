@@ -27,8 +27,8 @@ class Candidate:
     """What is known of one rung. Candidates are sorted as the ladder: fastest first.
 
     `start` are the settings of its first trial, `pinned` the keys of its config that pin host memory. `needs_nvme`
-    tells whether states go through NVMe. `forecast` is the verdict of its forecast, `host_forecast_bytes` what a rank
-    needs of the host by it, and `refused` the reason that the rung cannot run here at all; each may be None.
+    tells whether states go through NVMe. `forecast` is the verdict of its forecast. By it a rank needs
+    `host_forecast_bytes` of the host. `refused` is the reason that the rung cannot run here. Each may be None.
     """
 
     rung: str
@@ -42,12 +42,12 @@ class Candidate:
 
     def find_fit(self, micro_batch: int, checkpointing: bool) -> Fit | None:
         """The last trial of this size that ran."""
-        found = [
+        fits = [
             outcome
             for knobs, outcome in self.trials
             if (knobs.micro_batch, knobs.checkpointing) == (micro_batch, checkpointing) and isinstance(outcome, Fit)
         ]
-        return found[-1] if found else None
+        return fits[-1] if fits else None
 
     def rate(self, micro_batch: int, checkpointing: bool) -> float | None:
         """Samples a second at the largest measured micro batch up to this one; None without a measurement."""
@@ -226,14 +226,14 @@ def _give_up(situation: Situation, cause: Cause, tier: Tier) -> Stop:
     missing = cause.missing_bytes if isinstance(cause, OutOfMemory) else None
     if missing is not None:
         reason += f": {_describe(situation.config)} lacked at least {format_bytes(missing)}"
-    tried = {each.rung for each in situation.failed} | {situation.config.rung}
+    failed_rungs = {each.rung for each in situation.failed} | {situation.config.rung}
     advice = _ADVICE[tier]
-    if tier == "host" and not any(situation.candidate(rung).needs_nvme for rung in tried):
+    if tier == "host" and not any(situation.candidate(rung).needs_nvme for rung in failed_rungs):
         advice += "; or name a fast disk for the states (--nvme-path), and a rung that uses it (--ladder)"
     passed_over = [
         f"{each.rung} ({each.refused or 'its forecast is that it cannot fit'})"
         for each in situation.candidates
-        if each.rung not in tried and (each.refused is not None or each.forecast == "cannot_fit")
+        if each.rung not in failed_rungs and (each.refused is not None or each.forecast == "cannot_fit")
     ]
     reason += f"; not tried: {', '.join(passed_over)}" if passed_over else ""
     return Stop(reason=reason, exit_code=NOTHING_LEFT, advice=advice)

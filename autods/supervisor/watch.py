@@ -38,8 +38,8 @@ class Trend:
     node: str = ""
 
     def __str__(self) -> str:
-        where = f" of node {self.node}" if self.node else ""
-        grows = f"{TIER_NAMES[self.tier]}{where} fills by {format_bytes(self.bytes_per_step)} a step"
+        of_node = f" of node {self.node}" if self.node else ""
+        grows = f"{TIER_NAMES[self.tier]}{of_node} fills by {format_bytes(self.bytes_per_step)} a step"
         return (
             f"{grows}, and {format_bytes(self.headroom_bytes)} are left: it runs out at about step {self.runs_out_at:,}"
         )

@@ -134,11 +134,11 @@ class WholeSteps:
 
 def _find_samplers(loader: Any) -> list[Any]:
     """The samplers of a loader that accelerate prepared, from the outermost batch sampler to the innermost."""
-    found, sampler = [], getattr(loader, "batch_sampler", None)
+    samplers, sampler = [], getattr(loader, "batch_sampler", None)
     while sampler is not None:
-        found.append(sampler)
+        samplers.append(sampler)
         sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
-    return found
+    return samplers
 
 
 class TrainerSession(sessions.Session):

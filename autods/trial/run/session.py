@@ -111,7 +111,7 @@ def current_observer() -> Any:
 
 
 def describe_end() -> dict[str, Any]:
-    """Return how this rank's session ended, 'done' or 'stopped', and its step; save that step, if nothing has.
+    """Return how this rank's session ended, 'done' or 'stopped', and its step. Save that step, if nothing has.
 
     'unsaved' is why no checkpoint has that step, where the disk had no room for it.
     """
