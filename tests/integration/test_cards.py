@@ -155,7 +155,7 @@ def test_a_card_lost_in_a_trial_ends_the_fit_as_broken(outcomes: dict[str, Any])
     assert (outcome["kind"], outcome["failure"], outcome["rank"]) == ("failed", "infrastructure", 1)
     assert outcome["action"] == "fix_environment"
     assert outcomes["loses a card"]["code"] == 3
-    assert "the GPU or its link is gone" in outcomes["loses a card"]["printed"]
+    assert "its link is broken" in outcomes["loses a card"]["printed"]
     assert outcomes["repaired"]["outcome"]["kind"] == "fit"
 
 
