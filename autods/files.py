@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+from pathlib import Path
 
 from .errors import InputError
 from .units import format_bytes
@@ -104,3 +105,8 @@ def as_folder_name(name: str) -> str:
     plain = "".join(letter if letter.isprintable() and letter != "/" else "_" for letter in name)
     cut = plain.encode(errors="surrogateescape")[:100].decode(errors="ignore")
     return f"_{cut}" if cut.startswith(".") or not cut else cut
+
+
+def find_existing(folder: Path) -> Path:
+    """Return the folder, or the nearest one above it that exists."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())

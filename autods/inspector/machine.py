@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from ..files import find_existing
 from ..report.checkup import Check
 from ..system import landlock
 from ..system.gpus import describe_shared_cards
@@ -148,7 +149,7 @@ def check_limits(
 def check_folders(folders: Mapping[str, Path]) -> Iterator[Check]:
     """Free space of the folders that a fit writes to, by what they are for."""
     for name, folder in folders.items():
-        existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+        existing = find_existing(folder)
         free = shutil.disk_usage(existing).free
         if not os.access(existing, os.W_OK | os.X_OK):
             result, remedy = f"{folder} cannot be written", f"make {existing} writable"

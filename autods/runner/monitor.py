@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from ..diagnosis.trial_outcome import HostUsage
+from ..files import find_existing
 from ..schema import read_known
 from ..system import processes, stacks
 from ..system.gpus import read_used_bytes
@@ -246,9 +247,8 @@ def read_tiers(groups: Sequence[MemoryGroup], swap: str | None) -> tuple[TierLev
     folders: dict[Tier, Path | None] = {"shm": _SHARED, "nvme": None if swap is None else Path(swap)}
     for tier, folder in folders.items():
         if folder is not None:
-            existing = next((path for path in (folder, *folder.parents) if path.exists()), folder)
             with contextlib.suppress(OSError):
-                usage = shutil.disk_usage(existing)
+                usage = shutil.disk_usage(find_existing(folder))
                 tiers.append(TierLevel(tier=tier, used_bytes=usage.total - usage.free, total_bytes=usage.total))
     return tuple(tiers)
 
