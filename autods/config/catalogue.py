@@ -25,13 +25,14 @@ class Links:
     """The links between GPUs, to the host and between nodes, and their speed in GB/s.
 
     The speed of the GPUs' own link counts both directions together, those of PCIe and of the network count one.
-    The network's is that of a whole node.
+    The network's is that of a whole node. `to_host_shared_by` cards share a link to the host, behind a PCIe switch.
     """
 
     between_gpus: str
     between_gpus_gb_per_s: float
     to_host: str
     to_host_gb_per_s: float
+    to_host_shared_by: int = 1
     network: str | None = None
     network_gb_per_s: float | None = None
 
@@ -86,11 +87,11 @@ def parse_capability(text: str) -> tuple[int, int]:
 class Machine:
     """The target of a forecast: one rank's device, and the node that holds it.
 
-    `device_bytes` is the memory that the driver leaves to programs. `gpus`, `host_bytes`, `nvme_bytes`, `dram_gb_per_s`
-    and `nvme_gb_per_s` (sequential reads) count for the whole node. They are None where they are unknown, those of NVMe
-    also where the node has none. Ranks share the node's `cores` as threads; None: each of several ranks has one.
-    `driver_names` are the card's names in NVML, and `driver_capability` is its compute capability as NVML has it, for a
-    card without rates.
+    `device_bytes` is the memory that the driver leaves to programs. `gpus`, `host_bytes`, `nvme_bytes`,
+    `dram_gb_per_s` and `nvme_gb_per_s` (sequential reads) count for the whole node, of all its `sockets`. They are
+    None where they are unknown, those of NVMe also where the node has none. Ranks share the node's `cores` as
+    threads; None: each of several ranks has one. `driver_names` are the card's names in NVML, and
+    `driver_capability` is its compute capability as NVML has it, for a card without rates.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Machine:
     host_bytes: int | None = None
     nvme_bytes: int | None = None
     dram_gb_per_s: float | None = None
+    sockets: int = 1
     nvme_gb_per_s: float | None = None
     cores: int | None = None
     rates: Rates | None = None
@@ -173,6 +175,7 @@ def describe_this_machine(cards: Sequence[Card], hardware: Hardware) -> Machine:
         driver_capability=card.capability,
         host_bytes=hardware.host_bytes,
         dram_gb_per_s=None if known is None else known.dram_gb_per_s,
+        sockets=1 if known is None else known.sockets,
         nvme_gb_per_s=None if known is None else known.nvme_gb_per_s,
         cores=hardware.cores,
         rates=None if known is None else known.rates,

@@ -22,13 +22,16 @@ _DTYPES: Mapping[str, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": 
 class Efficiency:
     """The shares of a machine's peaks that work reaches, and its fixed costs.
 
-    A matmul computes at the card's `matmul_share`. Beside that its bytes pass the memory `matmul_traffic` times: tiles
-    read operands again, and what they load first and write last waits for no compute. Attention reaches `attention` of
-    the card's `attention_share`. The host pays `launch_us` to issue an operator, `view_us` a view, `collective_us` a
-    collective, and `hook_us` where ZeRO-3 fetches or releases a module's parameters. A thread of it moves
-    `core_gb_per_s` at most. `kernel_us` is the least time of a kernel on the card. A collective delays kernels beside
-    it: it takes `contention` of the multiprocessors, and its bytes pass the memory `collective_traffic` times.
-    A collective of W ranks takes (W − 1) steps: `step_us` each within a node, `network_step_us` for one that leaves it.
+    A matmul computes at the card's `matmul_share`. Beside that its bytes pass the memory `matmul_traffic` times:
+    tiles read operands again, and what they load first and write last waits for no compute. Attention reaches
+    `attention` of the card's `attention_share`. The host pays `launch_us` to issue an operator, `view_us` a view,
+    `collective_us` a collective, and `hook_us` where ZeRO-3 fetches or releases a module's parameters. A thread of
+    it moves `core_gb_per_s` at most, and writes memory that is new to the process at `first_touch_gb_per_s`; it
+    takes `compare_ns` to make a truth value. `kernel_us` is the least time of a kernel on the card. A collective
+    delays kernels beside it: it takes `contention` of the multiprocessors, and its bytes pass the memory
+    `collective_traffic` times.
+    A collective of W ranks takes (W − 1) steps: `step_us` each within a node, `network_step_us` for one that leaves
+    it.
     """
 
     matmul_traffic: float
@@ -43,6 +46,8 @@ class Efficiency:
     pageable_copy: float
     dram: float
     core_gb_per_s: float
+    first_touch_gb_per_s: float
+    compare_ns: float
     host_optimizer: float
     nvme: float
     launch_us: float
@@ -102,9 +107,9 @@ class Price:
 # What no step can beat: every piece of work at the data sheet's rate, and nothing else costs time.
 _AT_PEAK = Efficiency(
     matmul_traffic=0.0, attention=1.0, memory=1.0, nvlink=1.0, pcie_between_gpus=1.0, network=1.0, contention=0.0,
-    collective_traffic=0.0, pinned_copy=1.0, pageable_copy=1.0, dram=1.0, core_gb_per_s=inf, host_optimizer=1.0,
-    nvme=1.0, launch_us=0.0, view_us=0.0, hook_us=0.0, collective_us=0.0, kernel_us=0.0, step_us=0.0,
-    network_step_us=0.0,
+    collective_traffic=0.0, pinned_copy=1.0, pageable_copy=1.0, dram=1.0, core_gb_per_s=inf, first_touch_gb_per_s=inf,
+    compare_ns=0.0, host_optimizer=1.0, nvme=1.0, launch_us=0.0, view_us=0.0, hook_us=0.0, collective_us=0.0,
+    kernel_us=0.0, step_us=0.0, network_step_us=0.0,
 )  # fmt: skip
 
 
@@ -122,9 +127,14 @@ class PriceList:
 
     @classmethod
     def at_peak(cls, machine: Machine, ranks_per_node: int) -> PriceList:
-        """The least that work can cost on this machine: each kind at its peak rate, without any overhead."""
+        """The least that work can cost on this machine: each kind at its peak rate, without any overhead.
+
+        Servers differ in what cards and ranks share, so that the bound counts on no sharing.
+        """
         rates = machine.rates and replace(machine.rates, matmul_share=1.0, attention_share=1.0)
-        return cls(machine=replace(machine, rates=rates), ranks_per_node=ranks_per_node, efficiency=_AT_PEAK)
+        links = machine.links and replace(machine.links, to_host_shared_by=1)
+        machine = replace(machine, rates=rates, links=links, sockets=1)
+        return cls(machine=machine, ranks_per_node=ranks_per_node, efficiency=_AT_PEAK)
 
     def price(self, work: Work) -> Price:
         """Return the price of a piece of work. Raises Unpriced."""
@@ -149,7 +159,11 @@ class PriceList:
             case "copy" | "pageable_copy":
                 if self.machine.links is None:
                     raise Unpriced("the link to the host")
-                share = ours.pinned_copy if work.kind == "copy" else ours.pageable_copy
+                # All ranks of a node copy at the same time. A pageable copy is so slow that it leaves room for others.
+                sharing = min(self.machine.links.to_host_shared_by, self.ranks_per_node)
+                share = ours.pinned_copy / sharing
+                if work.kind == "pageable_copy":
+                    share = min(share, ours.pageable_copy)
                 speed = self.machine.links.to_host_gb_per_s * _G * share
                 return Price(launch_s=launch_s, seconds=work.bytes / speed + 2 * least_s)
             case "collective":
@@ -161,16 +175,23 @@ class PriceList:
                     if work.bytes > _IN_CACHE:
                         raise Unpriced("the bandwidth of host memory")
                     return Price(launch_s=launch_s, seconds=0.0)
-                share = ours.dram if work.kind == "host" else ours.host_optimizer
-                speed = min(
-                    self.machine.dram_gb_per_s * share / self.ranks_per_node, self._threads * ours.core_gb_per_s
-                )
-                return Price(launch_s=launch_s, seconds=work.bytes / (speed * _G))
+                return Price(launch_s=launch_s, seconds=self._work_on_host(work, self.machine.dram_gb_per_s))
             case "nvme":
                 if self.machine.nvme_gb_per_s is None:
                     raise Unpriced("the bandwidth of NVMe")
                 speed = self.machine.nvme_gb_per_s * _G * ours.nvme / self.ranks_per_node
                 return Price(launch_s=launch_s, seconds=work.bytes / speed)
+
+    def _work_on_host(self, work: Work, dram_gb_per_s: float) -> float:
+        """The seconds of a rank's threads. Ranks share the node's memory, and that of a single one is on its socket."""
+        ours = self.efficiency
+        share = ours.dram if work.kind == "host" else ours.host_optimizer
+        most_gb_per_s = dram_gb_per_s * share / max(self.ranks_per_node, self.machine.sockets)
+        used_gb_per_s = min(most_gb_per_s, self._threads * ours.core_gb_per_s)
+        new_gb_per_s = min(most_gb_per_s, self._threads * ours.first_touch_gb_per_s)
+        used_s = (work.bytes - work.fresh) / (used_gb_per_s * _G)
+        compared_s = work.compared * ours.compare_ns * 1e-9 / self._threads
+        return max(used_s, compared_s) + work.fresh / (new_gb_per_s * _G)
 
     @property
     def _threads(self) -> float:

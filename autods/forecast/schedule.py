@@ -30,6 +30,8 @@ class Work:
     """The amount of one piece of work. `name` is its operator's, for people.
 
     `bytes` are read and written; of a collective, those that a ring of infinitely many ranks would move a rank.
+    `fresh` of them are written to host memory that the process has just got from the system. `compared` elements of
+    host memory become truth values.
     `dtype` is that of a matmul's operands.
     A collective has `ranks`, and `stride` is the distance of neighbours among all ranks.
     `launches` counts views that follow one another.
@@ -39,6 +41,8 @@ class Work:
     name: str = ""
     flops: float = 0.0
     bytes: int = 0
+    fresh: int = 0
+    compared: int = 0
     dtype: str = ""
     ranks: int = 1
     stride: int = 1

@@ -117,16 +117,24 @@ def forecast_step(
 
     `micro_batches` is how many the schedule has; of `accumulation` the others take as long as its first.
     """
-    seconds, first_s, spent = StepClocks(schedule, prices).run()
-    more = max(0, accumulation - micro_batches) * (first_s if micro_batches > 1 else seconds)
-    scale = (seconds + more) / seconds if seconds else 1.0
-    total = seconds + more
+    step, first = StepClocks(schedule, prices).run()
+    more = max(0, accumulation - micro_batches)
+    repeated = first if micro_batches > 1 else step
+    total = step.seconds + more * repeated.seconds
     return StepTime(
         seconds=total,
         low_seconds=total * constants.low,
         high_seconds=total * constants.high,
-        spent={cause: part * scale for cause, part in spent.items()},
+        spent={cause: part + more * repeated.spent[cause] for cause, part in step.spent.items()},
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Seconds of a step or of its first micro batch, and what the default stream spent them on."""
+
+    seconds: float
+    spent: Mapping[Bound, float]
 
 
 class StepClocks:
@@ -142,7 +150,8 @@ class StepClocks:
             _CAUSES.get(work.kind, "compute" if price.compute_bound else "memory")
             for work, price in zip(schedule.works, priced, strict=True)
         ]
-        self.host = self._first_s = 0.0
+        self.host = 0.0
+        self._first: Span | None = None
         self.streams: defaultdict[int, float] = defaultdict(float)
         # What each stream was held by most, of its last wait and the work since then, and for how long.
         self._held_by: dict[int, Bound] = {}
@@ -152,8 +161,8 @@ class StepClocks:
         # Since the default stream last waited for the host: the host's own work, and its waits for other streams.
         self._behind: dict[Bound, float] = {"host": 0.0, "communication": 0.0}
 
-    def run(self, events: Iterable[int] | None = None) -> tuple[float, float, dict[Bound, float]]:
-        """Return the step's seconds, those of its first micro batch, and what they were spent on.
+    def run(self, events: Iterable[int] | None = None) -> tuple[Span, Span]:
+        """Return the spans of the step and of its first micro batch.
 
         `events` are those of the schedule, passed on by an observer that looks at the clocks between two of them.
         """
@@ -177,7 +186,7 @@ class StepClocks:
             elif code == HOST_WAITS_STREAM:
                 self._hold_host(self.streams[argument], self._held_by.get(argument, "launch"))
             elif code == MICRO_BATCH:
-                self._first_s = self._first_s or max(self.host, self.streams[0])
+                self._first = self._first or self._end_micro_batch()
             else:  # the host waits for all
                 latest = self._find_latest()
                 self._hold_host(self.streams[latest], self._held_by.get(latest, "launch"))
@@ -232,16 +241,26 @@ class StepClocks:
             self._behind[cause] += waited
         self.host = until
 
-    def _split_wait(self, gap: float) -> None:
-        """Split the default stream's wait for the host by what the host has done meanwhile."""
-        for cause in self._behind:
-            part = min(gap, self._behind[cause])
-            self.spent[cause] += part
-            gap -= part
-            self._behind[cause] = 0.0
-        self.spent["launch"] += gap
+    def _explain_wait(self, gap: float) -> dict[Bound, float]:
+        """Split a wait of the default stream for the host by what the host has done meanwhile."""
+        parts: dict[Bound, float] = {}
+        for cause, seconds in self._behind.items():
+            parts[cause] = min(gap, seconds)
+            gap -= parts[cause]
+        return parts | {"launch": gap}
 
-    def _end(self) -> tuple[float, float, dict[Bound, float]]:
+    def _split_wait(self, gap: float) -> None:
+        for cause, part in self._explain_wait(gap).items():
+            self.spent[cause] += part
+        self._behind = dict.fromkeys(self._behind, 0.0)
+
+    def _end_micro_batch(self) -> Span:
+        """The span until now."""
+        seconds = max(self.host, self.streams[0])
+        behind = self._explain_wait(seconds - self.streams[0])
+        return Span(seconds=seconds, spent={cause: self.spent[cause] + behind.get(cause, 0.0) for cause in BOUNDS})
+
+    def _end(self) -> tuple[Span, Span]:
         end = max([self.host, *self.streams.values()])
         if end > self.streams[0]:
             latest = self._find_latest()
@@ -249,4 +268,5 @@ class StepClocks:
                 self.spent[self._held_by.get(latest, "launch")] += end - self.streams[0]
             else:
                 self._split_wait(end - self.streams[0])
-        return end, self._first_s or end, self.spent
+        step = Span(seconds=end, spent=self.spent)
+        return step, self._first or step

@@ -82,7 +82,7 @@ class _Observer:
 
     def observe(self) -> list[Event]:
         """Replay the schedule; return the slices of all threads."""
-        self.end_s = self.clocks.run(self._pass_on())[0]
+        self.end_s = self.clocks.run(self._pass_on())[0].seconds
         begin = self.clocks.streams[0]
         if self.end_s > begin:
             spent = self._find_spent(self._spent)

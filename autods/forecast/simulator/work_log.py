@@ -26,6 +26,7 @@ _OVERWRITE = frozenset({"copy_", "zero_", "fill_", "normal_", "uniform_", "rando
 # These read as much as they write, whatever the size of the tensor that they pick from.
 _PICK = frozenset({"embedding", "index", "gather", "index_select", "nll_loss_forward", "take"})
 _COPIES = frozenset({"copy_", "_to_copy"})
+_MAPPED = 32 << 20  # glibc's malloc maps larger blocks anew each time, and unmaps them when they are freed
 _OPTIMIZER_BYTES = 1.75  # of the bytes of parameter, gradient and two moments: all are read, all but one are written
 # By collective: the argument that holds the whole tensor, and how often its bytes pass a rank.
 _COLLECTIVES: dict[str, tuple[int, float]] = {
@@ -147,9 +148,7 @@ class WorkLog:
         elif "cuda" in devices:
             code = self._code(schedule.RUN, _describe_kernel(func, name, args, kwargs, out))
         else:
-            code = self._code(
-                schedule.HOST, Work(kind="host", name=name, bytes=_moved_bytes(func, name, args, kwargs, out))
-            )
+            code = self._code(schedule.HOST, _describe_host_work(func, name, args, kwargs, out))
         self.events.append(code)
         self.last_issued = code
 
@@ -213,7 +212,8 @@ class WorkLog:
             if host is target:
                 self.events.append(self._code(schedule.RUN, Work(kind="kernel", name="convert", bytes=size)))
             else:
-                self.events.append(self._code(schedule.HOST, Work(kind="host", name="convert", bytes=size)))
+                work = Work(kind="host", name="convert", bytes=size, fresh=_mapped_bytes([target]))
+                self.events.append(self._code(schedule.HOST, work))
         work = Work(
             kind="copy" if pinned else "pageable_copy",
             name="to host" if host is target else "from host",
@@ -250,6 +250,25 @@ def _bytes(tensor: Any) -> int:
     for length, step in zip(tensor.shape, tensor.stride(), strict=True):
         count *= length if step or not length else 1
     return int(count)
+
+
+def _describe_host_work(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> Work:
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    known = {tensor.untyped_storage()._cdata for tensor in given}
+    results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+    made = [tensor for tensor in results if tensor.untyped_storage()._cdata not in known]
+    moved = _moved_bytes(func, name, args, kwargs, out)
+    if name == "isinf":  # it compares the absolute values, which it writes first
+        made += given
+        moved += 2 * sum(map(_bytes, given))
+    compares = any(tensor.dtype == torch.bool for tensor in results)
+    compared = max((tensor.numel() for tensor in given), default=0) if compares else 0
+    return Work(kind="host", name=name, bytes=moved, fresh=_mapped_bytes(made), compared=compared)
+
+
+def _mapped_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of those of the tensors that malloc would map anew."""
+    return sum(size for size in map(_bytes, tensors) if size > _MAPPED)
 
 
 def _moved_bytes(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> int:

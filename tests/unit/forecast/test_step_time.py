@@ -14,9 +14,9 @@ from autods.forecast.step_time import StepTime, forecast_step
 
 _PERFECT = Efficiency(
     matmul_traffic=1, attention=1, memory=1, nvlink=1, pcie_between_gpus=1, network=1, contention=0,
-    collective_traffic=0, pinned_copy=1, pageable_copy=0.5, dram=1, core_gb_per_s=100, host_optimizer=1, nvme=1,
-    launch_us=1e-6, view_us=1e-6, hook_us=1e-6, collective_us=1e-6, kernel_us=1e-6, step_us=1e-6,
-    network_step_us=1e-6,
+    collective_traffic=0, pinned_copy=1, pageable_copy=0.5, dram=1, core_gb_per_s=100, first_touch_gb_per_s=100,
+    compare_ns=0, host_optimizer=1, nvme=1, launch_us=1e-6, view_us=1e-6, hook_us=1e-6, collective_us=1e-6,
+    kernel_us=1e-6, step_us=1e-6, network_step_us=1e-6,
 )  # fmt: skip
 _EXACT = Constants(efficiency=_PERFECT, low=1, high=1, sources={})
 # A card of 1 TFLOP/s and 1 GB/s, and a node whose every other path has 1 GB/s, too.
@@ -131,6 +131,13 @@ def test_further_micro_batches_last_as_long_as_the_first() -> None:
     assert sum(step.spent.values()) == pytest.approx(6)
 
 
+def test_the_optimizer_counts_once_in_what_a_step_spends() -> None:
+    optimize = _OPTIMIZER << BITS | codes.HOST
+    step = _replay(_run(_MATMUL), codes.MICRO_BATCH, _run(_MATMUL), optimize, micro_batches=2, accumulation=5)
+    assert step.bound == "compute"
+    assert step.spent["compute"] == pytest.approx(5)
+
+
 def test_a_matmul_s_traffic_adds_to_its_compute() -> None:
     matmul = Work(kind="matmul", flops=1e12, bytes=10**9, dtype="bfloat16")
     seconds = {traffic: _price(matmul, matmul_traffic=traffic).seconds for traffic in (0, 2)}
@@ -176,6 +183,43 @@ def test_each_of_several_ranks_has_one_thread_by_default() -> None:
         for cores in (None, 4, 64)
     }
     assert seconds == pytest.approx({None: 10, 4: 5, 64: 2})
+
+
+def test_a_new_page_of_the_host_costs_more_than_a_used_one() -> None:
+    used, new = (
+        _price(Work(kind="host", bytes=10**9, fresh=fresh), first_touch_gb_per_s=0.05).seconds for fresh in (0, 10**8)
+    )
+    assert used == pytest.approx(2)
+    assert new == pytest.approx(0.9 * 2 + 0.1 * 20)
+
+
+def test_truth_values_on_the_host_take_time_of_their_own() -> None:
+    work = Work(kind="host", bytes=10**9, compared=10**9)
+    seconds = {ns: _price(work, compare_ns=ns).seconds for ns in (1, 5)}
+    assert seconds == pytest.approx({1: 2, 5: 5})
+
+
+def test_a_single_rank_has_the_memory_of_one_socket() -> None:
+    seconds = {
+        ranks: PriceList(machine=replace(_MACHINE, sockets=2), ranks_per_node=ranks, efficiency=_PERFECT)
+        .price(_WORKS[_OPTIMIZER])
+        .seconds
+        for ranks in (1, 2, 8)
+    }
+    assert seconds == pytest.approx({1: 2, 2: 2, 8: 8})
+
+
+def test_cards_behind_one_switch_share_their_link_to_the_host() -> None:
+    assert _MACHINE.links is not None
+    pairs = replace(_MACHINE, links=replace(_MACHINE.links, to_host_shared_by=2))
+    seconds = {
+        (kind, ranks): PriceList(machine=pairs, ranks_per_node=ranks, efficiency=_PERFECT)
+        .price(Work(kind=kind, bytes=10**9))
+        .seconds
+        for kind in ("copy", "pageable_copy")
+        for ranks in (1, 8)
+    }
+    assert seconds == pytest.approx({("copy", 1): 1, ("copy", 8): 2, ("pageable_copy", 1): 2, ("pageable_copy", 8): 2})
 
 
 def test_a_hook_costs_the_host_and_not_the_card() -> None:

@@ -84,6 +84,18 @@ def test_operators_of_the_host_are_the_host_s_work(log: WorkLog, fake: FakeTenso
     assert work == Work(kind="host", name="add", bytes=3 * 400)
 
 
+def test_a_large_result_on_the_host_is_in_new_memory(log: WorkLog, fake: FakeTensorMode) -> None:
+    large = torch.empty(10**7)
+    assert _issue(log, _aten.add.Tensor, large, large).fresh == 4 * 10**7
+    assert _issue(log, _aten.add_.Tensor, large, large).fresh == 0
+    assert _issue(log, _aten.view.default, large, [10**7]).fresh == 0
+
+
+def test_a_search_for_infinities_compares_new_values(log: WorkLog, fake: FakeTensorMode) -> None:
+    work = _issue(log, _aten.isinf.default, torch.empty(4 * 10**7, dtype=torch.float16))
+    assert (work.compared, work.fresh) == (4 * 10**7, 3 * 4 * 10**7)
+
+
 def test_an_expanded_tensor_is_read_once(log: WorkLog, fake: FakeTensorMode) -> None:
     work = _issue(log, _aten.add.Tensor, torch.empty(100), torch.empty(1).expand(100))
     assert work.bytes == 2 * 400 + 4
