@@ -61,11 +61,15 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """The shipped efficiencies; `low` and `high` are the bounds of a step's time as shares of its forecast."""
+    """The shipped efficiencies, and bounds of a step's time as shares of its forecast.
+
+    `host_high` is the upper bound of the part that waits for the host, `high` that of the rest.
+    """
 
     efficiency: Efficiency
     low: float
     high: float
+    host_high: float
     sources: Mapping[str, str]
 
 
@@ -85,8 +89,8 @@ def read_constants(path: Path | None = None) -> Constants:
 
 
 def _check(constants: Constants) -> None:
-    if not 0 < constants.low <= 1 <= constants.high:
-        raise ValueError("low ≤ 1 ≤ high does not hold")
+    if not 0 < constants.low <= 1 <= constants.high <= constants.host_high:
+        raise ValueError("low ≤ 1 ≤ high ≤ host_high does not hold")
     if any(getattr(constants.efficiency, name) < 0 for name in Efficiency.__dataclass_fields__):
         raise ValueError("no efficiency may be below 0")
 

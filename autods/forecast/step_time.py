@@ -121,11 +121,12 @@ def forecast_step(
     more = max(0, accumulation - micro_batches)
     repeated = first if micro_batches > 1 else step
     total = step.seconds + more * repeated.seconds
+    spent = {cause: part + more * repeated.spent[cause] for cause, part in step.spent.items()}
     return StepTime(
         seconds=total,
         low_seconds=total * constants.low,
-        high_seconds=total * constants.high,
-        spent={cause: part + more * repeated.spent[cause] for cause, part in step.spent.items()},
+        high_seconds=(total - spent["host"]) * constants.high + spent["host"] * constants.host_high,
+        spent=spent,
     )
 
 

@@ -18,7 +18,7 @@ _PERFECT = Efficiency(
     compare_ns=0, host_optimizer=1, nvme=1, launch_us=1e-6, view_us=1e-6, hook_us=1e-6, collective_us=1e-6,
     kernel_us=1e-6, step_us=1e-6, network_step_us=1e-6,
 )  # fmt: skip
-_EXACT = Constants(efficiency=_PERFECT, low=1, high=1, sources={})
+_EXACT = Constants(efficiency=_PERFECT, low=1, high=1, host_high=1, sources={})
 # A card of 1 TFLOP/s and 1 GB/s, and a node whose every other path has 1 GB/s, too.
 _MACHINE = Machine(
     name="slow",
@@ -183,6 +183,14 @@ def test_each_of_several_ranks_has_one_thread_by_default() -> None:
         for cores in (None, 4, 64)
     }
     assert seconds == pytest.approx({None: 10, 4: 5, 64: 2})
+
+
+def test_the_host_s_part_of_a_step_has_a_wider_bound() -> None:
+    prices = PriceList(machine=_MACHINE, ranks_per_node=1, efficiency=_PERFECT)
+    events = (_run(_MATMUL), codes.HOST_WAITS_ALL, _OPTIMIZER << BITS | codes.HOST, _run(_MATMUL))
+    constants = replace(_EXACT, high=1.5, host_high=4)
+    step = forecast_step(Schedule(events=events, works=_WORKS), prices, constants, micro_batches=1, accumulation=1)
+    assert step.high_seconds == pytest.approx(2 * 1.5 + 1 * 4)
 
 
 def test_a_new_page_of_the_host_costs_more_than_a_used_one() -> None:
