@@ -96,6 +96,17 @@ def test_the_timeline_of_a_step_has_its_time_and_memory(
     assert switched[0] > row["step"]["tokens_per_second"]
 
 
+def test_nvme_holds_a_model_larger_than_the_part_in_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """DeepSpeed keeps 1e9 elements of a rank in host memory; beyond that each layer needs buffers for its reads."""
+    wide = {"num_hidden_layers": 10, "hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 1000}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | wide))
+    cards = ["--on", "a100-80gb", "--gpus", "1", "--ladder", "zero3-nvme", "--micro-batch", "1", "--no-largest"]
+    assert main(["plan", str(tmp_path), *cards, "--json", "--quiet"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rungs"]
+    assert row["verdict"] == "fits"
+    assert row["exact"]
+
+
 def test_without_checkpointing_a_rung_needs_more(
     planned: dict[str, Any], llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
