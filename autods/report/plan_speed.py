@@ -15,6 +15,7 @@ from .results import Forecast, SiteForecast, Training, forecast_training
 from .text import PLAN_WITH_BARS, TIER_NAMES, format_rate, format_share, plain_table
 
 _WORTH_NAMING = 0.1  # of a step
+_WITH_DAYS = 150  # columns of a terminal in which both rates, days and cost stand in one line
 
 
 def speed_table(forecast: Forecast, site: SiteForecast, *, width: int) -> RenderableType:
@@ -25,12 +26,14 @@ def speed_table(forecast: Forecast, site: SiteForecast, *, width: int) -> Render
     known = [rung for rung in site.rungs if rung.memory]
     if not any(rung.speed for rung in known):
         return Text(f"step time: –, because {explain_no_time(site)}", style="dim")
-    wide, counts_tokens = width >= PLAN_WITH_BARS, any(rung.speed and rung.speed.tokens_per_second for rung in known)
-    has_price = forecast.tokens is not None and site.site.price_per_gpu_hour is not None
+    counts_tokens = any(rung.speed and rung.speed.tokens_per_second for rung in known)
+    has_days = forecast.tokens is not None
+    has_price = has_days and site.site.price_per_gpu_hour is not None
+    wide, with_bounds = width >= (_WITH_DAYS if has_days else PLAN_WITH_BARS), width >= PLAN_WITH_BARS or not has_days
     columns = [
-        ("rung", True), ("micro\nbatch", True), ("step (low to high)", True), ("samples/s", wide or not counts_tokens),
-        ("tokens/s", wide or counts_tokens), ("days", forecast.tokens is not None), ("cost", has_price),
-        ("spent on", True),
+        ("rung", True), ("micro\nbatch", True), ("step (low to high)" if with_bounds else "step, s", True),
+        ("samples/s", wide or not counts_tokens), ("tokens/s", wide or counts_tokens), ("days", has_days),
+        ("cost", has_price), ("spent on", True),
     ]  # fmt: skip
     table = plain_table()
     for name, shown in columns:
@@ -40,10 +43,18 @@ def speed_table(forecast: Forecast, site: SiteForecast, *, width: int) -> Render
             table.add_column(name, no_wrap=no_wrap, justify="right" if numbers else "left")
     for rung in known:
         cells = _speed_cells(forecast, site, rung)
-        if not wide and forecast.tokens is not None:  # an interval gets a line of its own
-            cells = [cell.replace(" (", "\n(") if isinstance(cell, str) else cell for cell in cells]
+        if has_days and not wide:
+            cells = [_narrow(cell, with_bounds=with_bounds) for cell in cells]
         table.add_row(*(cell for cell, (_, shown) in zip(cells, columns, strict=True) if shown))
     return table
+
+
+def _narrow(cell: str | Text, *, with_bounds: bool) -> str | Text:
+    """The cell with its interval in a line of its own, or without it. Days and cost have that of the step."""
+    if isinstance(cell, Text):
+        return cell
+    figure, bracket, interval = cell.partition(" (")
+    return f"{figure}\n({interval}" if with_bounds and bracket else figure
 
 
 def _speed_cells(forecast: Forecast, site: SiteForecast, rung: RungForecast) -> list[str | Text]:

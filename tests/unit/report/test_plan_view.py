@@ -255,6 +255,13 @@ def test_a_training_has_its_days_and_its_cost(width: int) -> None:
     assert f"and cost {float(f'{cost:.3g}'):,.0f}" in text
 
 
+@pytest.mark.parametrize("width", [80, 110, 130, 160])
+def test_no_cell_of_a_training_s_table_is_cut_off(width: int) -> None:
+    table = printed(training(), width).partition("spent on")[2].partition("fastest rung")[0]
+    assert "compute" in table
+    assert "…" not in table
+
+
 def test_a_training_in_json_has_its_bounds() -> None:
     row = to_dict(training())["rungs"][1]["training"]
     assert row["days"] == pytest.approx(3e11 / 40_960 / 86_400)
