@@ -252,7 +252,10 @@ def find_error(table: Table, row: Row, step: StepTime) -> float:
 
 
 def score(table: Table, rows: Sequence[Row], steps: Mapping[Row, StepTime]) -> dict[str, float]:
-    """Errors of the rows, and the share of pairs whose published rates of tokens a GPU are in the forecast's order."""
+    """Errors of the rows, the share of them within the forecast's interval, and of the pairs in the right order.
+
+    The order is that of tokens a GPU.
+    """
     errors = [abs(find_error(table, row, steps[row])) for row in rows]
 
     def rate(row: Row, seconds: float) -> float:
@@ -263,7 +266,13 @@ def score(table: Table, rows: Sequence[Row], steps: Mapping[Row, StepTime]) -> d
         == (rate(one, one.seconds(table.unit)) > rate(other, other.seconds(table.unit)))
         for one, other in itertools.combinations(rows, 2)
     ]
-    return {"median": statistics.median(errors), "worst": max(errors), "right order": statistics.fmean(pairs or [1.0])}
+    held = [steps[row].low_seconds <= row.seconds(table.unit) <= steps[row].high_seconds for row in rows]
+    return {
+        "median": statistics.median(errors),
+        "worst": max(errors),
+        "within the interval": statistics.fmean(held),
+        "right order": statistics.fmean(pairs or [1.0]),
+    }
 
 
 def tune(table: Table, constants: Constants, folder: Path | None) -> Constants:
