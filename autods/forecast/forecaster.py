@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from ..config.catalogue import Machine
 from ..config.deepspeed import BATCH_KEYS
+from ..config.strategies import Rung
 from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import AutodsError
 from ..system.host import count_cores, find_memory_groups, read_host_memory
@@ -124,7 +125,6 @@ def _interpolated(seen: dict[int, float], fits: int, refused: int) -> float:
 
 PARALLEL_ENGINES = 2  # at least, and while trials run
 _ENGINE_BYTES = 2**30  # an engine of 8 billion parameters and its process hold half of it
-ENOUGH_ACCUMULATION = 2  # longer accumulation repeats the second micro batch, the first that runs with kept gradients
 _LARGEST_FIRST_MICRO_BATCH = 8  # as the walk of the ladder, which tries no larger one first
 
 
@@ -263,14 +263,23 @@ class EngineForecaster:
         return replace(find_largest(fill, sizes, known=known, slope=slope), failures=failures)
 
 
+def enough_accumulation(rung: Rung, accumulation: int) -> int:
+    """Return how many micro batches of a step to simulate. Longer accumulation repeats one of these.
+
+    The second is the first that runs with kept gradients. Where these lie on the host, it also reads them back, and
+    a third one tells that apart from the optimizer's step.
+    """
+    return min(accumulation, 2 if rung.places["gradients"] == "device" else 3)
+
+
 def memory_key(spec: EngineSpec) -> str:
     """Return equal keys for engines that allocate the same at a micro batch.
 
-    The second micro batch of a step is the first that runs with kept gradients, so longer accumulation adds nothing.
+    What `enough_accumulation` tells apart is kept apart.
     """
     config = {key: value for key, value in spec.ds_config.items() if key not in BATCH_KEYS}
-    accumulates = int(spec.ds_config.get("gradient_accumulation_steps") or 1) > 1
-    known = {**asdict(replace(spec, machine=None)), "ds_config": config, "accumulates": accumulates}
+    accumulation = min(3, int(spec.ds_config.get("gradient_accumulation_steps") or 1))
+    known = {**asdict(replace(spec, machine=None)), "ds_config": config, "accumulation": accumulation}
     del known["nvlink"], known["capability"], known["machine"]
     return json.dumps({**known, "takes_flash": spec.takes_flash}, sort_keys=True, default=str)
 
@@ -290,7 +299,7 @@ class TrialForecaster:
     A simulation that fails is reported once, by `report`, and leaves its trials without a forecast.
     A model may refuse so few samples: the forecast is then that of a larger micro batch.
 
-    `spec_of` returns the engine that a trial runs, with at most `ENOUGH_ACCUMULATION` micro batches a step.
+    `spec_of` returns the engine that a trial runs, with `enough_accumulation` micro batches a step.
     `key_of` returns the trial's key in `observations`.
     `machine` has the rates that step times are forecast by; None where they are unknown. `factors` are those that
     earlier fits on this machine have left.
@@ -396,7 +405,6 @@ class TrialForecaster:
         simulation = self.forecaster.get(spec, knobs.micro_batch)
         if simulation is None or simulation.schedule is None:
             return None
-        micro_batches = int(spec.ds_config.get("gradient_accumulation_steps") or 1)
         ranks_per_node = min(spec.ranks_per_node, spec.world_size)
         speed = forecast_speed(
             simulation.schedule,
@@ -404,7 +412,6 @@ class TrialForecaster:
             world_size=spec.world_size,
             ranks_per_node=ranks_per_node,
             micro_batch=knobs.micro_batch,
-            micro_batches=micro_batches,
             accumulation=knobs.accumulation,
             tokens_per_sample=None,
         )
@@ -413,7 +420,6 @@ class TrialForecaster:
                 simulation.schedule,
                 self.machine,
                 ranks_per_node=ranks_per_node,
-                micro_batches=micro_batches,
                 accumulation=knobs.accumulation,
             )
         except Unpriced:

@@ -73,18 +73,14 @@ def forecast_speed(
     world_size: int,
     ranks_per_node: int,
     micro_batch: int,
-    micro_batches: int,
     accumulation: int,
     tokens_per_sample: int | None,
 ) -> Speed | None:
-    """Return the speed of a step with the shipped constants; None where the machine's file lacks a rate it needs.
-
-    `micro_batches` and `accumulation` are those of `forecast_step`.
-    """
+    """Return the speed of a step with the shipped constants; None where the machine's file lacks a rate it needs."""
     constants = read_constants()
     prices = PriceList(machine=machine, ranks_per_node=ranks_per_node, efficiency=constants.efficiency)
     try:
-        step = forecast_step(schedule, prices, constants, micro_batches=micro_batches, accumulation=accumulation)
+        step = forecast_step(schedule, prices, constants, accumulation=accumulation)
     except Unpriced:
         return None
     rate = micro_batch * accumulation * world_size / step.seconds
@@ -97,29 +93,21 @@ def forecast_speed(
     )
 
 
-def least_step_s(
-    schedule: Schedule, machine: Machine, *, ranks_per_node: int, micro_batches: int, accumulation: int
-) -> float:
-    """Return the seconds that a step takes at least, with all work at the machine's peak rates. Raises Unpriced.
-
-    `micro_batches` and `accumulation` are those of `forecast_step`.
-    """
+def least_step_s(schedule: Schedule, machine: Machine, *, ranks_per_node: int, accumulation: int) -> float:
+    """Return the seconds that a step takes at least, with all work at the machine's peak rates. Raises Unpriced."""
     prices = PriceList.at_peak(machine, ranks_per_node)
-    return forecast_step(
-        schedule, prices, read_constants(), micro_batches=micro_batches, accumulation=accumulation
-    ).seconds
+    return forecast_step(schedule, prices, read_constants(), accumulation=accumulation).seconds
 
 
-def forecast_step(
-    schedule: Schedule, prices: PriceList, constants: Constants, *, micro_batches: int, accumulation: int
-) -> StepTime:
-    """Return the time of a step. Raises Unpriced where the machine's file lacks a rate that the step needs.
+def forecast_step(schedule: Schedule, prices: PriceList, constants: Constants, *, accumulation: int) -> StepTime:
+    """Return the time of a step of so many micro batches. Raises Unpriced where the machine's file lacks a rate.
 
-    `micro_batches` is how many the schedule has; of `accumulation` the others take as long as its first.
+    Those that the schedule lacks take as long as its last but one, which has no optimizer step after it.
     """
-    step, first = StepClocks(schedule, prices).run()
-    more = max(0, accumulation - micro_batches)
-    repeated = first if micro_batches > 1 else step
+    clocks = StepClocks(schedule, prices)
+    step = clocks.run()
+    more = max(0, accumulation - schedule.micro_batches)
+    repeated = clocks.micro_batches[-1] if clocks.micro_batches else step
     total = step.seconds + more * repeated.seconds
     spent = {cause: part + more * repeated.spent[cause] for cause, part in step.spent.items()}
     return StepTime(
@@ -132,7 +120,7 @@ def forecast_step(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Seconds of a step or of its first micro batch, and what the default stream spent them on."""
+    """Seconds of a step or of a micro batch, and what the default stream spent them on."""
 
     seconds: float
     spent: Mapping[Bound, float]
@@ -152,7 +140,7 @@ class StepClocks:
             for work, price in zip(schedule.works, priced, strict=True)
         ]
         self.host = 0.0
-        self._first: Span | None = None
+        self.micro_batches: list[Span] = []  # of the step, without its last one
         self.streams: defaultdict[int, float] = defaultdict(float)
         # What each stream was held by most, of its last wait and the work since then, and for how long.
         self._held_by: dict[int, Bound] = {}
@@ -162,8 +150,8 @@ class StepClocks:
         # Since the default stream last waited for the host: the host's own work, and its waits for other streams.
         self._behind: dict[Bound, float] = {"host": 0.0, "communication": 0.0}
 
-    def run(self, events: Iterable[int] | None = None) -> tuple[Span, Span]:
-        """Return the spans of the step and of its first micro batch.
+    def run(self, events: Iterable[int] | None = None) -> Span:
+        """Return the span of the step.
 
         `events` are those of the schedule, passed on by an observer that looks at the clocks between two of them.
         """
@@ -187,7 +175,7 @@ class StepClocks:
             elif code == HOST_WAITS_STREAM:
                 self._hold_host(self.streams[argument], self._held_by.get(argument, "launch"))
             elif code == MICRO_BATCH:
-                self._first = self._first or self._end_micro_batch()
+                self._end_micro_batch()
             else:  # the host waits for all
                 latest = self._find_latest()
                 self._hold_host(self.streams[latest], self._held_by.get(latest, "launch"))
@@ -255,13 +243,20 @@ class StepClocks:
             self.spent[cause] += part
         self._behind = dict.fromkeys(self._behind, 0.0)
 
-    def _end_micro_batch(self) -> Span:
-        """The span until now."""
+    def _end_micro_batch(self) -> None:
+        """Note the span since the micro batch before."""
         seconds = max(self.host, self.streams[0])
         behind = self._explain_wait(seconds - self.streams[0])
-        return Span(seconds=seconds, spent={cause: self.spent[cause] + behind.get(cause, 0.0) for cause in BOUNDS})
+        spent = {cause: self.spent[cause] + behind.get(cause, 0.0) for cause in BOUNDS}
+        before = self.micro_batches
+        self.micro_batches.append(
+            Span(
+                seconds=seconds - sum(span.seconds for span in before),
+                spent={cause: part - sum(span.spent[cause] for span in before) for cause, part in spent.items()},
+            )
+        )
 
-    def _end(self) -> tuple[Span, Span]:
+    def _end(self) -> Span:
         end = max([self.host, *self.streams.values()])
         if end > self.streams[0]:
             latest = self._find_latest()
@@ -269,5 +264,4 @@ class StepClocks:
                 self.spent[self._held_by.get(latest, "launch")] += end - self.streams[0]
             else:
                 self._split_wait(end - self.streams[0])
-        step = Span(seconds=end, spent=self.spent)
-        return step, self._first or step
+        return Span(seconds=end, spent=self.spent)

@@ -12,7 +12,7 @@ from ..config.deepspeed import compose, get_key, start_settings
 from ..config.plan_settings import PlanSettings, Site
 from ..config.strategies import Rung
 from ..errors import InputError
-from ..forecast.forecaster import ENOUGH_ACCUMULATION, MOST_MICRO_BATCH, Forecaster, LargestMicroBatch, Limits
+from ..forecast.forecaster import MOST_MICRO_BATCH, Forecaster, LargestMicroBatch, Limits, enough_accumulation
 from ..forecast.memory_model import estimate_outside_bytes
 from ..forecast.simulator.client import SimulationFailed
 from ..forecast.step_time import Speed, forecast_speed
@@ -106,7 +106,7 @@ def engine_spec(
     sized_for, as_written = group.bucket_device_bytes, settings.as_written
     knobs = Knobs(
         micro_batch=site.micro_batch,
-        accumulation=min(ENOUGH_ACCUMULATION, accumulation),
+        accumulation=enough_accumulation(rung, accumulation),
         checkpointing=choose_checkpointing(settings, facts),
         settings=start_settings(rung, base=site.base, device_bytes=sized_for, facts=facts, as_written=as_written),
     )
@@ -287,7 +287,6 @@ class PlanRun:
             world_size=site.world_size,
             ranks_per_node=min(site.ranks_per_node, site.world_size),
             micro_batch=simulation.micro_batch,
-            micro_batches=int(spec.ds_config.get("gradient_accumulation_steps") or 1),
             accumulation=_choose_accumulation(site, simulation.micro_batch),
             tokens_per_sample=self.facts.tokens_per_sample,
         )

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..config.plan_settings import Site
 from ..forecast.prices import PriceList, read_constants
-from ..forecast.schedule import BITS, CODES, HOST, MICRO_BATCH, RUN, STREAMS, SWITCH, WAIT, Schedule, Work
+from ..forecast.schedule import BITS, CODES, HOST, RUN, STREAMS, SWITCH, WAIT, Schedule, Work
 from ..forecast.step_time import BOUNDS, Bound, StepClocks
 from ..forecast.values import KINDS, Simulation, Trace
 from ..report.serialize import write_whole
@@ -50,7 +50,7 @@ def build_timeline(simulation: Simulation, site: Site, rung: str) -> dict[str, A
     name = f"rank 0 of {site.world_size}: {rung}, micro batch {simulation.micro_batch}, {site.machine.title}"
     metadata = {
         "step_seconds": observer.end_s,
-        "micro_batches": 1 + sum(event & CODES == MICRO_BATCH for event in schedule.events),
+        "micro_batches": schedule.micro_batches,
         "spent": {cause: observer.clocks.spent[cause] for cause in BOUNDS},
         "memory": "live tensors of the device by kind, without the allocator's cache and the CUDA context",
     }
@@ -82,7 +82,7 @@ class _Observer:
 
     def observe(self) -> list[Event]:
         """Replay the schedule; return the slices of all threads."""
-        self.end_s = self.clocks.run(self._pass_on())[0].seconds
+        self.end_s = self.clocks.run(self._pass_on()).seconds
         begin = self.clocks.streams[0]
         if self.end_s > begin:
             spent = self._find_spent(self._spent)

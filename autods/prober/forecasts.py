@@ -13,14 +13,14 @@ from ..config.plan_settings import NVME_PLACE, spread_ranks
 from ..config.settings import Settings
 from ..events import Listener, Note
 from ..forecast.allocator import read_alloc_conf
-from ..forecast.forecaster import ENOUGH_ACCUMULATION, MOST_MICRO_BATCH, PARALLEL_ENGINES, Forecaster, Limits
+from ..forecast.forecaster import MOST_MICRO_BATCH, PARALLEL_ENGINES, Forecaster, Limits
 from ..forecast.simulator.client import SimulationFailed
 from ..forecast.simulator.client import Simulator as ProcessSimulator
 from ..forecast.values import Simulator, StartSimulator
 from ..journal import TrialStore, trial_key
 from ..schema import read_as
 from ..tuner.candidates import why_not_forecast
-from ..tuner.forecasts import engine_spec
+from ..tuner.forecasts import engine_spec, shorten_accumulation
 from ..tuner.trials import micro_batches
 from ..types import Knobs, ModelFacts, Scalar, Trial, WorkloadSource
 from ..workload.conditions import apply_to_source
@@ -117,8 +117,7 @@ def _forecast_cell(
     if (reason := why_not_forecast(facts)) is not None:
         return CapacityForecast(largest=None, reason=f"cannot be simulated: {reason}", simulated=False)
     machine, settings = question.machine, settings_under_conditions(question, trial.conditions, facts)
-    accumulation = min(ENOUGH_ACCUMULATION, trial.knobs.accumulation)
-    trial = replace(trial, knobs=replace(trial.knobs, accumulation=accumulation))
+    trial = shorten_accumulation(settings, trial)
     spec = engine_spec(settings, trial, compose_cell_config(question, trial, facts))
     if machine is not None:
         _, per_node = spread_ranks(settings.gpus, None, machine, settings.device)

@@ -15,8 +15,8 @@ from ..config.settings import Settings
 from ..events import Listener, Note
 from ..forecast.allocator import AllocConf, read_alloc_conf
 from ..forecast.calibration import Observation, StepFactors
-from ..forecast.forecaster import ENOUGH_ACCUMULATION, Limits, StepForecast, TrialForecaster
 from ..forecast.forecaster import Forecaster as ForecastService
+from ..forecast.forecaster import Limits, StepForecast, TrialForecaster, enough_accumulation
 from ..forecast.simulator.client import Simulator
 from ..forecast.values import EngineSpec, RungForecast, StartSimulator
 from ..journal import TrialStore, trial_key
@@ -95,9 +95,10 @@ def engine_spec(settings: Settings, trial: Trial, ds_config: Mapping[str, Any]) 
     )
 
 
-def shorten_accumulation(trial: Trial) -> Trial:
-    """The trial with as many micro batches a step as a simulation needs: those that follow repeat the second."""
-    return replace(trial, knobs=replace(trial.knobs, accumulation=min(ENOUGH_ACCUMULATION, trial.knobs.accumulation)))
+def shorten_accumulation(settings: Settings, trial: Trial) -> Trial:
+    """The trial with as many micro batches a step as a simulation needs."""
+    accumulation = enough_accumulation(settings.rung(trial.rung), trial.knobs.accumulation)
+    return replace(trial, knobs=replace(trial.knobs, accumulation=accumulation))
 
 
 def start_processes(settings: Settings, listen: Listener) -> StartSimulator:
@@ -145,7 +146,7 @@ def open_forecaster(
         listen(Note(text=text))
 
     def spec_of(trial: Trial) -> EngineSpec:
-        trial = shorten_accumulation(trial)
+        trial = shorten_accumulation(settings, trial)
         return engine_spec(settings, trial, config_of(trial))
 
     def learn(record: Record) -> Mapping[str, Any] | None:

@@ -189,7 +189,7 @@ class RehearsalRunner:
 
     def spec_of(self, trial: Trial) -> EngineSpec:
         """The engine to simulate for a trial."""
-        short = shorten_accumulation(trial)
+        short = shorten_accumulation(self.settings, trial)
         links = self.machine.links
         return replace(
             engine_spec(self.settings, short, self.final_config(short)),
@@ -211,7 +211,6 @@ class RehearsalRunner:
             world_size=self.facts.replicas(self.settings.gpus),
             ranks_per_node=ranks_per_node,
             micro_batch=knobs.micro_batch,
-            micro_batches=int(spec.ds_config.get("gradient_accumulation_steps") or 1),
             accumulation=knobs.accumulation,
             tokens_per_sample=self.facts.tokens_per_sample,
         )

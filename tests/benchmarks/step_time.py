@@ -69,7 +69,7 @@ class Row:
     @property
     def simulated(self) -> int:
         """How many micro batches of a step are simulated."""
-        return min(2, self.accumulation)
+        return min(self.accumulation, 2 if self.offload == "none" else 3)
 
     def seconds(self, unit: str) -> float:
         """The published figure as seconds of a step."""
@@ -243,7 +243,7 @@ def forecast(table: Table, row: Row, schedule: Schedule, constants: Constants) -
     prices = PriceList(
         machine=table.machine, ranks_per_node=min(table.ranks_per_node, row.gpus), efficiency=constants.efficiency
     )
-    return forecast_step(schedule, prices, constants, micro_batches=row.simulated, accumulation=row.accumulation)
+    return forecast_step(schedule, prices, constants, accumulation=row.accumulation)
 
 
 def find_error(table: Table, row: Row, step: StepTime) -> float:

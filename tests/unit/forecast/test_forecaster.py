@@ -140,7 +140,7 @@ def on_card(spec: EngineSpec) -> EngineSpec:
 
 def test_trials_that_allocate_the_same_are_simulated_once() -> None:
     made, simulator, _ = make_forecaster()
-    for accumulation in (2, 4, 8):
+    for accumulation in (3, 4, 8):
         made.forecast(trial(accumulation=accumulation))
     assert len(simulator.measured) == 1
 

@@ -64,10 +64,10 @@ def _wait(number: int, stream: int) -> int:
     return (number << STREAM_BITS | stream) << BITS | codes.WAIT
 
 
-def _replay(*events: int, efficiency: Efficiency = _PERFECT, accumulation: int = 1, micro_batches: int = 1) -> StepTime:
+def _replay(*events: int, efficiency: Efficiency = _PERFECT, accumulation: int = 1) -> StepTime:
     prices = PriceList(machine=_MACHINE, ranks_per_node=2, efficiency=efficiency)
     schedule = Schedule(events=events, works=_WORKS)
-    return forecast_step(schedule, prices, _EXACT, micro_batches=micro_batches, accumulation=accumulation)
+    return forecast_step(schedule, prices, _EXACT, accumulation=accumulation)
 
 
 def _price(work: Work, **changes: float) -> Price:
@@ -126,14 +126,21 @@ def test_many_small_operators_are_bound_by_launches() -> None:
 
 def test_further_micro_batches_last_as_long_as_the_first() -> None:
     events = (_run(_MATMUL), codes.HOST_WAITS_ALL, codes.MICRO_BATCH, _run(_MATMUL), _run(_KERNEL))
-    step = _replay(*events, micro_batches=2, accumulation=5)
+    step = _replay(*events, accumulation=5)
     assert step.seconds == pytest.approx(6)
     assert sum(step.spent.values()) == pytest.approx(6)
 
 
+def test_a_long_accumulation_repeats_the_last_micro_batch_but_one() -> None:
+    first, middle = (_run(_MATMUL), codes.MICRO_BATCH), (_run(_MATMUL), _run(_KERNEL), codes.MICRO_BATCH)
+    step = _replay(*first, *middle, _run(_MATMUL), accumulation=10)
+    assert step.seconds == pytest.approx(1 + 8 * 2 + 1)
+    assert step.spent["memory"] == pytest.approx(8)
+
+
 def test_the_optimizer_counts_once_in_what_a_step_spends() -> None:
     optimize = _OPTIMIZER << BITS | codes.HOST
-    step = _replay(_run(_MATMUL), codes.MICRO_BATCH, _run(_MATMUL), optimize, micro_batches=2, accumulation=5)
+    step = _replay(_run(_MATMUL), codes.MICRO_BATCH, _run(_MATMUL), optimize, accumulation=5)
     assert step.bound == "compute"
     assert step.spent["compute"] == pytest.approx(5)
 
@@ -189,7 +196,7 @@ def test_the_host_s_part_of_a_step_has_a_wider_bound() -> None:
     prices = PriceList(machine=_MACHINE, ranks_per_node=1, efficiency=_PERFECT)
     events = (_run(_MATMUL), codes.HOST_WAITS_ALL, _OPTIMIZER << BITS | codes.HOST, _run(_MATMUL))
     constants = replace(_EXACT, high=1.5, host_high=4)
-    step = forecast_step(Schedule(events=events, works=_WORKS), prices, constants, micro_batches=1, accumulation=1)
+    step = forecast_step(Schedule(events=events, works=_WORKS), prices, constants, accumulation=1)
     assert step.high_seconds == pytest.approx(2 * 1.5 + 1 * 4)
 
 
