@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import calendar
 import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from functools import cache
 from typing import Any, Literal
 
@@ -80,42 +78,20 @@ def _telling_words() -> re.Pattern[bytes]:
     return re.compile(any_of(words.union(read_toml("fragments")["telling_word"])).encode())
 
 
-_CLOCK = r"(?P<h>\d\d):(?P<mi>\d\d):(?P<s>\d\d)(?:[.,:](?P<f>\d+))?"
-_FORMS = tuple(
-    re.compile(pattern)
-    for pattern in (
-        r"(?P<y>\d{4})[-/](?P<mo>\d\d)[-/](?P<d>\d\d)[ T_-]" + _CLOCK,
-        r"(?P<mo>\d\d)/(?P<d>\d\d)/(?P<y>\d{4}|\d\d) " + _CLOCK,
-        r"(?P<mon>[A-Z][a-z]{2}) +(?P<d>\d{1,2}) " + _CLOCK + r"(?: (?P<y>\d{4}))?",
-        r"[DIWEF](?P<mo>\d\d)(?P<d>\d\d) " + _CLOCK,  # glog
-        r"^\[?(?P<mo>\d\d)[/-](?P<d>\d\d) " + _CLOCK,
-        r"(?:^|[\s\[])" + _CLOCK,
-    )
-)
-_UNIX = re.compile(r"^(1[5-9]\d{8}(?:\.\d+)?)$|^(1[5-9]\d{11})$")  # seconds or milliseconds
+_DATE = r"\d{4}[-/]\d\d[-/]\d\d[ T_-]|\d\d[-/]\d\d(?:[-/]\d{2,4})? |[A-Z][a-z]{2} [ \d]\d |(?<=[DIWEF])\d{4} "
+_TIME_OF_LINE = re.compile(rf"(?:(?<!\d)(?:{_DATE}))?(?<![\d:])\d\d:\d\d:\d\d(?:[.,]\d+)?")
 _TIME_SPAN = 160  # characters at a line's start that may hold its time
-Clock = tuple[str, float]  # the kind of time and seconds; times of different kinds cannot be compared
+_FRACTION = re.compile(r"[.,]\d+$")
+Clock = tuple[str, str]  # the form of a time and its text; texts of one form compare, within a year or a month
 
 
 def parse_clock(text: str) -> Clock | None:
-    """The first time near the start of the text: "date" (with a year), "day" (without) or "clock", and seconds."""
-    text = text[:_TIME_SPAN]
-    if match := _UNIX.match(text.strip()):
-        return "date", float(match[1] or 0) or float(match[2]) / 1000
-    match = next((match for form in _FORMS if (match := form.search(text))), None)
+    """The first time near the start of the text; None without one."""
+    match = _TIME_OF_LINE.search(text[:_TIME_SPAN])
     if match is None:
         return None
-    parts = match.groupdict()
-    seconds = int(parts["h"]) * 3600 + int(parts["mi"]) * 60 + float(f"{parts['s']}.{parts['f'] or 0}")
-    if "d" not in parts:
-        return "clock", seconds
-    year = int(parts.get("y") or 0)
-    try:
-        month = list(calendar.month_abbr).index(parts["mon"]) if "mon" in parts else int(parts["mo"])
-        day = datetime(year if year > 99 else 2000 + year, month, int(parts["d"]), tzinfo=UTC)
-    except ValueError:
-        return None
-    return ("date" if year else "day"), day.timestamp() + seconds
+    time = match[0].replace("T", " ")
+    return re.sub(r"[\w ]", "0", _FRACTION.sub("", time)), time
 
 
 Level = Literal["debug", "info", "warning", "error"]

@@ -255,11 +255,11 @@ def _diagnose_cause(causes: Sequence[Finding], summary: LogSummary) -> Diagnosis
     timed = summary.files > 1 and len(kinds) == 1 and None not in kinds
     root_rank = summary.exits.root_rank
 
-    def order(cause: Finding) -> tuple[bool, bool, float, int]:
+    def order(cause: Finding) -> tuple[bool, bool, str, int]:
         mentioned = cause.message.manner == "mentioned" and best > 0
         rank = summary.rank(cause)
         not_root = summary.files == 1 and root_rank is not None and rank not in (None, root_rank)
-        return mentioned, not_root, cause.when[1] if timed and cause.when else 0.0, cause.message.order
+        return mentioned, not_root, cause.when[1] if timed and cause.when else "", cause.message.order
 
     cause = min(equal, key=order)
     grounds = f"{cause.row.weight} {cause.message.manner}"

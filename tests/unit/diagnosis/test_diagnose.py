@@ -289,3 +289,31 @@ def test_a_warning_of_lost_connections_counts_where_nothing_else_does() -> None:
 def test_an_exception_that_is_printed_as_its_repr_is_known() -> None:
     said = autods.diagnose("MisconfigurationException(\"the strategy 'fast' does not exist\")\n")
     assert said.kind == "config"
+
+
+WORKER_GONE = "(raylet) A worker died or was killed while executing a task by an unexpected system error."
+
+
+@pytest.mark.parametrize("last", [WORKER_GONE, "RuntimeError: The inner error is reported as above."])
+def test_a_lost_peer_says_more_than_a_death_without_a_reason(last: str) -> None:
+    watchdog = "[E ProcessGroupNCCL.cpp:632] [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=26)"
+    assert autods.diagnose(f"{watchdog}\n{last}\n").kind == "secondary"
+    assert autods.diagnose(f"{last}\n").kind == "unknown"
+
+
+def test_a_builds_echo_of_its_commands_is_no_failure() -> None:
+    log = "[2/2] c++ flatten_unflatten.o -shared -lc10 -o utils.so\nLoading extension module utils...\n"
+    assert autods.diagnose(log).kind == "none"
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        ('raise ValueError("Template {} does not exist.".format(data_args.template))', "config"),
+        ('raise ValueError("Template {} does not exist.".format(name))', "user_code"),
+    ],
+)
+def test_a_library_that_raises_a_settings_value_refuses_it(code: str, kind: str) -> None:
+    frames = f'  File "/opt/venv/lib/python3.11/site-packages/tuner/data/template.py", line 302, in find\n    {code}\n'
+    log = f"Traceback (most recent call last):\n{frames}ValueError: Template big does not exist.\n"
+    assert autods.diagnose(log).kind == kind

@@ -39,21 +39,35 @@ def test_a_containers_last_state_in_json_is_read() -> None:
     assert autods.diagnose(json.dumps(state), exit_code=137).tier == "host"
 
 
-def test_times_of_the_same_kind_compare() -> None:
-    iso, us = parse_clock("2026-01-05 10:00:01,250 INFO"), parse_clock("[01/05/2026 10:00:02] step")
-    assert iso is not None
-    assert us is not None
-    assert iso < us
-    assert parse_clock("1767607200.5") is not None
+@pytest.mark.parametrize(
+    ("early", "late"),
+    [
+        ("2026-01-05 10:00:01,250 INFO", "2026-01-05T10:00:01,3 INFO"),
+        ("[01/05/2026 23:59:59] step", "[01/06/2026 00:00:02] step"),
+        ("Nov  5 10:00:01 host", "Nov 15 09:00:00 host"),
+        ("E0505 12:00:00.123456 140 a.cc:1]", "W0505 12:00:00.2 141 b.cc:2]"),
+        ("10:00:01 step", "10:00:02 step"),
+    ],
+)
+def test_times_of_one_form_compare(early: str, late: str) -> None:
+    times = parse_clock(early), parse_clock(late)
+    assert times[0] is not None
+    assert times[1] is not None
+    assert times[0][0] == times[1][0]
+    assert times[0] < times[1]
+
+
+def test_a_line_without_a_time_has_none_and_forms_differ() -> None:
     assert parse_clock("step 4 loss 2.1") is None
-    of_day = parse_clock("10:00:01 step")
+    date, of_day = parse_clock("2026-01-05 10:00:01"), parse_clock("10:00:01 step")
+    assert date is not None
     assert of_day is not None
-    assert of_day[0] != iso[0]
+    assert date[0] != of_day[0]
 
 
 def test_the_first_failure_in_time_wins_across_files() -> None:
     late = f"2026-01-05 10:30:00 [rank0]: {OOM.format(gpu=0)}"
-    early = f"01/05/2026 10:19:58 [rank9]: {OOM.format(gpu=1)}"
+    early = f"2026-01-05 10:19:58 [rank9]: {OOM.format(gpu=1)}"
     assert autods.diagnose({"a.log": late, "b.log": early}).rank == 9
 
 
