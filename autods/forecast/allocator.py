@@ -95,6 +95,7 @@ class Heap:
     reserved: int = 0
     allocated: int = 0
     peak_reserved: int = 0
+    most_granted: int = 0  # of what was asked to be reserved in all; torch may ask for more than it then maps
     peak_allocated: int = 0  # since it was last set back, as at the begin of a phase
     retries: int = 0  # how often cached segments were given back to make room
 
@@ -183,7 +184,11 @@ class Heap:
 
     def may_reserve(self, size: int) -> bool:
         """Return whether the limit leaves room for `size` more."""
-        return self.limit_bytes is None or (self.reserved + size) * UNIT <= self.limit_bytes
+        total = self.reserved + size
+        if self.limit_bytes is not None and total * UNIT > self.limit_bytes:
+            return False
+        self.most_granted = max(self.most_granted, total)
+        return True
 
     def reserve(self, index: int, size: int) -> None:
         """Count `size` more as reserved for the pool's stream, or less if it is negative."""
@@ -368,7 +373,8 @@ class Replay:
 
     `retries` counts how often cached segments were given back to make room (torch's num_alloc_retries). `late_retries`
     are those of the last optimizer step, which come again in every step. A replay ends where it `ran_out`.
-    `reserved_by_stream` splits the peak of what was reserved.
+    `reserved_by_stream` splits the peak of what was reserved. The replay is the same at every limit from
+    `same_from_bytes` to its own.
     """
 
     peak_reserved_bytes: int
@@ -378,6 +384,7 @@ class Replay:
     late_retries: int = 0
     ran_out: RanOut | None = None
     reserved_by_stream: tuple[int, ...] = ()
+    same_from_bytes: int = 0
 
     @property
     def runs_well(self) -> bool:
@@ -433,6 +440,7 @@ def replay(
         late_retries=0 if retries_before is None else heap.retries - retries_before,
         ran_out=ran_out,
         reserved_by_stream=tuple(size * UNIT for size in heap.peak_by_stream),
+        same_from_bytes=heap.most_granted * UNIT,
     )
 
 
@@ -454,6 +462,9 @@ def find_least_limit(
     best: Replay | None = None
     while high - low > (margin := max(2**21, int(tolerance * high))):
         middle = (low + high) // 2
+        if best is not None and middle >= best.same_from_bytes:
+            high = middle
+            continue
         attempt = replay(trace, expandable=expandable, limit_bytes=middle, only_if_well=True, late=late)
         if attempt.runs_well:
             high, best = middle, attempt

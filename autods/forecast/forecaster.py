@@ -218,13 +218,18 @@ class EngineForecaster:
         known = self.forecaster.get(self.spec, micro_batch)
         if known is not None:
             return known
-        if self.forecaster.before_simulation is not None:
-            self.forecaster.before_simulation(self.spec, micro_batch)
         if self._engine is None:
             self._engine = self._stack.enter_context(self.forecaster.simulator.engine(self.spec))
+        if self.forecaster.before_simulation is not None:
+            self.forecaster.before_simulation(self.spec, micro_batch)
         simulation = self._engine.measure(micro_batch)
         self.forecaster._simulations[memory_key(self.spec), micro_batch] = simulation
         return simulation
+
+    def stop(self) -> None:
+        """End the engine, so that another one may run. A micro batch that was not simulated yet starts it again."""
+        self._stack.close()
+        self._engine = None
 
     def forecast(self, micro_batch: int, limits: Limits, *, on: EngineSpec | None = None) -> RungForecast:
         """Return the forecast within these limits. `on` is the same engine on another machine, to judge it there."""

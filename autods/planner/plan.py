@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -141,10 +141,12 @@ def _run_in_parallel(
     """Run the jobs in order, some at a time. The first that raises ends the others.
 
     With `search` they find the largest micro batch, too. With `until_one_fits` a site is done when a rung fits.
-    `at_last` runs when all jobs have begun and one of those that run is done.
+    `at_last` runs when all jobs have begun and an engine is left for it.
     Rungs have much the same activations, so a search starts from the bytes of a sample that an earlier job found. It
     waits for all earlier jobs but the last: where it starts must not depend on the job that ends first, nor on the
     number of cores.
+    Where every rung is simulated at one size, its engine ends before it is judged. So one job more may run than there
+    are engines.
     """
     tasks: list[Future[float | None]] = []
 
@@ -156,11 +158,19 @@ def _run_in_parallel(
         sites = [site for site in sites if not (until_one_fits and _site_forecast(run, site).status == "fits")]
         return run.forecast_rung(rung, sites, group, guess_sample_bytes if search else None)
 
-    pool = ThreadPoolExecutor(count_parallel_engines(), thread_name_prefix="forecast")
+    def finish() -> None:
+        running = [task for task in tasks[: len(jobs)] if not task.done()]
+        if len(running) >= engines:
+            wait(running, return_when=FIRST_COMPLETED)
+        at_last()
+
+    engines = count_parallel_engines()
+    jobs_at_a_time = engines + (0 if search or until_one_fits else 1)
+    pool = ThreadPoolExecutor(jobs_at_a_time, thread_name_prefix="forecast")
     try:
         for number, job in enumerate(jobs):
             tasks.append(pool.submit(forecast, number, *job))
-        tasks.append(pool.submit(at_last))
+        tasks.append(pool.submit(finish))
         done = wait(tasks, return_when=FIRST_EXCEPTION).done
         for task in tasks:
             if task in done:

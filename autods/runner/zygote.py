@@ -97,6 +97,7 @@ def _load(source: WorkloadSource, argv: list[str], agent: socket.socket) -> tupl
     workload = None
     if "--plain" not in argv and reason is None:
         try:
+            preload.preload_transformers(source)
             if source.kind == "script":
                 preload.preload_script(source)
             else:

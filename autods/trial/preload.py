@@ -15,12 +15,13 @@ import resource
 import signal
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Mapping
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ..plain_text import read_text
 from ..types import WorkloadSource
-from ..workload.script_source import script_imports
+from ..workload.script_source import Import, script_imports
 from .patching import declare
 
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
@@ -127,17 +128,59 @@ def compile_at_first_call(compile: Callable[..., Any], function: Callable[..., A
     return call
 
 
+_SOLVERS, _ASSIGN = "scipy.optimize", "linear_sum_assignment"
+
+
+def preload_transformers(source: WorkloadSource) -> None:
+    """Import what every model of transformers imports, if the workload imports transformers.
+
+    The losses of object detection, which are among it, import one of scipy's solvers. These take a fourth of the time,
+    so they are imported when such a loss calls it.
+    """
+    with contextlib.suppress(Exception):  # the workload's own import reports the error
+        if source.kind == "hf_config" or _imports_transformers(source):
+            with _late_solvers():
+                importlib.import_module("transformers.loss.loss_utils")
+
+
+def _imports_transformers(source: WorkloadSource) -> bool:
+    if source.kind == "pickle":
+        return False
+    return any(imported.package == "transformers" and _is_installed(imported) for imported in script_imports(source))
+
+
+@contextlib.contextmanager
+def _late_solvers() -> Iterator[None]:
+    """Let modules that import the solver inside the block have a function that imports it when it is called."""
+    stand_in = types.ModuleType(_SOLVERS)
+    setattr(stand_in, _ASSIGN, _assign)
+    loaded = sys.modules.setdefault(_SOLVERS, stand_in)
+    try:
+        yield
+    finally:
+        if loaded is stand_in:
+            del sys.modules[_SOLVERS]
+
+
+def _assign(*args: Any, **kwargs: Any) -> Any:
+    return getattr(importlib.import_module(_SOLVERS), _ASSIGN)(*args, **kwargs)
+
+
 def preload_script(source: WorkloadSource) -> None:
     """Import the installed packages that a script imports; never modules beside it, which run as part of the script."""
-    installed = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
     for imported in script_imports(source):
         with contextlib.suppress(Exception):  # the script's own import reports the error
-            spec = importlib.util.find_spec(imported.package)
-            if spec is None or spec.origin is None or not spec.origin.startswith(installed):
+            if not _is_installed(imported):
                 continue
             module = importlib.import_module(imported.module)
             if imported.name:
                 getattr(module, imported.name)  # packages such as transformers import their parts lazily
+
+
+def _is_installed(imported: Import) -> bool:
+    installed = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+    spec = importlib.util.find_spec(imported.package)
+    return spec is not None and spec.origin is not None and spec.origin.startswith(installed)
 
 
 def freeze() -> None:

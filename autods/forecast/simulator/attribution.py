@@ -6,6 +6,7 @@ holds after the steps get the kind of their place in it.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -52,17 +53,26 @@ def kind_by_caller(phase: ForecastPhase, size: int) -> int:
     by_phase = _BY_PHASE[phase]
     frame: Any = sys._getframe(3) if size >= _LARGE else None
     while frame is not None:
-        path, name = frame.f_code.co_filename, frame.f_code.co_name
-        if "/deepspeed/" in path and not path.endswith(_WRAPPER):
-            file = path.rpartition("/")[2]
-            for files, parts, kind in _BY_CALLER:
-                if file in files and any(part in name for part in parts):
-                    return kind
-            return by_phase
-        if path == _BUILD.co_filename:
-            return _PARAMETERS if frame.f_code is _BUILD else by_phase
+        code = frame.f_code
+        if _decides(code.co_filename):
+            kind = _PARAMETERS if code is _BUILD else _kind_of_function(code.co_filename, code.co_name)
+            return by_phase if kind is None else kind
         frame = frame.f_back
     return by_phase
+
+
+@functools.cache
+def _decides(path: str) -> bool:
+    """Whether the first frame of this file decides: one of DeepSpeed's, or the one that builds the model."""
+    return path == _BUILD.co_filename or ("/deepspeed/" in path and not path.endswith(_WRAPPER))
+
+
+@functools.cache
+def _kind_of_function(path: str, name: str) -> int | None:
+    """The kind of what a function of DeepSpeed allocates; None where the phase decides."""
+    file = path.rpartition("/")[2]
+    rows = (kind for files, parts, kind in _BY_CALLER if file in files and any(part in name for part in parts))
+    return next(rows, None)
 
 
 def label_gradients(ledger: Ledger, model: Any) -> None:

@@ -107,6 +107,7 @@ class Simulator(values.Simulator):
         self._free = threading.BoundedSemaphore(processes)
         self._lock = threading.Lock()
         self._workers: dict[Device, _Worker] = {}
+        self._ended = False
         self._stuck: SimulationFailed | None = None
 
     def __enter__(self) -> Simulator:
@@ -114,6 +115,7 @@ class Simulator(values.Simulator):
 
     def __exit__(self, *raised: object) -> None:
         with self._lock:
+            self._ended = True
             workers, self._workers = list(self._workers.values()), {}
         for worker in workers:
             worker.stop()
@@ -138,6 +140,8 @@ class Simulator(values.Simulator):
             if self._stuck is not None:  # it took minutes to find out; do not repeat that for each rung
                 raise self._stuck
             with self._lock:
+                if self._ended:  # meanwhile; a worker that starts now would never be stopped
+                    raise SimulationFailed(kind="crashed", problem="the simulator was ended")
                 if device not in self._workers:
                     self._workers[device] = _Worker(self._source, device, self._limit_s, self._report, self._variables)
                 worker = self._workers[device]

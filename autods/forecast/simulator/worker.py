@@ -87,6 +87,7 @@ def _prepare(device: Device, source: WorkloadSource, scratch: str, client: socke
 
     context = SimulationContext(cpu=device == "cpu")
     workload = None
+    preload.preload_transformers(source)
     if source.kind == "script":
         preload.preload_script(source)
     else:

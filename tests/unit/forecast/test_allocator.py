@@ -220,6 +220,20 @@ def test_the_least_limit_runs_well(seed: int, expandable: bool) -> None:
     assert replay(made, expandable=expandable, limit_bytes=least).runs_well
 
 
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_replay_is_the_same_down_to_what_it_was_granted(seed: int, expandable: bool) -> None:
+    made = trace(*made_up(seed))
+    roomy = replay(made, expandable=expandable)
+    tight = replay(
+        made, expandable=expandable, limit_bytes=(roomy.peak_allocated_bytes + roomy.peak_reserved_bytes) // 2
+    )
+    for known in (roomy, tight):
+        assert replay(made, expandable=expandable, limit_bytes=known.same_from_bytes) == known
+    below = replay(made, expandable=expandable, limit_bytes=roomy.same_from_bytes - 512)
+    assert below.retries == roomy.retries + 1 or below.ran_out is not None
+
+
 def test_a_limit_leaves_room_for_the_segment_torch_asks_for() -> None:
     # 18 of the first 40 MiB are left, so 20 more are mapped for the second request; torch asks for 30 first.
     made = trace(22 * MIB, 30 * MIB)

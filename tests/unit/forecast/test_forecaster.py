@@ -263,3 +263,15 @@ def test_a_model_that_wants_ever_more_samples_has_no_forecast() -> None:
     assert made.forecast(trial()) is None
     assert [size for _, size in simulator.measured] == [1, 2, 4, 8]
     assert len(reported) == 1
+
+
+def test_a_stopped_engine_forecasts_what_it_has_simulated() -> None:
+    simulator = ScriptedSimulator(FACTS, grows)
+    limits = Limits(device_bytes=16 * GIB)
+    with Forecaster(simulator).open(spec_of(trial())) as engine:
+        forecast = engine.forecast(1, limits)
+        engine.stop()
+        assert engine.forecast(1, limits) == forecast
+        assert len(simulator.engines) == 1
+        engine.simulate(2)  # needs another one
+    assert len(simulator.engines) == 2

@@ -62,3 +62,12 @@ def test_an_import_that_never_ends_ends_the_simulation(tmp_path: Path, monkeypat
             with pytest.raises(SimulationFailed, match=f"{source.path}:5: wait has not come back for 2 s"):
                 simulator.facts()
     assert reports == [f"the simulation has not answered for 1 s: in wait, {source.path}:5"]
+
+
+def test_an_ended_simulator_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
+    simulator = Simulator(hang_on_import(tmp_path))
+    with simulator:
+        pass
+    with pytest.raises(SimulationFailed, match="the simulator was ended"):
+        simulator.facts()
