@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,3 +29,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, and NVML shows none here"))
+
+
+def pytest_collection_finish() -> None:
+    """Leave the processors to the ranks: the test processes need one thread each, and no search for old garbage."""
+    if torch := sys.modules.get("torch"):  # its threads would spin between the small steps of Optuna's Gaussian process
+        torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # thousands of tests and whole packages stay until the end; each full collection would visit them

@@ -1,4 +1,4 @@
-"""One Ray for all integration tests, and runners whose zygote is shared by the tests of a workload."""
+"""One Ray for all integration tests, and runners whose zygote is shared by a module's tests of a workload."""
 
 from __future__ import annotations
 
@@ -47,9 +47,12 @@ def ray() -> Iterator[object]:
         yield module
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def runners(ray: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runners]:
-    """A started and surveyed runner per workload and question, kept until the end of the run."""
+    """A started and surveyed runner per workload and question, kept until the end of the module.
+
+    Ray's process of an idle runner takes a hundredth of a processor, which adds up until the end of the run.
+    """
     started: dict[tuple[object, ...], RayRunner] = {}
     with contextlib.ExitStack() as stack:
 

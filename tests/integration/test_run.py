@@ -13,12 +13,13 @@ import pytest
 
 GROWS = Path(__file__).parent / "workloads" / "longer_and_longer.py"
 STEPS, GLOBAL_BATCH = 12, 8
-MEMORY = "76MiB"
+MEMORY = "104MiB"
 
 
 def train(workload: Path, out: Path, gpu_memory: str, *options: str) -> subprocess.CompletedProcess[str]:
     ladder = ("--gpu-memory", gpu_memory, "--ladder", "zero2,zero3", "--config", "quick", "--no-forecast")
-    ranks = ("--device", "cpu", "--gpus", "2", *ladder, *options)
+    # Many processors multiply bf16 numbers fifty times slower than fp32.
+    ranks = ("--device", "cpu", "--gpus", "2", "--precision", "fp32", *ladder, *options)
     batch = ("--global-batch", str(GLOBAL_BATCH), "--steps", str(STEPS), "--checkpoint-every", "2")
     command = (sys.executable, "-m", "autods", "run", str(workload), *ranks, *batch, "--out", str(out))
     return subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
@@ -35,10 +36,10 @@ def read_steps(out: Path) -> dict[int, dict[str, Any]]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     """A run whose samples outgrow the memory of its config, and one with room for them.
 
-    Micro batch 4 needs 53 to 60 MiB before the samples grow and 86 to 112 MiB then, by the CPU. Half of it needs less.
+    Micro batch 4 needs 51 to 68 MiB before the samples grow and 122 MiB then. Half of it needs 89 MiB then.
     """
     top = tmp_path_factory.mktemp("runs")
-    for name, memory in (("rescued", MEMORY), ("reference", "256MiB")):
+    for name, memory in (("rescued", MEMORY), ("reference", "512MiB")):
         done = train(GROWS, top / name, memory, "--data", "1280")
         assert done.returncode == 0, done.stderr[-3000:]
     return {name: top / name for name in ("rescued", "reference")}
@@ -66,11 +67,11 @@ def test_a_rescued_run_sees_the_samples_of_a_whole_one(runs: Mapping[str, Path])
 def test_a_rescued_run_has_the_losses_of_a_whole_one(runs: Mapping[str, Path]) -> None:
     rescued, reference = (read_steps(runs[name]) for name in ("rescued", "reference"))
     for step, row in reference.items():
-        assert rescued[step]["loss"] == pytest.approx(row["loss"], rel=1e-2)  # bf16, which rounds to 3 digits
+        assert rescued[step]["loss"] == pytest.approx(row["loss"], rel=1e-4)
 
 
 def test_samples_that_no_config_holds_end_the_run(runs: Mapping[str, Path], tmp_path: Path) -> None:
-    """A sample of 200,000 tokens needs 98 MiB for its embedding alone; zero3 goes on from a checkpoint of zero2."""
+    """A sample of 200,000 tokens needs 195 MiB for its embedding alone; zero3 goes on from a checkpoint of zero2."""
     fit = str(runs["rescued"] / "fit")
     done = train(GROWS, tmp_path / "out", MEMORY, "--data", "200000", "--fit", fit)
     assert done.returncode == 1, done.stderr[-3000:]

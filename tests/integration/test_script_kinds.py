@@ -84,6 +84,7 @@ def test_a_fit_of_a_trainer_script_passes_and_resumes(ray, users, tmp_path):
         "gpu_memory": "1GiB",
         "config": "quick",
         "max_trials": 2,
+        "global_batch": 16,  # else the micro batch grows to steps of seconds
         "ladder": ("zero2",),
         "forecast": False,
     }

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from autods.trial.preload import preload
 from tests.support.fits import free_port
 from tests.support.launchers import cpu_env
 
@@ -78,8 +79,8 @@ def run_as_rank(rank: int, request: dict[str, Any]) -> None:
 
 def serve() -> None:
     """Answer each line with the first exit code of a rank that is not 0. A rank that fails ends the others."""
-    import deepspeed  # noqa: F401
-    import transformers  # noqa: F401
+    preload()  # what each rank would import in its first step
+    from transformers import Seq2SeqTrainer  # noqa: F401
 
     for line in sys.stdin:
         request = json.loads(line)

@@ -24,7 +24,18 @@ from autods.journal import trial_key
 from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
 from autods.tuner.comparison import confirm_gain
 from autods.tuner.forecasts import NoForecaster
-from autods.tuner.optuna_search import STARTUP, WAIT, Choice, Range, TuneResult, has_converged, space_of, tune
+from autods.tuner.optuna_search import (
+    STARTUP,
+    WAIT,
+    Choice,
+    Range,
+    Sampler,
+    TuneResult,
+    gp_sampler,
+    has_converged,
+    space_of,
+    tune,
+)
 from autods.tuner.trials import FitContext, memory_score
 from autods.types import Fit, Knobs, Outcome, OutOfMemory, Record, Run, Scalar, Steps, Trial
 from tests.support.contexts import make_context
@@ -88,11 +99,17 @@ def tuning(
     headroom: float = 0.05,
     start: Trial = START,
     stop_gain: float = 0.01,
+    sampler: Sampler = gp_sampler,
     **options: Any,
 ) -> TuneResult:
     """`options` are settings, or the forecaster."""
     context = tuning_context(run, path, trials=trials, headroom=headroom, **options)
-    return tune(context.run(start), context, stop_gain=stop_gain)
+    return tune(context.run(start), context, stop_gain=stop_gain, sampler=sampler)
+
+
+def by_chance(seed: int) -> optuna.samplers.BaseSampler:
+    """For a search of which only the end is looked at: it costs no Gaussian process."""
+    return optuna.samplers.RandomSampler(seed=seed)
 
 
 def tuning_context(
@@ -283,7 +300,7 @@ def flat(trial: Trial) -> Outcome:
 
 def test_a_search_that_gains_nothing_ends_before_its_trials_are_spent(path: Path) -> None:
     run = Journaled(flat)
-    tuned = tuning(run, path, trials=40)
+    tuned = tuning(run, path, trials=40, sampler=by_chance)
     assert len(told(path)) == STARTUP + WAIT
     assert tuned.best.trial == START
     assert tuned.reason.startswith(f"{len(run.tuned)} other settings of zero2 were tried until ")
@@ -291,16 +308,16 @@ def test_a_search_that_gains_nothing_ends_before_its_trials_are_spent(path: Path
 
 
 def test_a_stop_gain_of_zero_spends_all_trials(path: Path) -> None:
-    tuning(Journaled(flat), path, trials=15, stop_gain=0)
+    tuning(Journaled(flat), path, trials=15, stop_gain=0, sampler=by_chance)
     assert len(told(path)) == 16
 
 
 def test_a_search_that_ended_early_ends_there_again_after_a_kill(tmp_path: Path) -> None:
     whole, run = Journaled(flat), Journaled(flat, kill_at=5)
-    undisturbed = tuning(whole, tmp_path / "whole.jsonl", trials=20)
+    undisturbed = tuning(whole, tmp_path / "whole.jsonl", trials=20, sampler=by_chance)
     with pytest.raises(KeyboardInterrupt):
-        tuning(run, tmp_path / "killed.jsonl", trials=20)
-    assert (tuning(run, tmp_path / "killed.jsonl", trials=20), run.ran) == (undisturbed, whole.ran)
+        tuning(run, tmp_path / "killed.jsonl", trials=20, sampler=by_chance)
+    assert (tuning(run, tmp_path / "killed.jsonl", trials=20, sampler=by_chance), run.ran) == (undisturbed, whole.ran)
 
 
 def test_a_spent_budget_still_confirms_the_leaders(path: Path) -> None:
