@@ -183,7 +183,7 @@ class Heap:
         return place
 
     def may_reserve(self, size: int) -> bool:
-        """Return whether the limit leaves room for `size` more."""
+        """Return whether the limit leaves room for `size` more; if so, note the total that was granted."""
         total = self.reserved + size
         if self.limit_bytes is not None and total * UNIT > self.limit_bytes:
             return False
