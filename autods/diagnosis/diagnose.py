@@ -145,12 +145,13 @@ def _read_log(name: str, blocks: Iterator[bytes], summary: LogSummary) -> None:
 def _add_message(message: Message, summary: LogSummary, row_counts: Counter[str], reader: Reader) -> None:
     """Match a message with the rows, and keep the ranks and exit codes that it reports."""
     summary.ranks.read(message)
-    reports_exit = not message.by_user and any(summary.exits.read(line) for line in message.text.splitlines())
     if message.by_user and len(summary.user_words) < _MOST_USER_WORDS:
         first_line = message.text.partition(": ")[2].partition("\n")[0].strip("'\"")  # a key has quotes
         if len(first_line) >= _LEAST_WORDS:
             summary.user_words.add(first_line)
     row = _matching_row(message)
+    about_run = not message.by_user and not (row and row.vanished)
+    reports_exit = about_run and any(summary.exits.read(line) for line in message.text.splitlines())
     if row is None:
         return
     if reports_exit and row.weight in ("likely", "weak") and row.file in ("user_code", "communication"):
