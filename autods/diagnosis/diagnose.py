@@ -154,7 +154,7 @@ def _add_message(message: Message, summary: LogSummary, row_counts: Counter[str]
     reports_exit = about_run and any(summary.exits.read(line) for line in message.text.splitlines())
     if row is None:
         return
-    if reports_exit and row.weight in ("likely", "weak") and row.file in ("user_code", "communication"):
+    if reports_exit and row.weight in ("likely", "weak") and row.file in ("user_code", "config", "communication"):
         return
     row_counts[row.name] += 1
     message.order = summary.lines + message.number
