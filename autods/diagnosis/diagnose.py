@@ -171,10 +171,16 @@ def _add_message(message: Message, summary: LogSummary, row_counts: Counter[str]
         message.progress = reader.progress
 
 
+# A line that names an exception, or the level ERROR, after a program's own prefix.
+_NAMES_ERROR = re.compile(r"[\w.:/ -]{0,60}?\b(?:[A-Z]\w*(?:Error|Exception): \S|ERROR\b)")
+
+
 def _matching_row(message: Message) -> Signature | None:
     if message.manner == "quoted" or message.type in _REPORTS_OTHERS:
         return None
-    is_error = message.prefix.level == "error" or REPORTS_FAILURE.match(message.text) is not None
+    is_error = (
+        message.prefix.level == "error" or REPORTS_FAILURE.match(message.text) or _NAMES_ERROR.match(message.text)
+    )
     type = message.type or (ERROR_LINE if is_error and message.manner == "stated" else "")
     passing = message.manner == "mentioned"
     row = find_signature(message.text, type=type, stack=message.stack, passing=passing, by_user=message.by_user)
