@@ -321,7 +321,7 @@ def test_a_library_that_raises_a_settings_value_refuses_it(code: str, kind: str)
 
 @pytest.mark.parametrize(
     ("file", "kind"),
-    [(r"C:\venv\Lib\site-packages\llamafactory\train\tuner.py", "config"), (r"D:\work\train.py", "user_code")],
+    [(r"D:\code\src\llamafactory\train\tuner.py", "config"), (r"D:\work\train.py", "user_code")],
     ids=["library", "script"],
 )
 def test_windows_paths_show_whose_file_raises(file: str, kind: str) -> None:
