@@ -145,15 +145,16 @@ def _read_log(name: str, blocks: Iterator[bytes], summary: LogSummary) -> None:
 def _add_message(message: Message, summary: LogSummary, row_counts: Counter[str], reader: Reader) -> None:
     """Match a message with the rows, and keep the ranks and exit codes that it reports."""
     summary.ranks.read(message)
-    reports_exit = not message.by_user and any(summary.exits.read(line) for line in message.text.splitlines())
     if message.by_user and len(summary.user_words) < _MOST_USER_WORDS:
         first_line = message.text.partition(": ")[2].partition("\n")[0].strip("'\"")  # a key has quotes
         if len(first_line) >= _LEAST_WORDS:
             summary.user_words.add(first_line)
     row = _matching_row(message)
+    about_run = not message.by_user and not (row and row.vanished)
+    reports_exit = about_run and any(summary.exits.read(line) for line in message.text.splitlines())
     if row is None:
         return
-    if reports_exit and row.weight in ("likely", "weak") and row.file in ("user_code", "communication"):
+    if reports_exit and row.weight in ("likely", "weak") and row.file in ("user_code", "config", "communication"):
         return
     row_counts[row.name] += 1
     message.order = summary.lines + message.number
@@ -170,10 +171,16 @@ def _add_message(message: Message, summary: LogSummary, row_counts: Counter[str]
         message.progress = reader.progress
 
 
+# A line that names an exception, or the level ERROR, after a program's own prefix.
+_NAMES_ERROR = re.compile(r"[\w.:/ -]{0,60}?\b(?:[A-Z]\w*(?:Error|Exception): \S|ERROR\b)")
+
+
 def _matching_row(message: Message) -> Signature | None:
     if message.manner == "quoted" or message.type in _REPORTS_OTHERS:
         return None
-    is_error = message.prefix.level == "error" or REPORTS_FAILURE.match(message.text) is not None
+    is_error = (
+        message.prefix.level == "error" or REPORTS_FAILURE.match(message.text) or _NAMES_ERROR.match(message.text)
+    )
     type = message.type or (ERROR_LINE if is_error and message.manner == "stated" else "")
     passing = message.manner == "mentioned"
     row = find_signature(message.text, type=type, stack=message.stack, passing=passing, by_user=message.by_user)

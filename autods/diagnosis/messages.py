@@ -147,8 +147,8 @@ class Message:
 
     @property
     def stack(self) -> str:
-        """The frames as one text."""
-        return "\n".join(self.frames)
+        """The frames as one text, with slashes in the paths of every system."""
+        return "\n".join(self.frames).replace("\\", "/")
 
     @property
     def by_user(self) -> bool:
@@ -159,7 +159,7 @@ class Message:
         if not places:
             return False
         number, match = places[-1]
-        if _LIBRARY_FILE.search(next(filter(None, match.groups()))):
+        if _LIBRARY_FILE.search(next(filter(None, match.groups())).replace("\\", "/")):
             return False
         lines = self.frames[number + 1 :]
         marked = [line for line in lines if _MARKED_LINE.match(line)]  # the others are lines around it
@@ -295,7 +295,7 @@ class Assembler:
             if not (alike and opened.frames and opened.body[-1].rstrip().endswith(":")):
                 return False
         if not text.strip():
-            belongs = bool(opened.frames) and (len(opened.body) < 3 or opened.body[-1].endswith(":"))
+            belongs = opened.body[-1].endswith(":") or (bool(opened.frames) and len(opened.body) < 3)
         else:
             others = (EXCEPTION.match, STARTS_ANEW.match, PROGRESS.search)
             belongs = OF_NCCL.match(text) is not None or not any(other(text) for other in others)

@@ -317,3 +317,33 @@ def test_a_library_that_raises_a_settings_value_refuses_it(code: str, kind: str)
     frames = f'  File "/opt/venv/lib/python3.11/site-packages/tuner/data/template.py", line 302, in find\n    {code}\n'
     log = f"Traceback (most recent call last):\n{frames}ValueError: Template big does not exist.\n"
     assert autods.diagnose(log).kind == kind
+
+
+@pytest.mark.parametrize(
+    ("file", "kind"),
+    [(r"D:\code\src\llamafactory\train\tuner.py", "config"), (r"D:\work\train.py", "user_code")],
+    ids=["library", "script"],
+)
+def test_windows_paths_show_whose_file_raises(file: str, kind: str) -> None:
+    code = 'raise ValueError(f"Unknown task: {args.stage}")'
+    frame = f'  File "{file}", line 60, in run\n    {code}'
+    log = f"Traceback (most recent call last):\n{frame}\nValueError: Unknown task: x\n"
+    assert autods.diagnose(log).kind == kind
+
+
+def test_a_workers_exit_after_a_finished_run_is_no_failure() -> None:
+    notice = "(raylet) A worker died or was killed while executing a task by an unexpected system error. Exit code: 1."
+    assert autods.diagnose(f"Training Progress: 100%|████| 9/9 [00:09<00:00]\n{notice}\n").kind == "none"
+    assert autods.diagnose(f"Training Progress: 50%|██| 4/9 [00:04<00:05]\n{notice}\n").kind == "unknown"
+
+
+def test_a_text_that_begins_after_an_empty_line_is_read() -> None:
+    assert autods.diagnose("ValueError: \n\nmodel_type x is not registered. Choose from ['a', 'b']\n").kind == "config"
+
+
+def test_an_allocation_that_failed_without_harm_is_pressure() -> None:
+    warning = (
+        "W tensorflow/core/bfc_allocator.cc:275] Allocator (GPU_0_bfc) ran out of memory trying to allocate 2.19GiB"
+    )
+    said = autods.diagnose(f"{warning}. The caller indicates that this is not a failure\nepoch 2 loss 0.3\n")
+    assert (said.kind, said.tier) == ("memory_pressure", "device")
