@@ -40,7 +40,7 @@ REPORTS_FAILURE = re.compile(
     r"(?:[\w./-]+: (?=error:|(?-i:ERROR|FATAL) )|(?:[\w./-]+ ){1,2}(?=(?-i:ERROR|FATAL): ))?\b(?:error|errors|exception|fail(?:ed|ure|s)?|fatal|critical|abort(?:ed|ing)?|crash(?:ed)?|panic)\b",
     re.I,
 )
-# Data that a program prints: a field's name near the line's beginning, or inside an object.
+# Data that a program prints: a field's name near the line's beginning, or inside an object. Also a command's options.
 _QUOTED = re.compile(
     expand(
         r"^[^:=(]{0,24}?(?<![\w-]){printed_field}s?(?: ?#?\d+)?['\"]?\s?[:=(]"
@@ -50,6 +50,7 @@ _QUOTED = re.compile(
         r"|:\s*[{\[]['\"]"
         r"|^\s*[{\[]['\"]"
         r"|^\s*--?\w[\w-]*(?:[ =]|$)"
+        r"|^(?:.*[$#>+] )?(?:\S*/)?(?:python[\d.]*|deepspeed|torchrun|accelerate|srun|mpirun)\s(?!.*\berror\b).* --?\w"
     ),
     re.IGNORECASE,
 )

@@ -231,6 +231,13 @@ def test_a_card_with_most_of_it_free_is_not_called_full() -> None:
     assert autods.diagnose(raised(limited, "y = x.cuda()"), 1).tier == "device"
 
 
+@pytest.mark.parametrize("prompt", ["", "+ ", "(env) me@node:~/run$ ", "/opt/conda/bin/"])
+def test_a_command_that_a_shell_shows_is_no_cause(prompt: str) -> None:
+    command = f"{prompt}deepspeed train.py --encoder both --deepspeed-config ./ds_config.json"
+    killed = "[ERROR] [launch.py:321:sigkill_handler] ['python'] exits with return code = -11"
+    assert autods.diagnose(f"{command}\n{killed}\n").kind == "unknown"
+
+
 def test_the_remedy_that_nccl_names_is_quoted() -> None:
     remedy = "Do not force-enable NVLS (NCCL_NVLS_ENABLE=1) if you wish to avoid this error in the future."
     warning = "node-1:8:9 [3] transport/nvls.cc:254 NCCL WARN Failed to bind NVLink SHARP (NVLS) Multicast memory"
