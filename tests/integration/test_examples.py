@@ -88,7 +88,7 @@ def test_the_trainer_translates_under_zero_2(tmp_path, forked):
     config = json.loads((EXAMPLES / "t5_translation" / "ds_zero2.json").read_text())
     config["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's own is compiled for a minute where it is new
     (tmp_path / "ds_config.json").write_text(json.dumps(config))
-    options = ["--do_train", "--do_eval", "--bf16", "--use_cpu", "--per_device_train_batch_size", 8, "--max_steps", 8]
+    options = ["--do_train", "--do_eval", "--use_cpu", "--per_device_train_batch_size", 8, "--max_steps", 8]
     options += ["--learning_rate", "3e-3", "--logging_steps", 1, "--deepspeed", "ds_config.json", "--output_dir", "out"]
     done = forked("t5_translation/run_translation.py", *options, folder=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
