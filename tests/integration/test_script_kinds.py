@@ -11,13 +11,12 @@ import pytest
 
 from autods.errors import InputError
 from autods.report import to_dict
-from autods.runner.runner import RayRunner
 from autods.system.host import read_hardware
 from autods.tuner.fit import fit
 from autods.types import Fit, OutOfMemory
 from autods.workload import make_source
 from tests.support.fits import ignore
-from tests.support.script_trials import a_trial, untouched
+from tests.support.script_trials import a_trial, kept_runners, untouched
 from tests.support.settings import fit_settings
 
 SCRIPTS = Path(__file__).parent / "scripts_hf"
@@ -46,39 +45,31 @@ def users(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def started(ray, users, tmp_path_factory):
-    """The runner of a script of that folder, surveyed with these arguments. One zygote serves all of its questions."""
-    with contextlib.ExitStack() as stack:
-        runners, surveyed = {}, {}
+def make_settings(users, tmp_path_factory):
+    """A function that makes the settings for a script of that folder."""
 
-        def started(name, argv, **options):
-            key = repr((name, argv, options))
-            if key not in surveyed:
-                settings = make_settings(users / name, argv, tmp_path_factory.mktemp("out"), **options)
-                if name not in runners:
-                    runners[name] = stack.enter_context(RayRunner(settings, ignore))
-                runners[name].settings = settings
-                runners[name].survey()
-                surveyed[key] = runners[name].settings, runners[name].facts
-            runners[name].settings, runners[name].facts = surveyed[key]
-            return runners[name]
+    def make(name, argv, out=None, **options):
+        with contextlib.chdir(users):
+            source = make_source(users / name, argv=argv)
+        out = out or tmp_path_factory.mktemp("out")
+        said = {"gpus": 2, "device": "cpu", "gpu_memory": "1GiB", "config": "quick", "out": out, **options}
+        settings = fit_settings(source, hardware=read_hardware(), **said)
+        limits = replace(settings.profile.limits, stall_s=100.0, init_s=200.0)
+        return replace(settings, profile=replace(settings.profile, limits=limits))
 
+    return make
+
+
+@pytest.fixture(scope="module")
+def started(ray, make_settings):
+    with kept_runners(make_settings) as started:
         yield started
 
 
-def make_settings(script, argv, out, **options):
-    with contextlib.chdir(script.parent):
-        source = make_source(script, argv=argv)
-    said = {"gpus": 2, "device": "cpu", "gpu_memory": "1GiB", "config": "quick", "out": out, **options}
-    settings = fit_settings(source, hardware=read_hardware(), **said)
-    limits = replace(settings.profile.limits, stall_s=100.0, init_s=200.0)
-    return replace(settings, profile=replace(settings.profile, limits=limits))
-
-
-def test_a_fit_of_a_trainer_script_passes_and_resumes(started, users, tmp_path):
+def test_a_fit_of_a_trainer_script_passes_and_resumes(started, make_settings, tmp_path):
     runner = started(*KINDS["hf_trainer"])
     asked = {"max_trials": 2, "global_batch": 16, "ladder": ("zero2",)}  # else micro batches grow to steps of seconds
-    settings = make_settings(users / "trainer.py", HF, tmp_path, forecast=False, **asked)
+    settings = make_settings("trainer.py", HF, tmp_path, forecast=False, **asked)
     uncertified = replace(settings.profile.certify, most_trials=0)  # the exam of a Trainer has its own test
     settings = replace(settings, profile=replace(settings.profile, certify=uncertified))
 
