@@ -49,7 +49,7 @@ def falling(done: Done, *, steps: int) -> list[float]:
 @pytest.mark.parametrize(("stage", "shared"), [(0, 1), (1, 2)])
 def test_qwen2_reports_the_optimizer_elements_of_each_rank(tmp_path, forked, stage, shared):
     config = EXAMPLES / "qwen2" / f"ds_zero{stage}.json"
-    done = forked("qwen2/train.py", "--deepspeed_config", config, "--max-steps", 8, folder=tmp_path)
+    done = forked("qwen2/train.py", "--deepspeed_config", config, "--max-steps", 8, "--seq-len", 32, folder=tmp_path)
     falling(done, steps=8)
     # Two ranks print at once: their lines may run into each other.
     said = re.findall(r"Device (\d) \| ZeRO Stage: (\d) .*?parameter count=(\d+)", done.stdout)
@@ -72,7 +72,8 @@ def test_a_mixture_of_experts_learns_with_sharded_experts(tmp_path, forked):
 
 def test_the_pipeline_learns_under_zero_1(tmp_path, forked):
     config = EXAMPLES / "pipeline" / "ds_config.json"
-    falling(forked("pipeline/pipeline.py", "--deepspeed_config", config, "--steps", 8, folder=tmp_path), steps=8)
+    options = ("--deepspeed_config", config, "--steps", 8, "--seq-len", 32)
+    falling(forked("pipeline/pipeline.py", *options, folder=tmp_path), steps=8)
 
 
 def test_pre_training_follows_its_schedule_and_monitors(tmp_path, forked):
