@@ -49,7 +49,7 @@ def falling(done: Done, *, steps: int) -> list[float]:
 @pytest.mark.parametrize(("stage", "shared"), [(0, 1), (1, 2)])
 def test_qwen2_reports_the_optimizer_elements_of_each_rank(tmp_path, forked, stage, shared):
     config = EXAMPLES / "qwen2" / f"ds_zero{stage}.json"
-    done = forked("qwen2/train.py", "--deepspeed_config", config, "--max-steps", 8, folder=tmp_path)
+    done = forked("qwen2/train.py", "--deepspeed_config", config, "--max-steps", 8, "--seq-len", 32, folder=tmp_path)
     falling(done, steps=8)
     # Two ranks print at once: their lines may run into each other.
     said = re.findall(r"Device (\d) \| ZeRO Stage: (\d) .*?parameter count=(\d+)", done.stdout)
@@ -72,7 +72,8 @@ def test_a_mixture_of_experts_learns_with_sharded_experts(tmp_path, forked):
 
 def test_the_pipeline_learns_under_zero_1(tmp_path, forked):
     config = EXAMPLES / "pipeline" / "ds_config.json"
-    falling(forked("pipeline/pipeline.py", "--deepspeed_config", config, "--steps", 8, folder=tmp_path), steps=8)
+    options = ("--deepspeed_config", config, "--steps", 8, "--seq-len", 32)
+    falling(forked("pipeline/pipeline.py", *options, folder=tmp_path), steps=8)
 
 
 def test_pre_training_follows_its_schedule_and_monitors(tmp_path, forked):
@@ -88,7 +89,7 @@ def test_the_trainer_translates_under_zero_2(tmp_path, forked):
     config = json.loads((EXAMPLES / "t5_translation" / "ds_zero2.json").read_text())
     config["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's own is compiled for a minute where it is new
     (tmp_path / "ds_config.json").write_text(json.dumps(config))
-    options = ["--do_train", "--do_eval", "--bf16", "--use_cpu", "--per_device_train_batch_size", 8, "--max_steps", 8]
+    options = ["--do_train", "--do_eval", "--use_cpu", "--per_device_train_batch_size", 8, "--max_steps", 8]
     options += ["--learning_rate", "3e-3", "--logging_steps", 1, "--deepspeed", "ds_config.json", "--output_dir", "out"]
     done = forked("t5_translation/run_translation.py", *options, folder=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 
@@ -95,12 +96,15 @@ def test_a_trial_of_one_step_counts_collectives_untimed(runners):
     assert found.share is None
 
 
-def test_the_written_config_keeps_the_users_comms_logger(runners, tmp_path):
+def test_the_written_config_keeps_the_users_comms_logger(runners, tmp_path, monkeypatch):
     (tmp_path / "base.json").write_text('{"comms_logger": {"enabled": true, "verbose": false}}')
-    runner = runners("counted.py", base_config=str(tmp_path / "base.json"))
+    runner = runners("counted.py")
     trial = Trial(rung="ddp", knobs=Knobs(checkpointing=False), purpose="race", steps=TIMED)
+    assert "comms_logger" not in runner.final_config(trial)
+    monkeypatch.setattr(
+        runner, "settings", question("counted.py", tmp_path / "out", base_config=str(tmp_path / "base.json"))
+    )
     assert runner.final_config(trial)["comms_logger"] == {"enabled": True, "verbose": False}
-    assert "comms_logger" not in runners("counted.py").final_config(trial)
     assert spent(runner, "ddp").ops["all_reduce"].bytes == WHOLE
 
 
@@ -161,8 +165,14 @@ def test_the_pipeline_of_a_script_is_counted_too(ray, tmp_path_factory):
     assert (found.communication.ops["send"].calls, found.communication.ops["send"].bytes) == (4, 4 * 2 * 64 * 4)
 
 
+@pytest.fixture(scope="module")
+def experts_simulator(runners):
+    with Simulator(runners("experts.py").settings.source, processes=1) as simulator:
+        yield simulator
+
+
 @pytest.mark.parametrize("rung", ["ddp", "zero2"])
-def test_experts_are_forecast_with_their_groups(runners, rung):
+def test_experts_are_forecast_with_their_groups(runners, experts_simulator, rung):
     runner = runners("experts.py")
     asked = Knobs(checkpointing=False, micro_batch=8, settings=BUCKETS)
     trial = Trial(rung=rung, knobs=asked, purpose="race")
@@ -170,16 +180,23 @@ def test_experts_are_forecast_with_their_groups(runners, rung):
         rung=rung, ds_config=runner.final_config(trial), world_size=2, ranks_per_node=2, device_bytes=2**30,
         device="cpu", checkpointing=False,
     )  # fmt: skip
-    with Simulator(runner.settings.source, processes=1) as simulator:
-        simulated = simulator.simulate(ask, [8])[0]
+    simulated = experts_simulator.simulate(ask, [8])[0]
     assert simulated.expert_groups == 2
     said = judge_memory(ask, simulated, limits={"device": 2**30}).memory["device"]
     assert said.low_bytes <= ran(runner, rung, micro_batch=8, steps=ONCE).device_peak_bytes <= said.high_bytes
 
 
-def test_a_fit_of_a_pipeline_explains_the_rungs_it_skips(ray, tmp_path):
+def test_a_fit_of_a_pipeline_explains_the_rungs_it_skips(runners, tmp_path, monkeypatch):
     said = []
-    report = fit(question("pipe.py", tmp_path, certified=True, forecast=True, global_batch=8), listen=said.append)
+    runner = runners("pipe.py")
+
+    def start(settings, listen):
+        monkeypatch.setattr(runner, "settings", settings)
+        monkeypatch.setattr(runner, "listen", listen)
+        return contextlib.nullcontext(runner)
+
+    settings = question("pipe.py", tmp_path, certified=True, forecast=True, global_batch=8)
+    report = fit(settings, listen=said.append, start=start)
     assert report.status == "fit"
     assert report.rung == "ddp"
     assert report.ds_config["train_batch_size"] == 8

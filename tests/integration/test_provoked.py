@@ -123,10 +123,12 @@ def test_a_failing_compiler_disables_only_rungs_that_need_its_op(ray, tmp_path, 
     assert walked.winner.trial.rung == "zero3-offload-param"
 
 
-def test_a_config_that_deepspeed_refuses_stops_the_walk(ray, tmp_path):
+def test_a_config_that_deepspeed_refuses_stops_the_walk(runner, scene, monkeypatch):
+    (scene.out / "fault.json").unlink(missing_ok=True)
     base = {"scheduler": {"type": "NoSuchSchedule", "params": {}}}
-    with RayRunner(question("tiny.py", tmp_path / "out", ladder=EVERY, base_config=base), ignore) as runner:
-        walked, tried = walk_on(runner)
+    refused = question(str(scene.path), scene.out, ladder=EVERY, base_config=base)
+    monkeypatch.setattr(runner, "settings", refused)
+    walked, tried = walk_on(runner)
     assert tried == ONCE
     assert walked.stopped is not None
     outcome = walked.stopped.outcome

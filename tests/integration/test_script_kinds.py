@@ -11,13 +11,12 @@ import pytest
 
 from autods.errors import InputError
 from autods.report import to_dict
-from autods.runner.runner import RayRunner
 from autods.system.host import read_hardware
 from autods.tuner.fit import fit
 from autods.types import Fit, OutOfMemory
 from autods.workload import make_source
 from tests.support.fits import ignore
-from tests.support.script_trials import a_trial, untouched
+from tests.support.script_trials import a_trial, kept_runners, untouched
 from tests.support.settings import fit_settings
 
 SCRIPTS = Path(__file__).parent / "scripts_hf"
@@ -46,52 +45,39 @@ def users(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def started(ray, users, tmp_path_factory):
-    """A surveyed runner for a script of that folder, kept until the end."""
-    with contextlib.ExitStack() as stack:
-        known = {}
+def make_settings(users, tmp_path_factory):
+    """A function that makes the settings for a script of that folder."""
 
-        def started(name, argv, **options):
-            key = repr((name, argv, options))
-            if key not in known:
-                with contextlib.chdir(users):
-                    source = make_source(users / name, argv=argv)
-                out = tmp_path_factory.mktemp("out")
-                settings_options = {
-                    "gpus": 2,
-                    "device": "cpu",
-                    "gpu_memory": "1GiB",
-                    "config": "quick",
-                    "out": out,
-                    **options,
-                }
-                settings = fit_settings(source, hardware=read_hardware(), **settings_options)
-                limits = replace(settings.profile.limits, stall_s=100.0, init_s=200.0)
-                settings = replace(settings, profile=replace(settings.profile, limits=limits))
-                known[key] = stack.enter_context(RayRunner(settings, ignore))
-                known[key].survey()
-            return known[key]
+    def make(name, argv, out=None, **options):
+        with contextlib.chdir(users):
+            source = make_source(users / name, argv=argv)
+        out = out or tmp_path_factory.mktemp("out")
+        said = {"gpus": 2, "device": "cpu", "gpu_memory": "1GiB", "config": "quick", "out": out, **options}
+        settings = fit_settings(source, hardware=read_hardware(), **said)
+        limits = replace(settings.profile.limits, stall_s=100.0, init_s=200.0)
+        return replace(settings, profile=replace(settings.profile, limits=limits))
 
+    return make
+
+
+@pytest.fixture(scope="module")
+def started(ray, make_settings):
+    with kept_runners(make_settings) as started:
         yield started
 
 
-def test_a_fit_of_a_trainer_script_passes_and_resumes(ray, users, tmp_path):
-    with contextlib.chdir(users):
-        source = make_source(users / "trainer.py", argv=HF)
-    settings_options = {
-        "gpus": 2,
-        "device": "cpu",
-        "gpu_memory": "1GiB",
-        "config": "quick",
-        "max_trials": 2,
-        "global_batch": 16,  # else the micro batch grows to steps of seconds
-        "ladder": ("zero2",),
-        "forecast": False,
-    }
-    settings = fit_settings(source, hardware=read_hardware(), out=tmp_path, **settings_options)
+def test_a_fit_of_a_trainer_script_passes_and_resumes(started, make_settings, tmp_path):
+    runner = started(*KINDS["hf_trainer"])
+    asked = {"max_trials": 2, "global_batch": 16, "ladder": ("zero2",)}  # else micro batches grow to steps of seconds
+    settings = make_settings("trainer.py", HF, tmp_path, forecast=False, **asked)
     uncertified = replace(settings.profile.certify, most_trials=0)  # the exam of a Trainer has its own test
     settings = replace(settings, profile=replace(settings.profile, certify=uncertified))
-    report = fit(settings, listen=ignore)
+
+    def start(settings, listen):
+        runner.settings = settings
+        return contextlib.nullcontext(runner)
+
+    report = fit(settings, listen=ignore, start=start)
     assert (report.status, report.rung) == ("fit", "zero2")
     written = json.loads((tmp_path / "ds_config_hf.json").read_text())
     assert (written["bf16"]["enabled"], written["train_micro_batch_size_per_gpu"]) == ("auto", "auto")
@@ -99,7 +85,7 @@ def test_a_fit_of_a_trainer_script_passes_and_resumes(ray, users, tmp_path):
 
     rows = (tmp_path / "journal.jsonl").read_text()
     (tmp_path / "report.json").unlink()
-    assert fit(settings, listen=ignore).rung == "zero2"
+    assert fit(settings, listen=ignore, start=start).rung == "zero2"
     assert (tmp_path / "journal.jsonl").read_text() == rows
 
 

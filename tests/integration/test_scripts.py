@@ -10,15 +10,13 @@ from pathlib import Path
 import pytest
 
 from autods.events import Note
-from autods.runner.runner import RayRunner
 from autods.system.host import read_hardware
 from autods.system.landlock import find_version
 from autods.tuner.fit import fit
 from autods.tuner.loss_parity import largest_difference, why_not_comparable
 from autods.types import Fit, OutOfMemory
 from autods.workload import make_source
-from tests.support.fits import ignore
-from tests.support.script_trials import a_trial, untouched
+from tests.support.script_trials import a_trial, kept_runners, untouched
 from tests.support.settings import fit_settings
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -69,18 +67,15 @@ def make_settings(users, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def runner_of(ray, make_settings):
+def started(ray, make_settings):
+    with kept_runners(make_settings) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def runner_of(started):
     """A surveyed runner for a style."""
-    with contextlib.ExitStack() as stack:
-        started = {}
-
-        def runner_of(style):
-            if style not in started:
-                started[style] = stack.enter_context(RayRunner(make_settings(*STYLES.get(style, PIPELINE)), ignore))
-                started[style].survey()
-            return started[style]
-
-        yield runner_of
+    return lambda style: started(*STYLES.get(style, PIPELINE))
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -162,25 +157,22 @@ def test_losses_agree_between_stages_but_not_after_a_change(runner_of):
     assert largest_difference(changed.losses, plain.losses) > 1e-5
 
 
-def test_evaluation_and_saving_between_steps_are_not_timed(make_settings, ray):
+def test_evaluation_and_saving_between_steps_are_not_timed(started):
     name, argv = STYLES["dict"]
-    with RayRunner(make_settings(name, (*argv[:2], "0.5")), ignore) as runner:
-        runner.survey()
-        outcome = runner.run(a_trial("ddp"), id=1).outcome
+    outcome = started(name, (*argv[:2], "0.5")).run(a_trial("ddp"), id=1).outcome
     assert isinstance(outcome, Fit)
     assert min(outcome.step_s) < 0.5  # after each of them the script evaluates, and sleeps so long
 
 
-def test_out_of_memory_is_caught_and_a_leaner_rung_fits(make_settings, ray):
+def test_out_of_memory_is_caught_and_a_leaner_rung_fits(started):
     argv = (*STYLES["args"][1], "--width", "1600", "--samples", "64")
-    with RayRunner(make_settings("with_args.py", argv, gpu_memory="184MiB"), ignore) as runner:
-        runner.survey()
-        outcome = runner.run(a_trial("ddp"), id=1).outcome
-        assert isinstance(outcome, OutOfMemory), outcome
-        assert outcome.tier == "device"
-        leaner = runner.run(a_trial("zero2", micro_batch=1, accumulation=1), id=2).outcome
-        assert isinstance(leaner, Fit), leaner
-        assert leaner.device_peak_bytes <= 184 * 2**20
+    runner = started("with_args.py", argv, gpu_memory="184MiB")
+    outcome = runner.run(a_trial("ddp"), id=1).outcome
+    assert isinstance(outcome, OutOfMemory), outcome
+    assert outcome.tier == "device"
+    leaner = runner.run(a_trial("zero2", micro_batch=1, accumulation=1), id=2).outcome
+    assert isinstance(leaner, Fit), leaner
+    assert leaner.device_peak_bytes <= 184 * 2**20
 
 
 def test_a_fit_of_a_script_passes_and_resumes(make_settings, users, ray, tmp_path):

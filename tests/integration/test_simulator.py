@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -100,12 +101,6 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lines]:
         yield Lines(simulator, path)
 
 
-def simulate_model(path: Path) -> Simulation:
-    """Simulate two steps of a model under ZeRO-1 by a simulator of its own."""
-    with Simulator(make_source(path)) as simulator:
-        return simulator.simulate(spec_of("zero1"), (PLAIN,))[0]
-
-
 def test_facts_come_without_weights(llama: Simulator) -> None:
     facts = llama.facts()
     assert facts.largest_parameter == 1000 * 128
@@ -181,19 +176,21 @@ def count_work(simulation: Simulation) -> Counter[Work]:
     return counts
 
 
-@pytest.mark.parametrize("world_size", [8, 24])
-def test_views_for_rank_zero_alone_change_no_forecast(
-    world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = make_source(golden.workload_file("llama", tmp_path, plain=False))
-    results = []
-    for every in (False, True):
-        if every:
-            monkeypatch.setenv("AUTODS_EVERY_RANK", "1")
+@pytest.fixture(scope="module")
+def every_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulator]:
+    """Llama again, where DeepSpeed makes the views of every rank."""
+    source = make_source(golden.workload_file("llama", tmp_path_factory.mktemp("every_rank"), plain=False))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AUTODS_EVERY_RANK", "1")
         with Simulator(source) as simulator:
-            specs = [spec_of(rung, world_size=world_size) for rung in ("zero3", "zero3-offload")]
-            results.append([simulator.simulate(spec, (1,))[0] for spec in specs])
-    for alone, whole in zip(*results, strict=True):
+            yield simulator
+
+
+@pytest.mark.parametrize("world_size", [8, 24])
+def test_views_for_rank_zero_alone_change_no_forecast(llama: Simulator, every_rank: Simulator, world_size: int) -> None:
+    for rung in ("zero3", "zero3-offload"):
+        spec = spec_of(rung, world_size=world_size)
+        (alone,), (whole,) = (simulator.simulate(spec, (1,)) for simulator in (llama, every_rank))
         assert alone.traces["device"].events == whole.traces["device"].events
         assert alone.traces["device"].users == whole.traces["device"].users
         assert alone.breakdown == whole.breakdown
@@ -234,21 +231,36 @@ def test_an_operator_without_a_fake_implementation_is_named(lines: Lines) -> Non
     assert "not counted" in assumed
 
 
-def test_a_model_that_moves_itself_to_the_gpu_is_simulated(lines: Lines, tmp_path: Path) -> None:
-    moved, plain = simulate_model(write_model(tmp_path, moved=".cuda()")), lines.simulate(PLAIN)
-    assert moved.live_bytes["step"]["device"] == plain.live_bytes["step"]["device"]
+class Moved(NamedTuple):
+    """A simulated model that moves itself to the GPU, and the file that its process would write by opening NVML."""
+
+    simulation: Simulation
+    nvml_opened: Path
 
 
-def test_no_driver_of_this_machine_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    initialised = tmp_path / "initialised"
-    (tmp_path / "pynvml.py").write_text(
+@pytest.fixture(scope="module")
+def moved(tmp_path_factory: pytest.TempPathFactory) -> Moved:
+    folder = tmp_path_factory.mktemp("moved")
+    opened = folder / "opened"
+    (folder / "pynvml.py").write_text(
         "from pathlib import Path\n"
         "class NVMLError(Exception):\n    pass\n"
-        f"def nvmlInit():\n    Path({str(initialised)!r}).touch()\n"
+        f"def nvmlInit():\n    Path({str(opened)!r}).touch()\n"
     )
-    monkeypatch.syspath_prepend(tmp_path)
-    assert simulate_model(write_model(tmp_path)).live_bytes["step"]["device"] > 0
-    assert not initialised.exists()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        with Simulator(make_source(write_model(folder, moved=".cuda()"))) as simulator:
+            return Moved(simulator.simulate(spec_of("zero1"), (PLAIN,))[0], opened)
+
+
+def test_a_model_that_moves_itself_to_the_gpu_is_simulated(lines: Lines, moved: Moved) -> None:
+    plain = lines.simulate(PLAIN)
+    assert moved.simulation.live_bytes["step"]["device"] == plain.live_bytes["step"]["device"]
+
+
+def test_no_driver_of_this_machine_is_used(moved: Moved) -> None:
+    assert moved.simulation.live_bytes["step"]["device"] > 0
+    assert not moved.nvml_opened.exists()
 
 
 def test_operators_with_a_cuda_kernel_are_not_decomposed(lines: Lines) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from autods.config.settings import Settings
+from autods.runner.runner import RayRunner
 from autods.trial.job import RankJob
-from autods.types import Knobs, Scalar, Steps, Trial, WorkloadSource
-from tests.support.fits import TORCH_ADAM
+from autods.types import Knobs, ModelFacts, Scalar, Steps, Trial, WorkloadSource
+from tests.support.fits import TORCH_ADAM, ignore
 
 STEPS = Steps(warmup=1, timed=3, most_timed=3)
 
@@ -23,6 +25,31 @@ def untouched(scripts: Path, folder: Path) -> Iterator[Path]:
     before = digest(folder)
     yield folder
     assert digest(folder) == before
+
+
+@contextlib.contextmanager
+def kept_runners(make_settings: Callable[..., Settings]) -> Iterator[Callable[..., RayRunner]]:
+    """A function that takes a script's name and what else `make_settings` takes, and returns its surveyed runner.
+
+    One zygote serves all questions about a script. Each question is surveyed once.
+    """
+    runners: dict[str, RayRunner] = {}
+    surveyed: dict[str, tuple[Settings, ModelFacts | None]] = {}
+    with contextlib.ExitStack() as stack:
+
+        def runner_of(name: str, argv: tuple[str, ...], **options: object) -> RayRunner:
+            key = repr((name, argv, options))
+            if key not in surveyed:
+                settings = make_settings(name, argv, **options)
+                if name not in runners:
+                    runners[name] = stack.enter_context(RayRunner(settings, ignore))
+                runners[name].settings = settings
+                runners[name].survey()
+                surveyed[key] = runners[name].settings, runners[name].facts
+            runners[name].settings, runners[name].facts = surveyed[key]
+            return runners[name]
+
+        yield runner_of
 
 
 def digest(folder: Path) -> str:
