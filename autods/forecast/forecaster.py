@@ -125,6 +125,7 @@ def _interpolated(seen: dict[int, float], fits: int, refused: int) -> float:
 
 PARALLEL_ENGINES = 2  # at least, and while trials run
 _ENGINE_BYTES = 2**30  # an engine of 8 billion parameters and its process hold half of it
+_ENOUGH_ACCUMULATION, _ENOUGH_ON_THE_HOST = 2, 3  # micro batches of a step
 _LARGEST_FIRST_MICRO_BATCH = 8  # as the walk of the ladder, which tries no larger one first
 
 
@@ -274,7 +275,7 @@ def enough_accumulation(rung: Rung, accumulation: int) -> int:
     The second is the first that runs with kept gradients. Where these lie on the host, it also reads them back, and
     a third one tells that apart from the optimizer's step.
     """
-    return min(accumulation, 2 if rung.places["gradients"] == "device" else 3)
+    return min(accumulation, _ENOUGH_ACCUMULATION if rung.places["gradients"] == "device" else _ENOUGH_ON_THE_HOST)
 
 
 def memory_key(spec: EngineSpec) -> str:
@@ -283,7 +284,7 @@ def memory_key(spec: EngineSpec) -> str:
     What `enough_accumulation` tells apart is kept apart.
     """
     config = {key: value for key, value in spec.ds_config.items() if key not in BATCH_KEYS}
-    accumulation = min(3, int(spec.ds_config.get("gradient_accumulation_steps") or 1))
+    accumulation = min(_ENOUGH_ON_THE_HOST, int(spec.ds_config.get("gradient_accumulation_steps") or 1))
     known = {**asdict(replace(spec, machine=None)), "ds_config": config, "accumulation": accumulation}
     del known["nvlink"], known["capability"], known["machine"]
     return json.dumps({**known, "takes_flash": spec.takes_flash}, sort_keys=True, default=str)

@@ -74,7 +74,3 @@ class Schedule:
     events: Sequence[int]
     works: tuple[Work, ...]
     first: int = 0
-
-    @property
-    def micro_batches(self) -> int:
-        return 1 + sum(event & CODES == MICRO_BATCH for event in self.events)

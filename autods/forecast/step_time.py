@@ -106,7 +106,7 @@ def forecast_step(schedule: Schedule, prices: PriceList, constants: Constants, *
     """
     clocks = StepClocks(schedule, prices)
     step = clocks.run()
-    more = max(0, accumulation - schedule.micro_batches)
+    more = max(0, accumulation - len(clocks.micro_batches) - 1)
     repeated = clocks.micro_batches[-1] if clocks.micro_batches else step
     total = step.seconds + more * repeated.seconds
     spent = {cause: part + more * repeated.spent[cause] for cause, part in step.spent.items()}

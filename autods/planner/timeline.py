@@ -50,7 +50,7 @@ def build_timeline(simulation: Simulation, site: Site, rung: str) -> dict[str, A
     name = f"rank 0 of {site.world_size}: {rung}, micro batch {simulation.micro_batch}, {site.machine.title}"
     metadata = {
         "step_seconds": observer.end_s,
-        "micro_batches": schedule.micro_batches,
+        "micro_batches": len(observer.clocks.micro_batches) + 1,
         "spent": {cause: observer.clocks.spent[cause] for cause in BOUNDS},
         "memory": "live tensors of the device by kind, without the allocator's cache and the CUDA context",
     }

@@ -178,9 +178,14 @@ def preload_script(source: WorkloadSource) -> None:
 
 
 def _is_installed(imported: Import) -> bool:
-    installed = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
     spec = importlib.util.find_spec(imported.package)
-    return spec is not None and spec.origin is not None and spec.origin.startswith(installed)
+    return spec is not None and spec.origin is not None and spec.origin.startswith(_installed_folders())
+
+
+@functools.cache
+def _installed_folders() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    return tuple({paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 def freeze() -> None:
