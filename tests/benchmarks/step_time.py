@@ -186,7 +186,8 @@ def simulate(table: Table, row: Row, folder: Path | None) -> Schedule:
     """The work of the row's step, from the folder if it is there."""
     capability = table.machine.capability
     flash = capability is None or capability >= (8, 0)
-    key = repr((table.workload, table.models[row.model], replace(row, published=0.0), table.ranks_per_node, flash))
+    engine = replace(row, published=0.0), row.simulated, table.ranks_per_node, flash
+    key = repr((table.workload, table.models[row.model], engine))
     kept = None if folder is None else folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.pickle"
     if kept is not None and kept.exists():
         return pickle.loads(kept.read_bytes())  # type: ignore[no-any-return]
