@@ -65,6 +65,11 @@ _ITER_PARAMS = declare(
     "stage 3 asks for a module's own parameters some fifty times for each module of a step",
     optional=True,
 )
+_IS_LEAF = declare(
+    "deepspeed.utils.z3_leaf_module.z3_leaf_module",
+    "stage 3 asks each module as often, and a module without the mark searches its parameters and children for it",
+    optional=True,
+)
 
 
 def install(ledger: Ledger) -> None:
@@ -77,6 +82,7 @@ def install(ledger: Ledger) -> None:
     _COMPILE_PASS.install(lambda *args, **kwargs: None)
     if (iterate := _ITER_PARAMS.original()) is not None:
         _ITER_PARAMS.install(functools.partial(_iter_parameters, iterate), everywhere=True)
+    _IS_LEAF.install(lambda module: module.__dict__.get("_z3_leaf", False), everywhere=True)
     PROCESSOR.install(dict)  # no vendor: an optimizer on the CPU asks for it, to warn of fp16
     complain = _DUPLICATES.original()
 
@@ -103,8 +109,11 @@ def _iter_parameters(real: Any, module: Any, recurse: bool = False) -> Iterable[
     """The module's own parameters and the external ones, without the generators of `Module.named_parameters`."""
     if recurse:
         return real(module, recurse)  # type: ignore[no-any-return]
-    parameters = dict.fromkeys(parameter for parameter in module._parameters.values() if parameter is not None)
-    return [*parameters, *(parameter for _, parameter in module.ds_external_parameters())]
+    parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
+    if len(parameters) > 1:
+        parameters = list(dict.fromkeys(parameters))
+    parameters += [parameter for _, parameter in module.ds_external_parameters()]
+    return parameters
 
 
 class _Ops(types.ModuleType):

@@ -140,7 +140,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _pin(self, func: Any, args: Any, kwargs: Any) -> Any:
-        out = torch.ops.aten.empty_like.default(args[0])
+        tensor = args[0]
+        plain = type(tensor) is FakeTensor and tensor.is_contiguous()
+        out = self._cache.make_like(tensor) if plain else _aten.empty_like.default(tensor)
         self._enter(out, PINNED)
         self.ledger.work.issue(func, args, kwargs, out)
         return out

@@ -63,7 +63,17 @@ BUFFERS: Mapping[Any, Callable[[Sequence[Any]], list[int]]] = {
 
 def _size_copies(*tensors: Any) -> list[int]:
     """Return bytes of the copies that make these contiguous as (batch, sequence, heads, head)."""
-    return [tensor.numel() * tensor.element_size() for tensor in tensors if not tensor.transpose(1, 2).is_contiguous()]
+    return [tensor.numel() * tensor.element_size() for tensor in tensors if not _is_transposed(tensor)]
+
+
+def _is_transposed(tensor: Any) -> bool:
+    """Return whether it lies in memory as (batch, sequence, heads, head). A view of a fake tensor would cost more."""
+    expected = 1
+    for place in (3, 1, 2, 0):
+        if tensor.shape[place] != 1 and tensor.stride(place) != expected:
+            return tensor.numel() == 0
+        expected *= tensor.shape[place]
+    return True
 
 
 def _round_up(count: int, multiple: int) -> int:

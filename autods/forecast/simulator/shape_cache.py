@@ -127,14 +127,21 @@ class ShapeCache:
             spanned = 1 + sum((length - 1) * step for length, step in zip(output.shape, output.stride(), strict=True))
         if output.storage_offset() or size != spanned * output.element_size():
             raise _NotCacheable
-        return functools.partial(self._make, output.shape, output.stride(), output.dtype, output.device, size)
+        return functools.partial(self._make_again, output.shape, output.stride(), output.dtype, output.device, size)
 
-    def _make(self, shape: Any, stride: Any, dtype: Any, device: Any, size: int, args: Any, kwargs: Any) -> Any:
-        with torch._C._DisableTorchDispatch():
-            meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        tensor = self._wrap(meta, device)
+    def _make_again(self, shape: Any, stride: Any, dtype: Any, device: Any, size: int, args: Any, kwargs: Any) -> Any:
+        tensor = self._make(shape, stride, dtype, device)
         self._ledger.enter_new(tensor, size, device)
         return tensor
+
+    def make_like(self, tensor: Any) -> Any:
+        """A new tensor like a contiguous one. It is not in the ledger yet."""
+        return self._make(tensor.shape, tensor.stride(), tensor.dtype, _device_of(tensor))
+
+    def _make(self, shape: Any, stride: Any, dtype: Any, device: Any) -> Any:
+        with torch._C._DisableTorchDispatch():
+            meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return self._wrap(meta, device)
 
 
 def _key(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:

@@ -3,7 +3,13 @@
 
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/Device.h>
+#include <c10/core/TensorImpl.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/PyInterpreterHooks.h>
+#include <sys/mman.h>
+#include <unistd.h>
+#include <cstring>
 #include <memory>
 
 namespace {
@@ -68,7 +74,42 @@ const bool kHooks = [] {
   return true;
 }();
 
+using Callbacks = c10::impl::PyInterpreterVTable;
+using AskDevice = c10::Device (*)(const Callbacks*, const c10::TensorImpl*);
+AskDevice ask_python = nullptr;
+
+// The device of a fake tensor, which FakeTensor also writes into its dispatch keys. While a kernel runs for its shapes,
+// it is the meta tensor that it holds. Other subclasses are asked in Python.
+c10::Device device_of(const Callbacks* callbacks, const c10::TensorImpl* tensor) {
+  const bool fake = tensor->has_storage() && tensor->unsafe_storage().device_type() == c10::DeviceType::Meta;
+  if (!fake) return ask_python(callbacks, tensor);
+  if (c10::impl::tls_local_dispatch_key_set().included_.has(c10::DispatchKey::Meta)) return c10::DeviceType::Meta;
+  const auto keys = tensor->key_set();
+  if (keys.has_backend(c10::BackendComponent::CUDABit)) return device();
+  if (keys.has_backend(c10::BackendComponent::CPUBit)) return c10::DeviceType::CPU;
+  return ask_python(callbacks, tensor);
+}
+
 }  // namespace
+
+// After `import torch`: answer here for the device of a fake tensor. Python needs 5 µs for it, and torch asks several
+// times an operator. False where this torch has no such callback, and Python goes on to answer.
+extern "C" bool autods_answer_for_devices() {
+  const auto member = &Callbacks::device;
+  std::ptrdiff_t place;  // a pointer to a virtual member holds its place in the table, plus one on x86-64
+  std::memcpy(&place, &member, sizeof place);
+  if (place % static_cast<std::ptrdiff_t>(sizeof(void*)) != 1) return false;
+  char* table;
+  std::memcpy(&table, c10::impl::getGlobalPyInterpreter()->vtable_, sizeof table);
+  const auto slot = reinterpret_cast<AskDevice*>(table + place - 1);
+  const auto page_bytes = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+  const auto page = reinterpret_cast<void*>(reinterpret_cast<std::uintptr_t>(slot) & ~(page_bytes - 1));
+  if (mprotect(page, page_bytes, PROT_READ | PROT_WRITE) != 0) return false;
+  ask_python = *slot;
+  *slot = device_of;
+  mprotect(page, page_bytes, PROT_READ);
+  return true;
+}
 
 // After `import torch`, because a CUDA build puts in its own guard at import.
 extern "C" void autods_register_guard() {

@@ -96,7 +96,7 @@ def install(ledger: Ledger, mode: Any, recorder: type) -> None:
     _COMPILE.install(compile_and_note)
     find_rule = _DISPATCH_RULE.original()
     _DISPATCH_RULE.install(lambda op, of_class: None if of_class is recorder else find_rule(op, of_class))
-    _INSPECT.install(types.SimpleNamespace(**{**vars(inspect), "signature": functools.cache(_PositionalFirst)}))
+    _INSPECT.install(types.SimpleNamespace(**{**vars(inspect), "signature": _read_signature}))
     _route_attention(ledger)
     make_one_hot = _ONE_HOT.original()
 
@@ -107,6 +107,22 @@ def install(ledger: Ledger, mode: Any, recorder: type) -> None:
 
     _ONE_HOT.install(one_hot)
     Distribution.set_default_validate_args(False)  # it would look at values; routers of experts draw from one
+
+
+_signatures: dict[Any, _PositionalFirst] = {}
+
+
+def _read_signature(function: Any) -> _PositionalFirst:
+    """Return the function's signature, read once for all functions of one `def` without defaults.
+
+    ZeRO stage 3 makes two classes for each module, and their functions differ in nothing but the module.
+    """
+    plain = not getattr(function, "__defaults__", ()) and not getattr(function, "__kwdefaults__", ())
+    key = getattr(function, "__code__", function) if plain else function
+    known = _signatures.get(key)
+    if known is None:
+        known = _signatures[key] = _PositionalFirst(function)
+    return known
 
 
 class _PositionalFirst:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -184,7 +185,7 @@ class WorkLog:
         """Enter a `c10d` operator on its communicator's stream; return its handle."""
         name = func._schema.name.partition("::")[2]
         place, passes = _COLLECTIVES.get(name, (0, 0))
-        stream, ranks, stride = self._communicator(args)
+        stream, ranks, stride = self._communicator(func, args)
         tensors = [leaf for leaf in tree_leaves(args[place]) if isinstance(leaf, torch.Tensor)]
         moved = int(passes * sum(map(_bytes, tensors)))
         work = Work(kind="collective", name=name.strip("_"), bytes=moved, ranks=ranks, stride=stride)
@@ -223,12 +224,10 @@ class WorkLog:
         if not (asynchronous and pinned):
             self.host_waits_for_stream(self.current)
 
-    def _communicator(self, args: Any) -> tuple[int, int, int]:
+    def _communicator(self, func: Any, args: Any) -> tuple[int, int, int]:
         """The stream of the process group's communicator, its ranks and their stride."""
-        boxed = next(
-            (arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())), None
-        )
-        group = None if boxed is None else ProcessGroup.unbox(boxed)
+        place = _place_of_group(func)
+        group = None if place is None else ProcessGroup.unbox(args[place])
         name = None if group is None else group.group_name
         if name not in self._communicators:
             members = (
@@ -242,6 +241,13 @@ class WorkLog:
 
     def _code(self, code: int, work: Work) -> int:
         return self._works.setdefault(work, len(self._works)) << BITS | code
+
+
+@functools.cache
+def _place_of_group(func: Any) -> int | None:
+    """The argument of a `c10d` operator that is its process group."""
+    types = [str(argument.type) for argument in func._schema.arguments]
+    return next((place for place, name in enumerate(types) if "ProcessGroup" in name), None)
 
 
 def _bytes(tensor: Any) -> int:

@@ -108,6 +108,7 @@ def _import_libraries(device: Device) -> None:
         import torch  # noqa: F401  # a CUDA build installs its own guard
 
         library.autods_register_guard()
+        library.autods_answer_for_devices()
     from ...trial import preload
     from .fake_gpu import no_gpu_visible
 
