@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import inspect
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from ..errors import EnvironmentBroken
@@ -125,6 +128,31 @@ class Patch:
             f"{distribution} {version} has no {self.symbol}, which autods replaces: {self.why}\n"
             "  install the versions of constraints.txt, and report this version of the library to autods"
         )
+
+
+def when_imported(name: str, action: Callable[[], None]) -> None:
+    """Call `action` once, right after the module has run; at once if it is imported already."""
+    if name in sys.modules:
+        action()
+        return
+
+    def find_spec(fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname != name:
+            return None
+        sys.meta_path.remove(finder)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            run_module = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                run_module(module)
+                action()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+    finder: Any = SimpleNamespace(find_spec=find_spec)
+    sys.meta_path.insert(0, finder)
 
 
 def declare(symbol: str, why: str, *, optional: bool = False, adds: bool = False) -> Patch:

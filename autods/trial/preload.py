@@ -22,7 +22,8 @@ from typing import Any
 from ..plain_text import read_text
 from ..types import WorkloadSource
 from ..workload.script_source import Import, script_imports
-from .patching import declare
+from .patching import SymbolMissing, declare, when_imported
+from .transformers_models import remember_models
 
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
 _MOST_NVML_USERS = 64
@@ -92,6 +93,7 @@ def preload() -> None:
         # They stand in for GPUs and use gloo; DeepSpeed's shared-memory op would take 20 s to build and leave files.
         # CUDA ranks have no such op, and this access looks at all ops, which can initialise CUDA.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    when_imported("transformers.utils.import_utils", remember_models)
     with _COMPILE.installed(functools.partial(compile_at_first_call, _COMPILE.original())):
         for name in _LATE:
             with contextlib.suppress(ImportError):  # other versions of DeepSpeed may lack it
@@ -137,10 +139,14 @@ def preload_transformers(source: WorkloadSource) -> None:
     The losses of object detection, which are among it, import one of scipy's solvers. These take a fourth of the time,
     so they are imported when such a loss calls it.
     """
-    with contextlib.suppress(Exception):  # the workload's own import reports the error
+    try:
         if source.kind == "hf_config" or _imports_transformers(source):
             with _late_solvers():
                 importlib.import_module("transformers.loss.loss_utils")
+    except SymbolMissing:
+        raise
+    except Exception:  # the workload's own import reports the error
+        return
 
 
 def _imports_transformers(source: WorkloadSource) -> bool:

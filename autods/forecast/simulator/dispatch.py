@@ -67,7 +67,7 @@ Handler = Callable[[Any, Any, Any], Any]
 
 
 def _dispatch(self: Recorder, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    if func is _device_of:  # every second call
+    if func is _device_of:  # every second call where the C++ library is not there to answer: on CPU ranks
         return _META if self._mode.in_kernel_invocation else getattr(args[0], FAKE_DEVICE)
     handler = self._handlers.get(func)
     if handler is None:
@@ -108,6 +108,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._factory
         if not ShapeCache.allows(func):
             return self._run
+        if func is _aten.detach.default:
+            return self._cache.detach
         return self._cache.view if func.is_view or func is _aten._unsafe_view.default else self._cache.call
 
     def _run_collective(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -71,7 +71,7 @@ def _is_transposed(tensor: Any) -> bool:
     expected = 1
     for place in (3, 1, 2, 0):
         if tensor.shape[place] != 1 and tensor.stride(place) != expected:
-            return tensor.numel() == 0
+            return bool(tensor.numel() == 0)
         expected *= tensor.shape[place]
     return True
 

@@ -228,7 +228,8 @@ class Ledger:
     def _pass_marks(self) -> None:
         """Note which freed blocks are done with on all of their streams; torch asks at each allocation."""
         for stream, marks in self._unfinished.items():
-            while marks and self.work.order.is_done(stream, marks[0][0]):
+            passed = self.work.order.passed(stream) if marks else 0
+            while marks and marks[0][0] <= passed:
                 block = marks.popleft()[1]
                 self._left[block] -= 1
                 if not self._left[block]:

@@ -6,13 +6,12 @@ transformers leaves out a mask of ones, and attention takes its kernel without a
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from ...trial.model_facts import named_tensors
-from ...trial.patching import declare
+from ...trial.patching import declare, when_imported
 
 _MOST_BYTES = 64 << 20  # of real tensors
 NO_PADDING = (
@@ -32,10 +31,9 @@ _FAST_ALL = declare("transformers.masking_utils.fast_all", "it reads a sum, whic
 
 
 def install() -> None:
-    """Patch transformers in this process, if it is installed: models treat fake tensors like real ones."""
-    with contextlib.suppress(ImportError):
-        _IS_FAKE.install(lambda tensor: False)
-        _FAST_ALL.install(lambda tensor: tensor.all())
+    """Patch transformers in this process, if it is ever imported: models treat fake tensors like real ones."""
+    when_imported("transformers.utils.import_utils", lambda: _IS_FAKE.install(lambda tensor: False))
+    when_imported("transformers.masking_utils", lambda: _FAST_ALL.install(lambda tensor: tensor.all()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

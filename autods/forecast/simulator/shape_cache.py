@@ -14,6 +14,7 @@ from .ledger import Ledger
 from .torch_patches import FAKE_DEVICE
 
 _device_of = operator.attrgetter(FAKE_DEVICE)  # the property of the same name is Python code, and slower
+_make_subclass = torch.Tensor._make_subclass
 _aten = torch.ops.aten
 # These change the shape or storage of an argument, or make a constant that FakeTensor keeps.
 _NEVER = {
@@ -75,6 +76,15 @@ class ShapeCache:
             self._results[key] = None
         return result
 
+    def detach(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A view of the whole tensor. Every fourth call is one, and the wrapper around it detaches by itself."""
+        tensor = args[0]
+        if type(tensor) is not FakeTensor or tensor.constant is not None:
+            return self.view(func, args, kwargs)
+        self._work.events.append(self._work.view_code)
+        with torch._C._DisableTorchDispatch():
+            return self._wrap(tensor, _device_of(tensor))
+
     def view(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A view, by torch's kernel for meta tensors. Slices come at many offsets and are not worth caching."""
         self._work.events.append(self._work.view_code)
@@ -95,9 +105,7 @@ class ShapeCache:
 
     def _wrap(self, meta: Any, device: Any) -> Any:
         """A FakeTensor on that device around a meta tensor; see `torch_patches` for the rest of its attributes."""
-        tensor = torch.Tensor._make_subclass(
-            FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
-        )
+        tensor = _make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device)
         setattr(tensor, FAKE_DEVICE, device)
         return tensor
 

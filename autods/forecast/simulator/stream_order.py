@@ -52,9 +52,13 @@ class StreamOrder:
     def host_waits_for_all(self) -> None:
         self._finish(self._launched)
 
+    def passed(self, stream: int) -> int:
+        """Return the last mark that the host knows the stream to have passed."""
+        return max(self._known.get(stream, 0), self._launched[stream] - QUEUE)
+
     def is_done(self, stream: int, mark: int) -> bool:
         """Return whether the host knows that the stream has passed the mark."""
-        return self._known.get(stream, 0) >= mark or self._launched[stream] - mark >= QUEUE
+        return self.passed(stream) >= mark
 
     def query(self, record: int) -> bool:
         """Return whether the host knows that a record was reached. A program that polls waits for it in the end."""

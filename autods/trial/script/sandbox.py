@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import inspect
 import io
 import os
@@ -11,15 +10,13 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from ...system.host import cache_folder
 from ...system.landlock import confine_writes
 from ..job import RankJob
-from ..patching import declare, declare_all
+from ..patching import declare, declare_all, when_imported
 from .data import iter_tensors
 from .overlay import Overlay
 from .session import Session
@@ -160,31 +157,6 @@ def read_lmdb_unlocked() -> None:
 def disable_wandb() -> None:
     """Let `wandb.init` ignore the mode that a script asks for."""
     _WANDB.wrap(lambda original, *args, **kwargs: original(*args, **{**kwargs, "mode": "disabled"}))
-
-
-def when_imported(name: str, action: Callable[[], None]) -> None:
-    """Call `action` once, right after the top-level module has run; at once if it is imported already."""
-    if name in sys.modules:
-        action()
-        return
-
-    def find_spec(fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if fullname != name:
-            return None
-        sys.meta_path.remove(finder)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            run_module = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                run_module(module)
-                action()
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-    finder: Any = SimpleNamespace(find_spec=find_spec)
-    sys.meta_path.insert(0, finder)
 
 
 def _open_chosen(choose: Callable[[Any], Any], original: Any, /, *args: Any, **kwargs: Any) -> Any:

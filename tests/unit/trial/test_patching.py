@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import json.decoder
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
-from autods.trial.patching import Patch, SymbolMissing, declare, declare_all, declared
+from autods.trial.patching import Patch, SymbolMissing, declare, declare_all, declared, when_imported
 
 
 def patch(symbol: str, *, optional: bool = False) -> Patch:
@@ -104,3 +106,22 @@ def test_declared_patches_are_listed() -> None:
     several = declare_all("json", ("loads", "dumps"), "a test")
     assert {ours, *several.values()} <= set(declared())
     assert several["dumps"].original() is json.dumps
+
+
+@pytest.mark.parametrize("name", ["otherlib", "otherlib.part"])
+def test_an_action_runs_once_its_module_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    (tmp_path / "otherlib").mkdir()
+    (tmp_path / "otherlib" / "__init__.py").write_text("")
+    (tmp_path / "otherlib" / "part.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    actions: list[object] = []
+    try:
+        when_imported(name, lambda: actions.append(vars(sys.modules[name]).get("value")))
+        assert actions == []
+        module = importlib.import_module("otherlib.part")
+        assert actions == [module.value if name == "otherlib.part" else None]
+        when_imported(name, lambda: actions.append("at once"))
+        assert actions[1:] == ["at once"]
+    finally:
+        for imported in ("otherlib", "otherlib.part"):
+            sys.modules.pop(imported, None)

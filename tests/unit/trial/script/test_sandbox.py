@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from autods.trial.script.sandbox import disable_wandb, list_free_folders, read_lmdb_unlocked, when_imported
+from autods.trial.patching import when_imported
+from autods.trial.script.sandbox import disable_wandb, list_free_folders, read_lmdb_unlocked
 from tests.support.script_trials import script_job
 
 STAND_INS = {
@@ -27,16 +28,6 @@ def stand_in(tmp_path, monkeypatch):
     yield importlib.import_module
     for name in STAND_INS:
         sys.modules.pop(name, None)
-
-
-def test_an_action_runs_once_its_module_is_imported(stand_in):
-    actions = []
-    when_imported("wandb", lambda: actions.append("imported"))
-    assert actions == []
-    stand_in("wandb")
-    assert actions == ["imported"]
-    when_imported("wandb", lambda: actions.append("at once"))
-    assert actions == ["imported", "at once"]
 
 
 def test_wandb_stays_disabled_in_a_script_that_wants_it_online(stand_in):
