@@ -6,11 +6,14 @@
 #include <c10/core/TensorImpl.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/core/impl/PyInterpreterHooks.h>
+#include <c10/core/impl/PyInterpreter.h>
 #include <sys/mman.h>
 #include <unistd.h>
 #include <cstring>
 #include <memory>
+#if __has_include(<c10/core/impl/PyInterpreterHooks.h>)
+#include <c10/core/impl/PyInterpreterHooks.h>
+#endif
 
 namespace {
 

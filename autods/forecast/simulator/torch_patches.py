@@ -95,7 +95,7 @@ def install(ledger: Ledger, mode: Any, recorder: type) -> None:
     _COMPILE.install(compile_and_note)
     find_rule = _DISPATCH_RULE.original()
     _DISPATCH_RULE.install(lambda op, of_class: None if of_class is recorder else find_rule(op, of_class))
-    _INSPECT.install(types.SimpleNamespace(**{**vars(inspect), "signature": _read_signature}))
+    _INSPECT.install(types.SimpleNamespace(**{**vars(inspect), "signature": read_signature}))
     _route_attention(ledger)
     make_one_hot = _ONE_HOT.original()
 
@@ -111,13 +111,14 @@ def install(ledger: Ledger, mode: Any, recorder: type) -> None:
 _signatures: dict[Any, _PositionalFirst] = {}
 
 
-def _read_signature(function: Any) -> _PositionalFirst:
-    """Return the function's signature, read once for all functions of one `def` without defaults.
+def read_signature(function: Any) -> _PositionalFirst:
+    """Return the function's signature, read once for all functions of one `def`.
 
-    ZeRO stage 3 makes two classes for each module, and their functions differ in nothing but the module.
+    ZeRO stage 3 makes two classes for each module, and their functions differ in nothing but the module. Where a
+    signature does not follow from the code alone, by defaults or a decorator, it is read for each function.
     """
-    plain = not getattr(function, "__defaults__", ()) and not getattr(function, "__kwdefaults__", ())
-    key = getattr(function, "__code__", function) if plain else function
+    differs = any(getattr(function, name, None) for name in ("__defaults__", "__kwdefaults__", "__dict__"))
+    key = function if differs else getattr(function, "__code__", function)
     known = _signatures.get(key)
     if known is None:
         known = _signatures[key] = _PositionalFirst(function)
