@@ -123,7 +123,7 @@ def _forecast_all(run: PlanRun) -> None:
     in_order = several or settings.largest
     _run_in_parallel(
         run,
-        jobs if in_order else _interleave_stage_3(jobs),
+        jobs if in_order else interleave_stage_3(jobs),
         search=settings.largest and not several,
         until_one_fits=several,
         at_last=look_ahead,
@@ -139,7 +139,7 @@ def _forecast_all(run: PlanRun) -> None:
         _run_in_parallel(run, searches, search=True, until_one_fits=False)
 
 
-def _interleave_stage_3(jobs: Sequence[_Job]) -> list[_Job]:
+def interleave_stage_3(jobs: Sequence[_Job]) -> list[_Job]:
     """Return the jobs in an order in which two engines end at about the same time, with the fastest rungs early.
 
     Simulations of stage 3 take longer. So one engine has those, from the leanest on, while the other has the rest.

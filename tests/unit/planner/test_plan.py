@@ -13,7 +13,7 @@ from autods.forecast.schedule import Schedule, Work
 from autods.forecast.simulator import SimulationFailed
 from autods.forecast.testing import ScriptedSimulator, fail_with, simulate_peaks
 from autods.forecast.values import EngineSpec, RungFinished, RungForecast, Simulation
-from autods.planner.plan import plan
+from autods.planner.plan import interleave_stage_3, plan
 from autods.planner.simulate import SiteGroup, engine_spec, group_sites
 from autods.types import ModelFacts
 from tests.support.planned import FACTS, GIB, NEEDS, SOURCE, Planned, question, shrinking
@@ -349,11 +349,24 @@ def test_as_written_keeps_the_configs_own_buckets() -> None:
     planned = Planned(
         question(ladder=ladder, base_config={"zero_optimization": zero}, as_written=True, nvme="1TiB", largest=False)
     )
-    written, nvme = (engine.ds_config["zero_optimization"] for engine in planned.simulator.engines)
+    configs = {engine.rung: engine.ds_config["zero_optimization"] for engine in planned.simulator.engines}
+    written, nvme = (configs[rung] for rung in ladder)
     assert written["stage3_max_live_parameters"] == 3e10
     assert "reduce_bucket_size" not in written  # DeepSpeed's own
     assert nvme["offload_param"]["buffer_size"] >= FACTS.largest_parameter  # or DeepSpeed stops
     assert not [said for said in planned.forecast.all_assumed if "base config's" in said]
+
+
+def test_two_engines_share_the_rungs_of_a_plan_evenly() -> None:
+    asked = question(nvme="1TiB", largest=False)
+    (group,) = group_sites(asked.sites)
+    ends = [0.0, 0.0]
+    order = [rung for rung, _, _ in interleave_stage_3([(rung, group, group.sites) for rung in asked.ladder])]
+    for rung in order:
+        ends[ends.index(min(ends))] += 3.5 if rung.stage == 3 else 1.4
+    assert order[0] == asked.ladder[0]
+    assert sorted(rung.name for rung in order) == sorted(rung.name for rung in asked.ladder)
+    assert max(ends) - min(ends) < 1.5
 
 
 class Crowd(ScriptedSimulator):
