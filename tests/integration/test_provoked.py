@@ -94,7 +94,7 @@ def test_it_is_diagnosed_right_and_the_walk_makes_the_right_move(runner, scene, 
 def test_a_cgroup_oom_kill_is_out_of_host_memory(runner, scene, fault):
     with cgroup_of(scene.zygote().pid, limit_bytes=2**29):
         walked, tried = climb(runner, scene, fault, "build")
-    assert tried == ("ddp", "zero1", "zero2-offload", "zero3"), walked.records
+    assert tried == ("ddp", "zero1", "zero2-offload", "zero3"), "\n".join(map(str, walked.records))  # none cut short
     for record in walked.records:
         outcome = record.outcome
         assert isinstance(outcome, OutOfMemory), outcome
