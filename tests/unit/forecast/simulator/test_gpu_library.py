@@ -85,6 +85,7 @@ def train():
 
 asked_before, *before = train()
 assert library.autods_answer_for_devices()
+assert library.autods_answer_for_devices()  # a second call changes nothing
 asked_after, *after = train()
 assert before == after == [["cuda", "cuda", "cuda", "cpu"], True], (before, after)
 assert asked_before > 10 and asked_after == 0, (asked_before, asked_after)
