@@ -11,12 +11,14 @@ import importlib.util
 import logging
 import os
 import pkgutil
+import re
 import resource
 import signal
 import sys
 import sysconfig
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from ..plain_text import read_text
@@ -78,6 +80,18 @@ _LATE = (
     "torch.utils.checkpoint",
 )
 _COMPILE = declare("torch.compile", "the import of DeepSpeed's Muon must not import torch's inductor")
+
+
+# NVML of driver 580 starts one thread, and a process forked from it uses CUDA and NCCL as any other (H200, torch 2.11).
+_DRIVER_THREAD = re.compile(r"cuda[0-9a-f]{11}")
+
+
+def _read_thread_names() -> list[str]:
+    names = []
+    for path in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            names.append((path / "comm").read_text().strip())
+    return names
 
 
 def preload() -> None:
@@ -249,7 +263,7 @@ def find_fork_hazard() -> str | None:
     shut_nvml_down()
     if torch.cuda.is_initialized() or is_cuda_initialized() or has_device_open():  # type: ignore[no-untyped-call]
         return "CUDA was initialised while importing"
-    threads = len(os.listdir("/proc/self/task"))
-    if threads > 1:
-        return f"{threads - 1} threads were started while importing"
+    started = [name for name in _read_thread_names() if not _DRIVER_THREAD.fullmatch(name)]
+    if len(started) > 1:
+        return f"{len(started) - 1} threads were started while importing"
     return None

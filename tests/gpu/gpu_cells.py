@@ -54,7 +54,7 @@ MODELS: Mapping[str, Model] = {
 }
 # What a part of the measurement is made of, the most telling first.
 PARTS: Mapping[str, tuple[str, ...]] = {
-    "gpt2": ("gpt2-small", "gpt2-large"),
+    "gpt2": ("gpt2-large", "gpt2-small"),
     "t5": ("t5-3b",),
     "qwen2": ("qwen2-1.5b",),
     "gpt2-more": ("gpt2-medium", "gpt2-xl"),
@@ -102,7 +102,10 @@ def source(name: str, folder: Path) -> WorkloadSource:
 
 
 def cells(name: str, site: Site, cards: tuple[int, ...]) -> Iterator[Cell]:
-    """Of one model: each card, each rung, the micro batches ascending. cards: bytes; the card as it is comes first."""
+    """Of one model: each card, each rung, the micro batches ascending. cards: bytes; the card as it is comes first.
+
+    There the largest micro batch also runs without checkpointing.
+    """
     model = MODELS[name]
     sizes = cards if model.cards_gib is None else tuple(int(size * 2**30) for size in model.cards_gib)
     for card in (None, *(size for size in sizes if size < site.usable_bytes)):
@@ -111,6 +114,11 @@ def cells(name: str, site: Site, cards: tuple[int, ...]) -> Iterator[Cell]:
                 yield Cell(
                     model=name, precision=site.precision, rung=rung, world_size=site.ranks, card_bytes=card,
                     micro_batch=micro_batch,
+                )  # fmt: skip
+            if card is None:  # the speed without recomputation
+                yield Cell(
+                    model=name, precision=site.precision, rung=rung, world_size=site.ranks, card_bytes=card,
+                    micro_batch=model.micro_batches[-1], checkpointing=False,
                 )  # fmt: skip
 
 

@@ -91,7 +91,10 @@ def ask_retries(bench: Bench) -> Answer:
 
 def ask_adam(bench: Bench) -> Answer:
     """What do torch's AdamW with foreach and with fused, and DeepSpeed's own, take in time and memory?"""
-    kinds = {"foreach": {"torch_adam": True, "foreach": True}, "fused": {"torch_adam": True, "fused": True}}
+    kinds = {
+        "foreach": {"torch_adam": True, "foreach": True, "fused": False},
+        "fused": {"torch_adam": True, "foreach": False, "fused": True},
+    }
     if bench.site.device == "cuda" and bench.ranks.build("fused_adam", _PROBE_S):
         kinds["deepspeed"] = {"torch_adam": False}
     adams = {name: bench.run("ddp", optimizer={"type": "AdamW", "params": more}) for name, more in kinds.items()}

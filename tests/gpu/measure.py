@@ -4,12 +4,13 @@ python tests/gpu/measure.py [PART…]      all parts in this order, as far as --
 
   context     what a card holds besides tensors: CUDA context, kernels, cuBLAS, NCCL                  under a minute
   questions   what autods assumes and only a card can tell, each question by itself (below)            some minutes
+  rates       kernels, link, host and launches, one by one (gpu_rates.py): what a step's time is made of   a minute
   gpt2        GPT-2 124M and 774M: each rung on the card and on emulated 16, 24, 40, 80 GiB cards     slices
   t5          T5-3B (2.9B) on an emulated 16 GiB card                                                 slices
   qwen2       Qwen2-1.5B                                                                              slices
   gpt2-more   GPT-2 355M and 1.5B                                                                     slices
   autotuner   `autods fit` beside DeepSpeed Autotuning on one card (tests/benchmarks/autotuner.py)    9 minutes
-  forecast    the forecast of every cell that has none: needs no card, may be made elsewhere          slices
+  forecast    the forecast of every cell that has none; with --out FILE it needs no card              slices
   tiny        a GPT-2 of 4 layers, only when asked for: the same path in seconds, for `--device cpu`
 
 A slice ends after --seconds (500). Weights are random, models come from configs: nothing is downloaded. Every finished
@@ -86,10 +87,11 @@ from autods.system.host import Hardware, installed_versions, read_hardware
 from autods.units import format_bytes, parse_bytes
 
 HERE = Path(__file__).resolve().parent
-ALL = ("context", "questions", "gpt2", "t5", "qwen2", "gpt2-more", "autotuner", "forecast")
+ALL = ("context", "questions", "rates", "gpt2", "t5", "qwen2", "gpt2-more", "autotuner", "forecast")
 LEFT, CANNOT = 4, 3
 _OPS_S = 200.0
 _TRIAL_S = 150.0
+_RATES_S = 240.0
 _ENOUGH_S = 20.0  # less is not worth beginning a trial
 
 
@@ -128,15 +130,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.pop(name, None):
             print(f"measured without {name}: the allocator as torch ships it", flush=True)
     here = read_hardware()
-    if asked.device == "cuda" and (why := unusable(here)) is not None:
+    elsewhere = asked.parts == ["forecast"] and asked.out is not None and asked.out.exists()
+    if asked.device == "cuda" and not elsewhere and (why := unusable(here)) is not None:
         print(f"measure.py: {why}", file=sys.stderr)
         return CANNOT
     for sentence in describe_shared_cards(here.cards) if asked.device == "cuda" else ():
         print(sentence, flush=True)
     path = asked.out or results.path_of(here.cards[0].name if asked.device == "cuda" else f"cpu ranks {here.cpu}")
     session = Session(asked, path, here, results.read(path), time.monotonic() + asked.seconds)
-    device = {**session.said["device"], **device_of(session)}
-    session.keep({**session.said, "device": device, "versions": installed_versions()})
+    if not elsewhere:
+        device = {**session.said["device"], **device_of(session)}
+        session.keep({**session.said, "device": device, "versions": installed_versions()})
     for part in asked.parts:
         if session.seconds < _ENOUGH_S and part != "context":
             session.left = True
@@ -153,7 +157,8 @@ def run_part(session: Session, part: str) -> None:
     if part in PARTS:
         trials(session, part)
     else:
-        {"context": context, "questions": questions, "autotuner": autotuner, "forecast": forecast}[part](session)
+        others = (context, questions, rates, autotuner, forecast)
+        {each.__name__: each for each in others}[part](session)
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -186,10 +191,8 @@ def unusable(here: Hardware) -> str | None:
 
 
 def device_of(session: Session) -> dict[str, Any]:
-    """The machine, as the file has it; a forecast made elsewhere leaves it as it is."""
+    """The machine, as the file has it."""
     asked, here = session.asked, session.here
-    if asked.parts == ["forecast"] and session.said["device"]:
-        return dict(session.said["device"])
     if asked.device == "cpu":
         return {
             "kind": "cpu",
@@ -251,6 +254,19 @@ def questions(session: Session) -> None:
                     print(f"{name}: {results.shown_answer(answer)}", flush=True)
         except NoRanks as problem:
             session.leave_out("questions", str(problem))
+
+
+def rates(session: Session) -> None:
+    """What a step's time is made of, one by one."""
+    if "rates" in session.said and not session.asked.again:
+        return
+    command = [sys.executable, str(HERE / "gpu_rates.py"), session.said["device"]["kind"]]
+    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=_RATES_S, check=False)
+    lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
+    if ran.returncode or not lines:
+        session.leave_out("rates", f"exit code {ran.returncode}")
+        return
+    session.keep({**session.said, "rates": json.loads(lines[-1])})
 
 
 def site_of(session: Session) -> Site:

@@ -114,6 +114,15 @@ def _import_libraries(device: Device) -> None:
 
     with no_gpu_visible() if device == "cuda" else contextlib.nullcontext():
         preload.preload()
+    # Torch replaces its thread pool in a child at the pool's first use (caffe2/utils/threadpool/pthreadpool-cpp.cc).
+    # The threads of the first backward pass would race for it, and one aborts with "Invalid thread pool!".
+    os.register_at_fork(after_in_child=_use_one_thread)
+
+
+def _use_one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
 
 
 def _serve(client: socket.socket, prepared: _Prepared) -> None:

@@ -2,8 +2,10 @@
    ask. It answers from the file AUTODS_TEST_CARDS, whose layout `machine.py` shares, and which a test may change.
    Without that file there is no driver. */
 
+#define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -78,13 +80,28 @@ static int copy(char *to, unsigned length, const char *from) {
   return SUCCESS;
 }
 
+static void *wait_for_ever(void *unused) {
+  for (;;) pause();
+  return unused;
+}
+
+/* Driver 580 has a thread of this name from the first nvmlInit on, which nvmlShutdown does not end. */
+static void start_thread(void) {
+  pthread_t thread;
+  if (pthread_create(&thread, NULL, wait_for_ever, NULL)) return;
+  pthread_setname_np(thread, "cuda00001800007");
+  pthread_detach(thread);
+}
+
 int nvmlInitWithFlags(unsigned flags) {
   (void)flags;
+  static pthread_once_t once = PTHREAD_ONCE_INIT;
   const char *path = getenv("AUTODS_TEST_CARDS");
   if (!users && (!path || (file = open(path, O_RDONLY | O_CLOEXEC)) < 0)) return DRIVER_NOT_LOADED;
   users++;
   int result = look();
   if (!result) result = state.problem;
+  if (!result) pthread_once(&once, start_thread);
   if (result && !--users) close(file);
   return result;
 }
