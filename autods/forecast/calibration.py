@@ -18,27 +18,54 @@ _WEIGHT_OF_SPREAD = 4.0  # the spread is the stated one
 _WIDTH = 2.0  # standard errors each way: about 95 %
 # Of step times: the variance of a forecast's relative error after calibration, over that of a machine's factors.
 _STEP_RIDGE = (0.1 / 0.3) ** 2
+_MOST_ROUNDS = 8
 _LEAST_FACTOR, _MOST_FACTOR = 0.25, 4.0  # beyond these something else is wrong
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepObservation:
-    """A trial's median step, and its forecast before calibration.
+class StepParts:
+    """A step's forecast before calibration.
 
-    `computed_s` is what the card computes and launches take, `moved_s` what the step waits for links and the host.
+    `computed_s` is what the card computes, `launched_s` what it waits for the host to issue its operators, and
+    `moved_s` what the step waits for links and the host's own work. Together they are the step.
+    `issued_s` is what the host needs to issue all operators, also while the card computes: no step is shorter.
     """
 
     computed_s: float
+    launched_s: float
     moved_s: float
+    issued_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepObservation:
+    """A trial's median step, and its forecast before calibration."""
+
+    parts: StepParts
     measured_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFactors:
-    """By how much a machine is slower than its data sheet lets expect: its card, and its links with the host."""
+    """By how much a machine is slower than its data sheet lets expect.
+
+    `compute` is that of its card, `launch` that of Python and the driver on its processor, `link` that of its links.
+    """
 
     compute: float = 1.0
+    launch: float = 1.0
     link: float = 1.0
+
+    def correct(self, parts: StepParts) -> float:
+        """Return the seconds of a step with these parts."""
+        return max(self._add(parts), self.launch * parts.issued_s)
+
+    def is_bound_by_launches(self, parts: StepParts) -> bool:
+        """Whether the host issues operators for longer than all else takes."""
+        return self.launch * parts.issued_s > self._add(parts)
+
+    def _add(self, parts: StepParts) -> float:
+        return self.compute * parts.computed_s + self.launch * parts.launched_s + self.link * parts.moved_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,16 +192,24 @@ def observe_trial(
 def fit_step_factors(observations: Iterable[Observation], prior: StepFactors) -> StepFactors:
     """Return the factors after these trials; `prior` are those before any.
 
-    The relative errors of compute × computed + link × moved are squared and summed, with a ridge towards the prior.
+    The relative errors of the corrected steps are squared and summed, with a ridge towards the prior. Which steps are
+    bound by launches follows from the factors, so these are found anew until that no longer changes.
     """
+    import numpy  # a plan calibrates nothing
+
     steps = [each.step for each in observations if each.step is not None and each.step.measured_s > 0]
-    aa, ab, bb = _STEP_RIDGE, 0.0, _STEP_RIDGE
-    ay, by = _STEP_RIDGE * prior.compute, _STEP_RIDGE * prior.link
-    for step in steps:
-        computed, moved = step.computed_s / step.measured_s, step.moved_s / step.measured_s
-        aa, ab, bb = aa + computed * computed, ab + computed * moved, bb + moved * moved
-        ay, by = ay + computed, by + moved
-    determinant = aa * bb - ab * ab
-    compute, link = (bb * ay - ab * by) / determinant, (aa * by - ab * ay) / determinant
-    compute, link = (min(_MOST_FACTOR, max(_LEAST_FACTOR, factor)) for factor in (compute, link))
-    return StepFactors(compute=compute, link=link)
+    before, factors = numpy.array([prior.compute, prior.launch, prior.link]), prior
+    for _ in range(_MOST_ROUNDS):
+        rows = [
+            [0.0, step.parts.issued_s, 0.0]
+            if factors.is_bound_by_launches(step.parts)
+            else [step.parts.computed_s, step.parts.launched_s, step.parts.moved_s]
+            for step in steps
+        ]
+        shares = numpy.reshape(rows, (-1, 3)) / numpy.reshape([step.measured_s for step in steps], (-1, 1))
+        left = shares.T @ shares + _STEP_RIDGE * numpy.identity(3)
+        found = numpy.linalg.solve(left, shares.sum(axis=0) + _STEP_RIDGE * before).clip(_LEAST_FACTOR, _MOST_FACTOR)
+        former, factors = factors, StepFactors(compute=float(found[0]), launch=float(found[1]), link=float(found[2]))
+        if factors == former:
+            break
+    return factors

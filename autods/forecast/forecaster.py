@@ -23,6 +23,7 @@ from .calibration import (
     Observation,
     StepFactors,
     StepObservation,
+    StepParts,
     calibrate_forecast,
     fit_step_factors,
     observe_trial,
@@ -373,9 +374,8 @@ class TrialForecaster:
         parts = self._step_parts(trial)
         if parts is None:
             return None
-        computed_s, moved_s, least_s = parts
-        factors = self.step_factors()
-        seconds = factors.compute * computed_s + factors.link * moved_s
+        step, least_s = parts
+        seconds = self.step_factors().correct(step)
         return StepForecast(seconds=max(seconds, least_s), least_seconds=least_s)
 
     def step_factors(self) -> StepFactors:
@@ -400,10 +400,10 @@ class TrialForecaster:
         parts = self._step_parts(trial)
         if parts is None:
             return None
-        return StepObservation(computed_s=parts[0], moved_s=parts[1], measured_s=statistics.median(outcome.step_s))
+        return StepObservation(parts=parts[0], measured_s=statistics.median(outcome.step_s))
 
-    def _step_parts(self, trial: Trial) -> tuple[float, float, float] | None:
-        """The seconds of the step before calibration, see `StepObservation`, and those at peak rates."""
+    def _step_parts(self, trial: Trial) -> tuple[StepParts, float] | None:
+        """The step before calibration, and its seconds at peak rates."""
         if self.machine is None or self.forecast(trial) is None:
             return None
         trial = self._with_least(trial)
@@ -432,8 +432,12 @@ class TrialForecaster:
             return None
         if speed is None:
             return None
-        moved_s = sum(speed.step.spent[cause] for cause in ("communication", "host"))
-        return speed.step.seconds - moved_s, moved_s, least_s
+        spent = speed.step.spent
+        launched_s, moved_s = spent["launch"], spent["communication"] + spent["host"]
+        computed_s = speed.step.seconds - launched_s - moved_s
+        issued_s = speed.step.issued_seconds
+        parts = StepParts(computed_s=computed_s, launched_s=launched_s, moved_s=moved_s, issued_s=issued_s)
+        return parts, least_s
 
     def _start(self, trial: Trial) -> Future[Simulation]:
         spec, micro_batch = self.spec_of(trial), trial.knobs.micro_batch

@@ -14,6 +14,8 @@ from ..system.host import data_folder
 from .schedule import Work
 
 _G = 1e9
+_HOPPER = (9, 0)
+_PREFER_CUDNN = ((9, 0), (10, 0))  # torch's sdp_utils.cpp, check_prefer_cudnn_attention, with cuDNN from 9.15.1 on
 _IN_CACHE = 1 << 20  # bytes of host work that need no bandwidth of the memory
 _DTYPES: Mapping[str, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "tf32": "tf32"}
 
@@ -23,8 +25,11 @@ class Efficiency:
     """The shares of a machine's peaks that work reaches, and its fixed costs.
 
     A matmul computes at the card's `matmul_share`. Beside that its bytes pass the memory `matmul_traffic` times:
-    tiles read operands again, and what they load first and write last waits for no compute. Attention reaches
-    `attention` of the card's `attention_share`. The host pays `launch_us` to issue an operator, `view_us` a view,
+    tiles read operands again, and what they load first and write last waits for no compute. Where rows are not
+    aligned, the tensor cores reach `unaligned` of it, and `unaligned_from_hopper` on those cards. Attention reaches
+    `attention` of the card's `attention_share`, and cuDNN's up to `cudnn_attention` times as much, half of that where
+    it computes `cudnn_half_intensity` FLOPs a byte. A kernel reaches `memory` of the memory's bandwidth, one that
+    sums over rows or columns `reduction`. The host pays `launch_us` to issue an operator, `view_us` a view,
     `collective_us` a collective, and `hook_us` where ZeRO-3 fetches or releases a module's parameters. A thread of
     it moves `core_gb_per_s` at most, and writes memory that is new to the process at `first_touch_gb_per_s`; it
     takes `compare_ns` to make a truth value. `kernel_us` is the least time of a kernel on the card. A collective
@@ -35,8 +40,13 @@ class Efficiency:
     """
 
     matmul_traffic: float
+    unaligned: float
+    unaligned_from_hopper: float
     attention: float
+    cudnn_attention: float
+    cudnn_half_intensity: float
     memory: float
+    reduction: float
     nvlink: float
     pcie_between_gpus: float
     network: float
@@ -63,12 +73,14 @@ class Efficiency:
 class Constants:
     """The shipped efficiencies, and bounds of a step's time as shares of its forecast.
 
-    `host_high` is the upper bound of the part that waits for the host, `high` that of the rest.
+    `host_high` is the upper bound of the part that waits for the host's work, `launch_high` of what waits for its
+    launches, `high` that of the rest.
     """
 
     efficiency: Efficiency
     low: float
     high: float
+    launch_high: float
     host_high: float
     sources: Mapping[str, str]
 
@@ -89,8 +101,9 @@ def read_constants(path: Path | None = None) -> Constants:
 
 
 def _check(constants: Constants) -> None:
-    if not 0 < constants.low <= 1 <= constants.high <= constants.host_high:
-        raise ValueError("low ≤ 1 ≤ high ≤ host_high does not hold")
+    highs = (constants.high, constants.launch_high, constants.host_high)
+    if not 0 < constants.low <= 1 <= min(highs):
+        raise ValueError("low ≤ 1 ≤ high, launch_high and host_high does not hold")
     if any(getattr(constants.efficiency, name) < 0 for name in Efficiency.__dataclass_fields__):
         raise ValueError("no efficiency may be below 0")
 
@@ -110,10 +123,11 @@ class Price:
 
 # What no step can beat: every piece of work at the data sheet's rate, and nothing else costs time.
 _AT_PEAK = Efficiency(
-    matmul_traffic=0.0, attention=1.0, memory=1.0, nvlink=1.0, pcie_between_gpus=1.0, network=1.0, contention=0.0,
-    collective_traffic=0.0, pinned_copy=1.0, pageable_copy=1.0, dram=1.0, core_gb_per_s=inf, first_touch_gb_per_s=inf,
-    compare_ns=0.0, host_optimizer=1.0, nvme=1.0, launch_us=0.0, view_us=0.0, hook_us=0.0, collective_us=0.0,
-    kernel_us=0.0, step_us=0.0, network_step_us=0.0,
+    matmul_traffic=0.0, unaligned=1.0, unaligned_from_hopper=1.0, attention=1.0, cudnn_attention=1.0,
+    cudnn_half_intensity=0.0, memory=1.0, reduction=1.0, nvlink=1.0, pcie_between_gpus=1.0, network=1.0,
+    contention=0.0, collective_traffic=0.0, pinned_copy=1.0, pageable_copy=1.0, dram=1.0, core_gb_per_s=inf,
+    first_touch_gb_per_s=inf, compare_ns=0.0, host_optimizer=1.0, nvme=1.0, launch_us=0.0, view_us=0.0, hook_us=0.0,
+    collective_us=0.0, kernel_us=0.0, step_us=0.0, network_step_us=0.0,
 )  # fmt: skip
 
 
@@ -123,11 +137,15 @@ class Unpriced(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PriceList:
-    """Prices on one machine, of which `ranks_per_node` ranks share a node."""
+    """Prices on one machine, of which `ranks_per_node` ranks share a node.
+
+    `has_cudnn_attention` says whether torch takes cuDNN's attention where it prefers it, as torch does from 2.11 on.
+    """
 
     machine: Machine
     ranks_per_node: int
     efficiency: Efficiency
+    has_cudnn_attention: bool = True
 
     @classmethod
     def at_peak(cls, machine: Machine, ranks_per_node: int) -> PriceList:
@@ -151,15 +169,18 @@ class PriceList:
             case "hook":
                 return Price(launch_s=ours.hook_us * 1e-6, seconds=0.0)
             case "matmul":
-                computed_s = work.flops / (self._peak(rates, work.dtype) * rates.matmul_share)
+                computed_s = work.flops / (self._matmul_peak(rates, work) * rates.matmul_share)
                 seconds = max(computed_s + ours.matmul_traffic * from_memory_s, from_memory_s) + least_s
                 return Price(launch_s=launch_s, seconds=seconds, compute_bound=computed_s > from_memory_s)
             case "attention":
-                computed_s = work.flops / (self._peak(rates, work.dtype) * ours.attention * rates.attention_share)
+                share = ours.attention * rates.attention_share * self._cudnn_gain(rates, work)
+                computed_s = work.flops / (self._peak(rates, work.dtype) * min(1.0, share))
                 seconds = max(computed_s, from_memory_s) + least_s
                 return Price(launch_s=launch_s, seconds=seconds, compute_bound=computed_s > from_memory_s)
             case "kernel":
                 return Price(launch_s=launch_s, seconds=from_memory_s + least_s)
+            case "reduction":
+                return Price(launch_s=launch_s, seconds=from_memory_s * ours.memory / ours.reduction + least_s)
             case "copy" | "pageable_copy":
                 if self.machine.links is None:
                     raise Unpriced("the link to the host")
@@ -169,6 +190,8 @@ class PriceList:
                 if work.kind == "pageable_copy":
                     share = min(share, ours.pageable_copy)
                 speed = self.machine.links.to_host_gb_per_s * _G * share
+                if work.kind == "pageable_copy":  # a thread of the driver's copies it through page-locked memory
+                    speed = min(speed, ours.core_gb_per_s * _G)
                 return Price(launch_s=launch_s, seconds=work.bytes / speed + 2 * least_s)
             case "collective":
                 seconds = self._collect(work)
@@ -217,6 +240,22 @@ class PriceList:
         """FLOP/s; a type without units of its own takes those of fp32."""
         peak = getattr(rates.tflops, _DTYPES.get(dtype, "fp32"))
         return float(peak or rates.tflops.fp32) * 1e12
+
+    def _matmul_peak(self, rates: Rates, work: Work) -> float:
+        """FLOP/s. Tensor cores load rows of 16 bytes; the units of fp32 do not need them."""
+        ours, peak = self.efficiency, self._peak(rates, work.dtype)
+        if work.aligned:
+            return peak
+        share = ours.unaligned_from_hopper if (rates.capability or _HOPPER) >= _HOPPER else ours.unaligned
+        return max(peak * share, min(peak, rates.tflops.fp32 * 1e12))
+
+    def _cudnn_gain(self, rates: Rates, work: Work) -> float:
+        """How much faster than flash attention: longer sequences, with more FLOPs a byte, gain more."""
+        ours = self.efficiency
+        if not self.has_cudnn_attention or rates.capability not in _PREFER_CUDNN or not work.bytes:
+            return 1.0
+        intensity = work.flops / work.bytes
+        return max(1.0, ours.cudnn_attention * intensity / (intensity + ours.cudnn_half_intensity))
 
     def _collect(self, work: Work) -> float:
         """The seconds of a ring: latency of each step, and (W − 1) / W of the bytes at the slowest link's speed."""

@@ -14,6 +14,7 @@ WorkKind = Literal[
     "matmul",
     "attention",
     "kernel",
+    "reduction",
     "view",
     "hook",
     "copy",
@@ -32,7 +33,7 @@ class Work:
     `bytes` are read and written; of a collective, those that a ring of infinitely many ranks would move a rank.
     `fresh` of them are written to host memory that the process has just got from the system. `compared` elements of
     host memory become truth values.
-    `dtype` is that of a matmul's operands.
+    `dtype` is that of a matmul's operands. `aligned` says whether all its rows begin at multiples of 16 bytes.
     A collective has `ranks`, and `stride` is the distance of neighbours among all ranks.
     `launches` counts views that follow one another.
     """
@@ -44,6 +45,7 @@ class Work:
     fresh: int = 0
     compared: int = 0
     dtype: str = ""
+    aligned: bool = True
     ranks: int = 1
     stride: int = 1
     launches: int = 1

@@ -39,12 +39,14 @@ class StepTime:
     """The forecast of one optimizer step's seconds with its bounds.
 
     `spent` splits the step as the default stream sees it: busy with compute or memory, idle for the others.
+    `issued_seconds` are what the host needs to issue all operators, also while the card computes.
     """
 
     seconds: float
     low_seconds: float
     high_seconds: float
     spent: Mapping[Bound, float]
+    issued_seconds: float
 
     @property
     def bound(self) -> Bound:
@@ -110,20 +112,25 @@ def forecast_step(schedule: Schedule, prices: PriceList, constants: Constants, *
     repeated = clocks.micro_batches[-1] if clocks.micro_batches else step
     total = step.seconds + more * repeated.seconds
     spent = {cause: part + more * repeated.spent[cause] for cause, part in step.spent.items()}
+    issued_s = step.issued_s + more * repeated.issued_s
+    rest = total - spent["host"] - spent["launch"]
+    longest = constants.high * rest + constants.host_high * spent["host"] + constants.launch_high * spent["launch"]
     return StepTime(
         seconds=total,
         low_seconds=total * constants.low,
-        high_seconds=(total - spent["host"]) * constants.high + spent["host"] * constants.host_high,
+        high_seconds=max(longest, constants.launch_high * issued_s),
+        issued_seconds=issued_s,
         spent=spent,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Seconds of a step or of a micro batch, and what the default stream spent them on."""
+    """Seconds of a step or of a micro batch, what the default stream spent them on, and those of all launches."""
 
     seconds: float
     spent: Mapping[Bound, float]
+    issued_s: float
 
 
 class StepClocks:
@@ -140,6 +147,7 @@ class StepClocks:
             for work, price in zip(schedule.works, priced, strict=True)
         ]
         self.host = 0.0
+        self._issued_s = 0.0
         self.micro_batches: list[Span] = []  # of the step, without its last one
         self.streams: defaultdict[int, float] = defaultdict(float)
         # What each stream was held by most, of its last wait and the work since then, and for how long.
@@ -162,6 +170,7 @@ class StepClocks:
                 self._run_work(argument, current)
             elif code == HOST:
                 self.host += self._launch[argument] + self.seconds[argument]
+                self._issued_s += self._launch[argument]
                 self._behind["host"] += self.seconds[argument]
             elif code == SWITCH:
                 current = argument
@@ -191,6 +200,7 @@ class StepClocks:
     def _run_work(self, number: int, stream: int) -> None:
         """The host launches a work, and the stream does it when both are there."""
         self.host += self._launch[number]
+        self._issued_s += self._launch[number]
         seconds, cause = self.seconds[number], self.causes[number]
         if not seconds:
             return
@@ -253,6 +263,7 @@ class StepClocks:
             Span(
                 seconds=seconds - sum(span.seconds for span in before),
                 spent={cause: part - sum(span.spent[cause] for span in before) for cause, part in spent.items()},
+                issued_s=self._issued_s - sum(span.issued_s for span in before),
             )
         )
 
@@ -264,4 +275,4 @@ class StepClocks:
                 self.spent[self._held_by.get(latest, "launch")] += end - self.streams[0]
             else:
                 self._split_wait(end - self.streams[0])
-        return Span(seconds=end, spent=self.spent)
+        return Span(seconds=end, spent=self.spent, issued_s=self._issued_s)

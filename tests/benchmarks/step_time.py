@@ -242,8 +242,9 @@ def make_config(row: Row) -> dict[str, Any]:
 
 def forecast(table: Table, row: Row, schedule: Schedule, constants: Constants) -> StepTime:
     prices = PriceList(
-        machine=table.machine, ranks_per_node=min(table.ranks_per_node, row.gpus), efficiency=constants.efficiency
-    )
+        machine=table.machine, ranks_per_node=min(table.ranks_per_node, row.gpus), efficiency=constants.efficiency,
+        has_cudnn_attention=False,  # all tables are older than torch 2.11
+    )  # fmt: skip
     return forecast_step(schedule, prices, constants, accumulation=row.accumulation)
 
 

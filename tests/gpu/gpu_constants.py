@@ -3,7 +3,8 @@
 python tests/gpu/gpu_constants.py tests/benchmarks/results/DEVICE.json [MORE.json …] [--out FILE]
 
 Each row is (low, typical, high) of what was measured, of all files together, and says its source:
-- "CUDA context": what lies beside torch's allocator on one rank after the kinds of kernels of a training step.
+- "CUDA context", or that "from Hopper on": what lies beside torch's allocator on one rank after the kinds of kernels of
+  a training step.
 - "NCCL": what its first collectives add, on two ranks or more; left as it is where no file has as many. The row is that
   of cards with NVLink: measured on others, its bytes belong to "NCCL without NVLink".
 - "cuBLAS workspaces", or those "from Hopper on": of each trial that ran, what was reserved less what the forecast says
@@ -88,18 +89,18 @@ def fitted(files: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Constant
     cells = [cell for one in files for cell in one["cells"] if _counts(cell)]
     inside = [_residual(cell) for cell in cells]
     rows = (
-        _row("CUDA context", [size for one in files for size in contexts(one)], 1, f"context, {where}"),
+        _row(row_of("CUDA context", files), [size for one in files for size in contexts(one)], 1, f"context, {where}"),
         _row("NCCL", [size for one in files for size in collectives(one)], 1, f"first collectives, {where}"),
-        _row(workspaces_row(files), inside, LEAST_CELLS, f"reserved less tensors' forecast, {where}"),
+        _row(row_of("cuBLAS workspaces", files), inside, LEAST_CELLS, f"reserved less tensors' forecast, {where}"),
     )
     workspace = rows[-1].typical if rows[-1].why is None else None
     return Constants(rows=rows, spread=_spread(cells, workspace), spread_source=f"{len(cells)} trials, {where}")
 
 
-def workspaces_row(files: Sequence[Mapping[str, Any]]) -> str:
-    """The name of the row of cuBLAS workspaces for these cards; of cards on both sides of Hopper, the larger one's."""
+def row_of(name: str, files: Sequence[Mapping[str, Any]]) -> str:
+    """The name of the row for these cards; of cards on both sides of Hopper, the newer one's."""
     known = [tuple(one["capability"]) for said in files for one in said["context"] if one.get("capability")]
-    return "cuBLAS workspaces from Hopper on" if max(known, default=(0, 0)) >= (9, 0) else "cuBLAS workspaces"
+    return f"{name} from Hopper on" if max(known, default=(0, 0)) >= (9, 0) else name
 
 
 def contexts(said: Mapping[str, Any]) -> list[int]:

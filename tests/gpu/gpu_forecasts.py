@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from gpu_cells import source
 
+from autods.config.catalogue import Machine, find_by_driver_name
 from autods.forecast.allocator import replay
 from autods.forecast.calibration import observe_trial
 from autods.forecast.memory_model import compute_rank_memory, read_overheads
 from autods.forecast.simulator import SimulationFailed, Simulator
+from autods.forecast.step_time import forecast_speed
 from autods.forecast.values import EngineSpec, Simulation
 from autods.forecast.verdict import judge_memory
 from autods.schema import read_as
@@ -24,8 +27,19 @@ Row = dict[str, Any]
 _SAME = ("model", "precision", "rung", "world_size", "card_bytes", "checkpointing")
 
 
-def foreseen(cells: Sequence[Mapping[str, Any]], device: Device, usable_bytes: int) -> Iterator[Row]:
-    """Each cell with its forecast, those of one engine together. usable_bytes: of a rank's device as it is."""
+def machine_of(device: Mapping[str, Any]) -> Machine | None:
+    """The catalogue's machine with such cards, with as many cards and cores as this one; None where it has none."""
+    known = find_by_driver_name(device["name"]) if device["kind"] == "cuda" else None
+    return known and replace(known, gpus=device["ranks"], cores=device["cores"], sockets=1)
+
+
+def foreseen(
+    cells: Sequence[Mapping[str, Any]], device: Device, usable_bytes: int, machine: Machine | None = None
+) -> Iterator[Row]:
+    """Each cell with its forecast, those of one engine together. usable_bytes: of a rank's device as it is.
+
+    With `machine` the forecast has the seconds of a step, too.
+    """
 
     def engine(cell: Mapping[str, Any]) -> tuple[str, ...]:
         return tuple(str(cell[name]) for name in _SAME)
@@ -34,17 +48,19 @@ def foreseen(cells: Sequence[Mapping[str, Any]], device: Device, usable_bytes: i
         for model, of_model in groupby(sorted(cells, key=engine), key=lambda cell: cell["model"]):
             with Simulator(source(model, Path(folder)), processes=1) as simulator:
                 for _, same in groupby(list(of_model), key=engine):
-                    yield from _of_engine(simulator, list(same), device, usable_bytes)
+                    yield from _of_engine(simulator, list(same), device, usable_bytes, machine)
 
 
 def _of_engine(
-    simulator: Simulator, cells: Sequence[Mapping[str, Any]], device: Device, usable_bytes: int
+    simulator: Simulator, cells: Sequence[Mapping[str, Any]], device: Device, usable_bytes: int, machine: Machine | None
 ) -> Iterator[Row]:
     asks = [ask_of(cell, device, usable_bytes) for cell in cells]
     try:
         with simulator.engine(asks[0]) as running:
             for cell, ask in zip(cells, asks, strict=True):
-                yield {**cell, "forecast": said_of(cell, ask, running.measure(cell["micro_batch"]))}
+                simulated = running.measure(cell["micro_batch"])
+                step = {} if machine is None else step_of(cell, simulated, machine)
+                yield {**cell, "forecast": {**said_of(cell, ask, simulated), **step}}
     except SimulationFailed as failed:
         problem = {"problem": " ".join(str(failed.problem).split())}
         yield from ({**cell, "forecast": problem} for cell in cells)
@@ -89,6 +105,25 @@ def said_of(cell: Mapping[str, Any], ask: EngineSpec, simulated: Simulation) -> 
         "unlimited_bytes": roomy,
         "host_bytes": need.host.peak_bytes,
         "seconds": simulated.seconds,
+    }
+
+
+def step_of(cell: Mapping[str, Any], simulated: Simulation, machine: Machine) -> Row:
+    """The seconds of the cell's step with their bounds; nothing where the machine lacks a rate."""
+    if simulated.schedule is None:
+        return {}
+    speed = forecast_speed(
+        simulated.schedule, machine, world_size=cell["world_size"], ranks_per_node=cell["world_size"],
+        micro_batch=cell["micro_batch"], accumulation=1, tokens_per_sample=None,
+    )  # fmt: skip
+    if speed is None:
+        return {}
+    step = speed.step
+    return {
+        "step_s": step.seconds,
+        "low_step_s": step.low_seconds,
+        "high_step_s": step.high_seconds,
+        "bound": step.bound,
     }
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_cells import Cell, Site, config_of, source
-from gpu_constants import collectives, contexts
+from gpu_constants import collectives, contexts, row_of
 from gpu_ranks import Ranks
 
 from autods.config.deepspeed import merge
@@ -64,12 +64,13 @@ class Bench:
 
 def ask_beside(bench: Bench) -> Answer:
     """Do context and NCCL take what the forecast's constants say?"""
-    rows = {row.name: [parse_bytes(size) if size != "0" else 0 for size in row.bytes] for row in _constants()}
-    measured = {"CUDA context": contexts(bench.known), "NCCL": collectives(bench.known)}
-    if not measured["CUDA context"]:
+    context = row_of("CUDA context", [bench.known])
+    measured = {context: contexts(bench.known), "NCCL": collectives(bench.known)}
+    rows = {row.name: list(map(parse_bytes, row.bytes)) for row in read_overheads().constant if row.name in measured}
+    if not measured[context]:
         raise NotAsked("the part `context` has measured nothing")
     within = [rows[name][0] <= size <= rows[name][2] for name, sizes in measured.items() for size in sizes]
-    return {"holds": all(within), "measured_bytes": measured, "forecast_bytes": {name: rows[name] for name in measured}}
+    return {"holds": all(within), "measured_bytes": measured, "forecast_bytes": rows}
 
 
 def ask_limit(bench: Bench) -> Answer:
@@ -160,10 +161,6 @@ def ask(name: str, bench: Bench) -> Answer:
 def open_ranks(model: str, site: Site, folder: Path) -> Ranks:
     """Ranks with the model, to be entered."""
     return Ranks(source(model, folder), site.device, site.ranks, folder)
-
-
-def _constants() -> tuple[Any, ...]:
-    return tuple(row for row in read_overheads().constant if row.name in ("CUDA context", "NCCL"))
 
 
 def _probe(name: str, bench: Bench) -> Answer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,7 @@ def table(said: Mapping[str, Any]) -> str:
             f"{rung:22}{row['cells']:6}{errors}{row['false_cannot_fit']:18}{row['false_fits']:12}{row['tight']:7}"
         )
     lines += [f"{name}: {shown_answer(answer)}" for name, answer in said.get("questions", {}).items()]
+    lines += [line_of(cell) for cell in said["cells"] if "step_s" in (cell.get("forecast") or {})]
     lines += [f"left out: {what}: {why}" for what, why in said["left_out"].items()]
     return "\n".join(lines)
 
@@ -171,7 +173,8 @@ def shown(cells: Iterable[Mapping[str, Any]]) -> str:
 def line_of(cell: Mapping[str, Any]) -> str:
     """'gpt2-small zero2 16.0 GiB card, micro batch 1: 3.2 / 3.5 / 4.6 GiB (forecast 3.4, fits), 52.1 samples/s'."""
     card = "whole card" if cell["card_bytes"] is None else f"{cell['card_bytes'] / 2**30:g} GiB card"
-    head = f"{cell['model']} {cell['rung']} {card}, micro batch {cell['micro_batch']}:"
+    plain = "" if cell["checkpointing"] else ", without checkpointing"
+    head = f"{cell['model']} {cell['rung']} {card}, micro batch {cell['micro_batch']}{plain}:"
     said = cell.get("forecast") or {}
     if not fits(cell):
         outcome = cell["outcome"]
@@ -180,7 +183,9 @@ def line_of(cell: Mapping[str, Any]) -> str:
     names = ("device_allocated", "device_in_use", "device")
     sizes = " / ".join(_gib(cell["measured"].get(name)) for name in names)
     tail = f" (forecast {_gib(said['at_limit_bytes'])}, {said['verdict']})" if "at_limit_bytes" in said else ""
-    return f"{head} {sizes} GiB{tail}, {cell['samples_per_second']:.2f} samples/s"
+    step = f", {said['step_s']:.3f} s a step forecast, bound by {said['bound']}" if "step_s" in said else ""
+    measured_s = statistics.median(cell["outcome"]["step_s"])
+    return f"{head} {sizes} GiB{tail}, {cell['samples_per_second']:.2f} samples/s, {measured_s:.3f} s a step{step}"
 
 
 def _gib(size: float | None) -> str:

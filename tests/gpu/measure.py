@@ -353,10 +353,10 @@ def precision_of(session: Session) -> str:
 
 def forecast(session: Session) -> None:
     """Of cells that have none, cheap ones first."""
-    from gpu_forecasts import foreseen, line_of
+    from gpu_forecasts import foreseen, line_of, machine_of
 
     device = session.said["device"]
-    for cell in foreseen(_unforeseen(session), device["kind"], device["usable_bytes"]):
+    for cell in foreseen(_unforeseen(session), device["kind"], device["usable_bytes"], machine_of(device)):
         session.keep(results.merged(session.said, cell))
         print(line_of(cell), flush=True)
         if session.seconds < _ENOUGH_S / 2:

@@ -26,8 +26,10 @@ def test_trials_without_ray_fill_the_file_and_are_not_run_again(
     monkeypatch.setitem(gpu_cells.MODELS, "tiny", replace(gpu_cells.MODELS["tiny"], micro_batches=(1,)))
     out = tmp_path / "cpu.json"
     assert measure.main([*ASKED, "--no-build", "--out", str(out)]) == 0
-    whole, small = results.read(out)["cells"]
+    whole, stored, small = results.read(out)["cells"]
     assert results.fits(whole)
+    assert results.fits(stored)
+    assert (whole["checkpointing"], stored["checkpointing"]) == (True, False)
     assert 0 < whole["measured"]["device"] < 2**30
     assert results.ran_out(small), small["outcome"]
     capsys.readouterr()

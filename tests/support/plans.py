@@ -59,7 +59,9 @@ def speed(
     """A step of which 80 % are spent on `bound`, and the rest on launches."""
     spent: dict[Bound, float] = {bound: 0.8 * seconds, "launch": 0.2 * seconds}
     return Speed(
-        step=StepTime(seconds=seconds, low_seconds=0.8 * seconds, high_seconds=1.2 * seconds, spent=spent),
+        step=StepTime(
+            seconds=seconds, low_seconds=0.8 * seconds, high_seconds=1.2 * seconds, spent=spent, issued_seconds=0.0
+        ),
         micro_batch=micro_batch,
         accumulation=1,
         samples_per_second=samples_per_s,

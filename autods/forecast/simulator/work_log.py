@@ -27,6 +27,12 @@ _OVERWRITE = frozenset({"copy_", "zero_", "fill_", "normal_", "uniform_", "rando
 # These read as much as they write, whatever the size of the tensor that they pick from.
 _PICK = frozenset({"embedding", "index", "gather", "index_select", "nll_loss_forward", "take"})
 _COPIES = frozenset({"copy_", "_to_copy"})
+# These sum over rows or columns.
+_REDUCTIONS = frozenset({
+    "native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward",
+    "_fused_rms_norm", "_fused_rms_norm_backward", "native_batch_norm", "native_batch_norm_backward", "_log_softmax",
+    "_log_softmax_backward_data", "sum", "mean", "embedding_dense_backward",
+})  # fmt: skip
 _MAPPED = 32 << 20  # glibc's malloc maps larger blocks anew each time, and unmaps them when they are freed
 _OPTIMIZER_BYTES = 1.75  # of the bytes of parameter, gradient and two moments: all are read, all but one are written
 # By collective: the argument that holds the whole tensor, and how often its bytes pass a rank.
@@ -306,14 +312,14 @@ def _count_attention(name: str, args: Any) -> float:
     query, key, value = args[1:4] if backward else args[:3]
     size, value_size = query.shape[-1], value.shape[-1]
     products = 3 * size + 2 * value_size if backward else size + value_size
-    return 2.0 * query.shape[:-1].numel() * key.shape[-2] * products
+    return float(2 * query.shape[:-1].numel() * key.shape[-2] * products)
 
 
 def _describe_kernel(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> Work:
     size = _moved_bytes(func, name, args, kwargs, out)
     count = flop_registry.get(func._overloadpacket)
     if count is None:
-        return Work(kind="kernel", name=name, bytes=size)
+        return Work(kind="reduction" if name in _REDUCTIONS else "kernel", name=name, bytes=size)
     fused = name.startswith("_scaled_dot_product")
     flops = _count_attention(name, args) if fused else float(count(*args, **kwargs, out_val=out))
     first = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
@@ -327,4 +333,10 @@ def _describe_kernel(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> 
             causal = args[place] if place < len(args) else kwargs.get("is_causal", False)
             flops /= 2 if causal else 1
         return Work(kind="attention", name=name, flops=flops, bytes=size, dtype=dtype)
-    return Work(kind="matmul", name=name, flops=flops, bytes=size, dtype=dtype)
+    matrices = [leaf for leaf in tree_leaves((args, out)) if isinstance(leaf, torch.Tensor) and leaf.dim() > 1]
+    aligned = all(map(_has_aligned_rows, matrices))
+    return Work(kind="matmul", name=name, flops=flops, bytes=size, dtype=dtype, aligned=aligned)
+
+
+def _has_aligned_rows(matrix: torch.Tensor) -> bool:
+    return all(stride == 1 or stride * matrix.element_size() % 16 == 0 for stride in matrix.stride())

@@ -126,10 +126,10 @@ def test_a_device_has_one_file_by_its_name() -> None:
 
 def test_a_card_is_measured_as_it_is_and_as_every_smaller_one() -> None:
     asked = list(cells("gpt2-xl", SITE, (16 * GIB, 80 * GIB)))
-    assert [one.card_bytes for one in asked] == [None, None, 16 * GIB, 16 * GIB]
-    assert [one.card_bytes for one in cells("t5-3b", SITE, (40 * GIB,)) if one.rung == "ddp"] == [None] * 2 + [
-        16 * GIB
-    ] * 2
+    assert [one.card_bytes for one in asked] == [None, None, None, None, 16 * GIB, 16 * GIB]
+    assert [one.checkpointing for one in asked] == [True, False, True, False, True, True]
+    t5 = [one.card_bytes for one in cells("t5-3b", SITE, (40 * GIB,)) if one.rung == "ddp"]
+    assert t5 == [None, None, None, 16 * GIB, 16 * GIB]
 
 
 def test_an_emulated_card_has_the_buckets_of_its_size() -> None:
@@ -162,6 +162,17 @@ def test_a_machine_without_a_card_is_told_what_it_can_do(
     monkeypatch.setattr(measure, "read_hardware", lambda: none)
     assert measure.main(["gpt2"]) == measure.CANNOT
     assert "--device cpu tiny" in capsys.readouterr().err
+
+
+def test_forecasts_are_made_on_a_machine_without_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    none = Hardware(cpu="a CPU", cores=2, host_bytes=GIB, host_free_bytes=GIB, cards=())
+    monkeypatch.setattr(measure, "read_hardware", lambda: none)
+    file = tmp_path / "card.json"
+    known = {"kind": "cuda", "name": "NVIDIA H200", "usable_bytes": 139 * GIB, "ranks": 1, "cores": 16}
+    results.write(file, {**results.empty(), "device": known, "versions": {"torch": "2.11.0"}})
+    assert measure.main(["forecast", "--out", str(file)]) == 0
+    said = results.read(file)
+    assert (said["device"], said["versions"]) == (known, {"torch": "2.11.0"})
 
 
 def test_there_is_no_part_of_another_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -316,4 +327,7 @@ def test_every_question_is_explained_where_a_person_looks() -> None:
 
 @pytest.mark.parametrize(("capability", "suffix"), [([8, 0], ""), ([9, 0], " from Hopper on"), (None, "")])
 def test_workspaces_are_those_of_the_measured_card(capability: list[int] | None, suffix: str) -> None:
-    assert constants.workspaces_row([{"context": [{"capability": capability}, {}]}]) == f"cuBLAS workspaces{suffix}"
+    assert (
+        constants.row_of("cuBLAS workspaces", [{"context": [{"capability": capability}, {}]}])
+        == f"cuBLAS workspaces{suffix}"
+    )

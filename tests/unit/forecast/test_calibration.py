@@ -12,6 +12,7 @@ from autods.forecast.calibration import (
     Observation,
     StepFactors,
     StepObservation,
+    StepParts,
     fit_calibration,
     fit_step_factors,
 )
@@ -81,8 +82,11 @@ def test_the_order_of_trials_does_not_matter() -> None:
     assert one.ratios("zero2").middle == pytest.approx(other.ratios("zero2").middle)
 
 
-def timed(computed_s: float, moved_s: float, measured_s: float) -> Observation:
-    step = StepObservation(computed_s=computed_s, moved_s=moved_s, measured_s=measured_s)
+def timed(
+    computed_s: float, moved_s: float, measured_s: float, launched_s: float = 0.0, issued_s: float = 0.0
+) -> Observation:
+    parts = StepParts(computed_s=computed_s, launched_s=launched_s, moved_s=moved_s, issued_s=issued_s)
+    step = StepObservation(parts=parts, measured_s=measured_s)
     return Observation(rung="zero2", predicted_bytes=1, measured_bytes=1, step=step)
 
 
@@ -95,6 +99,17 @@ def test_a_slow_card_and_a_slow_link_are_told_apart() -> None:
     steps = [timed(1.0, 0.0, 1.3), timed(1.0, 1.0, 3.3), timed(0.5, 2.0, 4.65)] * 8  # 1.3 and 2 times as slow
     learned = fit_step_factors(steps, StepFactors())
     assert (learned.compute, learned.link) == (pytest.approx(1.3, rel=0.05), pytest.approx(2.0, rel=0.05))
+
+
+def test_a_slow_processor_does_not_make_the_card_slow() -> None:
+    # An H200 in a virtual machine: small steps are bound by its processor, the last one is not.
+    small = [timed(0.03, 0.0, 0.234, launched_s=0.085, issued_s=0.112)]
+    middle = [timed(0.18, 0.0, 0.25, launched_s=0.012, issued_s=0.112)]
+    large = [timed(0.4, 0.0, 0.4, launched_s=0.0, issued_s=0.112)]
+    learned = fit_step_factors([*small, *middle, *large] * 3, StepFactors())
+    assert learned.launch == pytest.approx(2.1, abs=0.15)
+    assert learned.compute == pytest.approx(1.0, abs=0.05)
+    assert learned.correct(StepParts(computed_s=0.1, launched_s=0.01, moved_s=0, issued_s=0.11)) > 0.2
 
 
 def test_one_timed_step_moves_the_factor_most_of_the_way() -> None:

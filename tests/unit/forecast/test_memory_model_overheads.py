@@ -122,5 +122,5 @@ def test_a_wrong_row_is_said_with_the_files_name(tmp_path: Path, text: str, said
 
 def test_a_context_and_a_communicator_are_taken_before_init() -> None:
     alone, several = (estimate_outside_bytes(replace(ask(), world_size=ranks)) for ranks in (1, 2))
-    assert (alone, several) == (480 * 2**20, (480 + 600) * 2**20)
+    assert alone == several == (751 + 600) * 2**20  # DeepSpeed communicates with a single rank, too
     assert estimate_outside_bytes(replace(ask(), device="cpu")) == 0

@@ -13,12 +13,13 @@ from autods.forecast.schedule import BITS, STREAM_BITS, Schedule, Work
 from autods.forecast.step_time import StepTime, forecast_step
 
 _PERFECT = Efficiency(
-    matmul_traffic=1, attention=1, memory=1, nvlink=1, pcie_between_gpus=1, network=1, contention=0,
+    matmul_traffic=1, unaligned=1, unaligned_from_hopper=1, attention=1, cudnn_attention=1, cudnn_half_intensity=0,
+    memory=1, reduction=1, nvlink=1, pcie_between_gpus=1, network=1, contention=0,
     collective_traffic=0, pinned_copy=1, pageable_copy=0.5, dram=1, core_gb_per_s=100, first_touch_gb_per_s=100,
     compare_ns=0, host_optimizer=1, nvme=1, launch_us=1e-6, view_us=1e-6, hook_us=1e-6, collective_us=1e-6,
     kernel_us=1e-6, step_us=1e-6, network_step_us=1e-6,
 )  # fmt: skip
-_EXACT = Constants(efficiency=_PERFECT, low=1, high=1, host_high=1, sources={})
+_EXACT = Constants(efficiency=_PERFECT, low=1, high=1, launch_high=1, host_high=1, sources={})
 # A card of 1 TFLOP/s and 1 GB/s, and a node whose every other path has 1 GB/s, too.
 _MACHINE = Machine(
     name="slow",
@@ -198,6 +199,46 @@ def test_the_host_s_part_of_a_step_has_a_wider_bound() -> None:
     constants = replace(_EXACT, high=1.5, host_high=4)
     step = forecast_step(Schedule(events=events, works=_WORKS), prices, constants, accumulation=1)
     assert step.high_seconds == pytest.approx(2 * 1.5 + 1 * 4)
+
+
+def test_launches_have_a_bound_of_their_own() -> None:
+    efficiency = replace(_PERFECT, launch_us=2e6)
+    prices = PriceList(machine=_MACHINE, ranks_per_node=1, efficiency=efficiency)
+    constants = replace(_EXACT, efficiency=efficiency, high=1.5, launch_high=3)
+    step = forecast_step(Schedule(events=(_run(_MATMUL),), works=_WORKS), prices, constants, accumulation=1)
+    assert step.high_seconds == pytest.approx(step.spent["launch"] * 3 + (step.seconds - step.spent["launch"]) * 1.5)
+
+
+def test_a_sum_over_rows_is_slower_than_a_kernel() -> None:
+    kernel, reduction = (Work(kind=kind, bytes=10**9) for kind in ("kernel", "reduction"))
+    assert _price(kernel, memory=0.8).seconds == pytest.approx(1.25)
+    assert _price(reduction, memory=0.8, reduction=0.4).seconds == pytest.approx(2.5)
+
+
+@pytest.mark.parametrize(("capability", "seconds"), [("8.0", 2), ("9.0", 5), (None, 5)])
+def test_tensor_cores_are_slower_with_unaligned_rows(capability: str | None, seconds: float) -> None:
+    assert _MACHINE.rates is not None
+    tflops = Tflops(fp32=0.1, bf16=1)
+    machine = replace(_MACHINE, rates=replace(_MACHINE.rates, tflops=tflops, compute_capability=capability))
+    efficiency = replace(_PERFECT, unaligned=0.5, unaligned_from_hopper=0.2)
+    prices = PriceList(machine=machine, ranks_per_node=1, efficiency=efficiency)
+    work = Work(kind="matmul", flops=1e12, dtype="bfloat16", aligned=False)
+    assert prices.price(work).seconds == pytest.approx(seconds)
+    assert prices.price(replace(work, dtype="float32")).seconds == pytest.approx(10)  # no tensor cores
+
+
+@pytest.mark.parametrize(
+    ("capability", "has_cudnn", "gain"), [("9.0", True, 1.5), ("9.0", False, 1), ("8.0", True, 1), ("12.0", True, 1)]
+)
+def test_cudnn_attention_is_faster_where_torch_takes_it(capability: str, has_cudnn: bool, gain: float) -> None:
+    assert _MACHINE.rates is not None
+    rates = replace(_MACHINE.rates, compute_capability=capability, attention_share=0.5)
+    efficiency = replace(_PERFECT, cudnn_attention=2, cudnn_half_intensity=1000)
+    prices = PriceList(
+        machine=replace(_MACHINE, rates=rates), ranks_per_node=1, efficiency=efficiency, has_cudnn_attention=has_cudnn
+    )
+    work = Work(kind="attention", flops=3e12, bytes=10**9, dtype="bfloat16")  # 3000 FLOPs a byte
+    assert prices.price(work).seconds == pytest.approx(6 / gain)
 
 
 def test_a_new_page_of_the_host_costs_more_than_a_used_one() -> None:
