@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..config.catalogue import Machine
@@ -40,6 +40,7 @@ class StepTime:
 
     `spent` splits the step as the default stream sees it: busy with compute or memory, idle for the others.
     `issued_seconds` are what the host needs to issue all operators, also while the card computes.
+    `unaligned_seconds` are what matmuls take longer because their rows do not begin at multiples of 16 bytes.
     """
 
     seconds: float
@@ -47,6 +48,7 @@ class StepTime:
     high_seconds: float
     spent: Mapping[Bound, float]
     issued_seconds: float
+    unaligned_seconds: float = 0.0
 
     @property
     def bound(self) -> Bound:
@@ -120,8 +122,21 @@ def forecast_step(schedule: Schedule, prices: PriceList, constants: Constants, *
         low_seconds=total * constants.low,
         high_seconds=max(longest, constants.launch_high * issued_s),
         issued_seconds=issued_s,
+        unaligned_seconds=_time_unaligned(schedule, prices) * accumulation / (1 + len(clocks.micro_batches)),
         spent=spent,
     )
+
+
+def _time_unaligned(schedule: Schedule, prices: PriceList) -> float:
+    """The seconds by which all its matmuls with unaligned rows are slower than with aligned ones."""
+    lost_s = {
+        number: prices.price(work).seconds - prices.price(replace(work, aligned=True)).seconds
+        for number, work in enumerate(schedule.works)
+        if not work.aligned
+    }
+    if not lost_s:
+        return 0.0
+    return sum(lost_s.get(event >> BITS, 0.0) for event in schedule.events if event & CODES == RUN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

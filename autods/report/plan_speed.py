@@ -15,6 +15,7 @@ from .results import Forecast, SiteForecast, Training, forecast_training
 from .text import PLAN_WITH_BARS, TIER_NAMES, format_rate, format_share, plain_table
 
 _WORTH_NAMING = 0.1  # of a step
+_WORTH_MENDING = 0.03
 _WITH_DAYS = 150  # columns of a terminal in which both rates, days and cost stand in one line
 
 
@@ -171,6 +172,12 @@ def compare_speeds(site: SiteForecast) -> Iterator[str]:
         times = _format_times(forecast.speed.samples_per_second / best.speed.samples_per_second)
         lack = "" if forecast.verdict == "fits" else f", but {_describe_lack(forecast)}"
         yield f"{size}: {times} {_name_rate(best)}{lack}{option}"
+    lost = best.speed.step.unaligned_seconds / best.speed.step.seconds
+    if lost >= _WORTH_MENDING:
+        yield (
+            f"{lost:.0%} of the step goes to matmuls whose rows do not begin at multiples of 16 bytes:"
+            " make sizes such as the vocabulary's multiples of 64"
+        )
     others = [
         f"{rung.rung} {_format_times(rung.speed.samples_per_second / best.speed.samples_per_second)}"
         for rung in site.rungs

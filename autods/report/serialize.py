@@ -293,7 +293,10 @@ def rung_to_dict(rung: RungForecast, ranks_per_node: int) -> dict[str, Any]:
 
 
 def _step(speed: Speed) -> dict[str, Any]:
-    """Seconds of an optimizer step at `micro_batch`; `breakdown` splits them by what they are spent on."""
+    """Seconds of an optimizer step at `micro_batch`; `breakdown` splits them by what they are spent on.
+
+    `unaligned_seconds` of them are lost in matmuls whose rows do not begin at multiples of 16 bytes.
+    """
     step = speed.step
     return {
         "seconds": step.seconds,
@@ -301,6 +304,7 @@ def _step(speed: Speed) -> dict[str, Any]:
         "high_seconds": step.high_seconds,
         "bound": step.bound,
         "breakdown": dict(step.spent),
+        "unaligned_seconds": step.unaligned_seconds,
         "micro_batch": speed.micro_batch,
         "accumulation": speed.accumulation,
         "samples_per_second": speed.samples_per_second,

@@ -227,6 +227,17 @@ def test_tensor_cores_are_slower_with_unaligned_rows(capability: str | None, sec
     assert prices.price(replace(work, dtype="float32")).seconds == pytest.approx(10)  # no tensor cores
 
 
+def test_what_unaligned_rows_cost_is_counted_for_every_micro_batch() -> None:
+    efficiency = replace(_PERFECT, unaligned_from_hopper=0.5)
+    assert _MACHINE.rates is not None
+    machine = replace(_MACHINE, rates=replace(_MACHINE.rates, tflops=Tflops(fp32=0.1, bf16=1)))
+    works = (_WORKS[_MATMUL], replace(_WORKS[_MATMUL], aligned=False))
+    events = (_run(0), _run(1), codes.MICRO_BATCH, _run(0), _run(1))
+    prices = PriceList(machine=machine, ranks_per_node=1, efficiency=efficiency)
+    step = forecast_step(Schedule(events=events, works=works), prices, _EXACT, accumulation=4)
+    assert (step.seconds, step.unaligned_seconds) == (pytest.approx(4 * 3), pytest.approx(4 * 1))
+
+
 @pytest.mark.parametrize(
     ("capability", "has_cudnn", "gain"), [("9.0", True, 1.5), ("9.0", False, 1), ("8.0", True, 1), ("12.0", True, 1)]
 )

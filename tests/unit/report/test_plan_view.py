@@ -278,6 +278,20 @@ def test_what_other_settings_give_is_said_of_the_best_rung() -> None:
     assert "the other rungs beside zero3, each at its micro batch: zero2-offload 0.40 ×" in text
 
 
+@pytest.mark.parametrize(("lost_s", "said"), [(0.08, True), (0.01, False)])
+def test_a_step_slowed_by_unaligned_rows_is_told_how_to_mend(lost_s: float, said: bool) -> None:
+    plan = forecast(OFFLOAD_FIRST)
+    (site,) = plan.sites
+    rungs = tuple(
+        each
+        if each.speed is None
+        else replace(each, speed=replace(each.speed, step=replace(each.speed.step, unaligned_seconds=lost_s)))
+        for each in site.rungs
+    )
+    text = sentence(printed(replace(plan, sites=(replace(site, rungs=rungs),))))
+    assert ("16% of the step goes to matmuls whose rows do not begin at multiples of 16 bytes" in text) is said
+
+
 def test_machines_are_ranked_by_their_rate() -> None:
     plan = comparison()
     rates = {"a100-80gb": 20.0, "h200-141gb": 50.0}
