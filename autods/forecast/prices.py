@@ -250,9 +250,10 @@ class PriceList:
         return max(peak * share, min(peak, rates.tflops.fp32 * 1e12))
 
     def _cudnn_gain(self, rates: Rates, work: Work) -> float:
-        """How much faster than flash attention: longer sequences, with more FLOPs a byte, gain more."""
+        """How much faster it is than flash attention, whose place it takes: longer sequences gain more."""
         ours = self.efficiency
-        if not self.has_cudnn_attention or rates.capability not in _PREFER_CUDNN or not work.bytes:
+        takes_cudnn = self.has_cudnn_attention and rates.capability in _PREFER_CUDNN
+        if not takes_cudnn or "flash" not in work.name or not work.bytes:
             return 1.0
         intensity = work.flops / work.bytes
         return max(1.0, ours.cudnn_attention * intensity / (intensity + ours.cudnn_half_intensity))

@@ -33,6 +33,7 @@ _REDUCTIONS = frozenset({
     "_fused_rms_norm", "_fused_rms_norm_backward", "native_batch_norm", "native_batch_norm_backward", "_log_softmax",
     "_log_softmax_backward_data", "sum", "mean", "embedding_dense_backward",
 })  # fmt: skip
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})  # of cuBLAS; cuDNN has its own ways with convolutions
 _MAPPED = 32 << 20  # glibc's malloc maps larger blocks anew each time, and unmaps them when they are freed
 _OPTIMIZER_BYTES = 1.75  # of the bytes of parameter, gradient and two moments: all are read, all but one are written
 # By collective: the argument that holds the whole tensor, and how often its bytes pass a rank.
@@ -320,7 +321,7 @@ def _describe_kernel(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> 
     count = flop_registry.get(func._overloadpacket)
     if count is None:
         return Work(kind="reduction" if name in _REDUCTIONS else "kernel", name=name, bytes=size)
-    fused = name.startswith("_scaled_dot_product")
+    fused = name.startswith("_scaled_dot_product") and len(args) >= 3
     flops = _count_attention(name, args) if fused else float(count(*args, **kwargs, out_val=out))
     first = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
     dtype = str(first.dtype).removeprefix("torch.")
@@ -334,9 +335,12 @@ def _describe_kernel(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> 
             flops /= 2 if causal else 1
         return Work(kind="attention", name=name, flops=flops, bytes=size, dtype=dtype)
     matrices = [leaf for leaf in tree_leaves((args, out)) if isinstance(leaf, torch.Tensor) and leaf.dim() > 1]
-    aligned = all(map(_has_aligned_rows, matrices))
+    aligned = name not in _PRODUCTS or all(map(_has_aligned_rows, matrices))
     return Work(kind="matmul", name=name, flops=flops, bytes=size, dtype=dtype, aligned=aligned)
 
 
 def _has_aligned_rows(matrix: torch.Tensor) -> bool:
-    return all(stride == 1 or stride * matrix.element_size() % 16 == 0 for stride in matrix.stride())
+    return all(
+        size == 1 or stride == 1 or stride * matrix.element_size() % 16 == 0
+        for size, stride in zip(matrix.shape, matrix.stride(), strict=True)
+    )

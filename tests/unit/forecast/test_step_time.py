@@ -248,8 +248,9 @@ def test_cudnn_attention_is_faster_where_torch_takes_it(capability: str, has_cud
     prices = PriceList(
         machine=replace(_MACHINE, rates=rates), ranks_per_node=1, efficiency=efficiency, has_cudnn_attention=has_cudnn
     )
-    work = Work(kind="attention", flops=3e12, bytes=10**9, dtype="bfloat16")  # 3000 FLOPs a byte
+    work = Work(kind="attention", name="flash", flops=3e12, bytes=10**9, dtype="bfloat16")  # 3000 FLOPs a byte
     assert prices.price(work).seconds == pytest.approx(6 / gain)
+    assert prices.price(replace(work, name="efficient")).seconds == pytest.approx(6)
 
 
 def test_a_new_page_of_the_host_costs_more_than_a_used_one() -> None:

@@ -130,3 +130,46 @@ def test_a_converting_copy_to_the_host_converts_first(log: WorkLog, fake: FakeTe
     source = torch.zeros(8, dtype=torch.bfloat16, device="cuda")
     assert _copy(log, torch.zeros(8), source) == [("kernel", 48), ("copy", 32)]
     assert schedule.HOST_WAITS_STREAM not in _codes(log)
+
+
+def _describe(log: WorkLog, func: object, *args: object) -> Work:
+    """The work of an operator on the device."""
+    log.issue(func, args, {}, func(*args))  # type: ignore[operator]
+    (number,) = (event >> BITS for event in log.events if event & CODES == schedule.RUN)
+    del log.events[:]
+    return log.schedule().works[number]
+
+
+@pytest.mark.parametrize(("outputs", "is_aligned"), [(50257, False), (50304, True)])
+def test_a_vocabulary_decides_whether_rows_are_aligned(
+    log: WorkLog, fake: FakeTensorMode, outputs: int, is_aligned: bool
+) -> None:
+    hidden, weight = (torch.empty(size, 64, dtype=torch.bfloat16, device="cuda") for size in (8, outputs))
+    assert _describe(log, _aten.mm.default, hidden, weight.t()).aligned is is_aligned
+    logits = torch.empty(8, outputs, dtype=torch.bfloat16, device="cuda")
+    assert _describe(log, _aten.mm.default, logits, weight).aligned is is_aligned
+
+
+def test_a_single_row_and_a_convolution_count_as_aligned(log: WorkLog, fake: FakeTensorMode) -> None:
+    row = torch.empty_strided((1, 64), (50257, 1), dtype=torch.bfloat16, device="cuda")
+    weight = torch.empty(64, 64, dtype=torch.bfloat16, device="cuda")
+    assert _describe(log, _aten.mm.default, row, weight).aligned
+    image, kernels = (torch.empty(size, device="cuda") for size in ((2, 3, 15, 15), (8, 3, 7, 7)))
+    convolved = (image, kernels, None, [2, 2], [3, 3], [1, 1], False, [0, 0], 1)
+    assert _describe(log, _aten.convolution.default, *convolved).aligned
+
+
+def test_a_norm_is_a_reduction_and_a_gelu_is_not(log: WorkLog, fake: FakeTensorMode) -> None:
+    hidden = torch.empty(8, 64, device="cuda")
+    assert _describe(log, _aten.native_layer_norm.default, hidden, [64], None, None, 1e-5).kind == "reduction"
+    assert _describe(log, _aten.gelu.default, hidden).kind == "kernel"
+
+
+def test_attention_with_grouped_heads_has_the_flops_of_all_queries(log: WorkLog, fake: FakeTensorMode) -> None:
+    query = torch.empty(2, 8, 16, 32, dtype=torch.bfloat16, device="cuda")
+    grouped = torch.empty(2, 2, 16, 32, dtype=torch.bfloat16, device="cuda")
+    few, all_heads = (
+        _describe(log, _aten._scaled_dot_product_flash_attention.default, query, key, key, 0.0, True)
+        for key in (grouped, query)
+    )
+    assert few.flops == all_heads.flops == 4 * 2 * 8 * 16 * 16 * 32 / 2
