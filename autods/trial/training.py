@@ -6,6 +6,7 @@ device alone.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
@@ -21,6 +22,7 @@ from .exam import WorstCaseExam, allow_gathering
 from .job import RankJob
 from .memory import Meter
 from .model_facts import check_batch, enable_checkpointing, largest_shape, longest_batch, place, seed_all
+from .weights import drawing_in_parallel
 
 Observe = Callable[[Phase, int], None]
 _MOST_SKIPPED = 40  # in a row; the largest first loss scale of DeepSpeed is 2**32, and each skipped step halves it
@@ -53,7 +55,8 @@ def train(workload: Workload, job: RankJob, *, observe: Observe, meter: Meter, r
     of the user's code are passed on; WorkloadError says where the workload breaks its contract.
     """
     observe("build", 0)
-    model = build(workload, checkpointing=job.checkpointing)
+    with drawing_in_parallel() if job.source.kind == "hf_config" else contextlib.nullcontext():
+        model = build(workload, checkpointing=job.checkpointing)
     replicas = ranks
     if pipeline.is_pipeline(model):
         replicas = pipeline.data_parallel_ranks(model)
