@@ -79,7 +79,8 @@ def ask_of(cell: Mapping[str, Any], device: Device, usable_bytes: int) -> Engine
 def said_of(cell: Mapping[str, Any], ask: EngineSpec, simulated: Simulation) -> Row:
     """Bytes a rank. at_limit_bytes: what is expected on the card within the limit, inside_bytes of it by constants.
 
-    beside_bytes of it lie outside torch's allocator. peak_bytes, low and high: what the card must hold: a trial may
+    beside_bytes of it lie outside torch's allocator. unlimited: what that reserves and gives out on a card without
+    limit, but for inside_bytes. peak_bytes, low and high: what the card must hold: a trial may
     reserve more where it has more. The verdict is that of the tier that trials limit, the device.
     """
     forecast = judge_memory(ask, simulated, limits={"device": ask.device_bytes})
@@ -91,7 +92,7 @@ def said_of(cell: Mapping[str, Any], ask: EngineSpec, simulated: Simulation) -> 
         at_limit = at_limit if pair is None else pair.predicted_bytes + need.outside_allocator.peak_bytes
     inside = need.device.peak_bytes - need.tensors_bytes
     trace = simulated.traces.get("device")
-    roomy = replay(trace).peak_reserved_bytes if trace is not None and ask.device == "cuda" else None
+    roomy = replay(trace) if trace is not None and ask.device == "cuda" else None
     return {
         "verdict": forecast.verdict,
         "reason": forecast.reason,
@@ -102,7 +103,8 @@ def said_of(cell: Mapping[str, Any], ask: EngineSpec, simulated: Simulation) -> 
         "at_limit_bytes": at_limit,
         "inside_bytes": inside,
         "beside_bytes": need.outside_allocator.peak_bytes,
-        "unlimited_bytes": roomy,
+        "unlimited_bytes": roomy and roomy.peak_reserved_bytes,
+        "unlimited_allocated_bytes": roomy and roomy.peak_allocated_bytes,
         "host_bytes": need.host.peak_bytes,
         "seconds": simulated.seconds,
     }
