@@ -175,8 +175,8 @@ class NodeAgent:
             zygote.send(job.to_json().encode())
         try:
             while (message := zygote.receive(_SILENT_S + job.end_s)) is not None:
-                if isinstance(message, NodeReport):
-                    return message
+                if isinstance(message, NodeReport):  # a short job ends before anybody asks for its progress
+                    return replace(message, notes=(*message.notes, *zygote.take_notes()))
                 assert isinstance(message, Heartbeat)
                 self.heartbeat = message
         finally:
@@ -187,14 +187,13 @@ class NodeAgent:
 
     def progress(self) -> Heartbeat:
         """Return the phase and step of the slowest rank, each note about the zygote once, and a run's tiers."""
-        zygote, job, notes = self.zygote, self.job, list[str]()
+        zygote, job = self.zygote, self.job
         if job is None or job.job != "run":
             self.tiers = ()
         elif time.monotonic() - self.tiers_read_s > _TIERS_EVERY_S:
             self.tiers, self.tiers_read_s = read_tiers(find_memory_groups(), job.swap), time.monotonic()
-        while zygote is not None and zygote.notes:
-            notes.append(zygote.notes.pop(0))
-        return replace(self.heartbeat, notes=tuple(notes), tiers=self.tiers)
+        notes = () if zygote is None else zygote.take_notes()
+        return replace(self.heartbeat, notes=notes, tiers=self.tiers)
 
     def locate(self) -> str:
         """Return where the zygote is; '' without one. See `ZygoteProcess.locate`."""
@@ -273,6 +272,14 @@ class ZygoteProcess:
             self.pending += data
         line, _, self.pending = self.pending.partition(b"\n")
         return decode(line)
+
+    def take_notes(self) -> tuple[str, ...]:
+        """Return the sentences for the user, each to one of the threads that ask."""
+        taken = []
+        with contextlib.suppress(IndexError):
+            while True:
+                taken.append(self.notes.pop(0))
+        return tuple(taken)
 
     def read_stack(self) -> tuple[stacks.Frame, ...]:
         """Return the main thread's stack; () where it does not answer."""

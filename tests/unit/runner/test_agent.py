@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 
 from autods.runner import agent as agent_module
 from autods.runner.agent import NodeAgent, ZygoteProcess, digest_file, start_zygote
-from autods.runner.protocol import Heartbeat, LoadFailed, Ready, ZygoteDied, encode
+from autods.runner.protocol import Heartbeat, LoadFailed, NodeReport, Ready, ZygoteDied, encode
 from autods.system import waiting
 from autods.trial.job import RankJob
 from tests.support.ends import JOB, report_of, spare_present_children
@@ -85,6 +86,19 @@ def test_an_abort_of_one_job_never_meets_the_next() -> None:
     assert peer.recv(1 << 16).count(b"abort") == 0
     for end in (connection, peer):
         end.close()
+
+
+def test_a_note_reaches_the_user_with_the_end_of_a_short_job() -> None:
+    connection, peer = socket.socketpair()
+    node = an_agent()
+    process: Any = None
+    node.zygote = ZygoteProcess(process=process, connection=connection, notes=["it was stopped"])
+    with connection, peer:
+        peer.sendall(encode(replace(report_of(), notes=("a card still holds memory",))))
+        ended = node.run(JOB, 1)
+    assert isinstance(ended, NodeReport)
+    assert ended.notes == ("a card still holds memory", "it was stopped")
+    assert node.progress().notes == ()
 
 
 def test_a_job_has_a_private_folder_until_it_ends(zygote: ZygoteProcess) -> None:
