@@ -82,18 +82,6 @@ _LATE = (
 _COMPILE = declare("torch.compile", "the import of DeepSpeed's Muon must not import torch's inductor")
 
 
-# NVML of driver 580 starts one thread, and a process forked from it uses CUDA and NCCL as any other (H200, torch 2.11).
-_DRIVER_THREAD = re.compile(r"cuda[0-9a-f]{11}")
-
-
-def _read_thread_names() -> list[str]:
-    names = []
-    for path in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):
-            names.append((path / "comm").read_text().strip())
-    return names
-
-
 def preload() -> None:
     """Import torch and DeepSpeed, and the modules that DeepSpeed would import in its first step."""
     import torch
@@ -249,6 +237,18 @@ def find_change(before: Mapping[str, object], connection: int) -> str | None:
     except Exception as error:
         return read_text(error)
     return next((f"it changes {name}" for name, value in before.items() if now[name] != value), None)
+
+
+# NVML of driver 580 starts one thread, and a process forked from it uses CUDA and NCCL as any other (H200, torch 2.11).
+_DRIVER_THREAD = re.compile(r"cuda[0-9a-f]{11}")
+
+
+def _read_thread_names() -> list[str]:
+    names = []
+    for path in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            names.append((path / "comm").read_text().strip())
+    return names
 
 
 def find_fork_hazard() -> str | None:

@@ -6,7 +6,6 @@ An answer is a dict of figures, and `holds`: whether autods' assumption is right
 
 from __future__ import annotations
 
-import json
 import statistics
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 from gpu_cells import Cell, Site, config_of, source
 from gpu_constants import collectives, contexts, row_of
 from gpu_ranks import Ranks
+from gpu_results import find_answer
 
 from autods.config.deepspeed import merge
 from autods.forecast.memory_model import read_overheads
@@ -166,8 +166,7 @@ def open_ranks(model: str, site: Site, folder: Path) -> Ranks:
 def _probe(name: str, bench: Bench) -> Answer:
     command = [sys.executable, str(HERE / "gpu_probes.py"), name, bench.site.device]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_S, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if not lines:
+    answer = find_answer(done.stdout)
+    if answer is None:
         raise NotAsked((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
-    answer: Answer = json.loads(lines[-1])
     return answer

@@ -17,6 +17,12 @@ KEY = ("model", "precision", "rung", "world_size", "card_bytes", "micro_batch", 
 Row = dict[str, Any]
 
 
+def find_answer(output: str) -> Row | None:
+    """The JSON object that one of our programs printed, the last line that is one; None where there is none."""
+    lines = [line for line in output.splitlines() if line.startswith("{")]
+    return json.loads(lines[-1]) if lines else None
+
+
 def path_of(device_name: str) -> Path:
     """'NVIDIA H100 80GB HBM3' → …/results/nvidia-h100-80gb-hbm3.json."""
     return FOLDER / f"{re.sub(r'[^a-z0-9]+', '-', device_name.lower()).strip('-')}.json"

@@ -219,11 +219,10 @@ def context(session: Session) -> None:
             continue
         command = [sys.executable, str(HERE / "gpu_context.py"), device["kind"], str(ranks)]
         ran = subprocess.run(command, capture_output=True, text=True, timeout=max(60.0, session.seconds), check=False)
-        lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
-        if ran.returncode or not lines:
+        read = results.find_answer(ran.stdout)
+        if ran.returncode or read is None:
             session.leave_out(f"context, {ranks} ranks", (ran.stderr.strip().splitlines() or ["no answer"])[-1])
             continue
-        read = json.loads(lines[-1])
         others = [one for one in session.said["context"] if one["world_size"] != ranks]
         session.keep({**session.said, "context": [*others, read]})
         told = ", ".join(f"{one['step']} {_shown(one['held_bytes'])}" for one in read["steps"])
@@ -262,11 +261,11 @@ def rates(session: Session) -> None:
         return
     command = [sys.executable, str(HERE / "gpu_rates.py"), session.said["device"]["kind"]]
     ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=_RATES_S, check=False)
-    lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
-    if ran.returncode or not lines:
+    answer = results.find_answer(ran.stdout)
+    if ran.returncode or answer is None:
         session.leave_out("rates", f"exit code {ran.returncode}")
         return
-    session.keep({**session.said, "rates": json.loads(lines[-1])})
+    session.keep({**session.said, "rates": answer})
 
 
 def site_of(session: Session) -> Site:
