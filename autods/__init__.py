@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from .errors import EnvironmentBroken as EnvironmentBroken
     from .errors import InputError as InputError
     from .errors import Interrupted as Interrupted
+    from .rank.training_run.session import session as session
     from .report import Report as Report
-    from .trial.run.session import session as session
     from .workload import Workload as Workload
 
 _HOMES = {
@@ -34,7 +34,7 @@ _HOMES = {
     "plan": "api",
     "probe": "api",
     "run": "api",
-    "session": "trial.run.session",
+    "session": "rank.training_run.session",
     "Report": "report",
     "Workload": "workload",
     "AutodsError": "errors",

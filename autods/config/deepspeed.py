@@ -12,7 +12,7 @@ from typing import Any
 from ..schema import read_checked, read_toml
 from ..system.host import data_folder
 from ..types import Knobs, ModelFacts, Scalar
-from .strategies import Rung
+from .rungs import Rung
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # The rung sets these keys; values of the base config are replaced.

@@ -25,8 +25,8 @@ from .base_config import (
 )
 from .catalogue import HERE, Machine, choose_machines, find_by_driver_name
 from .profiles import read_profile
+from .rungs import Rung
 from .settings import parse_time, select_ladder
-from .strategies import Rung
 
 _ASSUMED = ", assumed"  # at the end of the name of a network in the catalogue
 _MOST_IN_A_NODE = 16  # cards; DGX-2 and AWS p2.16xlarge have them

@@ -29,7 +29,7 @@ from .base_config import (
 )
 from .catalogue import Machine
 from .profiles import Budget, Profile, Stop, read_profile
-from .strategies import Rung, read_rungs, select_rungs
+from .rungs import Rung, read_rungs, select_rungs
 
 _PROCESS_BYTES = 2**30  # private memory of a rank before its trial begins, rounded up
 SPARE_HOST = 0.2  # share of the free host memory that CPU ranks without a given size leave to others

@@ -11,7 +11,7 @@ from typing import Any
 from ..config.base_config import read_base_config
 from ..config.deepspeed import BATCH_KEYS, get_key, merge, nest_key, read_known_keys
 from ..config.plan_settings import PlanSettings, resolve_plan
-from ..config.strategies import Needs, Rung, State
+from ..config.rungs import Needs, Rung, State
 from ..errors import InputError
 from ..forecast.values import ForecastListener, RungForecast, StartSimulator
 from ..planner.plan import plan

@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass, field, replace
 
 from ..config.catalogue import Machine
 from ..config.deepspeed import BATCH_KEYS
-from ..config.strategies import Rung
+from ..config.rungs import Rung
 from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import AutodsError
 from ..system.host import count_cores, find_memory_groups, read_host_memory
 from ..types import Device, Fit, Outcome, Tier, Trial
-from .allocator import Replay
-from .calibration import (
+from .predict.allocator import Replay
+from .predict.calibration import (
     Observation,
     StepFactors,
     StepObservation,
@@ -28,11 +28,11 @@ from .calibration import (
     fit_step_factors,
     observe_trial,
 )
-from .prices import Unpriced
-from .simulator.client import SimulationFailed
-from .step_time import forecast_speed, least_step_s
+from .predict.prices import Unpriced
+from .predict.step_time import forecast_speed, least_step_s
+from .predict.verdict import judge_memory, replay_at_limit
+from .simulate.client import SimulationFailed
 from .values import Engine, EngineSpec, RungForecast, Simulation, Simulator
-from .verdict import judge_memory, replay_at_limit
 
 MOST_MICRO_BATCH = 4096
 MOST_MEASUREMENTS = 8

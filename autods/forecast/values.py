@@ -11,8 +11,8 @@ from ..config.catalogue import Machine
 from ..events import Note
 from ..types import Device, ModelFacts, Tier, WorkloadSource
 from ..units import format_bytes
-from .schedule import Schedule
-from .step_time import Speed
+from .predict.schedule import Schedule
+from .predict.step_time import Speed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

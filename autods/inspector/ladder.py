@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..config.deepspeed import compose, required_ops
+from ..config.rungs import Rung
 from ..config.settings import Settings
-from ..config.strategies import Rung
+from ..rank.ops import is_cached
 from ..report.checkup import Check
-from ..trial.ops import is_cached
 from ..types import Knobs
 from . import machine, toolchain
 

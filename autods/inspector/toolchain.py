@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import EnvironmentBroken
+from ..rank.ops import BUILDERS, USUAL_BUILD_S
 from ..report.checkup import Check
 from ..system.host import installed_versions
 from ..system.processes import ask_module
-from ..trial.ops import BUILDERS, USUAL_BUILD_S
 
 _LIMIT_S = 300.0
 _NEEDED_FOR = {
@@ -113,5 +113,5 @@ def _ask(words: list[str], *, has_cards: bool, limit_s: float = _LIMIT_S) -> dic
     Raises RuntimeError with the last line of what that process printed.
     """
     device = {} if has_cards else {"DS_ACCELERATOR": "cpu"}
-    answer: dict[str, dict[str, Any]] = ask_module("autods.trial.ops", *words, variables=device, limit_s=limit_s)
+    answer: dict[str, dict[str, Any]] = ask_module("autods.rank.ops", *words, variables=device, limit_s=limit_s)
     return answer

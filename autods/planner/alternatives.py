@@ -11,7 +11,7 @@ from dataclasses import replace
 from ..config.plan_settings import Site
 from ..events import Note
 from ..forecast.forecaster import MOST_MICRO_BATCH, EngineForecaster, LargestMicroBatch
-from ..forecast.simulator.client import SimulationFailed
+from ..forecast.simulate.client import SimulationFailed
 from ..forecast.values import EngineSpec, RungForecast
 from ..report.results import Alternative
 from ..tuner.trials import micro_batches

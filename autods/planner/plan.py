@@ -11,14 +11,14 @@ from dataclasses import replace
 from operator import itemgetter
 
 from ..config.plan_settings import PlanSettings, Site, apply_script_config_to_plan
-from ..config.strategies import Rung
+from ..config.rungs import Rung
 from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import AutodsError, EnvironmentBroken, InputError, Interrupted
 from ..events import Note
-from ..forecast.allocator import AllocConf, read_alloc_conf
 from ..forecast.forecaster import count_parallel_engines
-from ..forecast.simulator.client import LIMIT_S, SimulationFailed
-from ..forecast.simulator.client import Simulator as ProcessSimulator
+from ..forecast.predict.allocator import AllocConf, read_alloc_conf
+from ..forecast.simulate.client import LIMIT_S, SimulationFailed
+from ..forecast.simulate.client import Simulator as ProcessSimulator
 from ..forecast.values import ForecastListener, Simulator, StartSimulator
 from ..report.results import Forecast, SiteForecast, Timeline
 from ..report.serialize import check_writable

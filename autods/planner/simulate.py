@@ -10,12 +10,12 @@ from typing import Any
 
 from ..config.deepspeed import compose, get_key, start_settings
 from ..config.plan_settings import PlanSettings, Site
-from ..config.strategies import Rung
+from ..config.rungs import Rung
 from ..errors import InputError
 from ..forecast.forecaster import MOST_MICRO_BATCH, Forecaster, LargestMicroBatch, Limits, enough_accumulation
-from ..forecast.memory_model import estimate_outside_bytes
-from ..forecast.simulator.client import SimulationFailed
-from ..forecast.step_time import Speed, forecast_speed
+from ..forecast.predict.memory_model import estimate_outside_bytes
+from ..forecast.predict.step_time import Speed, forecast_speed
+from ..forecast.simulate.client import SimulationFailed
 from ..forecast.values import (
     EngineSpec,
     ForecastListener,

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from ..config.plan_settings import Site
-from ..forecast.prices import PriceList, read_constants
-from ..forecast.schedule import BITS, CODES, HOST, RUN, STREAMS, SWITCH, WAIT, Schedule, Work
-from ..forecast.step_time import BOUNDS, Bound, StepClocks
+from ..forecast.predict.prices import PriceList, read_constants
+from ..forecast.predict.schedule import BITS, CODES, HOST, RUN, STREAMS, SWITCH, WAIT, Schedule, Work
+from ..forecast.predict.step_time import BOUNDS, Bound, StepClocks
 from ..forecast.values import KINDS, Simulation, Trace
 from ..report.serialize import write_whole
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..config.deepspeed import get_key, read_known_keys
 from ..config.profiles import find_toml
-from ..config.strategies import Rung
+from ..config.rungs import Rung
 from ..errors import InputError
 from ..requests import MOST_COUNT, show_value
 from ..schema import check_name, read_checked, read_toml

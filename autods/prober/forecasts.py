@@ -12,10 +12,10 @@ from ..config.deepspeed import compose
 from ..config.plan_settings import NVME_PLACE, spread_ranks
 from ..config.settings import Settings
 from ..events import Listener, Note
-from ..forecast.allocator import read_alloc_conf
 from ..forecast.forecaster import MOST_MICRO_BATCH, PARALLEL_ENGINES, Forecaster, Limits
-from ..forecast.simulator.client import SimulationFailed
-from ..forecast.simulator.client import Simulator as ProcessSimulator
+from ..forecast.predict.allocator import read_alloc_conf
+from ..forecast.simulate.client import SimulationFailed
+from ..forecast.simulate.client import Simulator as ProcessSimulator
 from ..forecast.values import Simulator, StartSimulator
 from ..journal import TrialStore, trial_key
 from ..schema import read_as

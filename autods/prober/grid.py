@@ -8,8 +8,8 @@ from typing import Any
 
 from ..config.base_config import precision_name
 from ..config.deepspeed import compose, required_ops, start_settings
+from ..config.rungs import Rung
 from ..config.settings import Settings, apply_survey
-from ..config.strategies import Rung
 from ..errors import InputError
 from ..journal import trial_key
 from ..report.text import format_value

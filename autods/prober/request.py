@@ -17,8 +17,8 @@ from ..config.base_config import check_ranks, parse_device, resolve_base_config,
 from ..config.catalogue import Machine, choose_machines
 from ..config.plan_settings import nvme_place
 from ..config.profiles import read_profile
+from ..config.rungs import Rung, read_rungs
 from ..config.settings import Settings, resolve_fit, select_ladder
-from ..config.strategies import Rung, read_rungs
 from ..errors import InputError
 from ..files import as_folder_name
 from ..requests import FitRequest, ProbeRequest, TrialRequest, check_count, show_value

@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ..config.catalogue import HERE
-from ..forecast.step_time import Speed, StepTime
+from ..forecast.predict.step_time import Speed, StepTime
 from ..forecast.values import RungForecast
 from ..units import format_bytes, format_count
 from .results import Forecast, SiteForecast, Training, forecast_training

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from ..config.plan_settings import Site
 from ..config.profiles import Budget
-from ..forecast.step_time import Speed
+from ..forecast.predict.step_time import Speed
 from ..forecast.values import RungForecast
 from ..system.host import Hardware
 from ..types import Device, Knobs, ModelFacts, Record, Scalar, Skipped, Steps, Tier, TierUse, WorkloadSource

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 from ..config.deepspeed import to_lightning_config, to_trainer_config
 from ..errors import InputError, make_write_error
 from ..files import LARGEST_RECORD, describe_file_kind, read_file
-from ..forecast.step_time import Speed
+from ..forecast.predict.step_time import Speed
 from ..forecast.values import PHASES, RungForecast, TierForecast
 from ..schema import read_as, read_known
 from ..types import TIERS, TIERS_OF_A_NODE, Record, Tier, TierUse

@@ -17,11 +17,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from ..errors import EnvironmentBroken
+from ..rank.job import RankJob
+from ..rank.ops import is_cached
 from ..system import private, processes, stacks
 from ..system.host import find_memory_groups, installed_versions, read_hardware
 from ..system.waiting import Continuer, Loading, Wait, describe_continued
-from ..trial.job import RankJob
-from ..trial.ops import is_cached
 from ..types import Device, WorkloadSource
 from ..units import format_signal
 from .cleanup import find_note, has_session, open_session, remove_leftovers, session_variables

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from ..rank.ops import ops_folder
 from ..system.gpus import uuids_to_indices
 from ..system.host import cache_folder
-from ..trial.ops import ops_folder
 from ..types import Device
 
 # Prefixes of the variables that training reads. The first line has those of the `deepspeed` launcher.
@@ -44,7 +44,7 @@ def join_node_environment(exported: Mapping[str, str]) -> dict[str, str]:
 
 
 _ALWAYS = {
-    "OMP_NUM_THREADS": "1",  # a process with OpenMP threads must not fork; ranks get their number in `trial.worker`
+    "OMP_NUM_THREADS": "1",  # a process with OpenMP threads must not fork; ranks get their number in `rank.worker`
     "MKL_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from ..diagnosis.trial_outcome import HostUsage
 from ..files import find_existing
+from ..rank.job import Beat, Heartbeats, RankJob
 from ..schema import read_known
 from ..system import processes, stacks
 from ..system.gpus import read_used_bytes
 from ..system.host import MemoryGroup, find_memory_groups, machine_oom_kills, read_host_memory
-from ..trial.job import Beat, Heartbeats, RankJob
 from ..types import Device, Tier
 from ..units import format_bytes
 from .protocol import LostBecause, RankExit, TierLevel

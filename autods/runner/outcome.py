@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..diagnosis.trial_outcome import Evidence, HostUsage, explain_failure
+from ..rank.job import RankJob
+from ..rank.training import relative_spread
 from ..schema import read_known
 from ..system.stacks import find_crash
-from ..trial.job import RankJob
-from ..trial.training import relative_spread
 from ..types import (
     CardUse,
     Collective,

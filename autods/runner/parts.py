@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..rank.job import RankJob
 from ..system.waiting import Wait
-from ..trial.job import RankJob
 from ..types import Tier
 from .protocol import Heartbeat, NodeLost, TierLevel
 

@@ -20,7 +20,7 @@ LostBecause = Literal["stopped", "stuck", "wall limit"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankError:
-    """An exception as a rank described it; see `trial.job.describe_error`. The first of `types` is the most derived."""
+    """An exception as a rank described it; see `rank.job.describe_error`. The first of `types` is the most derived."""
 
     types: tuple[str, ...] = ()
     message: str = ""

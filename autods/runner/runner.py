@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from ..config.deepspeed import compose, required_ops, without_monitors
+from ..config.rungs import Rung
 from ..config.settings import Settings, apply_survey, describe_script
-from ..config.strategies import Rung
 from ..diagnosis.trial_outcome import blame_code_for_hang, make_input_error
 from ..errors import AutodsError, EnvironmentBroken, InputError
 from ..events import Event, Note, TrialMoved
+from ..rank.job import JobKind, RankJob
+from ..rank.ops import BUILDERS, USUAL_BUILD_S, check_caches
+from ..rank.training_run.order import RunOrder
 from ..system.processes import read_tail
-from ..trial.job import JobKind, RankJob
-from ..trial.ops import BUILDERS, USUAL_BUILD_S, check_caches
-from ..trial.run.order import RunOrder
 from ..types import PHASES, Failed, Fit, Knobs, ModelFacts, Outcome, OutOfMemory, Record, Trial
 from .environment import choose_exported
 from .outcome import find_failure, judge_trial, result_of_rank_0

@@ -17,10 +17,10 @@ from typing import Any
 from ..config.settings import Settings
 from ..errors import EnvironmentBroken
 from ..events import Event, Note
+from ..rank.job import RankJob
 from ..system import processes
 from ..system.host import HostMemory, find_memory_groups, read_host_memory
 from ..system.waiting import AGAIN_S, FIRST_S, MOST_LIMITS, Wait
-from ..trial.job import RankJob
 from .agent import NodeAgent, digest_file
 from .cleanup import session_variables
 from .parts import MARGIN_S, SILENT_S, Node, RunningPart, find_fullest, path_of_node, repeat_job, split_job

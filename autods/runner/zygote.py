@@ -25,13 +25,13 @@ from typing import NoReturn
 
 from ..config.deepspeed import required_ops
 from ..diagnosis.trial_outcome import RESULT_UNWRITTEN_EXIT
+from ..rank import ops, preload
+from ..rank.abrupt_ends import ending_forked_children, watching
+from ..rank.job import Beat, Heartbeats, RankJob, describe_error
+from ..rank.worker import environment, run_rank
 from ..schema import read_as
 from ..system import private, processes, stacks
 from ..system.hidden_modules import describe_failed_import
-from ..trial import ops, preload
-from ..trial.abrupt_ends import ending_forked_children, watching
-from ..trial.job import Beat, Heartbeats, RankJob, describe_error
-from ..trial.worker import environment, run_rank
 from ..types import WorkloadSource
 from ..workload.load import load
 from ..workload.protocol import Workload
@@ -258,7 +258,7 @@ class Zygote:
                 for fd in descriptors - {-1}:
                     os.set_inheritable(fd, True)
                 words = [str(slot), str(board.fd), str(store_fd), f"{job.scratch}/job.json"]
-                os.execv(sys.executable, [*processes.python_command("autods.trial.worker"), *words])
+                os.execv(sys.executable, [*processes.python_command("autods.rank.worker"), *words])
             code = run_rank(job, slot, board, store, self.workload)
         except BaseException:
             traceback.print_exc()

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ..events import Note, RankPrinted, RunListener, StepDone
+from ..rank.training_run.checkpoints import list_checkpoints
 from ..report.rank_logs import LogTail
 from ..runner.protocol import Heartbeat, TierLevel
-from ..trial.run.checkpoints import list_checkpoints
 from ..types import Tier
 from .run_journal import RunJournal
 from .settings import RunSettings

@@ -21,12 +21,12 @@ from ..config.settings import Settings, apply_survey, count_nodes
 from ..errors import EnvironmentBroken
 from ..events import AttemptStarted, Note, RunListener
 from ..journal import workspace
+from ..rank.training_run.checkpoints import Checkpoint, Layout, find_obstacle, list_checkpoints, remove_torn
+from ..rank.training_run.order import NO_SESSION, RunOrder
 from ..report.results import Report
 from ..report.run_page import RUN_PAGE, write_run_page
 from ..report.run_view import RunReport, write_run
 from ..report.text import format_outcome
-from ..trial.run.checkpoints import Checkpoint, Layout, find_obstacle, list_checkpoints, remove_torn
-from ..trial.run.order import NO_SESSION, RunOrder
 from ..tuner.candidates import list_candidates
 from ..tuner.fit import fit
 from ..types import Failed, ModelFacts, OutOfMemory, Steps, Trial

@@ -11,10 +11,10 @@ from typing import Any
 
 from ..config.settings import Settings, resolve_fit
 from ..errors import InputError
+from ..rank.training_run.checkpoints import list_checkpoints
 from ..report.results import Report
 from ..requests import RunRequest
 from ..system.host import Hardware
-from ..trial.run.checkpoints import list_checkpoints
 from ..types import WorkloadSource
 from .run_journal import RunHistory
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from ..config.settings import Settings
-from ..trial.run.checkpoints import Layout, Manifest, checkpoint_folder, write_manifest
-from ..trial.run.order import RunOrder
+from ..rank.training_run.checkpoints import Layout, Manifest, checkpoint_folder, write_manifest
+from ..rank.training_run.order import RunOrder
 from ..types import Failed, ModelFacts, OutOfMemory, Trial
 
 Answer = Callable[[RunOrder, Trial], tuple[int, OutOfMemory | Failed | Mapping[str, Any] | str]]

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from ..config.deepspeed import compose, get_key, required_ops, start_settings
+from ..config.rungs import Rung
 from ..config.settings import Settings
-from ..config.strategies import Rung
 from ..errors import InputError
 from ..types import Knobs, ModelFacts, Scalar, Steps, Trial
 from .trials import accumulation_for

@@ -19,12 +19,12 @@ from ..diagnosis.trial_outcome import make_input_error
 from ..errors import EnvironmentBroken, InputError
 from ..events import Listener, Note, SearchStarted
 from ..journal import JOURNAL, STUDY, TrialStore, make_other_fit_error, workspace
+from ..rank.ops import ops_folder
 from ..report import serialize, text
 from ..report.page import write_page
 from ..report.results import ClosestRung, FitQuestion, Report, Throughput
 from ..system.gpus import describe_card_names, describe_shared_cards
 from ..system.host import installed_versions, threads_per_rank
-from ..trial.ops import ops_folder
 from ..types import Failed, Fit, ModelFacts, Record, Trial, is_machines_fault
 from ..workload.script_source import KIND_DESCRIPTIONS, describe_launch
 from .candidates import check_ranks, idle_stages_warning, list_candidates, refusal_reason, why_not_forecast

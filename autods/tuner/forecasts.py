@@ -13,11 +13,11 @@ from ..config.catalogue import describe_this_machine
 from ..config.deepspeed import without_monitors
 from ..config.settings import Settings
 from ..events import Listener, Note
-from ..forecast.allocator import AllocConf, read_alloc_conf
-from ..forecast.calibration import Observation, StepFactors
 from ..forecast.forecaster import Forecaster as ForecastService
 from ..forecast.forecaster import Limits, StepForecast, TrialForecaster, enough_accumulation
-from ..forecast.simulator.client import Simulator
+from ..forecast.predict.allocator import AllocConf, read_alloc_conf
+from ..forecast.predict.calibration import Observation, StepFactors
+from ..forecast.simulate.client import Simulator
 from ..forecast.values import EngineSpec, RungForecast, StartSimulator
 from ..journal import TrialStore, trial_key
 from ..runner.cleanup import simulator_variables

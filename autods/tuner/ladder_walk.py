@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..config.strategies import Rung
+from ..config.rungs import Rung
 from ..report.results import ClosestRung
 from ..types import Failed, Fit, Outcome, OutOfMemory, Record, Run, Skipped, Trial, is_machines_fault
 from .candidates import Candidate, first_trial

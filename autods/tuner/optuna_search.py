@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config.deepspeed import get_key
-from ..config.strategies import Rung
+from ..config.rungs import Rung
 from ..errors import InputError
 from ..files import LARGEST_RECORD, read_file
 from ..forecast.values import RungForecast

@@ -15,11 +15,11 @@ from ..config.settings import Settings, apply_survey
 from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import InputError
 from ..events import Listener, Note
-from ..forecast.allocator import Replay, read_alloc_conf
 from ..forecast.forecaster import Forecaster as ForecastService
 from ..forecast.forecaster import Limits, TrialForecaster
-from ..forecast.simulator.client import SimulationFailed
-from ..forecast.step_time import forecast_speed
+from ..forecast.predict.allocator import Replay, read_alloc_conf
+from ..forecast.predict.step_time import forecast_speed
+from ..forecast.simulate.client import SimulationFailed
 from ..forecast.values import EngineSpec, RungForecast, StartSimulator
 from ..journal import TrialStore, trial_key
 from ..report.results import Report

@@ -12,7 +12,7 @@ from pathlib import Path
 from ..config.catalogue import Machine
 from ..errors import AutodsError
 from ..files import as_folder_name, read_file
-from ..forecast.calibration import StepFactors
+from ..forecast.predict.calibration import StepFactors
 from ..schema import read_as
 from ..system.host import cache_folder
 

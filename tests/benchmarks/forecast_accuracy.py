@@ -48,7 +48,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from autods.config.strategies import read_rungs
+from autods.config.rungs import read_rungs
 
 RESULTS = Path(__file__).parent / "results"
 INSTALL = "pip install --group bench -c constraints.txt"
@@ -142,9 +142,9 @@ def main() -> int:
 
 def of_the_engine(options: argparse.Namespace) -> Iterator[Case]:
     """What the real engine allocates, beside what the tools say."""
-    from autods.forecast.simulator import SimulationFailed, Simulator
+    from autods.forecast.simulate import SimulationFailed, Simulator
     from autods.forecast.values import EngineSpec
-    from autods.trial.preload import preload
+    from autods.rank.preload import preload
     from autods.workload import make_source
     from tests.support import golden_cases as golden
 

@@ -35,10 +35,10 @@ from typing import IO, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ["DS_ACCELERATOR"] = "cpu"
 
-from autods.config.strategies import read_rungs
-from autods.forecast.simulator import SimulationFailed, Simulator
+from autods.config.rungs import read_rungs
+from autods.forecast.simulate import SimulationFailed, Simulator
 from autods.forecast.values import PHASES, EngineSpec
-from autods.trial.preload import freeze, preload
+from autods.rank.preload import freeze, preload
 from autods.workload import make_source
 from tests.support import golden_cases as golden
 

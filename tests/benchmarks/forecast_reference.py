@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autods.api import PLAN
-from autods.forecast.simulator import Simulator
+from autods.forecast.simulate import Simulator
 from autods.forecast.values import EngineSpec
 from autods.planner.simulate import SiteGroup, engine_spec
 from autods.requests import PlanRequest

@@ -5,8 +5,9 @@ python tests/benchmarks/forecast_streams.py [--model 7b] [--rungs zero2,zero3] [
     [--on h100-80gb] [--json]
 
 `one pool`: every block is reusable once it is freed, by any stream. `pools`: by its own stream only. `clocks`: also
-only when the streams of record_stream have passed on the clocks of --on (`autods/forecast/late_blocks.py`). `late`:
-only when the host knows that without any clock (`autods/forecast/simulator/stream_order.py`), which is an upper bound.
+only when the streams of record_stream have passed on the clocks of --on (`autods/forecast/predict/late_blocks.py`).
+`late`: only when the host knows that without any clock (`autods/forecast/simulate/stream_order.py`), which is an upper
+bound.
 
 Each has GiB reserved without a limit, and the least limit at which the trace runs well. For `clocks` that is the limit
 at which torch never waits for a stream; for `late` it waits, and needs no more than `pools`. No GPU has confirmed any.
@@ -25,10 +26,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from autods.config.catalogue import read_catalogue
-from autods.forecast.allocator import find_least_limit, replay
-from autods.forecast.late_blocks import find_returns
-from autods.forecast.prices import PriceList, read_constants
-from autods.forecast.simulator import Simulator
+from autods.forecast.predict.allocator import find_least_limit, replay
+from autods.forecast.predict.late_blocks import find_returns
+from autods.forecast.predict.prices import PriceList, read_constants
+from autods.forecast.simulate import Simulator
 from autods.forecast.values import EngineSpec, Simulation
 from autods.workload import make_source
 from tests.benchmarks.forecast_speed import MODELS

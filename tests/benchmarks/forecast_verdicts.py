@@ -31,12 +31,12 @@ from pathlib import Path
 from typing import Any
 
 from autods.config.deepspeed import compose, start_settings
-from autods.config.strategies import read_rungs
+from autods.config.rungs import read_rungs
 from autods.errors import AutodsError
-from autods.forecast.calibration import Observation, calibrate_forecast
-from autods.forecast.simulator import SimulationFailed, Simulator
+from autods.forecast.predict.calibration import Observation, calibrate_forecast
+from autods.forecast.predict.verdict import judge_memory, judge_tier
+from autods.forecast.simulate import SimulationFailed, Simulator
 from autods.forecast.values import EngineSpec, Simulation, TierForecast
-from autods.forecast.verdict import judge_memory, judge_tier
 from autods.types import Fit, Knobs, ModelFacts, Steps, Trial, WorkloadSource
 from autods.units import parse_bytes
 from autods.workload import make_source

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from autods.config.settings import Settings
+from autods.rank.training import has_enough_steps, relative_spread
 from autods.runner.runner import RayRunner
-from autods.trial.training import has_enough_steps, relative_spread
 from autods.tuner.candidates import Candidate, list_candidates
 from autods.tuner.trials import accumulation_for, micro_batches
 from autods.types import Failed, Fit, Knobs, ModelFacts, Outcome, OutOfMemory, Record, Steps, TierUse, Timing, Trial

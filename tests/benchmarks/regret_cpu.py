@@ -283,7 +283,7 @@ def grid_path(workload: Workload) -> Path:
 
 def replayed(workload: Workload, options: argparse.Namespace) -> dict[str, Any]:
     """The search of every seed against the recorded grid."""
-    from autods.forecast.simulator import Simulator as RealSimulator
+    from autods.forecast.simulate import Simulator as RealSimulator
 
     with tempfile.TemporaryDirectory() as folder:
         settings = settings_of(workload, Path(folder))

@@ -32,7 +32,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from autods.trial.run.checkpoints import MARK, list_checkpoints
+from autods.rank.training_run.checkpoints import MARK, list_checkpoints
 from tests.support.leftovers import Left, Place, in_namespaces, subtract, why_not
 from tests.support.memory_groups import memory_group
 from tests.support.watching import Scene

@@ -22,9 +22,9 @@ import tempfile
 from pathlib import Path
 
 from autods.config.deepspeed import compose
-from autods.config.strategies import read_rungs
-from autods.trial.job import Heartbeats, RankJob
-from autods.trial.run.order import RunOrder
+from autods.config.rungs import read_rungs
+from autods.rank.job import Heartbeats, RankJob
+from autods.rank.training_run.order import RunOrder
 from autods.types import Knobs
 from autods.workload.load import make_source
 from tests.support.launchers import cpu_env
@@ -210,7 +210,7 @@ def train_as_run(folder: Path, order: RunOrder, mode: str) -> dict[str, list[lis
         command = [
             sys.executable,
             "-m",
-            "autods.trial.worker",
+            "autods.rank.worker",
             str(slot),
             str(board.fd),
             "-1",

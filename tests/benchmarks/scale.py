@@ -124,7 +124,7 @@ class Cluster:
 
 
 def job_of(settings: Any, trial: Any) -> Any:
-    from autods.trial.job import RankJob
+    from autods.rank.job import RankJob
 
     return RankJob(
         job="train", source=settings.source, device="cuda", folder="/tmp/none", scratch="/tmp/none/scratch",

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from autods.config.deepspeed import start_settings
-from autods.config.strategies import read_rungs
+from autods.config.rungs import read_rungs
 from autods.runner.runner import RayRunner
 from autods.system.host import read_hardware
 from autods.types import Fit, Knobs, Steps, Trial

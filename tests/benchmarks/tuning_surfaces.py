@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from autods.config.strategies import Rung, read_rungs
+from autods.config.rungs import Rung, read_rungs
 from autods.journal import trial_key
 from autods.runner.testing import fit, out_of_memory
 from autods.tuner.optuna_search import Choice, Space, space_of

@@ -11,7 +11,7 @@ from typing import Any
 from gpu_ranks import Ranks
 
 from autods.config.deepspeed import compose, required_ops, start_settings
-from autods.config.strategies import Rung, read_rungs
+from autods.config.rungs import Rung, read_rungs
 from autods.types import PHASES, Device, Fit, Knobs, ModelFacts, Steps, WorkloadSource
 from autods.workload import make_source
 

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import gpu_results as results
 
-from autods.forecast.memory_model import read_overheads
+from autods.forecast.predict.memory_model import read_overheads
 from autods.system.host import data_folder
 
 MIB = 2**20

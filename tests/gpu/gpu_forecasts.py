@@ -12,13 +12,13 @@ from typing import Any
 from gpu_cells import source
 
 from autods.config.catalogue import Machine, find_by_driver_name
-from autods.forecast.allocator import replay
-from autods.forecast.calibration import observe_trial
-from autods.forecast.memory_model import compute_rank_memory, read_overheads
-from autods.forecast.simulator import SimulationFailed, Simulator
-from autods.forecast.step_time import forecast_speed
+from autods.forecast.predict.allocator import replay
+from autods.forecast.predict.calibration import observe_trial
+from autods.forecast.predict.memory_model import compute_rank_memory, read_overheads
+from autods.forecast.predict.step_time import forecast_speed
+from autods.forecast.predict.verdict import judge_memory
+from autods.forecast.simulate import SimulationFailed, Simulator
 from autods.forecast.values import EngineSpec, Simulation
-from autods.forecast.verdict import judge_memory
 from autods.schema import read_as
 from autods.types import Device, Fit, ModelFacts
 from autods.units import format_bytes

@@ -18,9 +18,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from autods.rank.memory import CudaMeter, read_private_bytes, status_bytes
 from autods.system.gpus import read_used_bytes
 from autods.system.landlock import confine_writes
-from autods.trial.memory import CudaMeter, read_private_bytes, status_bytes
 
 MIB = 2**20
 _NEAR = 0.05

@@ -20,7 +20,7 @@ from gpu_ranks import Ranks
 from gpu_results import find_answer
 
 from autods.config.deepspeed import merge
-from autods.forecast.memory_model import read_overheads
+from autods.forecast.predict.memory_model import read_overheads
 from autods.types import Fit, OutOfMemory, Steps
 from autods.units import parse_bytes
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from autods.rank.job import RankJob
 from autods.runner.agent import ZygoteProcess, start_zygote
 from autods.runner.outcome import find_failure, judge_trial, result_of_rank_0
 from autods.runner.protocol import LoadFailed, NodeReport, NodeResult, Ready, ZygoteDied
-from autods.trial.job import RankJob
 from autods.types import PHASES, Device, ModelFacts, Outcome, WorkloadSource
 
 

@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from autods.trial.ops import ops_folder
+from autods.rank.ops import ops_folder
 
 os.environ["TORCH_EXTENSIONS_DIR"] = str(ops_folder())  # read when torch is imported
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from autods.rank.ops import clear_killed_builds, ops_folder
 from autods.runner.ray_connect import session
 from autods.runner.runner import RayRunner
-from autods.trial.ops import clear_killed_builds, ops_folder
 from autods.workload import Workload
 from tests.support.fits import HERE, ignore, question
 from tests.support.rank_server import RankServer

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autods.config.deepspeed import compose, start_settings
-from autods.config.strategies import read_rungs
+from autods.config.rungs import read_rungs
 from autods.types import Knobs, ModelFacts
 from tests.support.fits import HERE, question
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autods.config.deepspeed import compose, start_settings
-from autods.config.strategies import read_rungs
+from autods.config.rungs import read_rungs
 from autods.report import Report, to_dict, write
 from autods.report.results import FitQuestion
 from autods.types import Knobs, ModelFacts

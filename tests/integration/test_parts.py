@@ -9,9 +9,9 @@ from collections.abc import Mapping
 import pytest
 
 from autods.events import Note
-from autods.forecast.simulator import Simulator
+from autods.forecast.predict.verdict import judge_memory
+from autods.forecast.simulate import Simulator
 from autods.forecast.values import EngineSpec
-from autods.forecast.verdict import judge_memory
 from autods.runner.runner import RayRunner
 from autods.system.host import read_hardware
 from autods.tuner.fit import fit

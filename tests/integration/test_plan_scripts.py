@@ -13,9 +13,9 @@ from safetensors.numpy import save_file
 
 from autods import api
 from autods.config.deepspeed import compose
-from autods.config.strategies import read_rungs, select_rungs
+from autods.config.rungs import read_rungs, select_rungs
 from autods.errors import InputError
-from autods.forecast.simulator import Simulator
+from autods.forecast.simulate import Simulator
 from autods.forecast.values import EngineSpec
 from autods.types import Knobs
 from autods.workload import make_source

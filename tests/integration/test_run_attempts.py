@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from autods.config.deepspeed import compose, start_settings
-from autods.config.strategies import read_rungs
-from autods.trial.run.checkpoints import checkpoint_folder, list_checkpoints
-from autods.trial.run.order import RunOrder
+from autods.config.rungs import read_rungs
+from autods.rank.training_run.checkpoints import checkpoint_folder, list_checkpoints
+from autods.rank.training_run.order import RunOrder
 from autods.types import Knobs, ModelFacts
 from tests.support.fits import HERE
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from autods.trial.run.checkpoints import list_checkpoints
-from autods.trial.run.order import RunOrder
+from autods.rank.training_run.checkpoints import list_checkpoints
+from autods.rank.training_run.order import RunOrder
 from tests.support.fits import HERE
 
 SCRIPT = HERE / "scripts_hf" / "trainer.py"

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import pytest
 
 from autods.config.deepspeed import merge
-from autods.forecast.schedule import BITS, CODES, HOST, RUN, Work
-from autods.forecast.simulator import SimulatedEngine, SimulationFailed, Simulator
+from autods.forecast.predict.schedule import BITS, CODES, HOST, RUN, Work
+from autods.forecast.simulate import SimulatedEngine, SimulationFailed, Simulator
 from autods.forecast.values import EngineSpec, Simulation
 from autods.workload import make_source
 from tests.support import golden_cases as golden

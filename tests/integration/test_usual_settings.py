@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from autods.config.deepspeed import get_key
-from autods.config.strategies import Rung, read_rungs
+from autods.config.rungs import Rung, read_rungs
 
 pytestmark = pytest.mark.integration
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from autods.rank.job import RankJob
 from autods.runner.outcome import judge_trial
 from autods.runner.protocol import NodeReport, RankExit
 from autods.schema import read_as
 from autods.system import processes
-from autods.trial.job import RankJob
 from autods.types import Outcome, Phase, WorkloadSource
 
 JOB = RankJob(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from autods.config.deepspeed import compose
-from autods.config.strategies import read_rungs
+from autods.config.rungs import read_rungs
 from autods.types import Knobs, Scalar
 
 WORLD = 8
@@ -244,12 +244,12 @@ def _run(
 
     import torch
 
-    from autods.forecast.simulator import deepspeed_patches
-    from autods.forecast.simulator.dispatch import join_world
-    from autods.forecast.simulator.engine import swap_into
-    from autods.forecast.simulator.ledger import Ledger
-    from autods.trial.model_facts import place
-    from autods.trial.training import build, initialize, optimizer_step
+    from autods.forecast.simulate import deepspeed_patches
+    from autods.forecast.simulate.dispatch import join_world
+    from autods.forecast.simulate.engine import swap_into
+    from autods.forecast.simulate.ledger import Ledger
+    from autods.rank.model_facts import place
+    from autods.rank.training import build, initialize, optimizer_step
 
     with tempfile.TemporaryDirectory() as scratch, count_bytes() as (begin, peaks):
         os.chdir(scratch)

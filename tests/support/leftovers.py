@@ -66,7 +66,7 @@ def guards(scene: Scene) -> list[int]:
 
 
 def simulators(scene: Scene) -> list[int]:
-    return sorted(find_pids("autods.forecast.simulator.worker"))
+    return sorted(find_pids("autods.forecast.simulate.worker"))
 
 
 def in_a_trial(scene: Scene) -> bool:

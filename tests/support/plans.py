@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from autods.config.catalogue import find_machines
 from autods.config.plan_settings import Site
-from autods.forecast.step_time import Bound, Speed, StepTime
+from autods.forecast.predict.step_time import Bound, Speed, StepTime
 from autods.forecast.values import RungForecast, TierForecast, Verdict
 from autods.report.results import Forecast, SiteForecast
 from autods.system.host import Hardware

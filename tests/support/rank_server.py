@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from autods.trial.preload import preload
+from autods.rank.preload import preload
 from tests.support.fits import free_port
 from tests.support.launchers import cpu_env
 

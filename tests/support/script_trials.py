@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from autods.config.settings import Settings
+from autods.rank.job import RankJob
 from autods.runner.runner import RayRunner
-from autods.trial.job import RankJob
 from autods.types import Knobs, ModelFacts, Scalar, Steps, Trial, WorkloadSource
 from tests.support.fits import TORCH_ADAM, ignore
 

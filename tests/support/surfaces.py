@@ -19,8 +19,8 @@ from typing import Any
 
 from autods.config.deepspeed import start_settings
 from autods.config.profiles import Budget, Profile, read_profile
+from autods.config.rungs import Dimension, Rung, read_rungs
 from autods.config.settings import Settings
-from autods.config.strategies import Dimension, Rung, read_rungs
 from autods.forecast.forecaster import StepForecast
 from autods.forecast.values import RungForecast, TierForecast
 from autods.journal import Journal, TrialStore, trial_key

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import autods
-from autods.trial.run.order import read_order
-from autods.trial.run.session import Stopped, describe_end
+from autods.rank.training_run.order import read_order
+from autods.rank.training_run.session import Stopped, describe_end
 
 
 class Net(nn.Module):

@@ -16,9 +16,9 @@ import sys
 import torch
 from transformers import Trainer
 
-from autods.trial.run import hf_trainer
-from autods.trial.run.order import find_order
-from autods.trial.run.session import Stopped, describe_end
+from autods.rank.training_run import hf_trainer
+from autods.rank.training_run.order import find_order
+from autods.rank.training_run.session import Stopped, describe_end
 
 
 def main():

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from autods.config.profiles import read_profile
+from autods.config.rungs import read_rungs
 from autods.config.settings import Settings
-from autods.config.strategies import read_rungs
 from autods.runner.testing import failed, fit, out_of_memory
 from autods.types import ModelFacts, Steps, WorkloadSource
 from tests.support.machines import a_machine

@@ -69,7 +69,7 @@ class Scene:
 
     def simulators(self) -> set[int]:
         """Pids of the forecast's worker and its engines."""
-        return {pid for pid in find_pids("autods.forecast.simulator.worker") if f'"{self.path}"' in read_command(pid)}
+        return {pid for pid in find_pids("autods.forecast.simulate.worker") if f'"{self.path}"' in read_command(pid)}
 
     def zygote(self) -> psutil.Process:
         family = self.family()

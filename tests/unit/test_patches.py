@@ -14,7 +14,7 @@ root = pathlib.Path(autods.__file__).parents[1]
 for path in sorted((root / "autods").rglob("*.py")):
     if "patching import" in path.read_text():
         importlib.import_module(".".join(path.relative_to(root).with_suffix("").parts))
-from autods.trial import patching
+from autods.rank import patching
 for patch in patching.declared():
     problem = "found"
     if importlib.util.find_spec(patch.symbol.partition(".")[0]) is not None:

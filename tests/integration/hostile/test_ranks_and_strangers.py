@@ -12,10 +12,10 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
+from autods.rank.job import RankJob
 from autods.runner.agent import NodeAgent
 from autods.runner.protocol import NodeReport, Ready
 from autods.system.processes import machine_id
-from autods.trial.job import RankJob
 from autods.workload import make_source
 from tests.support.ends import spare_present_children
 from tests.support.hostile import Case, OtherUser, each

@@ -57,7 +57,7 @@ from pathlib import Path
 from autods.runner.protocol import LoadFailed
 from autods.runner.zygote import _describe_failure, _load_workload
 from autods.system import processes
-from autods.trial import preload
+from autods.rank import preload
 from autods.types import WorkloadSource
 preload.preload()
 processes.adopt_orphans()

@@ -27,13 +27,13 @@ def claim_cuda_build(host: Any) -> None:
 
 
 def preload_on_a_card(preload: Any) -> None:
-    """`autods.trial.preload`: put the runtime under torch before it is imported, and simulate tensors after that."""
-    if not {"autods.runner.zygote", "autods.trial.worker"} & set(sys.orig_argv):
+    """`autods.rank.preload`: put the runtime under torch before it is imported, and simulate tensors after that."""
+    if not {"autods.runner.zygote", "autods.rank.worker"} & set(sys.orig_argv):
         return  # a forecast has a simulated GPU of its own
     original = preload.preload
 
     def preload_with_card() -> None:
-        from autods.forecast.simulator import gpu_library
+        from autods.forecast.simulate import gpu_library
 
         library = gpu_library.load()
         import torch  # noqa: F401
@@ -47,14 +47,14 @@ def preload_on_a_card(preload: Any) -> None:
         from tests.support.cards import tensors
 
         tensors.install(runtime)
-        if "autods.trial.worker" in sys.orig_argv:  # a rank that was not forked
+        if "autods.rank.worker" in sys.orig_argv:  # a rank that was not forked
             _for_ever.enter_context(tensors.simulated())
 
     preload.preload = preload_with_card
 
 
 def run_ranks_on_a_card(worker: Any) -> None:
-    """`autods.trial.worker`: the tensors of its ranks are simulated."""
+    """`autods.rank.worker`: the tensors of its ranks are simulated."""
     original = worker.run_rank
 
     def run_rank(*args: Any) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autods.forecast.allocator import UNIT, Heap
+from autods.forecast.predict.allocator import UNIT, Heap
 from tests.support.cards.machine import CONTEXT_BYTES, NCCL_BYTES, Machine
 
 _BUILT_FOR = "12.8"

@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from autods.forecast.simulator import deepspeed_patches, fake_gpu, padding, torch_patches
-from autods.forecast.simulator.dispatch import Recorder
-from autods.forecast.simulator.ledger import DEVICE, PINNED, Ledger
+from autods.forecast.simulate import deepspeed_patches, fake_gpu, padding, torch_patches
+from autods.forecast.simulate.dispatch import Recorder
+from autods.forecast.simulate.ledger import DEVICE, PINNED, Ledger
 from tests.support.cards.runtime import Runtime
 
 _aten = torch.ops.aten

@@ -19,7 +19,7 @@ import gpu_results as results
 import measure
 from gpu_cells import Cell, Site, cells, config_of, rungs_for
 
-from autods.forecast.memory_model import read_overheads
+from autods.forecast.predict.memory_model import read_overheads
 from autods.forecast.testing import simulate_peaks
 from autods.forecast.values import Simulation, Trace
 from autods.runner.testing import fit

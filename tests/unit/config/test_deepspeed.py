@@ -18,7 +18,7 @@ from autods.config.deepspeed import (
     start_settings,
     without_monitors,
 )
-from autods.config.strategies import read_rungs
+from autods.config.rungs import read_rungs
 from autods.types import Knobs, ModelFacts
 from tests.support.ds_configs import PRETRAINING
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import autods
+from autods.rank.job import RankJob
 from autods.runner.outcome import find_failure
 from autods.runner.protocol import RankExit
-from autods.trial.job import RankJob
 from autods.types import Failed, OutOfMemory, WorkloadSource
 from tests.support.ends import rank_exit, report_of
 

@@ -12,7 +12,7 @@ from autods.config.catalogue import Machine, Rates, Tflops
 from autods.config.deepspeed import compose
 from autods.forecast import forecaster as forecaster_module
 from autods.forecast.forecaster import Forecaster, Limits, TrialForecaster
-from autods.forecast.schedule import BITS, RUN, Schedule, Work
+from autods.forecast.predict.schedule import BITS, RUN, Schedule, Work
 from autods.forecast.testing import Script, ScriptedSimulator, fail_with, simulate_peaks
 from autods.forecast.values import EngineSpec, Simulation, Trace
 from autods.journal import trial_key

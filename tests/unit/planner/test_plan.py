@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from autods.errors import EnvironmentBroken, InputError, Interrupted
-from autods.forecast.schedule import Schedule, Work
-from autods.forecast.simulator import SimulationFailed
+from autods.forecast.predict.schedule import Schedule, Work
+from autods.forecast.simulate import SimulationFailed
 from autods.forecast.testing import ScriptedSimulator, fail_with, simulate_peaks
 from autods.forecast.values import EngineSpec, RungFinished, RungForecast, Simulation
 from autods.planner.plan import interleave_stage_3, plan

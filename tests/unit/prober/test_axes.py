@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autods.config.deepspeed import read_known_keys
-from autods.config.strategies import read_rungs
+from autods.config.rungs import read_rungs
 from autods.errors import InputError
 from autods.prober.axes import list_keys, parse_value, read_axes
 from autods.prober.request import MOST_CELLS, ProbeSettings, experiment_rungs, resolve_probe

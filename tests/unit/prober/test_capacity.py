@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autods.forecast.simulator import SimulationFailed
+from autods.forecast.simulate import SimulationFailed
 from autods.forecast.testing import ScriptedSimulator, simulate_peaks
 from autods.forecast.values import EngineSpec, Simulation
 from autods.prober.capacity import MOST_TRIALS

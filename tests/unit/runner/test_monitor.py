@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from autods.rank.job import Beat, Heartbeats, RankJob
 from autods.runner.monitor import GpuMonitor, RankMonitor, RunningRank, read_tiers
 from autods.system import processes
-from autods.trial.job import Beat, Heartbeats, RankJob
 from autods.types import PHASES, Phase, WorkloadSource
 from tests.support.watching import wait_for
 

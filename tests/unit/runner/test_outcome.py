@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from autods.diagnosis.trial_outcome import HostUsage
+from autods.rank.job import describe_error
+from autods.rank.loss_parity import Incomparable
 from autods.runner.outcome import find_failure, judge_trial
 from autods.runner.protocol import RankExit, StoreFailed, ZygoteDied
-from autods.trial.job import describe_error
-from autods.trial.loss_parity import Incomparable
 from autods.types import CardUse, Examined, Failed, Fit, OutOfMemory
 from tests.support.ends import JOB, outcome, rank_exit, report_of
 

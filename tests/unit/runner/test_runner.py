@@ -12,11 +12,11 @@ from autods.config.deepspeed import get_key
 from autods.config.settings import Settings
 from autods.errors import EnvironmentBroken, InputError
 from autods.events import Event, Note
+from autods.rank.job import describe_error
+from autods.rank.ops import BUILDERS
 from autods.runner.protocol import LoadFailed, RankError, Ready, ZygoteDied
 from autods.runner.runner import RayRunner, make_error, may_need_all_ranks
 from autods.schema import read_as
-from autods.trial.job import describe_error
-from autods.trial.ops import BUILDERS
 from autods.types import Exam, Failed, Fit, Knobs, OutOfMemory, Steps, Trial
 from tests.support.ends import JOB, rank_exit, report_of
 from tests.support.walks import FACTS, SETTINGS

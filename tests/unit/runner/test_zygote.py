@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from autods.rank.job import RankJob
 from autods.runner.protocol import NodeReport, StoreBound, StoreFailed, decode
 from autods.runner.zygote import Zygote
 from autods.system import processes
-from autods.trial.job import RankJob
 from tests.support.ends import JOB, report_of
 
 
@@ -62,7 +62,7 @@ def test_spawned_ranks_read_their_job_in_their_nodes_scratch(tmp_path: Path, mon
     with ours, peer:
         Zygote(peer, None, None, spawn=True).run_job(job, aborted=False)
     words, text = jobs.read_text().split("\n", 1)
-    assert words.startswith("-P -m autods.trial.worker 0 ")
+    assert words.startswith("-P -m autods.rank.worker 0 ")
     assert words.endswith(f" {job.scratch}/job.json")
     assert RankJob.from_json(text) == job
     assert not Path(job.scratch).exists()

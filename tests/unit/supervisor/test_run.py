@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import pytest
 
+from autods.config.rungs import read_rungs
 from autods.config.settings import apply_survey
-from autods.config.strategies import read_rungs
 from autods.errors import EnvironmentBroken, InputError
 from autods.journal import make_other_fit_error
+from autods.rank.training_run.checkpoints import MARK
 from autods.report import serialize
 from autods.report.results import Report, Throughput
 from autods.report.run_view import read_run
@@ -20,7 +21,6 @@ from autods.supervisor.rescue import MOST_REPEATS
 from autods.supervisor.run import run
 from autods.supervisor.settings import RunSettings
 from autods.supervisor.testing import ScriptedLauncher
-from autods.trial.run.checkpoints import MARK
 from autods.types import Knobs
 from tests.support.walks import FACTS, SETTINGS
 

@@ -17,7 +17,7 @@ import pytest
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock, JournalStorage
 
 from autods.config.profiles import Budget, TuneLimits
-from autods.config.strategies import read_rungs
+from autods.config.rungs import read_rungs
 from autods.errors import InputError
 from autods.forecast.values import RungForecast, Verdict
 from autods.journal import trial_key

@@ -12,7 +12,7 @@ import pytest
 
 from autods.config.rehearsal import resolve_rehearsal
 from autods.errors import InputError
-from autods.forecast.schedule import BITS, RUN, Schedule, Work
+from autods.forecast.predict.schedule import BITS, RUN, Schedule, Work
 from autods.forecast.testing import Script, ScriptedSimulator, fail_with, simulate_peaks
 from autods.forecast.values import EngineSpec, ForecastPhase, Simulation, Trace
 from autods.journal import workspace

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autods.config.catalogue import read_catalogue
-from autods.forecast.calibration import StepFactors
+from autods.forecast.predict.calibration import StepFactors
 from autods.tuner.step_factors import FILE, identify, keep_factors, open_factors
 
 A100 = read_catalogue()["a100-80gb"]

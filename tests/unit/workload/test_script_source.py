@@ -13,8 +13,8 @@ import pytest
 from autods.cli.commands import run_fit, run_plan, run_probe
 from autods.cli.main import make_command
 from autods.errors import InputError
+from autods.rank.script.run import run_as_main
 from autods.report.launch import launch_commands
-from autods.trial.script.run import run_as_main
 from autods.types import WorkloadSource
 from autods.workload import make_source
 from autods.workload.script_source import describe_launch, fill_placeholders

@@ -1,0 +1,533 @@
+"""A model of torch's CUDA caching allocator, on which allocation traces are replayed.
+
+After torch 2.13's c10/cuda/CUDACachingAllocator.cpp: `BlockComparatorSize` orders free blocks by stream first, so that
+each stream has pools of its own; `free` leaves a block that other streams use to `process_events`.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from bisect import bisect_left, insort
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from ..values import ForecastPhase, Trace
+
+# torch 2.9 and later read the second variable where the first is not set.
+_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_SETTING = re.compile(r"(\w+)\s*:\s*(\[[^\]]*\]|[^,\]]*)")
+_HARMLESS = ("expandable_segments", "pinned_use_cuda_host_register", "pinned_num_register_threads")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocConf:
+    """The allocator's settings in the environment.
+
+    `variable` is the one that torch reads. `unmodelled` are settings that change how much is reserved and that the
+    forecast does not model.
+    """
+
+    variable: str | None = None
+    expandable: bool = False
+    unmodelled: tuple[str, ...] = ()
+
+    @property
+    def warning(self) -> str | None:
+        """A sentence about the settings that are not modelled, if there are any."""
+        if not self.unmodelled:
+            return None
+        return f"the forecast does not model these settings of {self.variable}: {', '.join(self.unmodelled)}"
+
+
+def read_alloc_conf(environment: Mapping[str, str]) -> AllocConf:
+    """The settings as torch reads them: the new variable replaces the old one as a whole."""
+    variable = next((name for name in _VARIABLES if environment.get(name)), None)
+    if variable is None:
+        return AllocConf()
+    settings = {key: value.strip() for key, value in _SETTING.findall(environment[variable])}
+    expandable = settings.get("expandable_segments", "").lower() == "true"
+    native = settings.get("backend") == "native"
+    unmodelled = [key for key in settings if key not in _HARMLESS and not (key == "backend" and native)]
+    return AllocConf(variable=variable, expandable=expandable, unmodelled=tuple(unmodelled))
+
+
+# All sizes and addresses below are in units of 512 B, the allocator's smallest block.
+UNIT = 512
+MIB = 2**20 // UNIT
+SMALL = 1 * MIB  # the largest request of the small pool
+SMALL_SEGMENT = 2 * MIB
+LARGE_SEGMENT = 20 * MIB
+_OWN_SEGMENT = 10 * MIB  # requests from here on get a segment of their own size
+_ROUND_SEGMENT = 2 * MIB
+SHIFT = 40  # a free block is the integer size << SHIFT | address, so that a sorted list is in order of both
+MASK = 2**SHIFT - 1
+
+
+@dataclass(slots=True)
+class Heap:
+    """The allocator's state in units of 512 B: two pools of free blocks a stream, and where each block of the trace is.
+
+    No more than `limit_bytes` may be reserved. Segments never touch, so two free blocks that touch are in one segment.
+    `streams` has the stream of each block of the trace; if it is empty, all of them are of the first.
+    `late` are the blocks that stay out of their pool when they are freed, until `give_back`.
+    """
+
+    leave_large: ClassVar[int] = SMALL + 1  # the smallest remainder that is split off a large block
+    blocks_grow: ClassVar[bool] = False  # whether free blocks can be extended by unmapped pages
+
+    limit_bytes: int | None = None
+    streams: Sequence[int] = ()
+    late: Collection[int] = ()
+
+    pools: list[list[int]] = field(init=False)  # free blocks, sorted: the small pool of each stream, and its large one
+    waiting: dict[int, None] = field(default_factory=dict)  # freed blocks that have not come back yet, in order
+    reserved_by_stream: list[int] = field(init=False)
+    peak_by_stream: list[int] = field(init=False)  # when the most was reserved
+    starts: dict[int, int] = field(default_factory=dict)  # address of a free block → its size
+    ends: dict[int, int] = field(default_factory=dict)  # one past a free block → its address
+    segments: dict[int, int] = field(default_factory=dict)  # address → size
+    addresses: list[int] = field(default_factory=list)  # one for each block of the trace
+    sizes: list[int] = field(default_factory=list)
+    top: int = 0  # where the next segment lies
+    reserved: int = 0
+    allocated: int = 0
+    peak_reserved: int = 0
+    most_granted: int = 0  # of what was asked to be reserved in all; torch may ask for more than it then maps
+    peak_allocated: int = 0  # since it was last set back, as at the begin of a phase
+    retries: int = 0  # how often cached segments were given back to make room
+
+    def __post_init__(self) -> None:
+        count = 1 + max(self.streams, default=0)
+        self.pools = [[] for _ in range(2 * count)]
+        self.reserved_by_stream = [0] * count
+        self.peak_by_stream = [0] * count
+
+    def run(self, events: Iterable[int]) -> int | None:
+        """Replay events of a `Trace`. Returns the index of the one that ran out of memory, or None."""
+        pools, starts, ends = self.pools, self.starts, self.ends
+        addresses, sizes, streams, late = self.addresses, self.sizes, self.streams, self.late
+        allocated, peak = self.allocated, self.peak_allocated
+        blocks_grow, leave_large = self.blocks_grow, self.leave_large
+        failed = None
+        # A trace has a million events and this loop is all the time that a replay takes: it calls bisect only.
+        for at, event in enumerate(events):
+            if event > 0:
+                size = (event + 511) >> 9
+                index = 2 * streams[len(addresses)] if streams else 0
+                leave = 1
+                if size > SMALL:
+                    index += 1
+                    leave = leave_large
+                pool = pools[index]
+                place = bisect_left(pool, size << SHIFT)
+                if blocks_grow:
+                    place = self.choose(pool, place)
+                if place < len(pool):
+                    block = pool.pop(place)
+                    address, have = block & MASK, block >> SHIFT
+                    del starts[address]
+                else:
+                    address = self._grow(index, size)
+                    if address < 0:
+                        failed = at
+                        break
+                    have = starts.pop(address)
+                    del pool[bisect_left(pool, have << SHIFT | address)]
+                rest = have - size
+                if rest >= leave:
+                    cut = address + size
+                    starts[cut] = rest
+                    ends[address + have] = cut
+                    insort(pool, rest << SHIFT | cut)
+                else:
+                    size = have
+                    del ends[address + have]
+                addresses.append(address)
+                sizes.append(size)
+                allocated += size
+                if allocated > peak:
+                    peak = allocated
+            elif event:
+                size = sizes[~event]
+                if not size:
+                    continue
+                allocated -= size
+                if late and ~event in late and ~event not in self.waiting:
+                    self.waiting[~event] = None
+                    continue
+                address = addresses[~event]
+                index = 2 * streams[~event] if streams else 0
+                pool = pools[index + 1 if size > SMALL else index]
+                end = address + size
+                if (before := ends.pop(address, -1)) >= 0:
+                    del pool[bisect_left(pool, (address - before) << SHIFT | before)]
+                    address = before
+                if after := starts.pop(end, 0):
+                    del pool[bisect_left(pool, after << SHIFT | end)]
+                    end += after
+                size = end - address
+                starts[address] = size
+                ends[end] = address
+                insort(pool, size << SHIFT | address)
+            else:  # an empty tensor has no memory
+                addresses.append(0)
+                sizes.append(0)
+        self.allocated, self.peak_allocated = allocated, peak
+        return failed
+
+    def choose(self, pool: list[int], place: int) -> int:
+        """Return the index of the block to take; the smallest that is large enough is at `place`."""
+        return place
+
+    def may_reserve(self, size: int) -> bool:
+        """Return whether the limit leaves room for `size` more; if so, note the total that was granted."""
+        total = self.reserved + size
+        if self.limit_bytes is not None and total * UNIT > self.limit_bytes:
+            return False
+        self.most_granted = max(self.most_granted, total)
+        return True
+
+    def reserve(self, index: int, size: int) -> None:
+        """Count `size` more as reserved for the pool's stream, or less if it is negative."""
+        self.reserved += size
+        self.reserved_by_stream[index >> 1] += size
+        if self.reserved > self.peak_reserved:
+            self.peak_reserved = self.reserved
+            self.peak_by_stream = list(self.reserved_by_stream)
+
+    def extend(self, index: int, size: int, segment: int) -> int:
+        """Reserve memory for a pool. Returns the address of a free block of at least `size`; −1 at the limit."""
+        if not self.may_reserve(segment):
+            return -1
+        address = self.top
+        self.top += segment + 1  # a gap, so that segments do not touch
+        self.segments[address] = segment
+        self.reserve(index, segment)
+        self.put(self.pools[index], address, segment)
+        return address
+
+    def give_back(self, blocks: Iterable[int]) -> None:
+        """Put freed blocks that waited for another stream into their pools."""
+        for block in blocks:
+            if block in self.waiting:
+                self.allocated += self.sizes[block]  # `run` takes them off a second time
+                self.run((~block,))
+                del self.waiting[block]
+
+    def release_all(self) -> None:
+        """Wait for all streams, and return every segment that is free as a whole to the driver."""
+        self.give_back(tuple(self.waiting))
+        for index, pool in enumerate(self.pools):
+            for block in tuple(pool):
+                address, size = block & MASK, block >> SHIFT
+                if self.segments.get(address) == size:
+                    self.take(pool, address)
+                    del self.segments[address]
+                    self.reserve(index, -size)
+
+    def put(self, pool: list[int], address: int, size: int) -> None:
+        """Add a free block."""
+        self.starts[address] = size
+        self.ends[address + size] = address
+        insort(pool, size << SHIFT | address)
+
+    def take(self, pool: list[int], address: int) -> int:
+        """Remove a free block and return its size."""
+        size = self.starts.pop(address)
+        del self.ends[address + size]
+        del pool[bisect_left(pool, size << SHIFT | address)]
+        return size
+
+    def _grow(self, index: int, size: int) -> int:
+        """Call `extend`; at the limit, give cached segments back and call it again."""
+        if size <= SMALL:
+            segment = SMALL_SEGMENT
+        elif size < _OWN_SEGMENT:
+            segment = LARGE_SEGMENT
+        else:
+            segment = -(-size // _ROUND_SEGMENT) * _ROUND_SEGMENT
+        address = self.extend(index, size, segment)
+        if address < 0:
+            self.release_all()
+            self.retries += 1
+            address = self.extend(index, size, segment)
+        return address
+
+
+_ENDLESS = 2**18 * LARGE_SEGMENT  # the length of a range: 5 TiB, more than any card has; a whole number of pages
+_NEXT_RANGE = _ENDLESS + LARGE_SEGMENT  # from the begin of a pool's range to that of the next
+
+
+@dataclass(slots=True)
+class ExpandableHeap(Heap):
+    """The allocator with expandable segments: each pool is one range of addresses, and maps pages as it needs them.
+
+    `holes` maps the address of an unmapped range to its size.
+    """
+
+    leave_large: ClassVar[int] = 1
+    blocks_grow: ClassVar[bool] = True
+
+    holes: dict[int, int] = field(default_factory=dict)
+
+    def choose(self, pool: list[int], place: int) -> int:
+        """Take the next larger block while it can grow less: a block counts with the unmapped pages behind it."""
+        while place + 1 < len(pool) and self._largest_size(pool[place + 1]) < self._largest_size(pool[place]):
+            place += 1
+        return place
+
+    def _largest_size(self, block: int) -> int:
+        size = block >> SHIFT
+        return size + self.holes.get((block & MASK) + size, 0)
+
+    def extend(self, index: int, size: int, segment: int) -> int:
+        """Map pages until a free block of at least `size` lies in, or before, the lowest hole with room for it."""
+        page = _page(index)
+        if not self.may_reserve(segment):  # torch checks its limit before it knows how many pages it has to map
+            return -1
+        address = at = self._find_space(index, size)
+        while (missing := size - (at - address)) > 0:
+            if mapped := self.starts.get(at):
+                at += mapped
+                continue
+            pages = min(self.holes[at], -(-missing // page) * page)
+            if not self.may_reserve(pages):
+                return -1
+            at = self._map(index, at, pages)
+        return address
+
+    def release_all(self) -> None:
+        """Wait for all streams, and return every free page to the driver."""
+        self.give_back(tuple(self.waiting))
+        for index, pool in enumerate(self.pools):
+            for block in tuple(pool):
+                self._unmap(index, block & MASK, block >> SHIFT)
+
+    def _find_space(self, index: int, size: int) -> int:
+        """Return the lowest address from which adjoining free and unmapped ranges hold `size`."""
+        home = index * _NEXT_RANGE
+        if home not in self.segments:
+            self.segments[home] = self.holes[home] = _ENDLESS
+        for hole in sorted(hole for hole in self.holes if home <= hole < home + _ENDLESS):
+            start = at = self.ends.get(hole, hole)
+            while at - start < size and (more := self.starts.get(at) or self.holes.get(at)):
+                at += more
+            if at - start >= size:
+                return start
+        raise AssertionError(f"{size * UNIT} bytes are more than any card has")
+
+    def _map(self, index: int, hole: int, pages: int) -> int:
+        """Map the first pages of a hole and join them to their free neighbours. Returns the end of the free block."""
+        room = self.holes.pop(hole)
+        end = hole + pages
+        if room > pages:
+            self.holes[end] = room - pages
+        self.reserve(index, pages)
+        pool, start = self.pools[index], hole
+        if hole in self.ends:
+            start = self.ends[hole]
+            self.take(pool, start)
+        if end in self.starts:
+            end += self.take(pool, end)
+        self.put(pool, start, end - start)
+        return end
+
+    def _unmap(self, index: int, address: int, size: int) -> None:
+        """Give back the whole pages of a free block; the rest at its ends stays free."""
+        page, pool = _page(index), self.pools[index]
+        first, last = -(-address // page) * page, (address + size) // page * page
+        if first >= last:
+            return
+        self.take(pool, address)
+        if first > address:
+            self.put(pool, address, first - address)
+        if address + size > last:
+            self.put(pool, last, address + size - last)
+        self.reserve(index, first - last)
+        for start, room in tuple(self.holes.items()):
+            if start + room == first:
+                first = start
+        last += self.holes.pop(last, 0)
+        self.holes[first] = last - first
+
+
+def _page(index: int) -> int:
+    """The unit in which an expandable pool of this index maps memory: even ones are small pools."""
+    return LARGE_SEGMENT if index % 2 else SMALL_SEGMENT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanOut:
+    """A request for which no memory was left, even after all cached segments had been given back."""
+
+    phase: ForecastPhase
+    wanted_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """How much an allocator held over a trace.
+
+    `retries` counts how often cached segments were given back to make room (torch's num_alloc_retries). `late_retries`
+    are those of the last optimizer step, which come again in every step. A replay ends where it `ran_out`.
+    `reserved_by_stream` splits the peak of what was reserved. The replay is the same at every limit from
+    `same_from_bytes` to its own.
+    """
+
+    peak_reserved_bytes: int
+    peak_allocated_bytes: int
+    allocated_by_phase: Mapping[ForecastPhase, int]
+    retries: int = 0
+    late_retries: int = 0
+    ran_out: RanOut | None = None
+    reserved_by_stream: tuple[int, ...] = ()
+    same_from_bytes: int = 0
+
+    @property
+    def runs_well(self) -> bool:
+        """Whether it does not run out and its last step, unless it is the only one, gives no memory back."""
+        return self.ran_out is None and not self.late_retries
+
+
+def replay(
+    trace: Trace,
+    *,
+    expandable: bool = False,
+    limit_bytes: int | None = None,
+    only_if_well: bool = False,
+    late: bool = False,
+) -> Replay:
+    """Replay a trace on torch's allocator, which may reserve `limit_bytes`; None is no limit.
+
+    `only_if_well` stops the replay after the first phase that does not run well. With `late`, the trace's held blocks
+    come back late; without, at once, as where the streams that use them are never behind.
+    """
+    kind = ExpandableHeap if expandable else Heap
+    heap = kind(limit_bytes=limit_bytes, streams=trace.streams, late=trace.held if late else ())
+    back: dict[int, list[int]] = {}
+    for block, at in trace.held.items() if late else ():
+        back.setdefault(at, []).append(block)
+    cuts = sorted({*back, *trace.emptied})
+    allocated: dict[ForecastPhase, int] = {}
+    ran_out: RanOut | None = None
+    mark, retries_before = _find_last_step(trace), None
+    for first, stop, phase in phases(trace):
+        if mark is not None and first == trace.marks[mark][0]:
+            retries_before = heap.retries
+        heap.peak_allocated = heap.allocated
+        for cut in (*cuts[bisect_left(cuts, first) : bisect_left(cuts, stop)], stop):
+            failed = heap.run(trace.events[first:cut])
+            if failed is not None:
+                ran_out = RanOut(phase=phase, wanted_bytes=trace.events[first + failed])
+                break
+            if cut < stop:
+                heap.give_back(back.get(cut, ()))
+                if cut in trace.emptied:
+                    heap.release_all()
+            first = cut
+        allocated[phase] = max(allocated.get(phase, 0), heap.peak_allocated * UNIT)
+        thrashes = retries_before is not None and heap.retries > retries_before
+        if ran_out is not None or (only_if_well and thrashes):
+            break
+    return Replay(
+        peak_reserved_bytes=heap.peak_reserved * UNIT,
+        peak_allocated_bytes=max(allocated.values(), default=0),
+        allocated_by_phase=allocated,
+        retries=heap.retries,
+        late_retries=0 if retries_before is None else heap.retries - retries_before,
+        ran_out=ran_out,
+        reserved_by_stream=tuple(size * UNIT for size in heap.peak_by_stream),
+        same_from_bytes=heap.most_granted * UNIT,
+    )
+
+
+def find_least_limit(
+    trace: Trace, unlimited: Replay, *, expandable: bool = False, late: bool = False, tolerance: float = 0.01
+) -> tuple[int, Replay]:
+    """Return the least limit in bytes at which the trace runs well, and its replay there.
+
+    A large card caches pieces that initialising leaves and no later request fits. A smaller card gives them back once,
+    and never misses them. Whether it does is seen in a repeated step: the second one may still give back what only the
+    first has left. `tolerance` is relative.
+
+    The need is not monotonic: the trace may run out of a limit above the answer. It was replayed at the answer itself.
+    The peak without a limit may be too little. The repeated step may need more. And torch asks for a whole segment
+    before it knows how few pages it has to map.
+    """
+    trace = repeat_last_step(trace)
+    low, high = unlimited.peak_allocated_bytes, unlimited.peak_reserved_bytes
+    best: Replay | None = None
+    while high - low > (margin := max(2**21, int(tolerance * high))):
+        middle = (low + high) // 2
+        if best is not None and middle >= best.same_from_bytes:
+            high = middle
+            continue
+        attempt = replay(trace, expandable=expandable, limit_bytes=middle, only_if_well=True, late=late)
+        if attempt.runs_well:
+            high, best = middle, attempt
+        else:
+            low = middle
+    while best is None:
+        attempt = replay(trace, expandable=expandable, limit_bytes=high, only_if_well=True, late=late)
+        if attempt.runs_well:
+            best = attempt
+        else:
+            high += margin
+    return high, best
+
+
+def _find_last_step(trace: Trace) -> int | None:
+    """Return the index of the mark that begins the last optimizer step; None where there are not two steps."""
+    ends = [index for index, (_, phase) in enumerate(trace.marks[:-1]) if phase == "step"]
+    return ends[-1] + 1 if ends else None
+
+
+def repeat_last_step(trace: Trace) -> Trace:
+    """Return the trace with its last optimizer step once more.
+
+    A block that outlives the step is the one that the repeated step frees, where the step had freed one of this size
+    that was older than itself. Where the two do not match, or there is one step, the trace is returned as it is.
+    """
+    mark = _find_last_step(trace)
+    if mark is None:
+        return trace
+    first = trace.marks[mark][0]
+    sizes = [event for event in trace.events if event >= 0]
+    step = trace.events[first:]
+    older = sum(event >= 0 for event in trace.events[:first])  # blocks
+    freed = {~event for event in step if event < 0}
+    outliving: defaultdict[int, deque[int]] = defaultdict(deque)
+    for block in range(older, len(sizes)):
+        if block not in freed:
+            outliving[sizes[block]].append(block)
+    if Counter(sizes[block] for block in freed if block < older) != {
+        size: len(blocks) for size, blocks in outliving.items()
+    }:
+        return trace
+    count, events = len(sizes) - older, array("q", trace.events)
+    for event in step:
+        if event < 0:
+            event = ~(~event + count if ~event >= older else outliving[sizes[~event]].popleft())
+        events.append(event)
+    marks = ((at + len(step), phase) for at, phase in trace.marks[mark:])
+    emptied = (at + len(step) for at in trace.emptied if at >= first)
+    streams = array("B", trace.streams)
+    return replace(
+        trace,
+        events=events,
+        marks=(*trace.marks, *marks),
+        emptied=(*trace.emptied, *emptied),
+        streams=streams + streams[older:] if streams else (),
+    )
+
+
+def phases(trace: Trace) -> Iterator[tuple[int, int, ForecastPhase]]:
+    """Yield (first event, one past the last, phase). Events before the first mark belong to init."""
+    marks = trace.marks
+    if not marks or marks[0][0] > 0:
+        marks = ((0, "init"), *marks)
+    stops = [*(at for at, _ in marks[1:]), len(trace.events)]
+    return ((first, stop, phase) for (first, phase), stop in zip(marks, stops, strict=True))

@@ -1,0 +1,247 @@
+"""Compute the memory of a rank on each tier: replayed traces, and overheads that no allocator sees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from ...config.catalogue import parse_capability
+from ...config.deepspeed import enabled_half_precision, get_key
+from ...schema import read_checked, read_toml
+from ...system.host import data_folder
+from ...types import Device, Tier
+from ...units import parse_bytes
+from ..values import EngineSpec, ForecastPhase, Interval, Simulation, Trace
+from .allocator import find_least_limit, replay
+from .host_allocators import peak_pinned_bytes, replay_process
+from .late_blocks import find_returns
+from .prices import PriceList, Unpriced, read_constants
+
+Place = Literal["inside", "outside"]  # of the memory that torch allocates
+ShareOf = Literal["tensors", "activations", "reduce_bucket"]
+_DEVICES = ("cuda", "cpu")
+_UNKNOWN_CARD = (9, 0)  # the compute capability that an engine is simulated with where the machine does not say
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overhead:
+    """One row: `bytes`, or a `share` of `share_of`, as (low, typical, high) a rank.
+
+    The row counts for engines of this device with at least these ranks and stage, where `needs` is true in
+    zero_optimization. `each` names the unit that the bytes are counted for; the first communicator is no further one.
+    `least_capability` and `below_capability` bound the card's compute capability, such as "9.0"; an unknown card is a
+    Hopper. `nvlink` tells cards with links of their own from those without; unknown cards have them.
+    """
+
+    name: str
+    tier: Tier
+    device: Device
+    held: Place
+    source: str
+    least_world_size: int = 1
+    least_stage: int = 0
+    needs: str | None = None
+    bytes: tuple[str, ...] = ()
+    share_of: ShareOf = "tensors"
+    each: Literal["rank", "expert_group", "further_communicator"] = "rank"
+    share: tuple[float, ...] = ()
+    least_capability: str | None = None
+    below_capability: str | None = None
+    nvlink: bool | None = None
+
+    def applies_to(self, spec: EngineSpec) -> bool:
+        zero = spec.ds_config.get("zero_optimization") or {}
+        stage = zero.get("stage", 0)
+        if self.device != spec.device or spec.world_size < self.least_world_size or stage < self.least_stage:
+            return False
+        capability = spec.capability or _UNKNOWN_CARD
+        if self.least_capability is not None and capability < parse_capability(self.least_capability):
+            return False
+        if self.below_capability is not None and capability >= parse_capability(self.below_capability):
+            return False
+        if self.nvlink is not None and self.nvlink != (spec.nvlink is not False):
+            return False
+        setting = zero.get(self.needs)
+        if setting is None:  # DeepSpeed overlaps communication at stage 3 only, unless the config says so
+            return self.needs is None or (self.needs == "overlap_comm" and stage == 3)
+        return bool(setting)
+
+    def interval(self, amounts: Mapping[str, int]) -> Interval:
+        """Return bytes a rank. `amounts` has the bytes that shares are taken of, and the counts of `each`.
+
+        Raises ValueError for text that is no number of bytes.
+        """
+        if self.bytes:
+            count = 1 if self.each == "rank" else amounts.get(f"{self.each}s", 0)
+            low, peak, high = (0 if text == "0" else count * parse_bytes(text) for text in self.bytes)
+        else:
+            low, peak, high = (int(share * amounts.get(self.share_of, 0)) for share in self.share)
+        return Interval(low_bytes=low, peak_bytes=peak, high_bytes=high)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overheads:
+    """The rows, and the certainty of a forecast before any trial, by device.
+
+    `spread` is its relative standard error, and `least` the smallest half-width of its interval.
+    """
+
+    spread: Mapping[str, float]
+    least: Mapping[str, float]
+    constant: tuple[Overhead, ...] = ()
+
+    def sum(self, spec: EngineSpec, tier: Tier, held: Place, amounts: Mapping[str, int]) -> Interval:
+        """Return the sum of the rows that count for this engine, in bytes a rank."""
+        rows = (row for row in self.constant if row.tier == tier and row.held == held and row.applies_to(spec))
+        return sum((row.interval(amounts) for row in rows), Interval())
+
+
+@cache
+def read_overheads(path: Path | None = None) -> Overheads:
+    """Read the shipped rows or another file. Raises InputError that says which row is wrong."""
+    path = path or data_folder("configs") / "forecast" / "constants.toml"
+    return read_checked(
+        Overheads,
+        read_toml(path),
+        _check,
+        name="constants",
+        place=str(path),
+        hint="compare with the shipped file",
+        refusal="does not hold the forecast's constants",
+    )
+
+
+def _check(overheads: Overheads) -> None:
+    for row in overheads.constant:
+        for bound in (row.least_capability, row.below_capability):
+            if bound is not None:
+                parse_capability(bound)
+        if bool(row.bytes) == bool(row.share) or len(row.bytes or row.share) != 3:
+            raise ValueError(f"{row.name!r} needs three bytes or three shares: low, typical, high")
+        interval = row.interval({row.share_of: 10**9})
+        if not 0 <= interval.low_bytes <= interval.peak_bytes <= interval.high_bytes:
+            raise ValueError(f"{row.name!r}: low, typical and high are not in order")
+    for name, table in (("spread", overheads.spread), ("least", overheads.least)):
+        if any(not 0 < table.get(device, 0) < 1 for device in _DEVICES):
+            raise ValueError(f"{name} needs a number between 0 and 1 for each of {', '.join(_DEVICES)}")
+
+
+def estimate_outside_bytes(spec: EngineSpec) -> int:
+    """Return the bytes of a card that the CUDA context and the first communicator take beside torch's allocator."""
+    return read_overheads().sum(spec, "device", "outside", {}).peak_bytes
+
+
+_DEFAULT_BUCKET = 500_000_000  # elements, DeepSpeed's reduce_bucket_size
+_KEPT_SHARE_OF_CACHE = 0.1  # of the bytes that could be given back but may have to be kept; estimated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """Memory that one rank needs; for NVMe, the need of a whole node.
+
+    `device` is what torch's allocator holds, or all of a CPU rank's memory.
+    `outside_allocator` is what a card holds besides: the CUDA context, NCCL, kernels.
+    `host` is pageable and pinned memory, with the peak of loading; `pinned` is the pinned part of it.
+    `live_bytes` counts tensors on the device; `tensors_bytes` adds the allocator's rounding and fragments.
+    `by_phase` is the peak of `device` in each phase.
+    """
+
+    device: Interval
+    outside_allocator: Interval
+    host: Interval
+    pinned: Interval
+    nvme: Interval
+    live_bytes: int
+    tensors_bytes: int
+    by_phase: Mapping[ForecastPhase, int]
+
+
+def compute_rank_memory(
+    spec: EngineSpec, simulation: Simulation, overheads: Overheads, *, expandable: bool
+) -> RankMemory:
+    """Replay the traces of a simulation on the allocators' models and add the overheads."""
+    live = {
+        tier: {phase: peaks.get(tier, 0) for phase, peaks in simulation.live_bytes.items()}
+        for tier in ("device", "host", "pinned")
+    }
+    live_bytes, live_pinned = (max(live[tier].values(), default=0) for tier in ("device", "pinned"))
+    traced, clocked = _with_clocks(spec, simulation)
+    tensors, by_phase = _replay_device(spec, traced, live["device"], expandable=expandable)
+    bucket = int(get_key(spec.ds_config, "zero_optimization.reduce_bucket_size") or _DEFAULT_BUCKET)
+    amounts = {
+        "tensors": live_bytes,
+        "activations": simulation.breakdown.get("activations", 0),
+        # Where clocks tell when blocks come back, the replay's cache has what is freed late.
+        "reduce_bucket": 0 if clocked else bucket * (2 if enabled_half_precision(spec.ds_config) else 4),
+        "expert_groups": simulation.expert_groups,
+        "further_communicators": max(0, simulation.communicators - 1),
+    }
+    inside = overheads.sum(spec, "device", "inside", amounts)
+
+    trace = simulation.traces.get("pinned")
+    peak_pinned = live_pinned if trace is None else max(peak_pinned_bytes(trace), live_pinned)
+    # The peaks of pageable and pinned bytes coincide after init, where states only stay. In init a state is copied from
+    # one to the other: at least the larger of the two counts, and at most both. Rounding is kept from the first
+    # allocation on.
+    both = {phase: size + live["pinned"][phase] for phase, size in live["host"].items()}
+    peak_host = max(both.values(), default=0) + peak_pinned - live_pinned
+    larger = max(live["host"].get("init", 0), live["pinned"].get("init", 0))
+    later = max((size for phase, size in both.items() if phase != "init"), default=0)
+    host = Interval(low_bytes=min(max(larger, later), peak_host), peak_bytes=peak_host, high_bytes=peak_host)
+
+    nvme_bytes = simulation.nvme_bytes * min(spec.ranks_per_node, spec.world_size)
+    return RankMemory(
+        device=tensors + inside,
+        outside_allocator=overheads.sum(spec, "device", "outside", amounts),
+        host=host + overheads.sum(spec, "host", "outside", {}),
+        pinned=Interval(low_bytes=live_pinned, peak_bytes=peak_pinned, high_bytes=peak_pinned),
+        nvme=Interval(low_bytes=nvme_bytes, peak_bytes=nvme_bytes, high_bytes=nvme_bytes),
+        live_bytes=live_bytes,
+        tensors_bytes=tensors.peak_bytes,
+        by_phase={phase: size + inside.peak_bytes for phase, size in by_phase.items()},
+    )
+
+
+def _with_clocks(spec: EngineSpec, simulation: Simulation) -> tuple[Trace, bool]:
+    """Return the device's trace with the blocks that come back late, and whether the machine's clocks tell that."""
+    trace = simulation.traces["device"]
+    if spec.machine is None or simulation.schedule is None or not trace.issued:
+        return trace, False
+    ranks_per_node = min(spec.ranks_per_node, spec.world_size)
+    prices = PriceList(machine=spec.machine, ranks_per_node=ranks_per_node, efficiency=read_constants().efficiency)
+    try:
+        return replace(trace, held=find_returns(trace, simulation.schedule, prices)), True
+    except Unpriced:
+        return trace, False
+
+
+def _replay_device(
+    spec: EngineSpec, trace: Trace, live: Mapping[ForecastPhase, int], *, expandable: bool
+) -> tuple[Interval, dict[ForecastPhase, int]]:
+    """Return the bytes that the device's allocator holds, and its peak in each phase.
+
+    The peak is the least limit at which the trace runs well: a larger card caches more but does not have to. The low
+    end is the allocated bytes. A phase counts at least its live bytes.
+
+    Blocks that another stream holds count as cache: at its limit torch waits for the stream and gives them out.
+    """
+    if spec.device == "cpu":
+        best = replay_process(trace)
+        least = unlimited = best.peak_reserved_bytes
+    else:
+        first = replay(trace, expandable=expandable)
+        unlimited = first.peak_reserved_bytes
+        if trace.held:
+            unlimited = max(unlimited, replay(trace, expandable=expandable, late=True).peak_reserved_bytes)
+        least, best = find_least_limit(trace, first, expandable=expandable)
+    used = {phase: max(size, best.allocated_by_phase.get(phase, 0)) for phase, size in live.items()}
+    peak = max([least, *live.values()])
+    # The phase with the most in use decides, not the one in which the cache happened to grow.
+    share = peak / max([1, *used.values()])
+    by_phase = {phase: int(size * share) for phase, size in used.items()}
+    low = min(peak, max([best.peak_allocated_bytes, *live.values()]))
+    high = peak + int(max(0, unlimited - peak) * _KEPT_SHARE_OF_CACHE)
+    return Interval(low_bytes=low, peak_bytes=peak, high_bytes=high), by_phase

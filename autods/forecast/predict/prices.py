@@ -1,0 +1,279 @@
+"""How long each piece of work takes on a machine: a roofline for the card, bandwidths for links and the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from math import inf
+from pathlib import Path
+
+from ...config.catalogue import Machine, Rates
+from ...schema import read_checked, read_toml
+from ...system.host import data_folder
+from .schedule import Work
+
+_G = 1e9
+_HOPPER = (9, 0)
+_PREFER_CUDNN = ((9, 0), (10, 0))  # torch's sdp_utils.cpp, check_prefer_cudnn_attention, with cuDNN from 9.15.1 on
+_IN_CACHE = 1 << 20  # bytes of host work that need no bandwidth of the memory
+_DTYPES: Mapping[str, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "tf32": "tf32"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """The shares of a machine's peaks that work reaches, and its fixed costs.
+
+    A matmul computes at the card's `matmul_share`. Beside that its bytes pass the memory `matmul_traffic` times:
+    tiles read operands again, and what they load first and write last waits for no compute. Where rows are not
+    aligned, the tensor cores reach `unaligned` of it, and `unaligned_from_hopper` on those cards. Attention reaches
+    `attention` of the card's `attention_share`, and cuDNN's up to `cudnn_attention` times as much, half of that where
+    it computes `cudnn_half_intensity` FLOPs a byte. A kernel reaches `memory` of the memory's bandwidth, one that
+    sums over rows or columns `reduction`. The host pays `launch_us` to issue an operator, `view_us` a view,
+    `collective_us` a collective, and `hook_us` where ZeRO-3 fetches or releases a module's parameters. A thread of
+    it moves `core_gb_per_s` at most, and writes memory that is new to the process at `first_touch_gb_per_s`; it
+    takes `compare_ns` to make a truth value. `kernel_us` is the least time of a kernel on the card. A collective
+    delays kernels beside it: it takes `contention` of the multiprocessors, and its bytes pass the memory
+    `collective_traffic` times.
+    A collective of W ranks takes (W − 1) steps: `step_us` each within a node, `network_step_us` for one that leaves
+    it.
+    """
+
+    matmul_traffic: float
+    unaligned: float
+    unaligned_from_hopper: float
+    attention: float
+    cudnn_attention: float
+    cudnn_half_intensity: float
+    memory: float
+    reduction: float
+    nvlink: float
+    pcie_between_gpus: float
+    network: float
+    contention: float
+    collective_traffic: float
+    pinned_copy: float
+    pageable_copy: float
+    dram: float
+    core_gb_per_s: float
+    first_touch_gb_per_s: float
+    compare_ns: float
+    host_optimizer: float
+    nvme: float
+    launch_us: float
+    view_us: float
+    hook_us: float
+    collective_us: float
+    kernel_us: float
+    step_us: float
+    network_step_us: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constants:
+    """The shipped efficiencies, and bounds of a step's time as shares of its forecast.
+
+    `host_high` is the upper bound of the part that waits for the host's work, `launch_high` of what waits for its
+    launches, `high` that of the rest.
+    """
+
+    efficiency: Efficiency
+    low: float
+    high: float
+    launch_high: float
+    host_high: float
+    sources: Mapping[str, str]
+
+
+@cache
+def read_constants(path: Path | None = None) -> Constants:
+    """Read the shipped constants or another file. Raises InputError that says what is wrong."""
+    path = path or data_folder("configs") / "forecast" / "step_time.toml"
+    return read_checked(
+        Constants,
+        read_toml(path),
+        _check,
+        name="constants of step time",
+        place=str(path),
+        hint="compare with the shipped file",
+        refusal="does not hold the constants of step time",
+    )
+
+
+def _check(constants: Constants) -> None:
+    highs = (constants.high, constants.launch_high, constants.host_high)
+    if not 0 < constants.low <= 1 <= min(highs):
+        raise ValueError("low ≤ 1 ≤ high, launch_high and host_high does not hold")
+    if any(getattr(constants.efficiency, name) < 0 for name in Efficiency.__dataclass_fields__):
+        raise ValueError("no efficiency may be below 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """What a piece of work costs: `launch_s` of the host, then `seconds` of its stream or of the host.
+
+    `contention` is the share of its seconds by which it delays kernels of another stream.
+    """
+
+    launch_s: float
+    seconds: float
+    compute_bound: bool = False
+    contention: float = 0.0
+
+
+# What no step can beat: every piece of work at the data sheet's rate, and nothing else costs time.
+_AT_PEAK = Efficiency(
+    matmul_traffic=0.0, unaligned=1.0, unaligned_from_hopper=1.0, attention=1.0, cudnn_attention=1.0,
+    cudnn_half_intensity=0.0, memory=1.0, reduction=1.0, nvlink=1.0, pcie_between_gpus=1.0, network=1.0,
+    contention=0.0, collective_traffic=0.0, pinned_copy=1.0, pageable_copy=1.0, dram=1.0, core_gb_per_s=inf,
+    first_touch_gb_per_s=inf, compare_ns=0.0, host_optimizer=1.0, nvme=1.0, launch_us=0.0, view_us=0.0, hook_us=0.0,
+    collective_us=0.0, kernel_us=0.0, step_us=0.0, network_step_us=0.0,
+)  # fmt: skip
+
+
+class Unpriced(Exception):
+    """The machine's file lacks a rate that the step needs; the text names it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PriceList:
+    """Prices on one machine, of which `ranks_per_node` ranks share a node.
+
+    `has_cudnn_attention` says whether torch takes cuDNN's attention where it prefers it, as torch does from 2.11 on.
+    """
+
+    machine: Machine
+    ranks_per_node: int
+    efficiency: Efficiency
+    has_cudnn_attention: bool = True
+
+    @classmethod
+    def at_peak(cls, machine: Machine, ranks_per_node: int) -> PriceList:
+        """The least that work can cost on this machine: each kind at its peak rate, without any overhead.
+
+        Servers differ in what cards and ranks share, so that the bound counts on no sharing.
+        """
+        rates = machine.rates and replace(machine.rates, matmul_share=1.0, attention_share=1.0)
+        links = machine.links and replace(machine.links, to_host_shared_by=1)
+        machine = replace(machine, rates=rates, links=links, sockets=1)
+        return cls(machine=machine, ranks_per_node=ranks_per_node, efficiency=_AT_PEAK)
+
+    def price(self, work: Work) -> Price:
+        """Return the price of a piece of work. Raises Unpriced."""
+        ours, rates = self.efficiency, self._rates()
+        launch_s, least_s = ours.launch_us * 1e-6, ours.kernel_us * 1e-6
+        from_memory_s = work.bytes / (rates.memory_gb_per_s * _G * ours.memory)
+        match work.kind:
+            case "view":
+                return Price(launch_s=work.launches * ours.view_us * 1e-6, seconds=0.0)
+            case "hook":
+                return Price(launch_s=ours.hook_us * 1e-6, seconds=0.0)
+            case "matmul":
+                computed_s = work.flops / (self._matmul_peak(rates, work) * rates.matmul_share)
+                seconds = max(computed_s + ours.matmul_traffic * from_memory_s, from_memory_s) + least_s
+                return Price(launch_s=launch_s, seconds=seconds, compute_bound=computed_s > from_memory_s)
+            case "attention":
+                share = ours.attention * rates.attention_share * self._cudnn_gain(rates, work)
+                computed_s = work.flops / (self._peak(rates, work.dtype) * min(1.0, share))
+                seconds = max(computed_s, from_memory_s) + least_s
+                return Price(launch_s=launch_s, seconds=seconds, compute_bound=computed_s > from_memory_s)
+            case "kernel":
+                return Price(launch_s=launch_s, seconds=from_memory_s + least_s)
+            case "reduction":
+                return Price(launch_s=launch_s, seconds=from_memory_s * ours.memory / ours.reduction + least_s)
+            case "copy" | "pageable_copy":
+                if self.machine.links is None:
+                    raise Unpriced("the link to the host")
+                # All ranks of a node copy at the same time. A pageable copy is so slow that it leaves room for others.
+                sharing = min(self.machine.links.to_host_shared_by, self.ranks_per_node)
+                share = ours.pinned_copy / sharing
+                if work.kind == "pageable_copy":
+                    share = min(share, ours.pageable_copy)
+                speed = self.machine.links.to_host_gb_per_s * _G * share
+                if work.kind == "pageable_copy":  # a thread of the driver's copies it through page-locked memory
+                    speed = min(speed, ours.core_gb_per_s * _G)
+                return Price(launch_s=launch_s, seconds=work.bytes / speed + 2 * least_s)
+            case "collective":
+                seconds = self._collect(work)
+                contention = ours.contention + ours.collective_traffic * from_memory_s / seconds if seconds else 0.0
+                return Price(launch_s=ours.collective_us * 1e-6, seconds=seconds, contention=min(1.0, contention))
+            case "host" | "host_optimizer":
+                if self.machine.dram_gb_per_s is None:
+                    if work.bytes > _IN_CACHE:
+                        raise Unpriced("the bandwidth of host memory")
+                    return Price(launch_s=launch_s, seconds=0.0)
+                return Price(launch_s=launch_s, seconds=self._work_on_host(work, self.machine.dram_gb_per_s))
+            case "nvme":
+                if self.machine.nvme_gb_per_s is None:
+                    raise Unpriced("the bandwidth of NVMe")
+                speed = self.machine.nvme_gb_per_s * _G * ours.nvme / self.ranks_per_node
+                return Price(launch_s=launch_s, seconds=work.bytes / speed)
+
+    def _work_on_host(self, work: Work, dram_gb_per_s: float) -> float:
+        """The seconds of a rank's threads. Ranks share the node's memory, and that of a single one is on its socket."""
+        ours = self.efficiency
+        share = ours.dram if work.kind == "host" else ours.host_optimizer
+        most_gb_per_s = dram_gb_per_s * share / max(self.ranks_per_node, self.machine.sockets)
+        used_gb_per_s = min(most_gb_per_s, self._threads * ours.core_gb_per_s)
+        new_gb_per_s = min(most_gb_per_s, self._threads * ours.first_touch_gb_per_s)
+        used_s = (work.bytes - work.fresh) / (used_gb_per_s * _G)
+        compared_s = work.compared * ours.compare_ns * 1e-9 / self._threads
+        return max(used_s, compared_s) + work.fresh / (new_gb_per_s * _G)
+
+    @property
+    def _threads(self) -> float:
+        """The threads of a rank: its share of the cores, or without these what torchrun and accelerate start it with.
+
+        That is one for each of several ranks. A single one has all cores.
+        """
+        if self.machine.cores is not None:
+            return max(1, self.machine.cores // self.ranks_per_node)
+        return inf if self.ranks_per_node == 1 else 1
+
+    def _rates(self) -> Rates:
+        if self.machine.rates is None:
+            raise Unpriced("the device's peaks")
+        return self.machine.rates
+
+    @staticmethod
+    def _peak(rates: Rates, dtype: str) -> float:
+        """FLOP/s; a type without units of its own takes those of fp32."""
+        peak = getattr(rates.tflops, _DTYPES.get(dtype, "fp32"))
+        return float(peak or rates.tflops.fp32) * 1e12
+
+    def _matmul_peak(self, rates: Rates, work: Work) -> float:
+        """FLOP/s. Tensor cores load rows of 16 bytes; the units of fp32 do not need them."""
+        ours, peak = self.efficiency, self._peak(rates, work.dtype)
+        if work.aligned:
+            return peak
+        share = ours.unaligned_from_hopper if (rates.capability or _HOPPER) >= _HOPPER else ours.unaligned
+        return max(peak * share, min(peak, rates.tflops.fp32 * 1e12))
+
+    def _cudnn_gain(self, rates: Rates, work: Work) -> float:
+        """How much faster it is than flash attention, whose place it takes: longer sequences gain more."""
+        ours = self.efficiency
+        takes_cudnn = self.has_cudnn_attention and rates.capability in _PREFER_CUDNN
+        if not takes_cudnn or "flash" not in work.name or not work.bytes:
+            return 1.0
+        intensity = work.flops / work.bytes
+        return max(1.0, ours.cudnn_attention * intensity / (intensity + ours.cudnn_half_intensity))
+
+    def _collect(self, work: Work) -> float:
+        """The seconds of a ring: latency of each step, and (W − 1) / W of the bytes at the slowest link's speed."""
+        ours, links = self.efficiency, self.machine.links
+        if work.ranks < 2:
+            return 0.0
+        if links is None:
+            raise Unpriced("the links between the GPUs")
+        nvlink = links.nvlink_gb_per_s
+        speed = links.between_gpus_gb_per_s * ours.pcie_between_gpus if nvlink is None else nvlink / 2 * ours.nvlink
+        nodes = min(work.ranks, -(-work.ranks * work.stride // self.ranks_per_node))
+        latency_us = ours.step_us * (work.ranks - nodes) + ours.network_step_us * (nodes - 1)
+        if nodes > 1:
+            if links.network_gb_per_s is None:
+                raise Unpriced("the network between the nodes")
+            # Groups with the same stride use the node's network at the same time.
+            rivals = min(work.stride, self.ranks_per_node)
+            speed = min(speed, links.network_gb_per_s * ours.network / rivals)
+        moved = work.bytes * (work.ranks - 1) / work.ranks
+        return moved / (speed * _G) + latency_us * 1e-6

@@ -1,0 +1,126 @@
+"""Judge the memory that a rung needs by the limits of a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+
+from ...types import Tier
+from ...units import format_bytes
+from ..values import EngineSpec, ForecastPhase, Interval, RungForecast, Simulation, TierForecast, Trace, Verdict
+from .allocator import Replay, find_least_limit, repeat_last_step, replay
+from .calibration import Calibration, calibrate_forecast
+from .memory_model import Overheads, compute_rank_memory, read_overheads
+
+_PHASE_WORDS: dict[ForecastPhase, str] = {
+    "init": "building and initialising",
+    "forward": "the forward pass",
+    "backward": "the backward pass",
+    "step": "the optimizer step",
+}
+_LIMIT_WORDS: Mapping[Tier, str] = {
+    "device": "",
+    "pinned": " of memory to pin",
+    "host": " of host memory a node",
+    "nvme": " of NVMe a node",
+}
+_WORTH_SAVING = 0.02  # of the limit
+
+
+def judge_memory(
+    spec: EngineSpec,
+    simulation: Simulation,
+    *,
+    limits: Mapping[Tier, int],
+    calibration: Calibration | None = None,
+    overheads: Overheads | None = None,
+    expandable: bool = False,
+    advise: bool = True,
+) -> RungForecast:
+    """Return the forecast of one rung at one micro batch, with its verdict.
+
+    A rung cannot fit where the low end of some tier exceeds its limit. It is tight where a limit lies within an
+    interval, and fits where no high end exceeds a limit.
+
+    `limits` has the bytes of the tiers whose limit is known: device and pinned a rank, host and NVMe a node.
+    `calibration` is None before any trial.
+    `advise` adds advice on the allocator to the reason of a tight fit, which takes several replays.
+    """
+    overheads = overheads or read_overheads()
+    calibration = calibration or calibrate_forecast(spec, (), overheads)
+    need = compute_rank_memory(spec, simulation, overheads, expandable=expandable)
+    device = need.device.times(calibration.ratios(spec.rung)) + (
+        calibration.outside_allocator or need.outside_allocator
+    )
+    host = device if spec.device == "cpu" else need.host  # the device of a CPU rank is the node's memory
+    ranks = min(spec.ranks_per_node, spec.world_size)
+    intervals: dict[Tier, Interval] = {
+        "device": device, "host": host.times(ranks), "pinned": need.pinned, "nvme": need.nvme,
+    }  # fmt: skip
+    memory = {
+        tier: TierForecast(**asdict(interval), limit_bytes=limits.get(tier))
+        for tier, interval in intervals.items()
+        if interval.high_bytes
+    }
+    largest_phase = max(need.by_phase.values(), default=0)
+    by_phase = {phase: device.peak_bytes - (largest_phase - size) for phase, size in need.by_phase.items()}
+
+    tier = find_deciding_tier(memory)
+    limit = memory[tier].limit_bytes
+    reason = f"needs {memory[tier]}{'' if limit is None else f' of {format_bytes(limit)}'}{_LIMIT_WORDS[tier]}"
+    if tier == "device" and by_phase:
+        reason += f"; {_PHASE_WORDS[max(by_phase, key=by_phase.__getitem__)]} decides"
+        in_lower_half = limit is not None and device.low_bytes <= limit < device.peak_bytes
+        if advise and limit is not None and in_lower_half and spec.device == "cuda":
+            left_bytes = limit - (device.peak_bytes - need.tensors_bytes)
+            reason += _advise_on_allocator(simulation.traces["device"], left_bytes, need.tensors_bytes, expandable)
+    return RungForecast(
+        rung=spec.rung,
+        verdict=judge_tier(memory[tier]),
+        reason=reason,
+        micro_batch=simulation.micro_batch,
+        memory=memory,
+        live_peak_bytes=need.live_bytes,
+        overhead_bytes=device.peak_bytes - need.tensors_bytes,
+        by_phase=by_phase,
+        breakdown=simulation.breakdown,
+        assumed=simulation.assumed,
+        seconds=simulation.seconds,
+    )
+
+
+def replay_at_limit(simulation: Simulation, forecast: RungForecast, *, expandable: bool = False) -> Replay | None:
+    """Return the replay of a GPU's trace at the device's limit; None where no limit is known or nothing is left of it.
+
+    It has three optimizer steps, where the trace has two alike. The forecast is that of the simulation.
+    """
+    limit_bytes = forecast.memory["device"].limit_bytes if "device" in forecast.memory else None
+    if limit_bytes is None or (left_bytes := limit_bytes - forecast.overhead_bytes) <= 0:
+        return None
+    return replay(repeat_last_step(simulation.traces["device"]), expandable=expandable, limit_bytes=left_bytes)
+
+
+def judge_tier(tier: TierForecast) -> Verdict:
+    if tier.limit_bytes is None or tier.high_bytes <= tier.limit_bytes:
+        return "fits"
+    return "cannot_fit" if tier.low_bytes > tier.limit_bytes else "tight"
+
+
+def find_deciding_tier(memory: Mapping[Tier, TierForecast]) -> Tier:
+    """Return the tier with the worst verdict, of several the fullest; the device while all fit."""
+    order: tuple[Verdict, ...] = ("fits", "tight", "cannot_fit")
+    worst = max(memory, key=lambda tier: (order.index(judge_tier(memory[tier])), memory[tier].fill))
+    return "device" if judge_tier(memory[worst]) == "fits" and "device" in memory else worst
+
+
+def _advise_on_allocator(trace: Trace, limit_bytes: int, least_bytes: int, expandable: bool) -> str:
+    """Return a clause for a limit below `least_bytes`, at which the trace runs well; "" without advice."""
+    if not expandable:
+        other, _ = find_least_limit(trace, replay(trace, expandable=True), expandable=True)
+        if other <= limit_bytes and least_bytes - other > _WORTH_SAVING * limit_bytes:
+            return f"; PYTORCH_ALLOC_CONF=expandable_segments:True would save {format_bytes(least_bytes - other)}"
+    limited = replay(repeat_last_step(trace), expandable=expandable, limit_bytes=limit_bytes)
+    if limited.ran_out is not None:
+        wanted = format_bytes(limited.ran_out.wanted_bytes)
+        return f"; {_PHASE_WORDS[limited.ran_out.phase]} would find no {wanted} in one piece"
+    return "; it would fit if every step gave cached memory back, which is slow" if limited.late_retries else ""

@@ -1,0 +1,273 @@
+"""Patches of DeepSpeed on the simulated GPU: compiled ops, swap files, checks between ranks, views for each rank."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+import sys
+import types
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ...rank.patching import declare, declare_all
+from ...rank.preload import PROCESSOR
+from .ledger import Ledger
+from .protocol import Refused
+from .work_log import WorkLog
+
+_IN_PLACE = frozenset({
+    "multi_tensor_adam", "multi_tensor_lion",
+    *(f"{verb}_{name}" for name in ("adam", "adagrad", "lion") for verb in ("create", "destroy")),
+    *(f"{name}_update" for name in ("adam", "adagrad", "lion")), "adam_rollback",
+})  # fmt: skip
+_LAMB_NORMS = 512  # elements each of the two norms' partial sums, csrc/lamb/fused_lamb_cuda.cpp
+
+_OP_BUILDER = declare_all(
+    "deepspeed.ops.op_builder.builder.OpBuilder", ("load", "is_compatible"), "compiled ops need a GPU and a compiler"
+)
+_SAME_ON_ALL_RANKS = declare_all(
+    "deepspeed.runtime.zero.utils",
+    ("assert_lst_len_same_as_other_ranks", "get_lst_from_rank0"),
+    "they compare values of all ranks, and simulated tensors have none",
+)
+_NVTX = declare("deepspeed.utils.nvtx.enable_nvtx", "ranges for a profiler around each function cost time")
+_DUPLICATES = declare(
+    "deepspeed.runtime.engine.DeepSpeedEngine._check_for_duplicates",
+    "it searches lists of all parameters for each parameter, which takes minutes for a large model",
+    optional=True,
+)
+_COMPILE_PASS = declare(
+    "deepspeed.runtime.engine.DeepSpeedEngine.register_compile_pass",
+    "it imports torch's compiler for passes that only `engine.compile` uses",
+    optional=True,
+)
+_REDUCE_SCATTER = declare(
+    "deepspeed.runtime.zero.stage3.reduce_scatter_coalesced", "it makes a view for each rank of the world"
+)
+_GATHER_WAIT = declare(
+    "deepspeed.runtime.zero.partition_parameters.AllGatherCoalescedHandle.wait",
+    "it makes a view for each rank of the world",
+)
+_COORDINATOR = declare_all(
+    "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator",
+    ("fetch_sub_module", "release_sub_module"),
+    "a step's time counts what their Python costs the host",
+)
+_RANGE = declare(
+    "deepspeed.runtime.zero.partition_parameters.range", "a gather makes a view for each rank of the world", adds=True
+)
+_ITER_PARAMS = declare(
+    "deepspeed.runtime.zero.partitioned_param_coordinator.iter_params",
+    "stage 3 asks for a module's own parameters some fifty times for each module of a step",
+    optional=True,
+)
+_IS_LEAF = declare(
+    "deepspeed.utils.z3_leaf_module.z3_leaf_module",
+    "stage 3 asks each module as often, and a module without the mark searches its parameters and children for it",
+    optional=True,
+)
+
+
+def install(ledger: Ledger) -> None:
+    """Patch DeepSpeed in this process: compiled ops do nothing, ranks agree, and costs that are no memory go."""
+    _OP_BUILDER["load"].install(lambda self, verbose=True: _Ops(self.name, ledger))
+    _OP_BUILDER["is_compatible"].install(lambda self, verbose=False: True)
+    _SAME_ON_ALL_RANKS["assert_lst_len_same_as_other_ranks"].install(lambda values: None)
+    _SAME_ON_ALL_RANKS["get_lst_from_rank0"].install(lambda values: values)
+    _NVTX.install(False)
+    _COMPILE_PASS.install(lambda *args, **kwargs: None)
+    if (iterate := _ITER_PARAMS.original()) is not None:
+        _ITER_PARAMS.install(functools.partial(_iter_parameters, iterate), everywhere=True)
+    _IS_LEAF.install(lambda module: module.__dict__.get("_z3_leaf", False), everywhere=True)
+    PROCESSOR.install(dict)  # no vendor: an optimizer on the CPU asks for it, to warn of fp16
+    complain = _DUPLICATES.original()
+
+    def check_for_duplicates(engine: Any, optimizer: Any) -> None:
+        listed = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        if len(set(listed)) != len(listed):
+            complain(engine, optimizer)
+
+    _DUPLICATES.install(check_for_duplicates)
+    for patch in _COORDINATOR.values():
+        patch.install(_count_hook(patch.original(), ledger))
+
+
+def _count_hook(hook: Any, ledger: Ledger) -> Any:
+    @functools.wraps(hook)
+    def count(*args: Any, **kwargs: Any) -> Any:
+        ledger.work.hook()
+        return hook(*args, **kwargs)
+
+    return count
+
+
+def _iter_parameters(real: Any, module: Any, recurse: bool = False) -> Iterable[Any]:
+    """The module's own parameters and the external ones, without the generators of `Module.named_parameters`."""
+    if recurse:
+        return real(module, recurse)  # type: ignore[no-any-return]
+    parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
+    if len(parameters) > 1:
+        parameters = list(dict.fromkeys(parameters))
+    parameters += [parameter for _, parameter in module.ds_external_parameters()]
+    return parameters
+
+
+class _Ops(types.ModuleType):
+    """A compiled op whose functions do nothing; a function with unknown memory use raises."""
+
+    def __init__(self, name: str, ledger: Ledger) -> None:
+        super().__init__(name)
+        self._work = ledger.work
+        self.aio_handle = self.gds_handle = self.pin_handle = functools.partial(_SwapFiles, ledger)
+        self.lamb = _lamb
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in _IN_PLACE:
+
+            def optimize(*args: Any, **kwargs: Any) -> int:
+                self._work.optimize(args)
+                return 0
+
+            return optimize
+
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            # Its use of memory is not known, and no forecast is better than a wrong one.
+            problem = f"DeepSpeed's compiled function {self.__name__}.{name} is not simulated"
+            raise Refused("unsupported", problem, "forecast with --no-forecast, or measure by a trial (autods fit)")
+
+        return refuse
+
+
+def _lamb(parameter: Any, *args: Any) -> Any:
+    """FusedLamb's step on a tensor: it returns a coefficient and holds partial sums of two norms meanwhile."""
+    partial_sums = [torch.empty(_LAMB_NORMS, dtype=parameter.dtype, device=parameter.device) for _ in range(2)]
+    coefficient = torch.empty(1, dtype=parameter.dtype, device=parameter.device)
+    del partial_sums
+    return coefficient
+
+
+class _SwapFiles:
+    """The handle of async_io: reads and writes do nothing, and the ledger keeps the files' sizes."""
+
+    def __init__(self, ledger: Ledger, *args: Any, **kwargs: Any) -> None:
+        self._ledger = ledger
+        self._pending = 0
+
+    def new_cpu_locked_tensor(self, count: int, like: Any) -> Any:
+        """A pinned buffer that DeepSpeed locks itself."""
+        tensor = torch.empty(count, dtype=like.dtype, pin_memory=not self._ledger.one_memory)
+        self._ledger.lock(tensor)
+        return tensor
+
+    def free_cpu_locked_tensor(self, tensor: Any) -> bool:
+        return True  # the ledger notices the end of the tensor
+
+    def is_pinned(self, tensor: Any) -> bool:
+        return tensor.device.type == "cpu" and (self._ledger.one_memory or self._ledger.is_pinned(tensor))
+
+    def sync_pwrite(self, tensor: Any, path: str, offset: int = 0, *args: Any) -> int:
+        """Enter the file's size."""
+        size = offset + tensor.numel() * tensor.element_size()
+        self._ledger.nvme[path] = max(size, self._ledger.nvme.get(path, 0))
+        self._ledger.work.swap(tensor)
+        return 0
+
+    def async_pwrite(self, *args: Any, **kwargs: Any) -> int:
+        self._pending += 1
+        return self.sync_pwrite(*args, **kwargs)
+
+    def async_pread(self, tensor: Any, *args: Any, **kwargs: Any) -> int:
+        self._pending += 1
+        self._ledger.work.swap(tensor)
+        return 0
+
+    def wait(self) -> int:
+        """How many operations were pending."""
+        count, self._pending = self._pending, 0
+        self._ledger.work.host_waits_for_nvme()
+        return count
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: 0
+
+
+def install_rank_zero(ledger: Ledger) -> None:
+    """Make rank 0's view of a tensor where stage 3 makes one for each rank of the world; only rank 0 is simulated.
+
+    The log gets the launches of all of them. AUTODS_EVERY_RANK in the environment makes all views.
+    """
+    if os.environ.get("AUTODS_EVERY_RANK"):
+        return
+    _REDUCE_SCATTER.install(functools.partial(_reduce_scatter_coalesced, ledger.work))
+    _GATHER_WAIT.wrap(_wait, ledger.work)
+    _RANGE.install(functools.partial(_range, ledger.work))
+
+
+def _reduce_scatter_coalesced(work: WorkLog, tensors: list[Any], group: Any = None) -> list[Any]:
+    """`deepspeed.runtime.comm.coalesced_collectives.reduce_scatter_coalesced` with views for rank 0 only."""
+    from deepspeed import comm
+    from deepspeed.runtime.comm.coalesced_collectives import _torch_reduce_scatter_fn
+
+    world = comm.get_world_size(group)
+    sizes = [tensor.numel() for tensor in tensors]
+    chunks = [math.ceil(size / world) for size in sizes]
+    with torch.no_grad():
+        flat_tensors = [tensor.view(-1) for tensor in tensors]
+        work.launch_views(world * len(tensors))
+        if len(tensors) == 1 and sizes[0] % world == 0:
+            buffer = tensors[0].view(-1)
+        else:
+            first_padded = min(size // chunk if chunk else 0 for size, chunk in zip(sizes, chunks, strict=True))
+            missing = [
+                (chunk - max(0, min(chunk, size - rank * chunk)), tensor)
+                for rank in range(first_padded, world)
+                for size, chunk, tensor in zip(sizes, chunks, flat_tensors, strict=True)
+            ]
+            padding = [tensor.new_empty(count) for count, tensor in missing if count]
+            buffer = torch.cat([*flat_tensors, *padding])
+        buffer.div_(world)
+        partition = buffer.narrow(0, 0, buffer.numel() // world)
+        _torch_reduce_scatter_fn(buffer, partition, group=group)
+        starts = itertools.accumulate(chunks, initial=0)
+        return [
+            partition.narrow(0, start, min(chunk, size))
+            for start, chunk, size in zip(starts, chunks, sizes, strict=False)
+        ]
+
+
+def _wait(work: WorkLog, real: Any, handle: Any, handle_dependency: bool = True) -> None:
+    """`AllGatherCoalescedHandle.wait` with each parameter as a single piece of the gathered buffer."""
+    if handle.complete or handle.quantization:
+        real(handle, handle_dependency)
+        return
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    accelerator = get_accelerator()
+    has_streams = not accelerator.is_synchronized_device()
+    handle.allgather_handle.wait()
+    pieces: list[Any] = []
+    for param in handle.params:
+        pieces = [handle.partitions[0].as_strided((param.ds_numel,), (1,))]
+        work.launch_views(math.ceil(param.ds_numel / param.ds_tensor.ds_numel) - 1)
+        param.data = torch.cat(pieces).view(param.ds_shape).to(param.ds_tensor.dtype)
+        param.ds_status = ZeroParamStatus.AVAILABLE
+        if has_streams and handle_dependency:
+            pieces[0].record_stream(accelerator.current_stream())
+    handle.complete = True
+    if has_streams and not handle_dependency:
+        type(handle).data_buffer.append(pieces)
+
+
+def _range(work: WorkLog, *args: int) -> Any:
+    """`range` for partition_parameters: its loop over the world in `_all_gather_dtype` sees rank 0 only."""
+    if sys._getframe(1).f_code.co_name == "_all_gather_dtype" and len(args) == 1:
+        work.launch_views(args[0] - 1)
+        return range(min(args[0], 1))
+    return range(*args)

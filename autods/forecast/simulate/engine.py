@@ -1,0 +1,177 @@
+"""DeepSpeed's real engine on the simulated device: it is built and stepped as in a trial, and the ledger records it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ...rank.model_facts import check_batch, describe_model, place
+from ...rank.pipeline import build_whole
+from ...rank.training import build, initialize, optimizer_step
+from ...types import ModelFacts, Phase
+from ...workload.protocol import Workload
+from ..predict.memory_model import estimate_outside_bytes
+from ..values import KINDS, EngineSpec, ForecastPhase, Simulation
+from . import attribution, deepspeed_patches, fake_gpu, padding, torch_patches
+from .dispatch import Recorder, join_world
+from .ledger import DEFAULT_CAPABILITY, DEVICE, PINNED, Ledger
+from .protocol import explain_optimizer_errors
+
+_STEPS = 2  # the second differs: optimizer states exist, and stage 3 knows the order of its parameters
+_PHASES: Mapping[Phase, ForecastPhase] = {"forward": "forward", "backward": "backward", "step": "step"}
+
+
+class SimulationContext:
+    """The simulated device of this process: patched libraries, and the modes that make tensors fake and record them."""
+
+    def __init__(self, *, cpu: bool) -> None:
+        self.ledger = Ledger(one_memory=cpu)
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake.cache_enabled = False  # the recorder has its own, see `shape_cache`
+        if not cpu:
+            fake_gpu.install(self.ledger)
+        torch_patches.install(self.ledger, self._fake, Recorder)
+        padding.install()
+        deepspeed_patches.install(self.ledger)
+        self.recorder = Recorder(self.ledger, self._fake)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Tensors that are made inside the block are fake and recorded."""
+        with self._fake, self.recorder:
+            yield
+
+    def become_rank(self, spec: EngineSpec) -> None:
+        """Make this process rank 0 of the world in `spec`, and begin to record."""
+        self.ledger.device_bytes = spec.device_bytes
+        self.ledger.capability = spec.capability or DEFAULT_CAPABILITY
+        self.ledger.outside_bytes = estimate_outside_bytes(spec)
+        join_world(spec.world_size, spec.ranks_per_node)
+        deepspeed_patches.install_rank_zero(self.ledger)
+        self.ledger.kind_of_new = attribution.kind_by_caller
+        self.ledger.begin("init")
+
+
+class BuiltModel:
+    """A model on a simulated rank before DeepSpeed sees it. Engines of the same rank and model are forked from it."""
+
+    def __init__(self, context: SimulationContext, workload: Workload, spec: EngineSpec) -> None:
+        self.error: BaseException | None = None  # raised by the user's code; every engine raises it again
+        self.module: Any = None
+        context.become_rank(spec)
+        with context.active():
+            try:
+                self.module = build(workload, checkpointing=spec.checkpointing)
+            except BaseException as error:
+                self.error = error
+
+    @classmethod
+    def failed(cls, error: BaseException) -> BuiltModel:
+        """A model whose building ended with that error."""
+        model = cls.__new__(cls)
+        model.error, model.module = error, None
+        return model
+
+
+class Engine:
+    """DeepSpeed's engine in a separate process. It builds the model unless it gets a built one.
+
+    Initialise it once, and measure each micro batch in a fork of that process: so no answer depends on others.
+    """
+
+    def __init__(
+        self, context: SimulationContext, workload: Workload, spec: EngineSpec, scratch: str, model: BuiltModel | None
+    ) -> None:
+        self._context, self._workload, self._spec, self._model = context, workload, spec, model
+        self._config = swap_into(scratch, spec.ds_config)
+        self._accumulation = int(self._config.get("gradient_accumulation_steps", 1))
+        self._engine: Any = None
+        context.ledger.device_bytes = spec.device_bytes
+        context.ledger.capability = spec.capability or DEFAULT_CAPABILITY
+        context.ledger.outside_bytes = estimate_outside_bytes(spec)
+
+    def initialize(self) -> None:
+        """Build the model if that is still to be done, and DeepSpeed's engine on it. Passes on errors of user code."""
+        import deepspeed
+
+        workload, model = self._workload, self._model
+        if model is None:
+            if self._spec.zero_init:
+
+                def build_under_zero_init() -> Any:
+                    with deepspeed.zero.Init(config_dict_or_path=self._config):
+                        return self._workload.build_model()
+
+                workload = replace(workload, build_model=build_under_zero_init)
+            model = BuiltModel(self._context, workload, self._spec)
+        if model.error is not None:
+            raise model.error
+        attribution.label_gradients(self._context.ledger, model.module)
+        with self._context.active(), explain_optimizer_errors(self._config):
+            self._engine = initialize(workload, model.module, self._config)
+        if "Muon" in type(self._engine.basic_optimizer).__name__:
+            self._context.ledger.assume(
+                "Muon's update is compiled by torch.compile and was simulated as it is written: compiled, its"
+                " temporaries in the step are mostly fewer"
+            )
+        self._model = None
+
+    def measure(self, micro_batch: int) -> Simulation:
+        """Run two steps on the initialised engine. Errors of user code pass through."""
+        began = time.perf_counter()
+        ledger, engine = self._context.ledger, self._engine
+
+        def begin_phase(phase: Phase, step: int) -> None:
+            ledger.begin(_PHASES[phase])
+            ledger.work.begin(phase, step)
+
+        with self._context.active():
+            batch = check_batch(self._workload.build_batch(micro_batch), micro_batch)
+            self._context.recorder.masks = padding.inspect_masks(self._workload.build_batch, batch)
+            batch = place(batch, engine)
+            with explain_optimizer_errors(self._config):
+                for index in range(_STEPS):
+                    optimizer_step(self._workload, engine, batch, self._accumulation, index, begin_phase)
+            return read_ledger(ledger, engine, micro_batch, time.perf_counter() - began)
+
+
+def read_ledger(ledger: Ledger, engine: Any, micro_batch: int, seconds: float) -> Simulation:
+    """What the ledger has recorded of this micro batch on DeepSpeed's engine."""
+    attribution.label_persistent(ledger, engine)
+    return Simulation(
+        micro_batch=micro_batch,
+        live_bytes=ledger.peaks(),
+        traces={"device": ledger.trace(DEVICE), "pinned": ledger.trace(PINNED)},
+        summed_peak_bytes=ledger.summed_peaks(),
+        nvme_bytes=sum(ledger.nvme.values()),
+        optimizer_elements=attribution.optimizer_elements(engine),
+        expert_groups=attribution.expert_groups(),
+        communicators=ledger.work.communicators,
+        breakdown={KINDS[kind]: size for kind, size in sorted(ledger.bytes_at_peak().items())},
+        assumed=tuple(ledger.assumed),
+        schedule=None if ledger.one_memory else ledger.work.schedule(),
+        seconds=seconds,
+    )
+
+
+def look_at_model(context: SimulationContext, workload: Workload) -> ModelFacts:
+    """Facts of the model, built of fake tensors."""
+    with context.active():
+        batch = check_batch(workload.build_batch(1), 1)
+        return ModelFacts(**describe_model(workload, build_whole(workload.build_model), batch))
+
+
+def swap_into(scratch: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the config whose swap folders are in `scratch`: DeepSpeed makes and removes folders there."""
+    changed = copy.deepcopy(dict(config))
+    for part in ("offload_param", "offload_optimizer"):
+        offload = (changed.get("zero_optimization") or {}).get(part)
+        if offload and offload.get("nvme_path"):
+            offload["nvme_path"] = scratch
+    return changed

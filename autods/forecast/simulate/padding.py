@@ -1,0 +1,83 @@
+"""Whether the batch's attention masks hold padding. Models read the masks' values, which simulated tensors lack.
+
+transformers leaves out a mask of ones, and attention takes its kernel without a mask. A mask with a zero becomes a
+[batch, 1, sequence, sequence] tensor of scores. So the workload's batch is built a second time, of real tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ...rank.model_facts import named_tensors
+from ...rank.patching import declare, when_imported
+
+_MOST_BYTES = 64 << 20  # of real tensors
+NO_PADDING = (
+    "build_batch's {name} holds no padding, so the model attends without a mask; batches with padding take another"
+    " kernel of attention and more memory"
+)
+UNKNOWN = (
+    "whether {name} holds padding is not known, because build_batch does not run without the GPU: none was assumed;"
+    " with padding the model takes more memory"
+)
+
+_IS_FAKE = declare(
+    "transformers.utils.import_utils.is_fake_tensor",
+    "models that are traced make an explicit mask, and attention then takes another kernel",
+)
+_FAST_ALL = declare("transformers.masking_utils.fast_all", "it reads a sum, which does not tell the mask it is of")
+
+
+def install() -> None:
+    """Patch transformers in this process, if it is ever imported: models treat fake tensors like real ones."""
+    when_imported("transformers.utils.import_utils", lambda: _IS_FAKE.install(lambda tensor: False))
+    when_imported("transformers.masking_utils", lambda: _FAST_ALL.install(lambda tensor: tensor.all()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Masks:
+    """The shapes of the batch's masks. `padded` ones hold padding.
+
+    The others count as all ones, with a sentence for the user if the model asks for their values.
+    """
+
+    padded: frozenset[tuple[int, ...]] = frozenset()
+    assumptions: tuple[tuple[tuple[int, ...], str], ...] = ()
+
+
+def inspect_masks(build_batch: Callable[[int], Any], batch: Any) -> Masks:
+    """The masks of the simulated engine's batch; if it has any, their values come from a batch of real tensors."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    tensors = named_tensors(batch)
+    # Masks of whole tokens; masks of scores (3 and 4 dimensions) are taken as they are.
+    masks = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if tensor.dim() == 2
+        and not tensor.is_floating_point()
+        and ("mask" in name or str(tensor.dtype) == "torch.bool")
+    }
+    if not masks:
+        return Masks()
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    rows = next(iter(masks.values())).shape[0]
+    rows = max(1, min(rows, rows * _MOST_BYTES // max(1, size)))
+    try:
+        with _disable_current_modes():
+            real = named_tensors(build_batch(rows))
+            has_padding = {name: not bool(real[name].all()) for name in masks}
+    except Exception:  # user code that needs the GPU raises anything
+        has_padding = {}
+    shapes = {name: tuple(mask.shape) for name, mask in masks.items()}
+    padded = frozenset(shape for name, shape in shapes.items() if has_padding.get(name))
+    return Masks(
+        padded=padded,
+        assumptions=tuple(
+            (shape, (NO_PADDING if name in has_padding else UNKNOWN).format(name=name))
+            for name, shape in shapes.items()
+            if shape not in padded
+        ),
+    )

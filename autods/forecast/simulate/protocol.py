@@ -1,0 +1,127 @@
+"""Messages between the simulator's client and worker, and the failures that they carry."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import socket
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...plain_text import clean, read_text
+from ...rank.patching import SymbolMissing
+from ...types import ModelFacts
+from ...workload.protocol import WorkloadError
+from ..values import EngineSpec, Simulation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRequest:
+    """Build the model and report its facts; a script sees itself on `ranks` ranks."""
+
+    ranks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """The worker has loaded the workload."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """The simulation failed: the fields of `client.SimulationFailed`."""
+
+    kind: str
+    problem: str
+    place: str | None = None
+    hint: str | None = None
+
+
+# A process is forked for each request. That of an engine then takes micro batches, as ints, and answers each.
+Request = ModelRequest | EngineSpec
+Answer = Ready | Failure | ModelFacts | Simulation
+
+
+def send(connection: socket.socket, message: Request | Answer | int) -> None:
+    """Send the message; a peer that is gone is no error, because the reader sees it."""
+    with contextlib.suppress(OSError):
+        connection.sendall(pickle.dumps(message))
+
+
+def receive(connection: socket.socket) -> Generator[Any, None, None]:
+    """Yield the messages of the peer, until it is gone. Both ends are processes of one user, so pickle is safe."""
+    with connection.makefile("rb") as stream, contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):
+        while True:
+            yield pickle.load(stream)
+
+
+class Refused(Exception):
+    """The simulation cannot or must not go on; the fields are those of `protocol.Failure`."""
+
+    def __init__(self, kind: str, problem: str, hint: str | None = None) -> None:
+        super().__init__(problem)
+        self.kind, self.problem, self.hint = kind, problem, hint
+
+
+@contextlib.contextmanager
+def explain_optimizer_errors(config: Mapping[str, Any]) -> Iterator[None]:
+    """Turn errors of `deepspeed.initialize` or of a step about the config's optimizer into `Refused`."""
+    try:
+        yield
+    except Exception as error:
+        message = read_text(error).lower()
+        name = (config.get("optimizer") or {}).get("type")
+        optimizer = f"the optimizer {name}" if name else "the optimizer of build_optimizer"
+        for error_type, part, kind, problem, hint in (
+            (
+                AssertionError, "untested zero optimizer",
+                "engine", f"DeepSpeed has not tested ZeRO with {optimizer}, and refuses it",
+                'add "zero_allow_untested_optimizer": true to the config, or use Adam, AdamW, Adagrad or Lion',
+            ),
+            (
+                Exception, "cget_managed_ptr",
+                "unsupported", f"{optimizer} is a paged one of bitsandbytes: its states move between the GPU and the"
+                " host, which is not simulated",
+                "use the optimizer of the same name without Paged, or measure by a trial (autods fit)",
+            ),
+            (
+                ValueError, "had not been implemented on cpu backend",
+                "engine", f"DeepSpeed's kernel of {optimizer} runs on GPUs only", "use AdamW on CPU ranks",
+            ),
+            (
+                AttributeError, f"has no attribute '{str(name).lower()}'",
+                "engine", f"optimizer.type {name!r} is neither an optimizer of DeepSpeed nor of torch.optim",
+                "mind the case: torch's are written as in torch.optim (SGD, Adafactor)",
+            ),
+        ):  # fmt: skip
+            if isinstance(error, error_type) and part in message:
+                raise Refused(kind, problem, hint) from error
+        raise
+
+
+def failure_of(error: BaseException, user_file: str) -> Failure:
+    """The failure that an exception means; `place` is the innermost line of the user's file."""
+    if isinstance(error, Refused):
+        return Failure(kind=error.kind, problem=error.problem, hint=error.hint)
+    if isinstance(error, SymbolMissing):
+        problem, _, advice = read_text(error).partition("\n")
+        return Failure(kind="engine", problem=problem, hint=advice.strip())
+    from ...rank.job import describe_error
+
+    if isinstance(error, WorkloadError) and error.place:
+        return Failure(kind="user_code", problem=clean(error.problem), place=error.place, hint=error.hint)
+    described = describe_error(error, user_file)
+    types, message = described["types"], " ".join(str(described["message"]).split())[:500]
+    place = described["user_frame"]
+    if described["contract"]:
+        return Failure(kind="user_code", problem=described["contract"], place=place, hint=described["hint"])
+    kind, hint = "user_code" if place else "engine", None
+    if {"DataDependentOutputException", "DynamicOutputShapeException", "NoValues"} & set(types):
+        kind, hint = "data_dependent", "compute it without looking at values, or forecast with --no-forecast"
+    elif "UnsupportedOperatorException" in types:
+        kind, hint = "unsupported", "register a fake implementation with torch.library.register_fake"
+    problem = f"{types[0]}: {message}" if message else types[0]
+    if "SystemExit" in types:
+        problem, hint = f"sys.exit({message}) was called", "a workload must not leave the process"
+    return Failure(kind=kind, problem=problem, place=place, hint=hint)

@@ -1,0 +1,225 @@
+"""An unmodified training script on the simulated device, run to the end of its second optimizer step.
+
+The hooks are those of a trial (`rank.script`), and the ledger is the observer. A script cannot be rewound, so each
+micro batch is a run in a separate process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from ...config.deepspeed import BATCH_KEYS, DEFAULT_OPTIMIZER, merge, strip_rung_keys
+from ...rank.job import RankJob
+from ...rank.memory import Meter
+from ...rank.script.run import run
+from ...rank.script.session import Session
+from ...rank.user_frames import find_raiser
+from ...system import processes, stacks
+from ...types import ModelFacts, Phase, Steps, WorkloadSource
+from ...units import format_signal
+from ...workload.protocol import WorkloadError
+from ..values import EngineSpec, ForecastPhase, Simulation
+from . import attribution, script_patches
+from .engine import SimulationContext, read_ledger, swap_into
+from .protocol import (
+    Failure,
+    ModelRequest,
+    Refused,
+    Request,
+    explain_optimizer_errors,
+    failure_of,
+    receive,
+    send,
+)
+
+_STEPS = Steps(warmup=1, timed=1, most_timed=1)  # the second step differs, see `engine`
+_LIMIT_S = 300.0  # of one run; simulated steps take seconds, the rest is the script's own work
+_ENOUGH_ACCUMULATION = 2  # a third micro batch of a step allocates what the second does, and needs more data
+_ANSWERED = 93  # exit code of a run that has sent its answer; unlikely to be a script's own
+_HINT = "real trials measure it: autods fit"
+_PHASES: Mapping[Phase, ForecastPhase] = {
+    "build": "init", "init": "init", "forward": "forward", "backward": "backward", "step": "step",
+    "evaluate": "forward",
+}  # fmt: skip
+DRAWN = "the batches of the script's first two optimizer steps were simulated: longer samples need more"
+
+
+def answer_requests(
+    connection: socket.socket, request: Request, context: SimulationContext, source: WorkloadSource, scratch: str
+) -> None:
+    """Answer each micro batch with a run of the script, or a `ModelRequest` with one run up to its engine."""
+    runs: Iterable[tuple[EngineSpec, int]]
+    if isinstance(request, EngineSpec):
+        runs = ((request, micro_batch) for micro_batch in receive(connection))
+    else:
+        runs = [(_unsharded(context, source, request.ranks), 1)]
+    for spec, micro_batch in runs:
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            processes.die_with_parent(parent)
+            folder = tempfile.mkdtemp(dir=scratch)
+            only_looks = isinstance(request, ModelRequest)
+            _ScriptRun(connection, context, source, folder, spec, micro_batch, only_looks).run()
+        pidfd = os.pidfd_open(pid)
+        in_time = bool(select.select([pidfd], [], [], _LIMIT_S)[0])
+        frame = None
+        if not in_time:
+            frame = stacks.find_user_frame(stacks.read_stack(pid, sys.stderr.fileno()))
+            os.kill(pid, signal.SIGKILL)
+        os.close(pidfd)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if not in_time:
+            problem = f"its second optimizer step did not end within {_LIMIT_S:.0f} s on the simulated device"
+            send(connection, Failure(kind="stuck", problem=problem, place=str(frame or source.path), hint=_HINT))
+            return
+        if code != _ANSWERED:  # the next request is another run, and may succeed
+            ending = f"killed by {format_signal(-code)}" if code < 0 else f"it left with exit code {code}"
+            problem = f"the simulation of micro batch {micro_batch} ended without an answer: {ending}"
+            send(connection, Failure(kind="crashed", problem=problem, place=source.path, hint=_HINT))
+
+
+def _unsharded(context: SimulationContext, source: WorkloadSource, ranks: int) -> EngineSpec:
+    """An engine without any sharding, as the survey of a fit has it."""
+    base = source.base_config if isinstance(source.base_config, Mapping) else {}
+    config = merge({"zero_optimization": {"stage": 0}, "optimizer": DEFAULT_OPTIMIZER}, strip_rung_keys(base))
+    return EngineSpec(
+        rung="", ds_config=config, world_size=ranks, ranks_per_node=ranks, device_bytes=1 << 40,
+        device="cpu" if context.ledger.one_memory else "cuda",
+    )  # fmt: skip
+
+
+@dataclass
+class _ScriptRun:
+    """One run of the script, and the observer of its session. `only_looks`: up to the script's engine only."""
+
+    connection: socket.socket
+    context: SimulationContext
+    source: WorkloadSource
+    scratch: str
+    spec: EngineSpec
+    micro_batch: int
+    only_looks: bool
+    result: Simulation | None = None
+
+    def __post_init__(self) -> None:
+        self._began = time.perf_counter()
+        self._hangup = contextlib.ExitStack()
+        self.meter = _NoMeter()
+        self.training_peaks: dict[str, int] = {}  # as a trial's observer has them
+
+    def run(self) -> NoReturn:
+        """Run the script, send its result, and end this process."""
+        sys.stdout.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the script's output is no log of a forecast
+        try:
+            self._hangup.enter_context(processes.die_with_peer(self.connection))
+            self.context.become_rank(self.spec)
+            script_patches.install(self.context.ledger)
+            with self.context.active(), explain_optimizer_errors(self.spec.ds_config):
+                end = run(self._job(), 0, self, None, self.leave, _SimulatedSession)
+            self.leave(end)
+        except BaseException as error:
+            self.leave(error)
+
+    def _job(self) -> RankJob:
+        """The job as a trial's rank would get it."""
+        config = swap_into(self.scratch, self.spec.ds_config)
+        accumulation = min(_ENOUGH_ACCUMULATION, int(config.get(BATCH_KEYS[2], 1)))
+        config |= {BATCH_KEYS[1]: self.micro_batch, BATCH_KEYS[2]: accumulation}
+        return RankJob(
+            job="survey" if self.only_looks else "train",
+            source=self.source,
+            device=self.spec.device,
+            folder=self.scratch,
+            scratch=self.scratch,
+            private=self.scratch,
+            world_size=self.spec.world_size,
+            ds_config=config,
+            micro_batch=self.micro_batch,
+            accumulation=accumulation,
+            steps=_STEPS,
+        )
+
+    def touch(self, phase: Phase, step: int) -> None:
+        """Observer: the script is in this phase, which may be one that no forecast has."""
+        if phase in _PHASES and self.result is None:
+            self.context.ledger.begin(_PHASES[phase])
+            self.context.ledger.work.begin(phase, step)
+
+    __call__ = touch
+
+    def record(self, engine: Any) -> None:
+        """Keep the result at the end of the second step; later allocations do not count."""
+        self.context.ledger.assume(DRAWN)
+        self.result = read_ledger(self.context.ledger, engine, self.micro_batch, time.perf_counter() - self._began)
+
+    def leave(self, end: Mapping[str, Any] | BaseException) -> NoReturn:
+        """Send the result or the failure, and end this process."""
+        self._hangup.close()  # the client's next request is no hanging up
+        if isinstance(end, BaseException):
+            traceback.print_exception(end)
+            send(self.connection, _failure_of(end, self.source))
+        elif self.only_looks:
+            send(self.connection, ModelFacts(**end))
+        else:
+            assert self.result is not None
+            send(self.connection, self.result)
+        sys.stderr.flush()
+        os._exit(_ANSWERED)
+
+
+class _NoMeter(Meter):
+    """Measures nothing: the ledger has the memory of a simulation."""
+
+    def peaks(self) -> dict[str, int | None]:
+        return {}
+
+
+class _SimulatedSession(Session):
+    """A session that neither times steps nor reads their results."""
+
+    def take_model(self, model: Any) -> None:
+        """Label the gradients of the model that the script gives to its engine."""
+        if not self.job.stops_at_engine:
+            attribution.label_gradients(self.observer.context.ledger, model)
+
+    def note_loss(self, output: Any) -> None:
+        """Ignore the loss, which has no value here."""
+
+    def finish(self) -> NoReturn:
+        """Record the result before the script ends and frees its tensors."""
+        if not self.job.stops_at_engine:
+            self.observer.record(self.engine)
+        super().finish()
+
+    def has_enough(self) -> bool:
+        """Whether the second step has ended."""
+        return self.steps >= _STEPS.warmup + _STEPS.timed
+
+
+def _failure_of(error: BaseException, source: WorkloadSource) -> Failure:
+    """The failure that an exception of a script means, with the script's line."""
+    if isinstance(error, WorkloadError):
+        return Failure(kind="user_code", problem=error.problem, place=error.place, hint=error.hint)
+    failure = failure_of(error, source.path)
+    if isinstance(error, Refused):
+        return failure
+    place = str(find_raiser(error) or failure.place or source.path)
+    if "FakeTensorDeviceMismatchError" in failure.problem:  # a real GPU raises an error here too
+        problem = "tensors of the CPU and of the GPU meet in one operation"
+        return Failure(kind="user_code", problem=problem, place=place, hint="move the batch to engine.device")
+    frames = traceback.extract_tb(error.__traceback__)
+    kind = "engine" if frames and "/deepspeed/" in frames[-1].filename else failure.kind
+    return Failure(kind=kind, problem=f"cannot run on the simulated device: {failure.problem}", place=place, hint=_HINT)

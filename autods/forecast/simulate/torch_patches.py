@@ -1,0 +1,286 @@
+"""Patches of torch for fake tensors: devices and addresses that DeepSpeed reads, and a GPU's attention kernels."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import types
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributions import Distribution
+
+from ...rank.patching import declare, declare_all
+from .ledger import Ledger
+
+FAKE_DEVICE = (
+    "_fake_device" if "_fake_device" in FakeTensor.__annotations__ else "fake_device"
+)  # the latter: torch 2.11
+_LARGEST_HEAD = 256  # elements of a head that the flash kernel takes
+_FLASH_FROM = (8, 0)  # compute capability
+_aten = torch.ops.aten
+_INIT_GPU = declare(
+    "torch._subclasses.fake_tensor.init_gpu_context", "a fake tensor on a GPU would initialise CUDA, and there is none"
+)
+_AVOID_INIT = declare(
+    "torch._subclasses.fake_tensor.FakeTensorMode.avoid_device_init", "the simulated GPU is not initialised"
+)
+_FAKE_TENSOR = declare_all(
+    "torch._subclasses.fake_tensor.FakeTensor",
+    ("data", "data_ptr", "record_stream", "is_pinned", "numpy"),
+    "DeepSpeed moves tensors by `.data =`, compares addresses and asks for pinned memory",
+)
+# FakeTensor's constructor sets these on every instance. The shape cache bypasses it, so the class has defaults.
+_DEFAULTS = declare_all(
+    "torch._subclasses.fake_tensor.FakeTensor",
+    (
+        "fake_mode", "constant", "pytype", "dispatch_keys", "real_tensor", "nonzero_memo", "item_memo", "unique_memo",
+        "unique_consecutive_memo", "nested_int_memo",
+    ),
+    "fake tensors are made without its constructor, which takes as long as the rest of an operator",
+)  # fmt: skip
+_APPLY = declare("torch.nn.Module._apply", "it swaps fake parameters instead of setting their data")
+_RAW_STREAM = declare("torch._C._cuda_getCurrentRawStream", "bitsandbytes imports it", adds=True)
+_COMPILE = declare("torch.compile", "there is no GPU to compile for")
+_FOREACH_TYPES = (
+    declare("torch.optim.optimizer._foreach_supported_types", "fake tensors take the default of a GPU, foreach"),
+    declare("torch.utils._foreach_utils._foreach_supported_types", "fake tensors take the default of a GPU, foreach"),
+)
+_DISPATCH_RULE = declare(
+    "torch._library.simple_registry.find_torch_dispatch_rule",
+    "it is called for every operator, and nobody registers rules for our dispatch mode",
+)
+_INSPECT = declare(
+    "torch.autograd.function.inspect",
+    "it reads the signature of a function at each application, and ZeRO stage 3 applies several to each module",
+)
+_ONE_HOT = declare("torch.nn.functional.one_hot", "how many tokens experts get follows from routers' masks")
+_ATTENTION = declare(
+    "torch.nn.functional.scaled_dot_product_attention", "torch would ask the driver for the kernel, and there is none"
+)
+
+
+def install(ledger: Ledger, mode: Any, recorder: type) -> None:
+    """Patch torch in this process, after DeepSpeed is imported.
+
+    `mode` is the process's only FakeTensorMode, and `recorder` the class of the dispatch mode around it.
+    """
+    torch._C._set_only_lift_cpu_tensors(True)
+    _INIT_GPU.install(lambda device=None: None)
+    _AVOID_INIT.install(property(lambda self: True))
+    _FAKE_TENSOR["data"].install(property(torch.Tensor.data.__get__, _set_data))  # type: ignore[attr-defined]
+    _FAKE_TENSOR["data_ptr"].install(_distinct_address)
+    _FAKE_TENSOR["record_stream"].install(lambda tensor, stream: ledger.use_on(tensor, stream))
+    _FAKE_TENSOR["is_pinned"].install(lambda self, device=None: ledger.is_pinned(self))
+    _FAKE_TENSOR["numpy"].install(_refuse_values)
+    for patch in _DEFAULTS.values():
+        patch.install(mode if patch.symbol.endswith(".fake_mode") else None)
+    _APPLY.install(_apply_in_place)
+    if not ledger.one_memory:
+        _RAW_STREAM.install(lambda device: 0)
+    for patch in _FOREACH_TYPES:
+        if FakeTensor not in (supported := patch.original()):
+            supported.append(FakeTensor)
+    torch.compiler.set_stance("force_eager")
+    compile_code = _COMPILE.original()
+
+    def compile_and_note(*args: Any, **kwargs: Any) -> Any:
+        ledger.assume(
+            "code under torch.compile was simulated as it is written: compiled, it keeps other activations and"
+            " temporaries, mostly fewer"
+        )
+        return compile_code(*args, **kwargs)
+
+    _COMPILE.install(compile_and_note)
+    find_rule = _DISPATCH_RULE.original()
+    _DISPATCH_RULE.install(lambda op, of_class: None if of_class is recorder else find_rule(op, of_class))
+    _INSPECT.install(types.SimpleNamespace(**{**vars(inspect), "signature": read_signature}))
+    _route_attention(ledger)
+    make_one_hot = _ONE_HOT.original()
+
+    def one_hot(tensor: Any, num_classes: int = -1) -> Any:
+        mask = make_one_hot(tensor, num_classes)
+        ledger.choices.note(mask, tensor)
+        return mask
+
+    _ONE_HOT.install(one_hot)
+    Distribution.set_default_validate_args(False)  # it would look at values; routers of experts draw from one
+
+
+_signatures: dict[Any, _PositionalFirst] = {}
+
+
+def read_signature(function: Any) -> _PositionalFirst:
+    """Return the function's signature, read once for all functions of one `def`.
+
+    ZeRO stage 3 makes two classes for each module, and their functions differ in nothing but the module. Where a
+    signature does not follow from the code alone, by defaults or a decorator, it is read for each function.
+    """
+    differs = any(getattr(function, name, None) for name in ("__defaults__", "__kwdefaults__", "__dict__"))
+    key = function if differs else getattr(function, "__code__", function)
+    known = _signatures.get(key)
+    if known is None:
+        known = _signatures[key] = _PositionalFirst(function)
+    return known
+
+
+class _PositionalFirst:
+    """A function's signature as `torch.autograd.Function.apply` asks it; quick where a call gives each parameter."""
+
+    def __init__(self, function: Any) -> None:
+        self._signature = inspect.signature(function)
+        parameters = self._signature.parameters.values()
+        self._count = len(parameters)
+        self._is_plain = all(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
+
+    def bind(self, *args: Any, **kwargs: Any) -> Any:
+        """Return `args` and `kwargs` as `inspect.BoundArguments` has them."""
+        if self._is_plain and not kwargs and len(args) == self._count:
+            return _Bound(args)
+        return self._signature.bind(*args, **kwargs)
+
+
+class _Bound:
+    """The arguments of a call that needs no default."""
+
+    __slots__ = ("args", "kwargs")
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        self.args, self.kwargs = args, dict[str, Any]()
+
+    def apply_defaults(self) -> None:
+        """Do nothing: nothing is missing."""
+
+
+class NoValues(Exception):
+    """A tensor's values are needed, and a fake tensor has none."""
+
+
+def _set_data(tensor: Any, value: Any) -> None:
+    """`tensor.data = value`, which moves the tensor to the device of the value."""
+    torch.Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
+    if isinstance(tensor, FakeTensor) and isinstance(value, FakeTensor):
+        setattr(tensor, FAKE_DEVICE, getattr(value, FAKE_DEVICE))
+
+
+def _distinct_address(tensor: Any) -> int:
+    """An address that differs between storages: DeepSpeed compares addresses."""
+    return int((tensor.untyped_storage()._cdata << 12) + tensor.storage_offset() * tensor.element_size())
+
+
+def _refuse_values(tensor: Any, *, force: bool = False) -> Any:
+    if tensor.constant is None:
+        raise NoValues("a tensor is turned into a NumPy array, and a simulated tensor has no values")
+    return tensor.constant.numpy(force=force)
+
+
+def _apply_in_place(module: Any, function: Any, recurse: bool = True) -> Any:
+    """`Module._apply` as it works on real tensors: it sets `.data` and keeps the parameter objects."""
+    if recurse:
+        for child in module.children():
+            child._apply(function)
+    with torch.no_grad():
+        for parameter in module._parameters.values():
+            if parameter is None:
+                continue
+            parameter.data = function(parameter)
+            if parameter.grad is not None:
+                parameter.grad.data = function(parameter.grad)
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = function(buffer)
+    return module
+
+
+def _route_attention(ledger: Ledger) -> None:
+    """Send calls of scaled_dot_product_attention to the operator that a real device would take."""
+
+    def attend(*arguments: Any) -> Any:
+        if ledger.one_memory:
+            return _attend_on_cpu(*arguments)
+        return _attend_on_gpu(*arguments, capability=ledger.capability)
+
+    real = _ATTENTION.original()
+
+    def scaled_dot_product_attention(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+        scale: float | None = None, enable_gqa: bool = False,
+    ) -> Any:  # fmt: skip
+        out = attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if out is not None:
+            return out
+        return real(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+    _ATTENTION.install(scaled_dot_product_attention)
+
+
+def _are_fusible(query: Any, key: Any, value: Any) -> bool:
+    return bool(query.dim() == 4 and key.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1])
+
+
+def _attend_on_gpu(
+    query: Any, key: Any, value: Any, mask: Any, dropout: float, causal: bool, scale: float | None, gqa: bool,
+    *, capability: tuple[int, int],
+) -> Any:  # fmt: skip
+    """The result of the flash, memory-efficient or plain kernel, as CUDA chooses; None for tensors of the CPU.
+
+    After torch 2.13's sdp_utils.cpp. cuDNN's kernel, which torch may prefer on Hopper, counts as flash does.
+    """
+    if query.device.type != "cuda":
+        return None
+    pad = torch.nn.functional.pad
+    half, size = query.dtype in (torch.bfloat16, torch.float16), query.shape[-1]
+    fusible = _are_fusible(query, key, value)
+    if fusible and half and mask is None and takes_flash(query, key, value, dropout, causal, capability):
+        if size % 8:  # the kernel needs a multiple of 8: torch pads copies of all three and cuts the result
+            query, key, value = (pad(tensor, (0, 8 - size % 8)) for tensor in (query, key, value))
+            scale = scale if scale is not None else 1 / math.sqrt(size)
+        out = _aten._scaled_dot_product_flash_attention(query, key, value, dropout, causal, scale=scale)[0]
+        return out[..., :size] if size % 8 else out
+    mask = _as_bias(mask, query.dtype)
+    aligned = size % (8 if half else 4 if capability >= _FLASH_FROM else 1) == 0
+    if not fusible or gqa or not (half or query.dtype == torch.float32) or not aligned:
+        return _aten._scaled_dot_product_attention_math(
+            query, key, value, mask, dropout, causal, None, scale=scale, enable_gqa=gqa
+        )[0]
+    if mask is not None:
+        if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
+            # The kernel needs rows that begin at multiples of 8 elements: torch pads a copy.
+            mask = pad(mask, (0, 8 - mask.shape[-1] % 8))[..., : mask.shape[-1]]
+        mask = mask.expand(*query.shape[:-1], key.shape[-2])
+    for_backward = any(tensor.requires_grad for tensor in (query, key, value))
+    return _aten._scaled_dot_product_efficient_attention(
+        query, key, value, mask, for_backward, dropout, causal, scale=scale
+    )[0]
+
+
+def takes_flash(query: Any, key: Any, value: Any, dropout: float, causal: bool, capability: tuple[int, int]) -> bool:
+    """Whether torch takes the flash kernel for half-precision tensors without a mask."""
+    size = query.shape[-1]
+    if capability < _FLASH_FROM or size > _LARGEST_HEAD or (causal and query.shape[-2] != key.shape[-2]):
+        return False
+    trains = any(tensor.requires_grad for tensor in (query, key, value))
+    if trains and ((8, 6) <= capability <= (8, 9) or capability[0] == 12):
+        return size <= 192 or (size > 224 and not dropout)
+    return True
+
+
+def _attend_on_cpu(
+    query: Any, key: Any, value: Any, mask: Any, dropout: float, causal: bool, scale: float | None, gqa: bool
+) -> Any:
+    """The result of the CPU's flash kernel; None where a CPU would not take it."""
+    if not _are_fusible(query, key, value):
+        return None
+    if query.device.type != "cpu" or dropout or (mask is not None and mask.requires_grad):
+        return None
+    return _aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, causal, attn_mask=_as_bias(mask, query.dtype), scale=scale
+    )[0]
+
+
+def _as_bias(mask: Any, dtype: Any) -> Any:
+    """The tensor that torch adds to the scores: a boolean mask becomes one of the query's type."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), -math.inf)

@@ -1,0 +1,337 @@
+"""One rank of a job, from its environment to its result.
+
+The zygote forks ranks and calls `run_rank`. Where it must not fork, it starts
+`python -m autods.rank.worker SLOT HEARTBEAT_FD STORE_FD JOB_FILE` instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ..config.deepspeed import get_key
+from ..diagnosis.trial_outcome import RESULT_PREVENTED_EXIT, RESULT_UNWRITTEN_EXIT
+from ..plain_text import read_traceback
+from ..system import processes, stacks
+from ..system.host import count_cores, find_interface, threads_per_rank
+from ..types import Phase
+from ..workload.hf_config import partition_at_build
+from ..workload.load import bind_options, load
+from ..workload.protocol import Workload
+from .abrupt_ends import Watch, ending_forked_children, watching
+from .job import Heartbeats, JobKind, RankJob, describe_error
+from .memory import CpuMeter, CudaMeter, Meter
+from .model_facts import seed_all
+from .preload import preload
+
+Result = Mapping[str, Any]
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ETIMEDOUT)
+_SAMPLE_EVERY_S = 0.05  # in a run: amid training, the kernel takes 50 µs to count a process's memory
+_ONCE: tuple[Phase, ...] = ("rendezvous", "build", "init")
+
+
+@dataclass(slots=True)
+class Observer:
+    """Called at each phase of a trial: writes a heartbeat, samples the meter, and times building and initialising.
+
+    `training_peaks` has the measurements that count for training alone, whatever an exam does after it. The meter is
+    sampled at each phase, or where `sample_every_s` have passed since.
+    """
+
+    board: Heartbeats
+    slot: int
+    meter: Meter
+    phase: Phase = "start"
+    step: int = 0
+    build_s: float = 0.0
+    init_s: float = 0.0
+    training_peaks: dict[str, int] = field(default_factory=dict)
+    watch: Watch | None = None  # of the workload's code
+    sample_every_s: float = 0.0
+    _sampled_s: float = 0.0
+    _build_began_s: float = 0.0
+    _init_began_s: float = 0.0
+    _first_step_over: bool = False
+
+    def __call__(self, phase: Phase, step: int) -> None:
+        if self.watch is not None:
+            self.watch.check()
+        now = time.perf_counter()
+        if phase == "build":
+            self._build_began_s = now
+        elif phase == "init":
+            self.build_s, self._init_began_s = now - self._build_began_s, now
+        elif self.phase == "init":
+            self.init_s = now - self._init_began_s
+        elif phase == "evaluate" and not self.training_peaks:
+            self.training_peaks = self.meter.allocator()
+        elif phase == "save":
+            self.training_peaks |= self.meter.leave_device()
+        if (phase != self.phase and self.phase in _ONCE) or (step and not self._first_step_over):
+            self._first_step_over = step > 0
+            self.meter.settle()
+        self.touch(phase, step)
+
+    def watch_compiles(self) -> None:
+        """Be in the phase "compile" while torch.compile works, which may take minutes; then in the one before."""
+        from torch._dynamo.callback import on_compile_end, on_compile_start
+
+        on_compile_start(lambda *args: self.board.beat(self.slot, "compile", self.step))
+        on_compile_end(lambda *args: self.board.beat(self.slot, self.phase, self.step))
+
+    def touch(self, phase: Phase, step: int) -> None:
+        """Write a heartbeat for work between the trial's own phases, such as an evaluation that a script does."""
+        self.phase, self.step = phase, step
+        now = time.monotonic()
+        if now - self._sampled_s >= self.sample_every_s:
+            self._sampled_s = now
+            self.meter.sample()
+        self.board.beat(self.slot, phase, step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankContext:
+    """A rank's job and its resources.
+
+    `slot` is its place on this node. `store` is the socket on which rank 0 serves the rendezvous of several nodes.
+    `workload` is the zygote's copy, if it could load one.
+    """
+
+    job: RankJob
+    slot: int
+    observer: Observer
+    store: socket.socket | None
+    workload: Workload | None
+
+    def load_workload(self) -> Workload:
+        """Return the workload with this job's arguments. What the user's code raises is passed on."""
+        if self.workload is None:
+            workload = load(self.job.source)
+            if self.observer.watch is not None:
+                self.observer.watch.check()
+            return workload
+        return bind_options(self.workload, self.job.source) if self.job.rebind else self.workload
+
+    def run_script(self, complete: Callable[[Result], Result]) -> Result:
+        """Run the script as `__main__`. `complete` makes the rank's result from the result of the run."""
+        from .script.run import run
+
+        def leave(end: Result | BaseException) -> NoReturn:  # for a script that does not return
+            os._exit(self.write_record(end if isinstance(end, BaseException) else complete(end)))
+
+        return complete(run(self.job, self.slot, self.observer, self.store, leave))
+
+    def write_record(self, end: Result | BaseException) -> int:
+        """Write the rank's result or error into its file, whole or not at all; return the exit code."""
+        observer = self.observer
+        record: dict[str, Any] = {"ok": True, "result": end}
+        if isinstance(end, BaseException):
+            record = {"ok": False, "error": describe_error(end, self.job.source.path)}
+            with contextlib.suppress(Exception):  # a broken device may not answer; the numbers are only evidence
+                record |= {"free_bytes": observer.meter.free_bytes(), **observer.meter.allocator()}
+        observer.meter.lift()
+        if not record["ok"]:
+            _print_to_log(record["error"]["traceback"])  # users are sent to this log
+        record |= {"phase": observer.phase, "step": observer.step, "at_s": time.monotonic()}
+        path = Path(self.job.folder) / f"rank{self.job.local_ranks[self.slot]}.json"
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(record))
+        os.replace(temporary, path)
+        _print_to_log("")
+        return 0 if record["ok"] else 1
+
+
+def _print_to_log(text: str) -> None:
+    """Write after what the workload has printed; it may have replaced or closed the streams."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode() if text else b"")
+
+
+def run_rank(job: RankJob, slot: int, board: Heartbeats, store: socket.socket | None, workload: Workload | None) -> int:
+    """Do the job, write `rank<N>.json`, and return the exit code. See `RankContext` for the arguments.
+
+    Without a file the exit code is `RESULT_UNWRITTEN_EXIT` or `RESULT_PREVENTED_EXIT`.
+    """
+    import torch
+
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the monitor asks a stuck rank for its stacks
+    stacks.answer_requests()  # and a silent one where it is
+    processes.put_pid_into_names()
+    board.beat(slot, "start", 0)
+    torch.set_num_threads(_threads(job))  # it inherited one thread from the zygote, which has to stay single-threaded
+    meter: Meter = CpuMeter(job.limit_bytes) if job.device == "cpu" else CudaMeter(job.limit_bytes, slot)
+    observer = Observer(board, slot, meter)
+    observer.watch_compiles()
+    context = RankContext(job=job, slot=slot, observer=observer, store=store, workload=workload)
+    try:
+        try:
+            return context.write_record(_run_watched(context))
+        except BaseException as error:  # SystemExit of user code too: a rank that leaves without a result is a failure
+            return context.write_record(error)
+    except BaseException as error:
+        _print_to_log(read_traceback(error))
+        is_disk = isinstance(error, OSError) and error.errno in _DISK_ERRORS
+        return RESULT_UNWRITTEN_EXIT if is_disk else RESULT_PREVENTED_EXIT
+
+
+def _run_watched(context: RankContext) -> Result:
+    """Do the job. If the workload ends this process or forks, that is noticed; a script has its own rules for it."""
+    if context.job.source.kind == "script":
+        return _HANDLERS[context.job.job](context)
+    with watching(context.write_record) as watch:
+        context.observer.watch = watch
+        with ending_forked_children():
+            result = _HANDLERS[context.job.job](context)
+        watch.check()
+    return result
+
+
+def _build_ops(context: RankContext) -> Result:
+    from .ops import build
+
+    context.observer("build", 0)
+    for op in context.job.ops:
+        build(op)
+    return {}
+
+
+def _survey(context: RankContext) -> Result:
+    """Describe the workload, and why DeepSpeed's ops cannot be built here, by op; 'fp16' if the device lacks it."""
+    from deepspeed.accelerator import get_accelerator
+
+    from .model_facts import survey
+    from .ops import clear_killed_builds, find_problem
+
+    problems = {op: problem for op in context.job.ops if (problem := find_problem(op))}
+    if not get_accelerator().is_fp16_supported():
+        problems["fp16"] = "this device has no fp16"
+    if context.job.source.kind == "script":
+        clear_killed_builds()
+        return context.run_script(lambda facts: {"facts": facts, "op_problems": problems})
+    context.observer("build", 0)
+    return {"facts": survey(context.load_workload()), "op_problems": problems}
+
+
+def _train(context: RankContext) -> Result:
+    """Run the trial's steps; return their measurements with the seconds before them and the peak bytes."""
+    from .distributed import Ranks, join
+    from .training import train
+
+    job, observer, meter = context.job, context.observer, context.observer.meter
+    rank = job.local_ranks[context.slot]
+    # Each rank draws different data. When losses are compared, the ranks share the seed: samples have separate seeds.
+    seed_all(job.seed if job.exam == "parity" else job.seed + rank)
+    meter.start()
+
+    def complete(steps: Result) -> Result:
+        peaks = meter.peaks() | observer.training_peaks
+        return {"build_s": observer.build_s, "init_s": observer.init_s, "peaks": peaks, **steps}
+
+    if job.source.kind == "script":
+        return context.run_script(complete)
+    observer("rendezvous", 0)
+    join(job, context.store)
+    workload = context.load_workload()
+    if job.source.zero_init and job.exam != "parity" and get_key(job.ds_config, "zero_optimization.stage") == 3:
+        workload = partition_at_build(workload, job.ds_config)
+    ranks = Ranks(rank, job.world_size)
+    return complete(asdict(train(workload, job, observe=observer, meter=meter, ranks=ranks)))
+
+
+def _run(context: RankContext) -> Result:
+    """Do this rank's part of a training run, as its order says; return how it ended, with the peak bytes."""
+    from .training_run import session
+    from .training_run.order import VARIABLE, read_order
+
+    assert context.job.order is not None
+    order = read_order(context.job.order)
+    os.environ[VARIABLE] = context.job.order
+    job = replace(
+        context.job,
+        ds_config=order.ds_config,
+        micro_batch=order.micro_batch,
+        accumulation=order.accumulation,
+        checkpointing=order.checkpointing,
+        seed=order.seed,
+    )
+    seed_all(order.seed + job.local_ranks[context.slot])
+    context.observer.meter.start()
+    context.observer.sample_every_s = _SAMPLE_EVERY_S
+    session.observe_with(context.observer)
+    if job.source.kind == "script":
+        from .training_run.script import run_script
+
+        run_script(job, context.slot, context.store)
+    else:
+        from .distributed import join
+        from .training_run.loop import train
+
+        context.observer("rendezvous", 0)
+        join(job, context.store)
+        with contextlib.suppress(session.Stopped):
+            train(context.load_workload(), job, order, context.observer)
+    context.observer("done", context.observer.step)
+    return {**session.describe_end(), "peaks": context.observer.meter.peaks()}
+
+
+_HANDLERS: Mapping[JobKind, Callable[[RankContext], Result]] = {
+    "train": _train,
+    "survey": _survey,
+    "ops": _build_ops,
+    "run": _run,
+}
+
+
+def environment(job: RankJob, slot: int, port: int) -> dict[str, str]:
+    """Return this process's environment with the variables of torchrun and the rank's number of threads."""
+    variables = {
+        "RANK": str(job.local_ranks[slot]),
+        "LOCAL_RANK": str(slot),
+        "WORLD_SIZE": str(job.world_size),
+        "LOCAL_WORLD_SIZE": str(len(job.local_ranks)),
+        "NODE_RANK": str(job.node_rank),
+        "GROUP_RANK": str(job.node_rank),
+        "MASTER_ADDR": job.master_address,
+        "MASTER_PORT": str(port),
+    }
+    if job.master_address == "127.0.0.1":
+        variables["GLOO_SOCKET_IFNAME"] = "lo"
+    elif (interface := find_interface(job.node_address)) is not None:
+        # By default gloo resolves the host's name, which is a loopback address on many machines. NCCL looks for the
+        # fastest interfaces by itself, which need not be Ray's.
+        variables["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", interface)
+    # The host works in CUDA jobs as well: an offloaded optimizer takes all cores that it gets.
+    variables["OMP_NUM_THREADS"] = variables["MKL_NUM_THREADS"] = str(_threads(job))
+    return {**os.environ, **variables}
+
+
+def _threads(job: RankJob) -> int:
+    return job.threads or threads_per_rank(len(job.local_ranks), count_cores())
+
+
+def main(argv: list[str]) -> NoReturn:
+    """Run a rank in this new process, which imports everything itself; that takes about 10 seconds."""
+    slot, heartbeat, store = (int(word) for word in argv[:3])
+    job = RankJob.from_json(Path(argv[3]).read_text())
+    preload()
+    listening = socket.socket(fileno=store) if store >= 0 else None
+    os._exit(run_rank(job, slot, Heartbeats.from_fd(heartbeat), listening, None))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,187 @@
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from autods.config.rungs import Rung, read_rungs, select_rungs
+from autods.errors import InputError
+from autods.system.host import data_folder
+from autods.types import ModelFacts
+
+SHIPPED = ["ddp", "zero1", "zero2", "zero2-offload", "zero3", "zero3-offload-param", "zero3-offload", "zero3-nvme"]
+FACTS = ModelFacts(
+    parameters=32_638_976, largest_parameter=1_048_576, checkpointing=True, tokens_per_sample=64, has_optimizer=False
+)
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def rungs() -> Mapping[str, Rung]:
+    return read_rungs()
+
+
+def rung_file(folder: Path, *, name: str = "mine", old: str = "", new: str = "") -> Path:
+    """zero3 under another name, with one piece of its text replaced."""
+    text = (data_folder("strategies") / "zero3.toml").read_text().replace('name = "zero3"', f'name = "{name}"')
+    assert old in text
+    path = folder / f"{name}.toml"
+    path.write_text(text.replace(old, new))
+    return path
+
+
+def test_the_ladder_is_the_eight_rungs_fastest_first(rungs: Mapping[str, Rung]) -> None:
+    assert list(rungs) == SHIPPED
+
+
+def test_each_step_down_the_shipped_ladder_shards_or_moves_more(rungs: Mapping[str, Rung]) -> None:
+    def leanness(rung: Rung) -> tuple[int, int]:
+        away = {"device": 0, "host": 1, "nvme": 2}
+        return len(rung.shards), sum(away[tier] for tier in rung.places.values())
+
+    steps = [leanness(rungs[name]) for name in SHIPPED]
+    assert steps == sorted(steps)
+
+
+def test_at_416_mib_buckets_start_at_a_million_elements(rungs: Mapping[str, Rung]) -> None:
+    key = "zero_optimization.reduce_bucket_size"
+    sizes = [
+        rung.start[key].elements(device_bytes=416 * MIB, facts=FACTS) for rung in rungs.values() if key in rung.start
+    ]
+    assert len(sizes) == 7
+    assert all(1.0e6 <= size <= 1.2e6 for size in sizes)
+
+
+def test_no_bucket_starts_above_deepspeeds_default(rungs: Mapping[str, Rung]) -> None:
+    sizing = rungs["zero2"].start["zero_optimization.reduce_bucket_size"]
+    assert sizing.elements(device_bytes=10**15, facts=FACTS) == 500_000_000
+
+
+def test_start_sizes_are_even_and_never_nothing(rungs: Mapping[str, Rung]) -> None:
+    for rung in rungs.values():
+        for sizing in (sizing for sizing in rung.start.values() if sizing.switch is None):
+            for device_bytes in (1, 999_999, 64 * MIB, 80 * 2**30 + 1):
+                size = sizing.elements(device_bytes=device_bytes, facts=FACTS)
+                assert size >= 2
+                assert size % 2 == 0
+
+
+def test_an_nvme_buffer_holds_the_largest_parameter(rungs: Mapping[str, Rung]) -> None:
+    sizing = rungs["zero3-nvme"].start["zero_optimization.offload_param.buffer_size"]
+    assert sizing.elements(device_bytes=320 * MIB, facts=FACTS) > FACTS.largest_parameter
+
+
+def test_keys_that_stage_3_ignores_are_not_tuned_there(rungs: Mapping[str, Rung]) -> None:
+    for rung in rungs.values():
+        if rung.stage == 3:
+            tuned = {key.rpartition(".")[2] for key in (*rung.tune, *rung.start)}
+            assert not {key for key in tuned if key.startswith("allgather") or key == "reduce_scatter"}
+
+
+def test_no_rung_tunes_the_allgather_bucket(rungs: Mapping[str, Rung]) -> None:
+    assert not [key for rung in rungs.values() for key in rung.tune if "allgather" in key]
+
+
+def test_every_range_that_is_tuned_has_a_start_value(rungs: Mapping[str, Rung]) -> None:
+    for rung in rungs.values():
+        assert all(key in rung.start for key, dimension in rung.tune.items() if not dimension.choices)
+
+
+def test_pinned_memory_is_tuned_where_a_rung_offloads(rungs: Mapping[str, Rung]) -> None:
+    pinned = {name for name, rung in rungs.items() if any("pin_memory" in key for key in rung.tune)}
+    assert pinned == {"zero2-offload", "zero3-offload-param", "zero3-offload"}
+
+
+def test_selected_rungs_come_fastest_first(rungs: Mapping[str, Rung]) -> None:
+    assert [rung.name for rung in select_rungs(("zero3", "ddp", "zero3"), rungs)] == ["ddp", "zero3"]
+
+
+def test_an_unknown_rung_is_refused_with_the_names_there_are(rungs: Mapping[str, Rung]) -> None:
+    with pytest.raises(InputError, match=r"no rung 'zero4'[\s\S]*zero3-nvme"):
+        select_rungs(("ddp", "zero4"), rungs)
+
+
+def test_an_empty_ladder_is_refused(rungs: Mapping[str, Rung]) -> None:
+    with pytest.raises(InputError, match="the ladder is empty"):
+        select_rungs((), rungs)
+
+
+def test_a_users_rung_joins_the_ladder_at_its_place(tmp_path: Path) -> None:
+    rung_file(tmp_path, old="order = 50", new="order = 55")
+    names = list(read_rungs((tmp_path,)))
+    assert names[names.index("zero3") + 1] == "mine"
+
+
+def test_a_users_rung_replaces_a_shipped_one_of_the_same_name(tmp_path: Path) -> None:
+    rung_file(tmp_path, name="zero3", old="order = 50", new="order = 5")
+    assert next(iter(read_rungs((tmp_path,)))) == "zero3"
+
+
+def test_an_edited_rung_is_read_again(tmp_path: Path) -> None:
+    rung_file(tmp_path, old="order = 50", new="order = 55")
+    assert read_rungs((tmp_path,))["mine"].order == 55
+    rung_file(tmp_path, old="order = 50", new="order = 65")
+    assert read_rungs((tmp_path,))["mine"].order == 65
+
+
+def test_a_strategies_folder_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="is not a folder of rungs"):
+        read_rungs((tmp_path / "nowhere",))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("order = 50", "order = ", "is not TOML"),
+        ("order = 50", "", "lacks 'order'"),
+        ("order = 50", 'order = "fast"', "order is 'fast', not a whole number"),
+        ("stage = 3\nshards", "stage = 4\nshards", "stage is 4, not one of 0, 1, 2, 3"),
+        ("order = 50", "order = 50\nsorder = 1", "unknown key 'sorder'"),
+        ('optimizer = "device"', 'optimizer = "moon"', "places.optimizer is 'moon'"),
+        ('optimizer = "device"', "", "places lacks 'optimizer'"),
+        ("world_size = 2", "", "needs lacks 'world_size'"),
+        ("device_share = 0.005, bytes_each", "bytes_each", "needs one of device_share, largest_parameter and switch"),
+        ("low = 0.5, high = 20.0", "low = 0.5, high = 0.1", "0 < low < high"),
+        ("choices = [true, false]", "choices = []", "needs a start value"),
+        ("choices = [true, false]", "choices = true", "not a list"),
+    ],
+)
+def test_a_bad_rung_file_is_refused_with_the_file_and_what_is_wrong(
+    tmp_path: Path, old: str, new: str, said: str
+) -> None:
+    path = rung_file(tmp_path, old=old, new=new)
+    with pytest.raises(InputError) as caught:
+        read_rungs((tmp_path,))
+    assert said in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert "_File" not in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_a_rung_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match="is not text"):
+        read_rungs((tmp_path,))
+
+
+def test_every_rung_file_is_named_after_its_rung() -> None:
+    assert {path.stem for path in data_folder("strategies").glob("*.toml")} == set(read_rungs())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "wanted"),
+    [
+        ("choices = [true, false], usual = true", "choices = [true], usual = false", "one of the choices"),
+        ("most = 500_000_000, usual = 50_000_000", 'most = 500_000_000, usual = "50M"', "a number of elements"),
+        ("most = 500_000_000, usual = 50_000_000", "most = 500_000_000, usual = 1", "a number of elements"),
+        ("most = 500_000_000, usual = 50_000_000", "most = 500_000_000, usual = true", "a number of elements"),
+    ],
+)
+def test_a_usual_value_that_the_key_cannot_take_is_an_error(tmp_path: Path, old: str, new: str, wanted: str) -> None:
+    rung_file(tmp_path, old=old, new=new)
+    with pytest.raises(InputError, match=rf"usual is .*, not {wanted}"):
+        read_rungs((tmp_path,))
+
+
+def test_a_rung_need_not_say_what_is_usual(tmp_path: Path) -> None:
+    rung_file(tmp_path, old=", usual = 50_000_000", new="")
+    assert read_rungs((tmp_path,))["mine"].tune["zero_optimization.stage3_prefetch_bucket_size"].usual is None

@@ -1,0 +1,85 @@
+"""The buffers of attention kernels, by hand from torch's sources, and which kernel a card takes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from autods.forecast.simulate.kernel_buffers import (
+    size_efficient_backward,
+    size_efficient_forward,
+    size_flash_backward,
+)
+from autods.forecast.simulate.torch_patches import takes_flash
+
+
+def tensor(heads: int, length: int, head: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """As attention gets it: (batch, heads, sequence, head) of memory in which the sequence comes before the heads."""
+    return torch.empty(2, length, heads, head, dtype=dtype, device="meta").transpose(1, 2)
+
+
+def test_flash_sums_the_querys_gradient_in_fp32() -> None:
+    query = tensor(8, 100, 80)
+    # 100 rows are padded to 128, 80 columns to 96; softmax_d has a number for each row.
+    assert size_flash_backward([query] * 5) == [2 * 8 * 128 * 4, 2 * 8 * 128 * 96 * 4]
+
+
+def test_flash_expands_key_and_value_of_grouped_heads() -> None:
+    query, key = tensor(8, 128, 64), tensor(2, 256, 64)
+    sizes = size_flash_backward([query, query, key, key, query])
+    assert sizes[2:] == 2 * [2 * 8 * 256 * 64 * 2]
+
+
+def test_flash_copies_a_gradient_that_is_not_contiguous() -> None:
+    query = tensor(8, 128, 64)
+    gradient = torch.empty(2, 8, 128, 64, dtype=torch.bfloat16, device="meta")
+    assert size_flash_backward([gradient, query, query, query, query])[0] == 2 * 8 * 128 * 64 * 2
+    assert len(size_flash_backward([gradient, query, query, query, query])) == 3
+
+
+def test_the_efficient_kernel_sums_long_heads_in_memory() -> None:
+    short, long = tensor(4, 128, 64, torch.float16), tensor(4, 128, 192, torch.float16)
+    assert size_efficient_backward([short, short, short, short, None, short])[-1] == 2 * 4 * 128 * 64 * 4
+    assert size_efficient_backward([long, long, long, long, None, long])[-1] == 3 * 2 * 4 * 128 * 192 * 4
+    assert size_efficient_forward([short, short, short]) == []
+    assert size_efficient_forward([long, long, long]) == [2 * 4 * 128 * 192 * 4]
+
+
+@pytest.mark.parametrize(
+    ("capability", "head", "dropout", "expected"),
+    [
+        ((7, 0), 64, 0.0, False),
+        ((7, 5), 128, 0.0, False),
+        ((8, 0), 256, 0.1, True),
+        ((9, 0), 264, 0.0, False),
+        ((8, 6), 224, 0.0, False),
+        ((8, 9), 256, 0.0, True),
+        ((8, 9), 256, 0.1, False),
+        ((12, 0), 224, 0.0, False),
+    ],
+)
+def test_flash_needs_ampere_and_a_head_of_its_sizes(
+    capability: tuple[int, int], head: int, dropout: float, expected: bool
+) -> None:
+    query = tensor(4, 128, head).requires_grad_()
+    assert takes_flash(query, query, query, dropout, True, capability) == expected
+
+
+def test_flash_takes_no_causal_mask_that_is_not_square() -> None:
+    query, key = tensor(4, 128, 64), tensor(4, 256, 64)
+    assert not takes_flash(query, key, key, 0.0, True, (9, 0))
+    assert takes_flash(query, key, key, 0.0, False, (9, 0))
+
+
+def test_buffers_hold_copies_of_what_is_not_contiguous() -> None:
+    """A contiguous gradient and result are what torch calls contiguous with the sequence before the heads."""
+    draw = random.Random(7)
+    for _ in range(300):
+        made = torch.empty([draw.choice([1, 2, 3]) for _ in range(4)], dtype=torch.bfloat16)
+        for _ in range(draw.choice([0, 1, 2])):
+            made = made.transpose(*draw.sample(range(4), 2))
+        made = made[:, ::2] if draw.random() < 0.3 else made
+        copies = size_flash_backward([made, made, made, made, made[:, :0]])[:-2]
+        assert copies == ([] if made.transpose(1, 2).is_contiguous() else [made.numel() * 2])

@@ -1,0 +1,68 @@
+"""Errors of DeepSpeed and of kernels are explained in the terms of the user's config."""
+
+from __future__ import annotations
+
+import pytest
+
+from autods.forecast.simulate.protocol import Refused, explain_optimizer_errors, failure_of
+from autods.rank.patching import Patch, SymbolMissing
+
+
+def explained(error: Exception, config: dict[str, object]) -> Refused:
+    with pytest.raises(Refused) as refused, explain_optimizer_errors(config):
+        raise error
+    return refused.value
+
+
+def test_a_paged_optimizer_is_not_simulated() -> None:
+    error = RuntimeError("Method 'cget_managed_ptr' not available in CPU-only version of bitsandbytes.")
+    refused = explained(error, {})
+    assert refused.kind == "unsupported"
+    assert "the optimizer of build_optimizer is a paged one" in refused.problem
+
+
+def test_an_optimizer_for_gpus_is_refused_on_cpu_ranks() -> None:
+    error = ValueError("This op had not been implemented on CPU backend.")
+    refused = explained(error, {"optimizer": {"type": "Lamb"}})
+    assert refused.problem == "DeepSpeed's kernel of the optimizer Lamb runs on GPUs only"
+
+
+def test_an_unknown_optimizer_is_named() -> None:
+    error = AttributeError("module 'torch.optim' has no attribute 'SGDD'")
+    refused = explained(error, {"optimizer": {"type": "SGDD"}})
+    assert "'SGDD' is neither an optimizer of DeepSpeed nor of torch.optim" in refused.problem
+    assert refused.hint is not None
+    assert "mind the case" in refused.hint
+
+
+def test_other_errors_pass_through() -> None:
+    with pytest.raises(ZeroDivisionError), explain_optimizer_errors({"optimizer": {"type": "sgd"}}):
+        raise ZeroDivisionError
+
+
+def test_a_refusal_keeps_its_words() -> None:
+    failure = failure_of(Refused("unsupported", "no such kernel", "use another"), "model.py")
+    assert (failure.kind, failure.problem, failure.hint) == ("unsupported", "no such kernel", "use another")
+
+
+def test_a_moved_symbol_of_a_library_is_named_with_a_hint() -> None:
+    patch = Patch(symbol="pytest.nothing", why="it is a test")
+    with pytest.raises(SymbolMissing) as missing:
+        patch.original()
+    failure = failure_of(missing.value, "model.py")
+    assert failure.problem == f"pytest {pytest.__version__} has no pytest.nothing, which autods replaces: it is a test"
+    assert failure.hint is not None
+    assert "constraints.txt" in failure.hint
+
+
+def test_an_error_of_the_users_file_names_its_line() -> None:
+    code = compile("\nraise ValueError('no')", "model.py", "exec")
+    try:
+        exec(code)
+    except ValueError as error:
+        failure = failure_of(error, "model.py")
+    assert (failure.kind, failure.problem, failure.place) == ("user_code", "ValueError: no", "model.py:2")
+
+
+def test_an_error_of_a_library_is_the_engines() -> None:
+    assert failure_of(RuntimeError("x"), "model.py").kind == "engine"

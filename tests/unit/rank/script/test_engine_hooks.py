@@ -1,0 +1,133 @@
+"""Optimizer steps are seen however a script takes them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from autods.rank.script.engine_hooks import destroy_process_group, watch_engine
+from autods.rank.script.session import Session
+from autods.workload import WorkloadError
+from tests.support.script_trials import script_job
+
+
+class Optimizer:
+    steps = 0
+
+    def step(self):
+        self.steps += 1
+
+
+class Engine:
+    """Has what is watched of DeepSpeed's engine; it steps its optimizer at each boundary."""
+
+    training = True
+
+    def __init__(self, accumulation=1):
+        self.optimizer, self.accumulation, self.done = Optimizer(), accumulation, 0
+
+    def is_gradient_accumulation_boundary(self):
+        return (self.done + 1) % self.accumulation == 0
+
+    def forward(self, x):
+        return x
+
+    def backward(self, loss):
+        return loss
+
+    def train(self, mode=True):
+        self.training = mode
+
+    def step(self):
+        if self.is_gradient_accumulation_boundary():
+            self.optimizer.step()
+        self.done += 1
+
+
+class BoundarySession(Session):
+    """Notes the boundaries only."""
+
+    def __init__(self, job):
+        super().__init__(job, slot=0, observer=lambda phase, step: None, leave=pytest.fail)
+        self.boundaries = []
+
+    def end_step(self, *, boundary):
+        self._backwards = 0
+        self.boundaries.append(boundary)
+
+
+def watched(engine, **job):
+    session = BoundarySession(script_job(**job))
+    watch_engine(engine, session)
+    return session
+
+
+def test_an_engine_step_counts_once_though_it_steps_its_optimizer():
+    engine = Engine(accumulation=2)
+    session = watched(engine)
+    for _ in range(4):
+        engine.step()
+    assert session.boundaries == [False, True, False, True]
+    assert engine.optimizer.steps == 2
+
+
+def test_a_step_of_the_optimizer_alone_counts():
+    engine = Engine()
+    session = watched(engine)
+    engine.optimizer.step()
+    assert session.boundaries == [True]
+    assert engine.optimizer.steps == 1
+
+
+def test_the_watched_optimizer_step_is_a_method():
+    engine = Engine()
+    watched(engine)
+    assert engine.optimizer.step.__func__ is not Optimizer.step
+    assert engine.optimizer.step.__self__ is engine.optimizer
+
+
+def test_a_script_that_never_steps_is_an_error():
+    engine = Engine()
+    watched(engine, accumulation=2)
+    for _ in range(512):
+        engine.backward(SimpleNamespace())
+    with pytest.raises(WorkloadError, match="called the engine's backward 513 times and never its step"):
+        engine.backward(SimpleNamespace())
+
+
+def test_a_script_may_accumulate_by_itself():
+    engine = Engine()
+    session = watched(engine)
+    for _ in range(3):
+        for _ in range(200):
+            engine.backward(SimpleNamespace())
+        engine.step()
+    assert session.boundaries == [True] * 3
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """What happens, in order, when a script of so many steps ends its process group, or a group of some ranks."""
+    happened: list[object] = []
+
+    def end_group(steps: int, *group: object) -> list[object]:
+        session = BoundarySession(script_job(exam="worst_case"))
+        session.engine, session.clock.times = object(), [0.1] * steps
+        destroy_process_group(session, happened.append, *group)
+        return happened
+
+    monkeypatch.setattr(Session, "finish_exam", lambda self: happened.append("exam"))
+    return end_group
+
+
+def test_an_exam_is_finished_before_the_process_group_ends(events):
+    assert events(3) == ["exam", None]
+
+
+def test_a_script_that_ended_too_early_has_no_exam(events):
+    assert events(0) == [None]
+
+
+def test_a_group_of_some_ranks_may_end_at_any_time(events):
+    assert events(3, "some ranks") == ["some ranks"]

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import errno
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from autods.rank.training_run.checkpoints import list_checkpoints
+from autods.rank.training_run.order import RunOrder
+from autods.rank.training_run.session import Session, Stopped
+from autods.workload.protocol import WorkloadError
+
+
+class Engine:
+    """What a session uses of DeepSpeed's engine, without its ranks. `failure` is what a save raises half-way."""
+
+    world_size, device, data_parallel_group, lr_scheduler = 1, torch.device("cpu"), None, None
+    _config = SimpleNamespace(_param_dict={})
+
+    def __init__(self):
+        self.global_steps, self.failure = 0, None
+        self.module = torch.nn.Linear(2, 2)
+        self.optimizer = self.basic_optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
+        self.param_names = {parameter: name for name, parameter in self.module.named_parameters()}
+
+    def train_micro_batch_size_per_gpu(self):
+        return 2
+
+    def gradient_accumulation_steps(self):
+        return 2
+
+    def zero_optimization_stage(self):
+        return 0
+
+    def save_checkpoint(self, folder, tag, save_latest):
+        with open(f"{folder}/weights.pt", "wb") as file:
+            file.write(b"w" * 1000)
+        if self.failure is not None:
+            raise self.failure
+
+
+@pytest.fixture
+def make_session(tmp_path):
+    def make(**changes):
+        values = {"steps": 6, "checkpoint_every": 2, "micro_batch": 2, "global_batch": 4} | changes
+        order = RunOrder(
+            folder=str(tmp_path), attempt=1, ds_config={}, accumulation=2, world_size=1,
+            checkpointing=False, **values,
+        )  # fmt: skip
+        order.write()
+        return Session(Engine(), order)
+
+    return make
+
+
+def train(session, steps):
+    """Do optimizer steps of two micro batches; the loss of each is the step's number."""
+    for _ in range(steps):
+        session.step_done(torch.tensor(float(session.step + 1)))
+        session.engine.global_steps += 1
+        session.step_done(torch.tensor(float(session.step)))
+
+
+def read_lines(session):
+    return [json.loads(line) for line in session.order.steps_file.read_text().splitlines()]
+
+
+def saved_steps(session):
+    return [checkpoint.step for checkpoint in list_checkpoints(session.order.checkpoints).complete]
+
+
+def test_steps_are_journaled_in_order_with_their_loss(make_session):
+    session = make_session()
+    train(session, 6)
+    assert [(line["step"], line["loss"]) for line in read_lines(session)] == [(step, step) for step in range(1, 7)]
+    assert saved_steps(session) == [4, 6]
+
+
+def test_a_loss_that_is_no_number_is_journaled_as_null(make_session):
+    session = make_session()
+    for loss in ("inf", "nan", "-inf", "1"):
+        for _ in range(2):
+            session.engine.global_steps += _
+            session.step_done(torch.tensor(float(loss)))
+    session.consensus.flush()
+    assert [line["loss"] for line in read_lines(session)] == [None, None, None, 1.0]
+
+
+def test_the_last_step_is_saved_where_no_save_was_due(make_session):
+    session = make_session(steps=None, checkpoint_every=4)
+    train(session, 5)
+    session.finish()
+    assert saved_steps(session) == [4, 5]
+    assert len(read_lines(session)) == 5
+
+
+def test_a_full_disk_skips_the_save_and_training_goes_on(make_session):
+    session = make_session(least_free_bytes=2**60)
+    train(session, 3)
+    assert saved_steps(session) == []
+    assert [line["step"] for line in read_lines(session) if "unsaved" in line] == [2]
+
+
+def test_an_older_checkpoint_makes_room_and_the_last_stays(make_session, monkeypatch):
+    session = make_session()
+    train(session, 4)
+    usage = SimpleNamespace(free=10)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    train(session, 2)
+    assert saved_steps(session) == [4]
+
+
+@pytest.mark.parametrize(
+    "failure", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("PytorchStreamWriter failed writing")]
+)
+def test_a_save_that_fails_half_way_ends_the_rank_with_a_torn_folder(make_session, failure):
+    session = make_session()
+    train(session, 2)
+    session.engine.failure = failure
+    with pytest.raises(OSError, match="No space left") as raised:
+        train(session, 2)
+    assert raised.value.errno == errno.ENOSPC
+    assert saved_steps(session) == [2]
+    assert len(list_checkpoints(session.order.checkpoints).torn) == 1
+
+
+def test_a_request_to_stop_saves_the_step_and_ends(make_session):
+    session = make_session(steps=100, checkpoint_every=50)
+    train(session, 1)
+    session.order.stop_file.touch()
+    with pytest.raises(Stopped):
+        train(session, 10)
+    assert session.step <= 4
+    assert saved_steps(session) == [session.step]
+    assert session.stopped
+
+
+def test_an_engine_of_another_batch_is_refused(make_session):
+    with pytest.raises(WorkloadError, match="4 samples a step, not 8"):
+        make_session(global_batch=8, micro_batch=4)
+
+
+def test_without_a_run_batches_are_one_pass(monkeypatch):
+    session = Session(Engine(), None)
+    batches = []
+    for batch in session.batches(list(range(11))):
+        batches.append(batch.tolist())
+        session.engine.global_steps += len(batches) % 2 == 0
+        session.step_done()
+    assert len(batches) == 4
+    assert len({number for batch in batches for number in batch}) == 8
+
+
+def test_ranks_that_load_their_data_have_no_workers(make_session, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a worker was started")
+
+    monkeypatch.setattr("multiprocessing.process.BaseProcess.start", refuse)
+    options = {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 2}
+    batches = make_session(loads_in_ranks=True).batches(list(range(8)), **options)
+    assert len(next(batches)) == 2
+    with pytest.raises(AssertionError, match="a worker was started"):
+        next(make_session().batches(list(range(8)), **options))
+
+
+def test_a_loader_takes_no_size_of_its_own(make_session):
+    with pytest.raises(WorkloadError, match="takes no batch_size"):
+        next(make_session().batches([1, 2, 3, 4], batch_size=2))
