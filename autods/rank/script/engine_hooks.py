@@ -39,7 +39,7 @@ def install(session: Session) -> None:
     _DESTROY.wrap(destroy_process_group, session, everywhere=True)
     kind = session.job.source.script_kind
     if kind not in (None, "deepspeed"):  # a library calls `deepspeed.initialize` for the script
-        importlib.import_module(f".integrations.{kind}", __package__).install(session)
+        importlib.import_module(f".adapters.{kind}", __package__).install(session)
 
 
 def watch_engine(engine: Any, session: Session) -> None:
