@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args, get_origin, ge
 
 from .errors import InputError
 from .files import check_path
+from .types import MOST_RANKS
 
 if TYPE_CHECKING:
     from .events import Listener
-    from .forecast.values import ForecastListener
     from .workload.protocol import Workload
 
 
@@ -39,7 +39,6 @@ class Kind:
     items: Kind | None = None
 
 
-MOST_RANKS = 100_000
 MOST_COUNT = 10**9  # of any number that counts something
 _MOST_ITEMS = 10_000  # of a list
 
@@ -368,7 +367,7 @@ class PlanRequest(WorkloadRequest):
     stall_limit: Duration | None = _option(
         "Search", "Silence of a simulation that counts as a hang: 90s, 20m, 2h.", "TIME", default="15m"
     )
-    on_event: ForecastListener | None = _listener(
+    on_event: Callable[[Any], None] | None = _listener(
         "Called with each `forecast.values` event while it works, from any thread."
     )
 
@@ -469,12 +468,12 @@ class ExplainRequest(_Request):
     gpu_memory: Size | None = _option("Machine", "Memory of a card, such as 80GiB, when not --on.", "SIZE")
     host_memory: Size | None = _option("Machine", "Memory of a node, such as 1TiB.", "SIZE")
     nvme: Size | None = _option("Machine", "NVMe of a node, such as 2TiB.", "SIZE")
-    on_event: ForecastListener | None = _listener("Called with each `forecast.values` event while it works.")
+    on_event: Callable[[Any], None] | None = _listener("Called with each `forecast.values` event while it works.")
 
 
 def field_types(request: type) -> Mapping[str, Any]:
     """The type of each field, with its `Kind`; types of higher layers become Any."""
-    above = {"Workload": Any, "Listener": Any, "ForecastListener": Any}
+    above = {"Workload": Any, "Listener": Any}
     return get_type_hints(request, localns=above, include_extras=True)
 
 

@@ -220,6 +220,7 @@ def first_line(text: str, most: int = 160) -> str:
 
 
 Device = Literal["cuda", "cpu"]
+MOST_RANKS = 100_000  # of a job, and of a machine of the catalogue
 # The part of the search that a trial belongs to, or "probe".
 Purpose = Literal["walk", "shortfall", "grow", "race", "tune", "verify", "certify", "probe"]
 # What a trial does besides training steps on `build_batch`. worst_case: its steps run on the longest batch, then it

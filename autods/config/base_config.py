@@ -14,9 +14,9 @@ from typing import Any, cast, get_args
 
 from ..errors import InputError
 from ..files import read_text
-from ..requests import MOST_RANKS, ConfigSource, show_value
+from ..requests import ConfigSource, show_value
 from ..schema import check_plain, parse_json
-from ..types import Device, WorkloadSource
+from ..types import MOST_RANKS, Device, WorkloadSource
 from ..units import parse_bytes
 from .deepspeed import BATCH_KEYS, enabled_half_precision, get_key, merge, read_known_keys
 

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from ..requests import MOST_RANKS, PlanRequest, ProbeRequest
 from ..schema import check_name, read_checked, read_toml
 from ..system.gpus import Card
 from ..system.host import Hardware, data_folder
-from ..types import Device
-from .base_config import parse_size
+from ..types import MOST_RANKS
 
 _CAPABILITY = re.compile(r"\d{1,2}\.\d")
 ASKED, HERE = "asked", "here"  # machines outside the catalogue: one described by options, and this machine
@@ -135,31 +133,6 @@ def find_machines(names: str) -> tuple[Machine, ...]:
             raise InputError(f"--on {names}: the catalogue has no machine {name!r}", hint=hint)
         machines[machine.name] = machine
     return tuple(sorted(machines.values(), key=lambda machine: machine.device_bytes))
-
-
-def choose_machines(request: PlanRequest | ProbeRequest, device: Device, hardware: Hardware) -> tuple[Machine, ...]:
-    """Return the machines that a forecast is for: of the catalogue, with cards as asked, or this one."""
-    device_bytes = parse_size(request.gpu_memory, "--gpu-memory")
-    host_bytes = parse_size(request.host_memory, "--host-memory")
-    cards = hardware.cards if device == "cuda" else ()
-    machines: tuple[Machine, ...]
-    if request.on is not None:
-        if device_bytes is not None or device == "cpu":
-            other = "--gpu-memory" if device_bytes is not None else "--device cpu"
-            raise InputError(f"--on names a card, so {other} has no effect", hint="drop one of the two")
-        machines = find_machines(request.on)
-    elif device_bytes is not None:
-        machines = (Machine(name=ASKED, title="as asked", device_bytes=device_bytes, gpus=len(cards) or None),)
-    elif cards:
-        machines = (describe_this_machine(cards, hardware),)
-    elif device == "cpu":
-        raise InputError("--device cpu has no card", hint="give --gpu-memory 80GiB")
-    else:
-        raise InputError(
-            "no CUDA GPU is visible, so say which to forecast for",
-            hint="give --gpu-memory 80GiB, --on a100-80gb or --on all",
-        )
-    return tuple(replace(machine, host_bytes=host_bytes or machine.host_bytes) for machine in machines)
 
 
 def describe_this_machine(cards: Sequence[Card], hardware: Hardware) -> Machine:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from ..requests import PlanRequest
+from ..requests import PlanRequest, ProbeRequest
 from ..system.host import Hardware
 from ..types import Device, ModelFacts, WorkloadSource
 from ..units import parse_amount
@@ -23,7 +23,7 @@ from .base_config import (
     resolve_base_config,
     resolve_global_batch,
 )
-from .catalogue import HERE, Machine, choose_machines, find_by_driver_name
+from .catalogue import ASKED, HERE, Machine, describe_this_machine, find_by_driver_name, find_machines
 from .profiles import read_profile
 from .rungs import Rung
 from .settings import parse_time, select_ladder
@@ -137,6 +137,31 @@ def resolve_plan(request: PlanRequest, source: WorkloadSource, *, hardware: Hard
         timeline=_check_timeline(request.timeline, machines),
         assumed=tuple(_list_assumptions(sites, kind, request)),
     )
+
+
+def choose_machines(request: PlanRequest | ProbeRequest, device: Device, hardware: Hardware) -> tuple[Machine, ...]:
+    """Return the machines that a forecast is for: of the catalogue, with cards as asked, or this one."""
+    device_bytes = parse_size(request.gpu_memory, "--gpu-memory")
+    host_bytes = parse_size(request.host_memory, "--host-memory")
+    cards = hardware.cards if device == "cuda" else ()
+    machines: tuple[Machine, ...]
+    if request.on is not None:
+        if device_bytes is not None or device == "cpu":
+            other = "--gpu-memory" if device_bytes is not None else "--device cpu"
+            raise InputError(f"--on names a card, so {other} has no effect", hint="drop one of the two")
+        machines = find_machines(request.on)
+    elif device_bytes is not None:
+        machines = (Machine(name=ASKED, title="as asked", device_bytes=device_bytes, gpus=len(cards) or None),)
+    elif cards:
+        machines = (describe_this_machine(cards, hardware),)
+    elif device == "cpu":
+        raise InputError("--device cpu has no card", hint="give --gpu-memory 80GiB")
+    else:
+        raise InputError(
+            "no CUDA GPU is visible, so say which to forecast for",
+            hint="give --gpu-memory 80GiB, --on a100-80gb or --on all",
+        )
+    return tuple(replace(machine, host_bytes=host_bytes or machine.host_bytes) for machine in machines)
 
 
 def _check_timeline(path: str | os.PathLike[str] | None, machines: Sequence[Machine]) -> Path | None:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import cast
 
 from ..config.base_config import check_ranks, parse_device, resolve_base_config, resolve_global_batch
-from ..config.catalogue import Machine, choose_machines
-from ..config.plan_settings import nvme_place
+from ..config.catalogue import Machine
+from ..config.plan_settings import choose_machines, nvme_place
 from ..config.profiles import read_profile
 from ..config.rungs import Rung, read_rungs
 from ..config.settings import Settings, resolve_fit, select_ladder
