@@ -7,7 +7,6 @@ device alone.
 from __future__ import annotations
 
 import contextlib
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,10 +21,10 @@ from .exam import WorstCaseExam, allow_gathering
 from .job import RankJob
 from .memory import Meter
 from .model_facts import check_batch, enable_checkpointing, largest_shape, longest_batch, place, seed_all
+from .step_recorder import StepRecorder, was_skipped
 from .weights import drawing_in_parallel
 
 Observe = Callable[[Phase, int], None]
-_MOST_SKIPPED = 40  # in a row; the largest first loss scale of DeepSpeed is 2**32, and each skipped step halves it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,16 +32,15 @@ class TrainingResult:
     """What the steps of one rank measured.
 
     `step_s` has the seconds of each timed step, `steps_s` the seconds of all steps with the warm-up, `losses` one loss
-    for each step. `skipped_steps` were further ones that changed no weights, see `was_skipped`. `held_bytes` are those
-    in use on the device after each step. `update_size` is that of a parity trial, see `types.Fit`. `examined` is
-    `types.Examined` of a worst-case exam. `communication` is `types.Communication` of this rank as a dict.
+    for each step. `skipped_steps` were further ones that changed no weights, see `was_skipped`. `update_size` is that
+    of a parity trial, see `types.Fit`. `examined` is `types.Examined` of a worst-case exam. `communication` is
+    `types.Communication` of this rank as a dict.
     """
 
     step_s: tuple[float, ...] = ()
     steps_s: float = 0.0
     losses: tuple[float, ...] = ()
     skipped_steps: int = 0
-    held_bytes: tuple[int, ...] = ()
     update_size: float | None = None
     examined: Examined | None = None
     communication: Mapping[str, Any] | None = None
@@ -97,8 +95,14 @@ def train(workload: Workload, job: RankJob, *, observe: Observe, meter: Meter, r
         seed_all(job.seed)  # layers of experts choose tokens at random in evaluation, too
         return compute_loss(False)
 
-    result = run_steps(step, job.steps, meter, ranks, lambda: was_skipped(engine))
-    index = len(result.losses)
+    recorder = run_steps(step, job.steps, meter, ranks, lambda: was_skipped(engine))
+    index = len(recorder.losses)
+    result = TrainingResult(
+        step_s=recorder.timed,
+        steps_s=recorder.steps_s,
+        losses=tuple(recorder.losses),
+        skipped_steps=recorder.skipped,
+    )
     match job.exam:
         case "worst_case":
             exam = WorstCaseExam(
@@ -110,7 +114,7 @@ def train(workload: Workload, job: RankJob, *, observe: Observe, meter: Meter, r
                 folder=job.shared_folder / "checkpoint",
                 index=index,
                 examined=Examined(batch_shape=largest_shape(batches[0]), draws=draws),
-                held_bytes=result.held_bytes,
+                held_bytes=recorder.held_bytes,
             )
             while exam.advance():
                 step(exam.index)
@@ -167,93 +171,21 @@ def run_steps(
     meter: Meter,
     ranks: Ranks,
     skipped: Callable[[], bool] = lambda: False,
-) -> TrainingResult:
+) -> StepRecorder:
     """Run warm-up steps, and timed steps until their spread is small or their number or time is spent.
 
-    `step` returns the losses of a step's batches, of which the mean is kept. A step for which `skipped` is true counts
-    as neither: the optimizer did not run. Raises WorkloadError for a loss that is not finite, and for steps that are
-    skipped without end.
+    `step` returns the losses of a step's batches. `skipped` tells whether the optimizer did not run in it.
+    Raises WorkloadError as `StepRecorder.record`.
     """
-    began = time.perf_counter()
-    times: list[float] = []
-    losses: list[float] = []
-    held_bytes: list[int] = []
-    skips = Skips()
-    while True:
-        index = len(losses)
+    recorder = StepRecorder(steps)
+    while not recorder.has_enough(ranks):
         meter.synchronize()
-        step_began = time.perf_counter()
-        step_losses = step(index)
+        began = time.perf_counter()
+        losses = step(len(recorder.losses))
         meter.synchronize()
-        step_s = time.perf_counter() - step_began
-        loss = statistics.fmean(check_finite(loss, index) for loss in step_losses)
-        if skips.count(skipped=skipped()):
-            continue
-        if index >= steps.warmup:
-            times.append(step_s)
-        losses.append(loss)
-        held_bytes.append(meter.held_bytes())
-        if len(times) < steps.timed:
-            continue
-        # Ranks must stop together. Where the number of steps is fixed there is nothing to agree on.
-        if len(times) >= steps.most_timed or ranks.agree(has_enough_steps(times, steps, time.perf_counter() - began)):
-            break
-    return TrainingResult(
-        step_s=tuple(times),
-        steps_s=time.perf_counter() - began,
-        losses=tuple(losses),
-        skipped_steps=skips.total,
-        held_bytes=tuple(held_bytes),
-    )
-
-
-@dataclass(slots=True)
-class Skips:
-    """Counts the optimizer steps that DeepSpeed skipped; `total` is their number."""
-
-    total: int = 0
-    _in_a_row: int = 0
-
-    def count(self, *, skipped: bool) -> bool:
-        """Count a step, and return `skipped`. Raises WorkloadError when the loss scale does not come to rest."""
-        self.total += skipped
-        self._in_a_row = self._in_a_row + 1 if skipped else 0
-        if self._in_a_row > _MOST_SKIPPED:
-            raise WorkloadError(
-                f"{self._in_a_row} optimizer steps in a row were skipped, because gradients in fp16 overflowed",
-                hint="lower fp16.initial_scale_power or fp16.loss_scale, or train in bf16",
-            )
-        return skipped
-
-
-def was_skipped(engine: Any) -> bool:
-    """Whether the last optimizer step changed no weights: gradients in fp16 overflowed, and the loss scale is halved.
-
-    All ranks get the same answer. DeepSpeed's optimizers and its engine's `skipped_steps` go by this attribute, too.
-    """
-    return bool(getattr(engine.optimizer, "overflow", False))
-
-
-def relative_spread(times: Sequence[float]) -> float:
-    """Return the relative standard error of the median, (1.2533 σ/√n) / median; 0 for a single time."""
-    if len(times) < 2:
-        return 0.0
-    return 1.2533 * statistics.stdev(times) / math.sqrt(len(times)) / statistics.median(times)
-
-
-def has_enough_steps(times: Sequence[float], steps: Steps, elapsed_s: float) -> bool:
-    """Whether the median step time is precise enough, or the time budget is spent."""
-    return relative_spread(times) <= steps.spread or elapsed_s >= steps.budget_s
-
-
-def check_finite(loss: Any, index: int) -> float:
-    """Return the loss of the step with this index as a number. Raises WorkloadError if it is infinite or NaN."""
-    value = float(loss.detach())
-    if not math.isfinite(value):
-        raise WorkloadError(
-            f"the loss is {value} at step {index + 1}", hint="check the data, the learning rate and the initialisation"
-        )
-    return value
+        seconds = time.perf_counter() - began
+        recorder.record(seconds, [loss.detach() for loss in losses], meter.held_bytes(), skipped=skipped())
+    return recorder
 
 
 def _engine_steps(

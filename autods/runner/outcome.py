@@ -10,7 +10,7 @@ from typing import Any
 
 from ..diagnosis.trial_outcome import Evidence, HostUsage, explain_failure
 from ..rank.job import RankJob
-from ..rank.training import relative_spread
+from ..rank.step_recorder import relative_error
 from ..schema import read_known
 from ..system.stacks import find_crash
 from ..types import (
@@ -70,7 +70,7 @@ def judge_trial(
         samples_per_second=samples_per_second,
         tokens_per_second=samples_per_second * tokens if tokens else None,
         step_s=step_s,
-        spread=relative_spread(step_s),
+        spread=relative_error(step_s),
         losses=first.losses,
         skipped_steps=first.skipped_steps,
         alloc_retries=max(rank.peaks.get("alloc_retries") or 0 for rank in ranks),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autods.config.settings import Settings
-from autods.rank.training import has_enough_steps, relative_spread
+from autods.rank.step_recorder import is_enough, relative_error
 from autods.runner.runner import RayRunner
 from autods.tuner.candidates import Candidate, list_candidates
 from autods.tuner.trials import accumulation_for, micro_batches
@@ -224,7 +224,7 @@ class RecordedRunner:
         while len(times) < steps.most_timed:
             times.append(one.step_s[(first + len(times)) % len(one.step_s)])
             elapsed_s += times[-1]
-            if len(times) >= steps.timed and has_enough_steps(times, steps, elapsed_s):
+            if len(times) >= steps.timed and is_enough(times, steps, elapsed_s=elapsed_s):
                 break
         rate = one.samples * self.settings.gpus / statistics.median(times)
         tokens = self.recorded.facts.tokens_per_sample
@@ -233,7 +233,7 @@ class RecordedRunner:
             samples_per_second=rate,
             tokens_per_second=rate * tokens if tokens else None,
             step_s=tuple(times),
-            spread=relative_spread(times),
+            spread=relative_error(times),
             losses=(),
             timing=Timing(wall_s=one.seconds, steps_s=elapsed_s),
         )

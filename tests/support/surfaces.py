@@ -231,7 +231,7 @@ def _measured(step_s: float, steps: Steps, noise: random.Random) -> tuple[float,
 
 
 def _spread(times: Sequence[float]) -> float:
-    """As `trial.steps.relative_spread`."""
+    """As `rank.step_recorder.relative_error`."""
     if len(times) < 2:
         return 0.0
     return 1.25 * statistics.stdev(times) / math.sqrt(len(times)) / statistics.median(times)

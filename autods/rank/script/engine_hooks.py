@@ -81,7 +81,7 @@ def skip_methods(
 def destroy_process_group(session: Session, original: Any, group: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Finish the exam before the ranks lose their means of communication."""
     is_world = group is None or group is importlib.import_module("torch.distributed").group.WORLD
-    if is_world and session.engine is not None and len(session.clock.times) > session.job.steps.warmup:
+    if is_world and session.engine is not None and len(session.recorder.times) > session.job.steps.warmup:
         session.finish_exam()
     return original(group, *args, **kwargs)
 

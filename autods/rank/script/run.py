@@ -120,7 +120,7 @@ def _end_child(session: Session, error: BaseException) -> NoReturn:
 
 def _check_measured_enough(session: Session) -> None:
     """Raises WorkloadError when the script ended by itself before the trial had enough steps."""
-    job, steps = session.job, len(session.clock.times)
+    job, steps = session.job, len(session.recorder.times)
     if Path(job.scratch, _FORKED).exists():
         raise script_error(
             "it trains in a process that it forked", hint="start no ranks in the script: a trial starts them"

@@ -17,7 +17,7 @@ from ..exam import WorstCaseExam
 from ..job import RankJob
 from ..loss_parity import UpdateMeter, generator_state, make_comparable
 from ..model_facts import shifts_labels
-from ..training import Skips, check_finite, has_enough_steps, was_skipped
+from ..step_recorder import StepRecorder, was_skipped
 from .data import Batches, find_loss, iter_tensors
 from .engine_config import EngineConfig
 from .user_errors import script_error
@@ -62,13 +62,11 @@ class Session:
         self._pid = os.getpid()
         self._ignored_ends = 0
         self._facts: Result = {}
-        self._losses: list[float] = []  # of steps with whole batches
+        self.recorder = StepRecorder(job.steps)  # of the steps before the exam
         self._loss: Any = None  # of the last micro batch, a tensor
         self._whole = True  # all batches of this step are whole
         self._backwards = 0  # since the last step
-        self._skips = Skips()
-        self._held_bytes: list[int] = []  # after each optimizer step before the exam
-        self._recorder = LossRecorder(self.ranks) if job.exam == "parity" else None
+        self._parity = ParityRecorder(self.ranks) if job.exam == "parity" else None
         self._exam: WorstCaseExam | None = None
         self._trained: Result | None = None  # `types.Trained`
         self._update_size: float | None = None  # of a parity trial, see `types.Fit`
@@ -128,8 +126,8 @@ class Session:
     def start_training(self, engine: Any) -> None:
         self.engine = engine
         self.traffic.listen()
-        if self._recorder is not None:
-            self._recorder.start(engine)
+        if self._parity is not None:
+            self._parity.start(engine)
 
     # Parts of a training step.
 
@@ -161,14 +159,14 @@ class Session:
         self._whole &= self.batches.check((*args, kwargs), self.job.micro_batch, shifts_labels=decodes)
         if self.job.exam == "worst_case" and self._exam is None:  # the exam evaluates one batch, before and after
             self.batches.keep_longest(args, kwargs)
-        if self._recorder is not None:
-            self._recorder.add_loss(self._loss)  # of the last micro batch: a trainer's step comes after several
+        if self._parity is not None:
+            self._parity.add_loss(self._loss)  # of the last micro batch: a trainer's step comes after several
             self._loss = None
-            self._recorder.begin_forward(args, kwargs)
+            self._parity.begin_forward(args, kwargs)
 
     def end_forward(self, output: Any) -> None:
-        if self._recorder is not None:
-            self._recorder.end_forward()
+        if self._parity is not None:
+            self._parity.end_forward()
         self.note_loss(output)
 
     def begin_backward(self, loss: Any) -> None:
@@ -193,24 +191,15 @@ class Session:
         Raises WorkloadError for steps that are skipped without end.
         """
         self._backwards = 0
-        skipped = False
         if boundary:
             self.observer.meter.synchronize()
             self.traffic.end()
-            skipped = self._skips.count(skipped=was_skipped(self.engine))
-        counts = self._whole and self._exam is None and not skipped
-        self.clock.end_step(time.perf_counter(), boundary=boundary, counts=counts)
+        seconds = self.clock.end_step(time.perf_counter(), boundary=boundary)
         if not boundary:
             return
         self.steps += 1
         if self._exam is None:
-            self._held_bytes.append(self.observer.meter.held_bytes())
-            if self._recorder is not None:
-                self._recorder.add_loss(self._loss)
-                self._recorder.end_step(skipped=skipped)
-            elif counts and self._loss is not None:
-                self._losses.append(check_finite(self._loss, self.steps - 1))
-            self._loss, self._whole = None, True
+            self._record_step(seconds)
             if not self.has_enough():
                 return
         if self.job.exam == "worst_case":
@@ -222,20 +211,25 @@ class Session:
         self._conclude_parity()
         self.finish()
 
-    def has_enough(self) -> bool:
-        """Whether no more timed steps are needed.
-
-        Rank 0 decides for all: ranks have to end together, and may disagree about which steps were whole.
-        """
-        steps, times = self.job.steps, self.clock.times[self.job.steps.warmup :]
-        if self.steps < steps.warmup + steps.timed:
-            return False
-        done = len(times) >= steps.timed and (
-            len(times) >= steps.most_timed or has_enough_steps(times, steps, sum(self.clock.times))
+    def _record_step(self, seconds: float) -> None:
+        losses = [self._loss] if self._whole and self._loss is not None else []
+        if self._parity is not None:
+            self._parity.add_loss(self._loss)
+            losses = self._parity.end_step()
+        self.recorder.record(
+            seconds,
+            losses,
+            self.observer.meter.held_bytes(),
+            skipped=was_skipped(self.engine),
+            is_whole=self._whole,
         )
-        agreed = self.ranks.agree(done)
+        self._loss, self._whole = None, True
+
+    def has_enough(self) -> bool:
+        """Whether no more timed steps are needed."""
+        has_enough = self.recorder.has_enough(self.ranks)
         self.clock.resume(time.perf_counter())
-        return agreed
+        return has_enough
 
     # The end.
 
@@ -262,13 +256,12 @@ class Session:
         """The facts of the model after a survey, else the measurements of this rank's steps."""
         if self.job.job == "survey":
             return dict(self._facts)
-        times = self.clock.times
         samples = self.steps * self.job.micro_batch * self.job.accumulation  # of this rank
         return {
-            "step_s": tuple(times[self.job.steps.warmup :]),
-            "steps_s": sum(times),
-            "losses": tuple(self._losses),
-            "skipped_steps": self._skips.total,
+            "step_s": self.recorder.timed,
+            "steps_s": self.recorder.steps_s,
+            "losses": tuple(self.recorder.losses),
+            "skipped_steps": self.recorder.skipped,
             "examined": None if self._exam is None else asdict(self._exam.examined),
             "trained": self._trained,
             "update_size": self._update_size,
@@ -288,17 +281,17 @@ class Session:
                 folder=self.job.shared_folder / "checkpoint",
                 index=self.steps,
                 examined=Examined(batch_shape=self.batches.longest_shape, draws=self.batches.seen),
-                held_bytes=self._held_bytes,
+                held_bytes=self.recorder.held_bytes,
             )
         return self._exam
 
     def _conclude_parity(self) -> None:
-        """Collect the losses of all ranks, while they can still communicate."""
+        """Collect what all ranks have trained on, while they can still communicate."""
         import torch
 
-        if self._recorder is not None and self._trained is None and torch.distributed.is_initialized():
-            self._losses, self._trained = self._recorder.losses, self._recorder.describe()
-            self._update_size = self._recorder.updates.mean(self.ranks)
+        if self._parity is not None and self._trained is None and torch.distributed.is_initialized():
+            self._trained = self._parity.describe()
+            self._update_size = self._parity.updates.mean(self.ranks)
 
 
 @dataclass(slots=True)
@@ -309,7 +302,6 @@ class StepClock:
     evaluate, save and log. A stretch in which it evaluates or saves is left out as a whole.
     """
 
-    times: list[float] = field(default_factory=list)  # seconds of each optimizer step
     _began_s: float | None = None  # of this optimizer step, later by what was left out of it
     _paused_s: float = 0.0  # end of the last call of the engine's step, or of what was left out since then
     _interrupted: bool = False
@@ -326,11 +318,11 @@ class StepClock:
         """The script evaluates or saves before its next training forward."""
         self._interrupted = True
 
-    def end_step(self, now: float, *, boundary: bool, counts: bool = True) -> None:
-        """A call of the engine's step has ended; `boundary`: it was an optimizer step; `counts`: it is timed."""
-        if boundary and counts:
-            self.times.append(now - (now if self._began_s is None else self._began_s))
+    def end_step(self, now: float, *, boundary: bool) -> float:
+        """A call of the engine's step has ended; `boundary`: it was an optimizer step. Return the seconds of this."""
+        seconds = 0.0 if self._began_s is None else now - self._began_s
         self.resume(now, boundary=boundary)
+        return seconds
 
     def resume(self, now: float, *, boundary: bool = True) -> None:
         """The next stretch begins; the time since the last step counts for none."""
@@ -340,16 +332,14 @@ class StepClock:
 
 
 @dataclass(slots=True)
-class LossRecorder:
+class ParityRecorder:
     """Records the samples and losses of a parity trial, so that the trials of two configs can be compared.
 
-    `losses` has the mean over all micro batches of all ranks for each optimizer step. `weights` is the sum of the
-    magnitudes of the whole model's weights before the first step; None where a part of them lies on NVMe. `updates`
-    measures the steps after `start`.
+    `weights` is the sum of the magnitudes of the whole model's weights before the first step; None where a part of them
+    lies on NVMe. `updates` measures the steps after `start`.
     """
 
     ranks: Ranks
-    losses: list[float] = field(default_factory=list)
     weights: float | None = None
     updates: UpdateMeter = field(default_factory=UpdateMeter)
     _samples: Any = field(default_factory=hashlib.sha256)
@@ -384,12 +374,14 @@ class LossRecorder:
         if loss is not None:
             self._step_losses.append(float(loss))
 
-    def end_step(self, *, skipped: bool = False) -> None:
-        """An optimizer step has ended; the loss of a skipped one is dropped. Every rank has to call this."""
+    def end_step(self) -> list[float]:
+        """Return the mean loss of an optimizer step's micro batches on all ranks, if one is known.
+
+        Every rank has to call this.
+        """
         total, count = self.ranks.mean(sum(self._step_losses)), self.ranks.mean(float(len(self._step_losses)))
-        if count and not skipped:
-            self.losses.append(total / count)
         self._step_losses = []
+        return [total / count] if count else []
 
     def describe(self) -> dict[str, Any]:
         """`types.Trained` as a dict. Every rank has to call this."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import pytest
@@ -20,19 +21,19 @@ ALONE = Ranks(rank=0, world_size=1)
 def test_a_trial_runs_its_warm_up_and_then_its_timed_steps(warmup: int, timed: int) -> None:
     steps = Steps(warmup=warmup, timed=timed, most_timed=timed)
     result = run_steps(lambda index: [torch.tensor(float(index))], steps, Meter(), ALONE)
-    assert (len(result.losses), len(result.step_s)) == (warmup + timed, timed)
+    assert (len(result.losses), len(result.timed)) == (warmup + timed, timed)
 
 
 @pytest.mark.parametrize(("spread", "timed"), [(1e9, 2), (0.0, 5)])
 def test_timed_steps_end_early_once_their_spread_is_small(spread: float, timed: int) -> None:
     steps = Steps(warmup=0, timed=2, most_timed=5, spread=spread, budget_s=60.0)
     result = run_steps(lambda index: [torch.tensor(1.0)], steps, Meter(), ALONE)
-    assert len(result.step_s) == timed
+    assert len(result.timed) == timed
 
 
 def test_the_loss_of_a_step_is_the_mean_of_its_micro_batches() -> None:
     losses = [torch.tensor(1.0), torch.tensor(2.0), torch.tensor(6.0)]
-    assert run_steps(lambda index: losses, Steps(warmup=0), Meter(), ALONE).losses == (3.0,)
+    assert run_steps(lambda index: losses, Steps(warmup=0), Meter(), ALONE).losses == [3.0]
 
 
 def test_skipped_steps_are_neither_timed_nor_warm_up() -> None:
@@ -46,11 +47,29 @@ def test_skipped_steps_are_neither_timed_nor_warm_up() -> None:
         return [torch.tensor(float(len(skipped)))]
 
     result = run_steps(step, Steps(warmup=1, timed=2, most_timed=2), Meter(), ALONE, lambda: skipped[-1])
-    assert (len(result.step_s), min(result.step_s) > 0.02) == (2, True)
-    assert (result.losses, result.skipped_steps) == ((3.0, 4.0, 6.0), 3)
+    assert (len(result.timed), min(result.timed) > 0.02) == (2, True)
+    assert (result.losses, result.skipped) == ([3.0, 4.0, 6.0], 3)
 
 
 def test_a_loss_scale_that_never_comes_to_rest_is_an_error() -> None:
     with pytest.raises(WorkloadError, match="41 optimizer steps in a row were skipped") as error:
         run_steps(lambda index: [torch.tensor(1.0)], Steps(), Meter(), ALONE, lambda: True)
     assert "fp16.initial_scale_power" in str(error.value.hint)
+
+
+def test_the_loss_of_a_skipped_step_may_be_infinite() -> None:
+    """An fp16 forward that overflows has an infinite loss and gradient, so DeepSpeed skips the step."""
+    losses = iter([math.inf, 2.0])
+    current: list[float] = []
+
+    def step(index: int) -> list[torch.Tensor]:
+        current.append(next(losses))
+        return [torch.tensor(current[-1])]
+
+    result = run_steps(step, Steps(warmup=0), Meter(), ALONE, lambda: math.isinf(current[-1]))
+    assert (result.losses, result.skipped) == ([2.0], 1)
+
+
+def test_the_loss_of_a_model_that_is_not_finite_is_an_error() -> None:
+    with pytest.raises(WorkloadError, match="the loss is nan at step 1"):
+        run_steps(lambda index: [torch.tensor(math.nan)], Steps(warmup=0), Meter(), ALONE)

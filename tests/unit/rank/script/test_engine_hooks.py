@@ -113,7 +113,7 @@ def events(monkeypatch):
 
     def end_group(steps: int, *group: object) -> list[object]:
         session = BoundarySession(script_job(exam="worst_case"))
-        session.engine, session.clock.times = object(), [0.1] * steps
+        session.engine, session.recorder.times = object(), [0.1] * steps
         destroy_process_group(session, happened.append, *group)
         return happened
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,8 +13,9 @@ import torch
 from autods.rank.distributed import Ranks
 from autods.rank.loss_parity import Incomparable
 from autods.rank.memory import Meter
-from autods.rank.script.session import Enough, LossRecorder, Session, StepClock
-from autods.types import Steps
+from autods.rank.script.session import Enough, ParityRecorder, Session, StepClock
+from autods.types import Exam, Steps
+from autods.workload import WorkloadError
 from tests.support.script_trials import script_job
 
 ALONE = Ranks(rank=0, world_size=1)
@@ -26,28 +29,26 @@ class OneOfTwo(Ranks):
 def test_a_step_includes_the_wait_for_its_data():
     clock = StepClock()
     clock.begin_forward(10.0)
-    clock.end_step(11.0, boundary=True)
+    assert clock.end_step(11.0, boundary=True) == 1.0
     clock.begin_forward(13.0)  # the data took 2 s
-    clock.end_step(14.0, boundary=True)
-    assert clock.times == [1.0, 3.0]
+    assert clock.end_step(14.0, boundary=True) == 3.0
 
 
 def test_accumulated_micro_batches_are_one_step():
     clock = StepClock()
     for start in (0.0, 2.0, 4.0):
         clock.begin_forward(start)
-        clock.end_step(start + 1.0, boundary=start == 4.0)
-    assert clock.times == [5.0]
+        seconds = clock.end_step(start + 1.0, boundary=start == 4.0)
+    assert seconds == 5.0
 
 
 def test_an_evaluation_between_two_steps_does_not_count():
     clock = StepClock()
     clock.begin_forward(0.0)
-    clock.end_step(1.0, boundary=True)
+    assert clock.end_step(1.0, boundary=True) == 1.0
     clock.interrupt()
     clock.begin_forward(51.0)
-    clock.end_step(52.0, boundary=True)
-    assert clock.times == [1.0, 1.0]
+    assert clock.end_step(52.0, boundary=True) == 1.0
 
 
 def test_an_evaluation_within_an_accumulation_does_not_count():
@@ -56,29 +57,26 @@ def test_an_evaluation_within_an_accumulation_does_not_count():
     clock.end_step(1.0, boundary=False)
     clock.interrupt()
     clock.begin_forward(31.0)
-    clock.end_step(32.0, boundary=True)
-    assert clock.times == [2.0]
+    assert clock.end_step(32.0, boundary=True) == 2.0
 
 
 def test_training_resumes_with_the_first_forward_after_a_pause():
     clock = StepClock()
     clock.begin_forward(0.0)
-    clock.end_step(1.0, boundary=True)
+    assert clock.end_step(1.0, boundary=True) == 1.0
     clock.interrupt()
     clock.begin_forward(11.0)
     clock.begin_forward(12.0)
-    clock.end_step(14.0, boundary=True)
-    assert clock.times == [1.0, pytest.approx(3.0)]
+    assert clock.end_step(14.0, boundary=True) == pytest.approx(3.0)
 
 
 def test_work_of_the_trial_itself_does_not_count():
     clock = StepClock()
     clock.begin_forward(0.0)
-    clock.end_step(1.0, boundary=True)
+    assert clock.end_step(1.0, boundary=True) == 1.0
     clock.resume(101.0)
     clock.begin_forward(101.0)
-    clock.end_step(102.0, boundary=True)
-    assert clock.times == [1.0, 1.0]
+    assert clock.end_step(102.0, boundary=True) == 1.0
 
 
 def engine_of(*layers: torch.nn.Module) -> SimpleNamespace:
@@ -87,7 +85,7 @@ def engine_of(*layers: torch.nn.Module) -> SimpleNamespace:
 
 
 def sample_mark(*batches: object, draws: bool = False) -> str | None:
-    recorder = LossRecorder(ALONE)
+    recorder = ParityRecorder(ALONE)
     for batch in batches:
         recorder.begin_forward((), {"batch": batch})
         if draws:
@@ -130,7 +128,7 @@ def test_random_numbers_that_a_forward_draws_are_samples():
 
 def test_partitioned_weights_add_up_without_padding():
     whole = torch.nn.Linear(5, 3, bias=False)
-    recorder = LossRecorder(ALONE)
+    recorder = ParityRecorder(ALONE)
     recorder.start(engine_of(whole))
     parts = []
     for rank in range(2):
@@ -140,7 +138,7 @@ def test_partitioned_weights_add_up_without_padding():
         part.ds_numel = 8
         held = torch.nn.Linear(5, 3, bias=False)
         held.weight.ds_tensor, held.weight.ds_numel = part, 15
-        shared = LossRecorder(OneOfTwo(rank=rank, world_size=2))
+        shared = ParityRecorder(OneOfTwo(rank=rank, world_size=2))
         shared.start(engine_of(held))
         parts.append(shared.weights)
     assert sum(parts) == pytest.approx(recorder.weights, rel=1e-12)
@@ -149,14 +147,14 @@ def test_partitioned_weights_add_up_without_padding():
 def test_weights_on_nvme_are_unknown():
     model = torch.nn.Linear(2, 2)
     model.weight.ds_tensor = SimpleNamespace(final_location="OffloadDeviceEnum.nvme")
-    recorder = LossRecorder(ALONE)
+    recorder = ParityRecorder(ALONE)
     recorder.start(engine_of(model))
     assert recorder.weights is None
 
 
 def test_dropout_is_turned_off():
     dropout = torch.nn.Dropout(0.5)
-    LossRecorder(ALONE).start(engine_of(torch.nn.Linear(2, 2), dropout))
+    ParityRecorder(ALONE).start(engine_of(torch.nn.Linear(2, 2), dropout))
     assert dropout.p == 0
 
 
@@ -165,16 +163,17 @@ def test_mixtures_of_experts_are_not_compared():
         num_experts = 4
 
     with pytest.raises(Incomparable, match="an expert drops tokens"):
-        LossRecorder(ALONE).start(engine_of(MoE()))
+        ParityRecorder(ALONE).start(engine_of(MoE()))
 
 
 def test_the_loss_of_a_step_is_the_mean_of_its_micro_batches():
-    recorder = LossRecorder(ALONE)
+    recorder = ParityRecorder(ALONE)
+    means = []
     for losses in ((4.0, 2.0), (1.0, None, 2.0), (None,)):
         for loss in losses:
             recorder.add_loss(loss)
-        recorder.end_step()
-    assert recorder.losses == [3.0, 1.5]
+        means += recorder.end_step()
+    assert means == [3.0, 1.5]
 
 
 class Observer:
@@ -232,26 +231,32 @@ def test_an_exam_evaluates_the_same_batch_before_and_after(tmp_path: Path) -> No
     assert (examined["batch_shape"], examined["draws"], examined["restored"]) == ((1, 5), 1, True)
 
 
-def test_a_skipped_step_of_a_script_is_not_timed_and_has_no_loss() -> None:
-    job = script_job(micro_batch=1, steps=Steps(warmup=0, timed=3, most_timed=3))
-    session = Session(job, 0, Observer(), leave=lambda end: None)  # type: ignore[arg-type, return-value]
-    session.engine = engine = Engine()
-
-    def train(*overflows: bool) -> None:
-        for loss, engine.optimizer.overflow in enumerate(overflows):
-            session.begin_forward((torch.ones(1, 5),), {}, training=True)
-            session.note_loss(torch.tensor(float(loss)))
-            session.end_step(boundary=True)
-
+@pytest.mark.parametrize("exam", [None, "parity"])
+def test_a_skipped_step_of_a_script_is_not_timed_and_has_no_loss(exam: Exam | None) -> None:
+    session, train = train_script(exam)
     with pytest.raises(Enough):
-        train(True, False, True, False, False, False)
+        train((True, math.inf), (False, 1.0), (True, 2.0), (False, 3.0), (False, 4.0), (False, 5.0))
     result = session.result()
     assert (len(result["step_s"]), result["losses"], result["skipped_steps"]) == (3, (1.0, 3.0, 4.0), 2)
 
 
-def test_the_losses_of_a_parity_trial_are_those_of_updates():
-    recorder = LossRecorder(ALONE)
-    for loss, skipped in ((4.0, True), (3.0, False), (2.0, False)):
-        recorder.add_loss(loss)
-        recorder.end_step(skipped=skipped)
-    assert recorder.losses == [3.0, 2.0]
+@pytest.mark.parametrize("exam", [None, "parity"])
+def test_a_loss_of_a_script_that_is_not_finite_is_an_error(exam: Exam | None) -> None:
+    _, train = train_script(exam)
+    with pytest.raises(WorkloadError, match="the loss is nan at step 2"):
+        train((False, 1.0), (False, math.nan))
+
+
+def train_script(exam: Exam | None) -> tuple[Session, Callable[..., None]]:
+    """A session of three timed steps; the function does steps, which are skipped or not, with these losses."""
+    job = script_job(exam=exam, micro_batch=1, steps=Steps(warmup=0, timed=3, most_timed=3))
+    session = Session(job, 0, Observer(), leave=lambda end: None)  # type: ignore[arg-type, return-value]
+    session.engine = engine = Engine()
+
+    def train(*steps: tuple[bool, float]) -> None:
+        for engine.optimizer.overflow, loss in steps:
+            session.begin_forward((torch.ones(1, 5),), {}, training=True)
+            session.note_loss(torch.tensor(loss))
+            session.end_step(boundary=True)
+
+    return session, train
