@@ -17,9 +17,8 @@ import typer
 from rich.console import Console
 
 from ..api import DOCTOR, EXPLAIN, FIT, PLAN, PROBE, RUN
-from ..diagnosis.diagnose import diagnose_logs
 from ..diagnosis.logs import find_logs
-from ..diagnosis.values import Diagnosis
+from ..diagnosis.root_cause import Diagnosis, diagnose_logs
 from ..errors import InputError
 from ..events import Listener, Note, RunListener
 from ..files import check_path

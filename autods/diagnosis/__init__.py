@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .diagnose import diagnose
-from .values import Diagnosis
+from .root_cause import Diagnosis, diagnose
 
 __all__ = ["Diagnosis", "diagnose"]

@@ -26,7 +26,7 @@ from typing import Any
 from ..errors import InputError
 from ..files import check_path, describe_file_kind
 from ..units import format_bytes
-from .reader import BLOCK_BYTES
+from .lines import BLOCK_BYTES
 
 PART_BYTES = 256 * 2**20  # of the first and of the last part of a larger log
 _KEPT_BYTES = 64 * 2**20  # of the last part of a log without positions: a pipe, gzip

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from .reader import PROGRESS, Line, Prefix
-from .rules import expand
+from .lines import PROGRESS, Line, Prefix
+from .signatures import expand
 
 # A message is raised at the end of a traceback, stated by a line that reports a failure itself, mentioned by a line
 # below level ERROR, or quoted in data, arguments or generated text.
@@ -20,15 +20,17 @@ IPYTHON_FRAME = re.compile(r"Cell In ?\[\d+\], line \d+|File \S+\.py:\d+, in |-+
 _FOLDED_FRAME = re.compile(r"\s*(?=File \"[^\"]+\", line \d+)")
 _FOLDED_END = re.compile(
     expand(
-        r"(?P<frame>File \"[^\"]+\", line \d+(?:, in \S+)?)\s*(?P<code>.*?)\s*(?P<end>(?:\b\w+\.)*\b[A-Z]\w*{exception_suffix}: .*)"
+        r"(?P<frame>File \"[^\"]+\", line \d+(?:, in \S+)?)\s*(?P<code>.*?)\s*"
+        r"(?P<end>(?:\b\w+\.)*\b[A-Z]\w*{exception_suffix}: .*)"
     )
 )
 IGNORED = re.compile(r"Exception ignored in|Error in atexit|Error in sys\.excepthook|Exception in thread .*daemon")
 # "torch.OutOfMemoryError: CUDA out of memory…", "RayTaskError(OutOfMemoryError): …", pytest's "E   ValueError: …".
 EXCEPTION = re.compile(
     expand(
-        r"(?:E +|\.)?(?:Uncaught (?:exception|error):? )?(?P<type>(?:[A-Za-z_][\w]*(?:\.|::))*[A-Za-z_]*{exception_suffix}"
-        r"(?:Group)?(?:\([\w., ]+\))?)(?::(?=\s|$)|$|(?=\(['\"].*['\"],?\)$))(?P<text>.*)"
+        r"(?:E +|\.)?(?:Uncaught (?:exception|error):? )?"
+        r"(?P<type>(?:[A-Za-z_][\w]*(?:\.|::))*[A-Za-z_]*{exception_suffix}(?:Group)?"
+        r"(?:\([\w., ]+\))?)(?::(?=\s|$)|$|(?=\(['\"].*['\"],?\)$))(?P<text>.*)"
     )
 )
 ENDS_TRACEBACK = re.compile(r"(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:\([\w., ]+\))?)(?::(?=\s|$)|$)(?P<text>.*)")
@@ -37,7 +39,8 @@ _CODE = re.compile(expand(r"(?:>+ *\d* *)?{source_code}"))
 BOX = "│╭╰┌└├|❱"
 NATIVE_FRAME = re.compile(r"#?\s*(?:frame )?#\d+:? |C\+\+ CapturedTraceback|Exception raised from .* \(most recent")
 REPORTS_FAILURE = re.compile(
-    r"(?:[\w./-]+: (?=error:|(?-i:ERROR|FATAL) )|(?:[\w./-]+ ){1,2}(?=(?-i:ERROR|FATAL): ))?\b(?:error|errors|exception|fail(?:ed|ure|s)?|fatal|critical|abort(?:ed|ing)?|crash(?:ed)?|panic)\b",
+    r"(?:[\w./-]+: (?=error:|(?-i:ERROR|FATAL) )|(?:[\w./-]+ ){1,2}(?=(?-i:ERROR|FATAL): ))?"
+    r"\b(?:error|errors|exception|fail(?:ed|ure|s)?|fatal|critical|abort(?:ed|ing)?|crash(?:ed)?|panic)\b",
     re.I,
 )
 # Data that a program prints: a field's name near the line's beginning, or inside an object. Also a command's options.
@@ -62,7 +65,8 @@ _NOTICE = re.compile(
 BOILERPLATE = re.compile(expand(r"\s*{torch_advice}"))
 RAY_PID = re.compile(r"\(pid=(\d+)")
 ANNOUNCES = re.compile(
-    r"(?:raised|(?:following|original|inner|underlying) (?:error|exception)\w*|caused by|exception was|failed with)\W{0,3}:\s*$",
+    r"(?:raised|(?:following|original|inner|underlying) (?:error|exception)\w*|caused by|exception was|failed with)"
+    r"\W{0,3}:\s*$",
     re.I,
 )
 OF_NCCL = re.compile(r"nccl\w+Error: ")  # the second line of torch's DistBackendError
@@ -106,7 +110,8 @@ def _is_code(text: str) -> bool:
 
 # What the user's own code says: the innermost frame is in a file of the user's and raises.
 _FILE = re.compile(
-    r"File \"([^\"]+)\", line \d+|File (\S+\.py):\d+, in |(Cell In ?\[\d+\]), line \d+|[│|]\s*(\S+\.py):\d+(?: in\b|\s*[│|]?$)"
+    r"File \"([^\"]+)\", line \d+|File (\S+\.py):\d+, in |(Cell In ?\[\d+\]), line \d+"
+    r"|[│|]\s*(\S+\.py):\d+(?: in\b|\s*[│|]?$)"
 )
 _MARKED_LINE = re.compile(r"-+> \d+|[│|]?\s*❱")  # by IPython, by rich
 _LIBRARY_FILE = re.compile(expand("{library_file}"))
@@ -119,7 +124,8 @@ _OF_PYTHON = (
 )  # fmt: skip
 _PYTHON_SAYS = re.compile(
     r"\w+: (?:invalid literal for|could not convert string|(?:not enough|too many) values to unpack|.* is not in list"
-    r"|.* is not a valid \w+$|unhashable type|unsupported operand|'\w+' object (?:is not|does not)|'(?:NoneType|dict|list|str|int|float|tuple)' object has no attribute)"
+    r"|.* is not a valid \w+$|unhashable type|unsupported operand|'\w+' object (?:is not|does not)"
+    r"|'(?:NoneType|dict|list|str|int|float|tuple)' object has no attribute)"
 )
 # Where a log has no source lines, the user's innermost frame raised these rather than a library in C that it called.
 _RAISED_BY_SCRIPTS = ("ValueError", "TypeError", "AssertionError", "NotImplementedError", "LookupError")

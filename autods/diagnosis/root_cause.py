@@ -1,21 +1,34 @@
-"""Pick the root cause from the findings of all logs."""
+"""`autods.diagnose`: why a run died, from its logs and exit code. The root cause is picked from the symptoms."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
+from os import PathLike
+from pathlib import Path
+from typing import Any
 
+from ..errors import InputError
+from ..requests import check_count, show_value
+from ..types import Action, Tier
 from ..units import format_signal
-from .exit_codes import Exit, ExitCodes, explain_exit_code, normalize_exit_code
+from .lines import BLOCK_BYTES
+from .logs import MOST_FILES, STDIN, Listen, Log, Waits, find_logs, read_blocks
 from .messages import CUT, REPORTS_FAILURE, Message
-from .ranks import Ranks
-from .reader import Clock
-from .rules import Signature, find_confidence, read_toml
-from .values import Diagnosis, Kind, parse_shortage
+from .run_processes import MOST_SIGNAL, Exit, explain_exit_code, normalize_exit_code
+from .shortage import parse_shortage
+from .signatures import Kind, find_confidence, read_toml
+from .symptoms import LogSummary, Symptom, collect_symptoms
 
+Logs = str | PathLike[str] | Mapping[str, str] | Iterable[str | PathLike[str]]
+_GIVE_TEXT = "give the log itself, as text or packed by gzip, bzip2 or xz; unpack others into autods diagnose -"
+_MOST_SKIPPED = 5  # names in a note
+# 'logs/train.log', '/data/slurm-7.out.gz': text of a log has a space, or another end
+_PATH = re.compile(r"[^\s\0]{1,1000}\.(?:log|out|err|txt)(?:\.(?:gz|bz2|xz|\d+))?")
+_MOST_EXIT_CODE = 256 + MOST_SIGNAL  # PBS adds 256 to a signal
 _EVIDENCE_LINES = 4
 _EVIDENCE_CHARS = 400
 _NUMBER = re.compile(r"\d+")
@@ -30,10 +43,14 @@ _SILENT_SIGNALS = (-9, -11, -7, -4, -8)  # they leave no message; a watchdog end
 _LEAVE_HEADROOM = (
     "memory ran out on the way and the run continued: leave headroom with a smaller micro batch or a leaner rung"
 )
-_LEAVE_HEADROOM_OR_CATCH = "memory ran out first: use a smaller micro batch or a leaner rung; then mend what the code does after it skips a step"
+_LEAVE_HEADROOM_OR_CATCH = (
+    "memory ran out first: use a smaller micro batch or a leaner rung; then mend what the code does after it skips "
+    "a step"
+)
 _NOT_FULL = (
     "the GPU was not full when it refused: look for a limit of this process (MPS, MIG, a memory fraction), "
-    "an exhausted address space (ulimit -v) or a driver in a bad state (dmesg, nvidia-smi -q); a leaner rung does not help"
+    "an exhausted address space (ulimit -v) or a driver in a bad state (dmesg, nvidia-smi -q); a leaner rung does not "
+    "help"
 )
 _KILLED_PROGRAM = re.compile(r"[Kk]illed process (\d+) \(([^)]*)\)")
 _TRAINING_PROGRAM = re.compile(
@@ -41,51 +58,100 @@ _TRAINING_PROGRAM = re.compile(
 )
 
 
-@dataclass(slots=True)
-class Finding:
-    """A message and the row that it matches.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """Why a run died, or that it did not.
 
-    The message itself names `rank`. `local` is the index of its GPU, `nccl` the device in NCCL's prefix.
-    `when` is the time of its line, as its file writes it.
+    `kind` is `none` when nothing failed, and `unknown` when the evidence does not show the cause.
+    `tier` is where memory ran out or was short. `rank` is the global rank that failed first by itself, if it is known.
+    `ranks` are all that report the same failure, as far as the logs name them.
+    `phase` is load, init, data, forward, backward, step, checkpoint or evaluation. `confidence` is the share of
+    verdicts on such grounds that were right (`confidence.toml`).
+    `evidence` are lines that prove it, the most telling first. `places` has the file and line of the first of them.
+    `signature` is the row of `signatures/` that decided.
+    `notes` are further facts, such as fragmentation or another process.
     """
 
-    row: Signature
-    message: Message
-    rank: int | None
-    local: int | None = None
-    nccl: int | None = None
-    when: Clock | None = None
+    kind: Kind
+    tier: Tier | None = None
+    rank: int | None = None
+    phase: str | None = None
+    confidence: float
+    evidence: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
+    action: Action
+    advice: str
+    notes: tuple[str, ...] = ()
+    signature: str | None = None
+    ranks: tuple[int, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as `autods diagnose --json` prints them."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
 
-@dataclass
-class LogSummary:
-    """Everything that was read from the logs of one run.
+def diagnose(log: Logs, exit_code: int | None = None) -> Diagnosis:
+    """Find out why a run died.
 
-    `progress` maps a file to the training progress at its end, `last` maps it to its last lines.
-    `user_words` are what exceptions of the user's code say. `text` tells whether any file was text; `not_text` names
-    those that were none.
+    `log` is the text of a log or a path. A `Path` is a path, and so is a str without a line end that names an existing
+    file or folder. Other str are text. Several logs, such as one per rank, are a dict of texts by name, a list of
+    paths, or a folder. Files are streamed, so that memory stays bounded. `exit_code` is the run's, negative for a
+    signal or as a shell reports it (137). Raises InputError for other types, for files that cannot be read or are no
+    text, and for a str that looks like a path where there is no file.
     """
+    code = None if exit_code is None else _check_exit_code(check_count("exit_code", exit_code))
+    if isinstance(log, str) and "\n" not in log and (os.path.lexists(log) or _PATH.fullmatch(log)):
+        log = Path(log)
+    if isinstance(log, str | Mapping):
+        texts = {"": log} if isinstance(log, str) else log
+        for name, text in texts.items():
+            if not isinstance(name, str) or not isinstance(text, str):
+                raise InputError(f"log={show_value(log)}: text by name is needed")
+        return pick_root_cause(collect_symptoms({name: _text_blocks(text) for name, text in texts.items()}), code)
+    if isinstance(log, PathLike):
+        return diagnose_logs(find_logs([log]), code)
+    if isinstance(log, bytes | bytearray) or not isinstance(log, Iterable):
+        problem = f"log={show_value(log)}: text, a path, a dict of texts or a list of paths is needed"
+        raise InputError(f"{problem}, not {type(log).__name__}")
+    paths = list(islice(log, MOST_FILES + 1))
+    if len(paths) > MOST_FILES:
+        raise InputError(f"log has more than {MOST_FILES:,} paths", hint="give the logs of one run")
+    for number, path in enumerate(paths):
+        if not isinstance(path, str | PathLike):
+            raise InputError(f"log[{number}]={show_value(path)}: a path is needed, not {type(path).__name__}")
+    return diagnose_logs(find_logs(paths), code)
 
-    findings: list[Finding] = field(default_factory=list)
-    exits: ExitCodes = field(default_factory=ExitCodes)
-    ranks: Ranks = field(default_factory=Ranks)
-    user_words: set[str] = field(default_factory=set)
-    progress: dict[str, int] = field(default_factory=dict)
-    last: dict[str, list[str]] = field(default_factory=dict)
-    bytes: int = 0
-    lines: int = 0  # of the files that were read to their end
-    files: int = 1
-    text: bool = False
-    not_text: list[str] = field(default_factory=list)
 
-    @cached_property
-    def first_exit(self) -> Exit:
-        """The exit that counts; code 0 without one."""
-        return self.exits.first or Exit(0)
+def diagnose_logs(logs: Sequence[Log], exit_code: int | None, listen: Listen = lambda line: None) -> Diagnosis:
+    """Find out why a run died, from logs that were found. `listen` gets lines about what takes long.
 
-    def rank(self, finding: Finding) -> int | None:
-        """The rank that a finding is about: by the message, then by its process id, then by its GPU."""
-        return _first(finding.rank, self.ranks.of(finding.message), self.ranks.of_device(finding.local))
+    Raises InputError if no log is text and there is no exit code. `notes` names those that are no text beside others.
+    """
+    waits = Waits()
+    if exit_code is not None:
+        _check_exit_code(exit_code)
+    summary = collect_symptoms({log.name: read_blocks(log, listen, waits) for log in logs})
+    if summary.not_text and not summary.text and exit_code is None:
+        raise InputError("is not a text log", place=", ".join(log.place for log in logs), hint=_GIVE_TEXT)
+    diagnosis = pick_root_cause(summary, exit_code)
+    notes = [note for log in logs for note in log.notes]
+    if skipped := summary.not_text:
+        names = ", ".join(name or STDIN for name in skipped[:_MOST_SKIPPED])
+        notes.append(f"{len(skipped)} of {len(logs)} logs are no text and were skipped: {names}")
+    return replace(diagnosis, notes=(*diagnosis.notes, *notes))
+
+
+def _check_exit_code(code: int) -> int:
+    """The code. Raises InputError for an exit code that no run has."""
+    if not -MOST_SIGNAL <= code <= _MOST_EXIT_CODE:
+        hint = f"a run ends with 0 to {_MOST_EXIT_CODE}, or by a signal: -1 to -{MOST_SIGNAL}"
+        raise InputError(f"exit code {show_value(code)} does not exist", hint=hint)
+    return code
+
+
+def _text_blocks(text: str) -> Iterator[bytes]:
+    for start in range(0, len(text), BLOCK_BYTES):
+        yield text[start : start + BLOCK_BYTES].encode(errors="replace")
 
 
 def _first(*ranks: int | None) -> int | None:
@@ -99,8 +165,8 @@ def pick_root_cause(summary: LogSummary, exit_code: int | None = None) -> Diagno
     memory pressure that the run survived.
     """
     ended_well = exit_code == 0 or (exit_code is None and _finished(summary))
-    alive = [finding for finding in summary.findings if not ended_well and not _survived(finding, summary)]
-    alive = [finding for finding in alive if not _repeats_user(finding, summary)]
+    alive = [symptom for symptom in summary.symptoms if not ended_well and not _survived(symptom, summary)]
+    alive = [symptom for symptom in alive if not _repeats_user(symptom, summary)]
     of_run = [cause for cause in alive if cause.row.weight in _STRENGTH]
     of_run = [cause for cause in of_run if not _is_about_other_program(cause, of_run, summary, exit_code)]
     of_run = [cause for cause in of_run if not _follows_lost_peer(cause, alive)]
@@ -108,11 +174,11 @@ def pick_root_cause(summary: LogSummary, exit_code: int | None = None) -> Diagno
         diagnosis = _diagnose_cause(causes, summary)
         return _diagnose_caught_shortage(diagnosis, causes, alive) or diagnosis
     silent_end = summary.first_exit.code in _SILENT_SIGNALS
-    if noticed := [finding for finding in alive if finding.row.weight == "secondary"]:
+    if noticed := [symptom for symptom in alive if symptom.row.weight == "secondary"]:
         if silent_end:
             return _diagnose_exit(summary.first_exit.code, summary)
         return _diagnosis(noticed[0], "secondary", noticed[:1], rank=summary.exits.root_rank)
-    weak = [finding for finding in alive if finding.row.weight == "weak"]
+    weak = [symptom for symptom in alive if symptom.row.weight == "weak"]
     if weak and not silent_end:
         diagnosis = _diagnose_cause(weak, summary)
         return _diagnose_caught_shortage(diagnosis, weak, alive) or diagnosis
@@ -120,44 +186,44 @@ def pick_root_cause(summary: LogSummary, exit_code: int | None = None) -> Diagno
     reported = 0 if ended_well else summary.first_exit.code
     if code := reported if reported < 0 or exit_code is None else exit_code:
         return _diagnose_exit(code, summary)
-    if stopped := [finding for finding in alive if finding.row.weight == "stopped"]:
+    if stopped := [symptom for symptom in alive if symptom.row.weight == "stopped"]:
         return _diagnosis(stopped[0], "exit code", stopped)
-    if pressed := [finding for finding in summary.findings if _shows_pressure(finding)]:
+    if pressed := [symptom for symptom in summary.symptoms if _shows_pressure(symptom)]:
         advice = pressed[0].row.advice if pressed[0].row.weight == "pressure" else _LEAVE_HEADROOM
         diagnosis = _diagnosis(pressed[0], "pressure", pressed, advice=advice)
         return replace(diagnosis, kind="memory_pressure", action="leaner_rung")
     return _no_failure(summary, exit_code)
 
 
-# Which findings count.
+# Which symptoms count.
 
 
-def _survived(finding: Finding, summary: LogSummary) -> bool:
+def _survived(symptom: Symptom, summary: LogSummary) -> bool:
     """Whether the run trained on after it, or it was no failure at all."""
-    if finding.row.weight in ("done", "benign") or finding.message.ignored:
+    if symptom.row.weight in ("done", "benign") or symptom.message.ignored:
         return True
-    progress = summary.progress.get(finding.message.file, 0) - finding.message.progress
+    progress = summary.progress.get(symptom.message.file, 0) - symptom.message.progress
     return progress >= _RESUMED_STEPS
 
 
-def _repeats_user(finding: Finding, summary: LogSummary) -> bool:
+def _repeats_user(symptom: Symptom, summary: LogSummary) -> bool:
     """Whether a line only logs what an exception of the user's code says."""
-    if finding.message.frames or finding.row.emitter == "any":
+    if symptom.message.frames or symptom.row.emitter == "any":
         return False
-    return any(words in finding.message.text for words in summary.user_words)
+    return any(words in symptom.message.text for words in summary.user_words)
 
 
 def _finished(summary: LogSummary) -> bool:
     """Whether a line says that the run ended well, and no failure follows it."""
-    done = [finding.message for finding in summary.findings if finding.row.weight == "done"]
+    done = [symptom.message for symptom in summary.symptoms if symptom.row.weight == "done"]
     if not done or summary.first_exit.code != 0:
         return False
-    failed = (finding.message for finding in summary.findings if finding.row.weight in _STRENGTH)
+    failed = (symptom.message for symptom in summary.symptoms if symptom.row.weight in _STRENGTH)
     return not any(message.file == done[-1].file and message.order > done[-1].order for message in failed)
 
 
 def _is_about_other_program(
-    cause: Finding, causes: Sequence[Finding], summary: LogSummary, exit_code: int | None
+    cause: Symptom, causes: Sequence[Symptom], summary: LogSummary, exit_code: int | None
 ) -> bool:
     """The kernel killed a program that does not belong to the run, and the run ended by an exception of its own."""
     killed = _KILLED_PROGRAM.search(cause.message.text) if cause.row.weight == "decisive" else None
@@ -168,7 +234,7 @@ def _is_about_other_program(
     return any(other.message.manner == "raised" for other in causes)
 
 
-def _follows_lost_peer(cause: Finding, alive: Sequence[Finding]) -> bool:
+def _follows_lost_peer(cause: Symptom, alive: Sequence[Symptom]) -> bool:
     """torch's rendezvous or store failed after a peer was gone: the process only noticed."""
     return (
         cause.row.file == "communication"
@@ -182,7 +248,7 @@ def _follows_lost_peer(cause: Finding, alive: Sequence[Finding]) -> bool:
     )
 
 
-def _is_incidental_mention(cause: Finding, causes: Sequence[Finding]) -> bool:
+def _is_incidental_mention(cause: Symptom, causes: Sequence[Symptom]) -> bool:
     """A plain line mentions a full device, and later an exception of the script itself ended the same process."""
     row, message = cause.row, cause.message
     if row.kind != "out_of_memory" or row.tier != "device" or row.weight == "decisive":
@@ -201,17 +267,17 @@ def _is_incidental_mention(cause: Finding, causes: Sequence[Finding]) -> bool:
     )
 
 
-def _shows_pressure(finding: Finding) -> bool:
+def _shows_pressure(symptom: Symptom) -> bool:
     """Memory was short on the way: a row says so, or a full device was survived."""
-    return finding.row.weight == "pressure" or (
-        finding.row.kind == "out_of_memory"
-        and finding.row.tier == "device"
-        and finding.row.weight in (*_STRENGTH, "weak")
+    return symptom.row.weight == "pressure" or (
+        symptom.row.kind == "out_of_memory"
+        and symptom.row.tier == "device"
+        and symptom.row.weight in (*_STRENGTH, "weak")
     )
 
 
 def _diagnose_caught_shortage(
-    diagnosis: Diagnosis, causes: Sequence[Finding], alive: Sequence[Finding]
+    diagnosis: Diagnosis, causes: Sequence[Symptom], alive: Sequence[Symptom]
 ) -> Diagnosis | None:
     """Memory ran out, the code caught that, and then died of a value that was missing: both, the cause first.
 
@@ -230,11 +296,11 @@ def _diagnose_caught_shortage(
     if diagnosis.kind == "out_of_memory":
         return replace(diagnosis, notes=(*diagnosis.notes, later))
     caught = [
-        finding
-        for finding in alive
-        if finding.row.name == "recovered"
-        and (finding.message.file, finding.message.prefix.stream) == (death.message.file, death.message.prefix.stream)
-        and finding.message.order < death.message.order
+        symptom
+        for symptom in alive
+        if symptom.row.name == "recovered"
+        and (symptom.message.file, symptom.message.prefix.stream) == (death.message.file, death.message.prefix.stream)
+        and symptom.message.order < death.message.order
     ]
     if not caught:
         return None
@@ -244,10 +310,10 @@ def _diagnose_caught_shortage(
     return replace(shortage, kind="out_of_memory", notes=(*shortage.notes, later))
 
 
-# From findings to a diagnosis.
+# From symptoms to a diagnosis.
 
 
-def _diagnose_cause(causes: Sequence[Finding], summary: LogSummary) -> Diagnosis:
+def _diagnose_cause(causes: Sequence[Symptom], summary: LogSummary) -> Diagnosis:
     """The diagnosis by the first in time of the strongest causes: by the clock across files, else by place."""
     best = min(_STRENGTH.get(cause.row.weight, 3) for cause in causes)
     equal = [cause for cause in causes if _STRENGTH.get(cause.row.weight, 3) == best]
@@ -255,7 +321,7 @@ def _diagnose_cause(causes: Sequence[Finding], summary: LogSummary) -> Diagnosis
     timed = summary.files > 1 and len(kinds) == 1 and None not in kinds
     root_rank = summary.exits.root_rank
 
-    def order(cause: Finding) -> tuple[bool, bool, str, int]:
+    def order(cause: Symptom) -> tuple[bool, bool, str, int]:
         mentioned = cause.message.manner == "mentioned" and best > 0
         rank = summary.rank(cause)
         not_root = summary.files == 1 and root_rank is not None and rank not in (None, root_rank)
@@ -265,17 +331,17 @@ def _diagnose_cause(causes: Sequence[Finding], summary: LogSummary) -> Diagnosis
     grounds = f"{cause.row.weight} {cause.message.manner}"
     same = [other for other in causes if other.row is cause.row]
     diagnosis = _diagnosis(cause, grounds, same, rank=_failed_rank(cause, summary, same))
-    ranks = {rank for finding in same if (rank := summary.rank(finding)) is not None}
+    ranks = {rank for symptom in same if (rank := summary.rank(symptom)) is not None}
     return replace(diagnosis, ranks=tuple(sorted(ranks)))
 
 
-def _failed_rank(cause: Finding, summary: LogSummary, same: Sequence[Finding]) -> int | None:
+def _failed_rank(cause: Symptom, summary: LogSummary, same: Sequence[Symptom]) -> int | None:
     """The rank that failed. A line of the kernel or the scheduler is about the process that it names."""
     if cause.row.kind == "none":
         return cause.rank
     by_pid, by_exit, root_rank = summary.ranks.of(cause.message), summary.first_exit.rank, summary.exits.root_rank
     if cause.row.weight != "decisive":
-        named = {finding.rank for finding in same if finding.rank is not None}
+        named = {symptom.rank for symptom in same if symptom.rank is not None}
         only_named = named.pop() if len(named) == 1 else None
         by_device = summary.ranks.of_device(cause.local)
         return _first(cause.rank, by_pid, only_named, root_rank, by_device, cause.nccl, by_exit)
@@ -285,16 +351,16 @@ def _failed_rank(cause: Finding, summary: LogSummary, same: Sequence[Finding]) -
 
 
 def _diagnosis(
-    finding: Finding, grounds: str, same: Sequence[Finding], *, rank: int | None = None, advice: str = ""
+    symptom: Symptom, grounds: str, same: Sequence[Symptom], *, rank: int | None = None, advice: str = ""
 ) -> Diagnosis:
-    """The diagnosis by a finding's row, as sure as verdicts on such grounds are.
+    """The diagnosis by a symptom's row, as sure as verdicts on such grounds are.
 
-    Its lines are the evidence, and those of the findings in `same`. Lines that differ in numbers only, as those of
+    Its lines are the evidence, and those of the symptoms in `same`. Lines that differ in numbers only, as those of
     eight ranks do, are shown once.
     """
-    row, message = finding.row, finding.message
+    row, message = symptom.row, symptom.message
     shown: dict[str, str] = {}
-    for line in (line for other in (finding, *same) for line in _telling_lines(other)):
+    for line in (line for other in (symptom, *same) for line in _telling_lines(other)):
         shown.setdefault(_NUMBER.sub("", line), line)
     lines = list(shown.values())[:_EVIDENCE_LINES]
     shortage = parse_shortage(message.text)
@@ -321,10 +387,10 @@ def _diagnosis(
     )
 
 
-def _telling_lines(finding: Finding) -> list[str]:
+def _telling_lines(symptom: Symptom) -> list[str]:
     """The first line of the message, and the line that the row matched. Rules such as ===== are no lines."""
-    lines = [line.strip() for line in finding.message.text.splitlines() if _WORD.search(line)]
-    matched = filter(finding.row.tells, lines)
+    lines = [line.strip() for line in symptom.message.text.splitlines() if _WORD.search(line)]
+    matched = filter(symptom.row.tells, lines)
     return [line[:_EVIDENCE_CHARS] for line in dict.fromkeys((*lines[:1], *islice(matched, 1)))]
 
 

@@ -15,10 +15,10 @@ from ..plain_text import clean
 from ..system.stacks import Frame, find_hang
 from ..types import Action, Device, Failed, OutOfMemory, Phase, Tier
 from ..units import format_bytes, format_signal
-from .exit_codes import explain_exit_code
 from .messages import BOILERPLATE
-from .rules import Signature, find_signature
-from .values import Kind, Shortage, parse_shortage
+from .run_processes import explain_exit_code
+from .shortage import Shortage, parse_shortage
+from .signatures import Kind, Signature, find_signature
 
 _NEARLY_FULL = 0.02  # of the limit: kernels and daemons that watch memory strike before it is all gone
 _EVIDENCE_CHARS = 400
@@ -334,7 +334,7 @@ def _verdict_without_row(cause: Evidence) -> Verdict:
         case Evidence(phase="start" | "rendezvous", user_frame=None):
             return Verdict("infrastructure", "retry", cause.headline, "the ranks could not find each other")
         case Evidence(phase="init" | "step" | "save" | "load", user_frame=None):
-            # The workload's own code runs in build, forward and backward. The other phases are DeepSpeed with its config.
+            # The workload's own code runs in build, forward and backward. Other phases are DeepSpeed with its config.
             return Verdict("config", "fix_config", cause.headline, "DeepSpeed cannot work with this model and config")
         case _:
             text = f"{place}{cause.headline}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from ..diagnosis.values import Diagnosis
+from ..diagnosis import Diagnosis
 from ..units import escape_controls
 from .text import TIER_NAMES
 

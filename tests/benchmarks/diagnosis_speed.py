@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from autods.diagnosis.rules import read_signatures
+from autods.diagnosis.signatures import read_signatures
 
 MOST_SECONDS, MOST_MB = 2.0, 64
 

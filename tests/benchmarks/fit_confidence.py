@@ -29,12 +29,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "corpus"))
 from cases import Case, load, split
 
 import autods
-from autods.diagnosis import root_cause, rules
+from autods.diagnosis import root_cause, signatures
 
 STRENGTHS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 CAP = 0.99  # of so few logs nothing is surer
 NOT_FITTED = {"no text": 0.1, "empty": 0.2}  # no log of the corpus is like that
-TARGET = Path(rules.__file__).with_name("signatures") / "confidence.toml"
+TARGET = Path(signatures.__file__).with_name("signatures") / "confidence.toml"
 HEAD = """\
 # How often a verdict is right, by its grounds: the weight of the row that decided and the manner of its message,
 # or what was there instead of one. Written by tests/benchmarks/fit_confidence.py from the dev logs, each of them read
@@ -56,25 +56,25 @@ class Outcome:
 def forget_phrases(forgotten: frozenset[str]) -> Iterator[None]:
     """Diagnose without these phrases and words. A row that had no others does not match."""
     rows = tuple(row for each in ALL if (row := _forget(each, forgotten)) is not None)
-    with mock.patch.object(rules, "read_signatures", return_value=rows):
+    with mock.patch.object(signatures, "read_signatures", return_value=rows):
         _clear_caches()
         yield
     _clear_caches()
 
 
 def _clear_caches() -> None:
-    rules.find_signature.cache_clear()
-    rules.index_rows.cache_clear()
+    signatures.find_signature.cache_clear()
+    signatures.index_rows.cache_clear()
 
 
-def _forget(row: rules.Signature, forgotten: frozenset[str]) -> rules.Signature | None:
+def _forget(row: signatures.Signature, forgotten: frozenset[str]) -> signatures.Signature | None:
     phrases, words = (tuple(word for word in known if word not in forgotten) for known in (row.phrases, row.words))
     pattern = row.pattern if words or not row.words else ""
     is_left = bool(phrases or pattern or not (row.phrases or row.pattern))
     return replace(row, phrases=phrases, words=words, pattern=pattern) if is_left else None
 
 
-ALL = rules.read_signatures()
+ALL = signatures.read_signatures()
 
 
 def judge(case: Case) -> Outcome:

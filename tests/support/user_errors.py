@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autods.diagnosis.rules import read_signatures
+from autods.diagnosis.signatures import read_signatures
 
 _SENTENCES = (
     "{0} should be set before the first epoch",

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 import autods
-from autods.diagnosis.values import Diagnosis
+from autods.diagnosis import Diagnosis
 from autods.report.diagnosis_view import print_diagnosis
 
 OOM = (

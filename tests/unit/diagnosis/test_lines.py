@@ -7,7 +7,7 @@ import json
 import pytest
 
 import autods
-from autods.diagnosis.reader import Reader, parse_clock, parse_record
+from autods.diagnosis.lines import Reader, parse_clock, parse_record
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB. GPU {gpu} has a total capacity of 79 GiB"
 TRACE = 'Traceback (most recent call last):\n  File "train.py", line 8, in <module>\n    loss.backward()\n'

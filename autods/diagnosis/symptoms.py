@@ -1,29 +1,19 @@
-"""`autods.diagnose`: why a run died, from its logs and exit code."""
+"""The symptoms of a run: messages of its logs, and the signatures that they match."""
 
 from __future__ import annotations
 
 import itertools
-import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import islice
-from os import PathLike
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
-from ..errors import InputError
-from ..requests import check_count, show_value
-from .exit_codes import MOST_SIGNAL
-from .logs import MOST_FILES, STDIN, Listen, Log, Waits, find_logs, read_blocks
+from .lines import Clock, Reader
 from .messages import REPORTS_FAILURE, Assembler, Message
-from .ranks import find_local_gpu, find_nccl_device, find_rank
-from .reader import BLOCK_BYTES, Reader
-from .root_cause import Finding, LogSummary, pick_root_cause
-from .rules import ERROR_LINE, Signature, find_signature
-from .values import Diagnosis
+from .run_processes import Exit, RankClues, ReportedExits, find_local_gpu, find_nccl_device, find_rank
+from .signatures import ERROR_LINE, Signature, find_signature
 
-Logs = str | PathLike[str] | Mapping[str, str] | Iterable[str | PathLike[str]]
 # Exceptions that only report others, of a child or of a group. The cause is a message of its own.
 _REPORTS_OTHERS = (
     "ChildFailedError",
@@ -40,83 +30,69 @@ _ONLY_TALKS = re.compile(
     r"\b(?:changelog|release notes?|fix(?:ed|es)|avoid(?:s|ed|ing)?|prevents?|preventing|known issues?|faq|how to)\b",
     re.IGNORECASE | re.DOTALL,
 )
-_GIVE_TEXT = "give the log itself, as text or packed by gzip, bzip2 or xz; unpack others into autods diagnose -"
-_MOST_SKIPPED = 5  # names in a note
-# 'logs/train.log', '/data/slurm-7.out.gz': text of a log has a space, or another end
-_PATH = re.compile(r"[^\s\0]{1,1000}\.(?:log|out|err|txt)(?:\.(?:gz|bz2|xz|\d+))?")
-_MOST_EXIT_CODE = 256 + MOST_SIGNAL  # PBS adds 256 to a signal
 _LEAST_WORDS = 8  # characters of a user's exception by which a line that repeats it is known
 _MOST_USER_WORDS = 200
-_MOST_FINDINGS = 400  # per row; findings that say that the run ended well are all kept
-_MANY_FINDINGS = 2000  # of all rows, from which on few of each are kept
-_FEW = 40  # findings per row then, and those for which the time of the line is looked up
+_MOST_SYMPTOMS = 400  # per row; symptoms that say that the run ended well are all kept
+_MANY_SYMPTOMS = 2000  # of all rows, from which on few of each are kept
+_FEW = 40  # symptoms per row then, and those for which the time of the line is looked up
 _LEAST_PRINTABLE = 0.7  # of a block's bytes; with less it is not text
 _CONTROL_BYTES = bytes((*range(7), *range(14, 27), 127))
 
 
-def diagnose(log: Logs, exit_code: int | None = None) -> Diagnosis:
-    """Find out why a run died.
+@dataclass(slots=True)
+class Symptom:
+    """A message and the row that it matches.
 
-    `log` is the text of a log or a path. A `Path` is a path, and so is a str without a line end that names an existing
-    file or folder. Other str are text. Several logs, such as one per rank, are a dict of texts by name, a list of paths,
-    or a folder. Files are streamed, so that memory stays bounded. `exit_code` is the run's, negative for a signal or as
-    a shell reports it (137). Raises InputError for other types, for files that cannot be read or are no text, and for
-    a str that looks like a path where there is no file.
+    The message itself names `rank`. `local` is the index of its GPU, `nccl` the device in NCCL's prefix.
+    `when` is the time of its line, as its file writes it.
     """
-    code = None if exit_code is None else check_count("exit_code", exit_code)
-    if isinstance(log, str) and "\n" not in log and (os.path.lexists(log) or _PATH.fullmatch(log)):
-        log = Path(log)
-    if isinstance(log, str | Mapping):
-        texts = {"": log} if isinstance(log, str) else log
-        for name, text in texts.items():
-            if not isinstance(name, str) or not isinstance(text, str):
-                raise InputError(f"log={show_value(log)}: text by name is needed")
-        return pick_root_cause(_read_logs({name: _text_blocks(text) for name, text in texts.items()}, code), code)
-    if isinstance(log, PathLike):
-        return diagnose_logs(find_logs([log]), code)
-    if isinstance(log, bytes | bytearray) or not isinstance(log, Iterable):
-        problem = f"log={show_value(log)}: text, a path, a dict of texts or a list of paths is needed"
-        raise InputError(f"{problem}, not {type(log).__name__}")
-    paths = list(islice(log, MOST_FILES + 1))
-    if len(paths) > MOST_FILES:
-        raise InputError(f"log has more than {MOST_FILES:,} paths", hint="give the logs of one run")
-    for number, path in enumerate(paths):
-        if not isinstance(path, str | PathLike):
-            raise InputError(f"log[{number}]={show_value(path)}: a path is needed, not {type(path).__name__}")
-    return diagnose_logs(find_logs(paths), code)
+
+    row: Signature
+    message: Message
+    rank: int | None
+    local: int | None = None
+    nccl: int | None = None
+    when: Clock | None = None
 
 
-def diagnose_logs(logs: Sequence[Log], exit_code: int | None, listen: Listen = lambda line: None) -> Diagnosis:
-    """Find out why a run died, from logs that were found. `listen` gets lines about what takes long.
+@dataclass
+class LogSummary:
+    """Everything that was read from the logs of one run.
 
-    Raises InputError if no log is text and there is no exit code. `notes` names those that are no text beside others.
+    `progress` maps a file to the training progress at its end, `last` maps it to its last lines.
+    `user_words` are what exceptions of the user's code say. `text` tells whether any file was text; `not_text` names
+    those that were none.
     """
-    waits = Waits()
-    summary = _read_logs({log.name: read_blocks(log, listen, waits) for log in logs}, exit_code)
-    if summary.not_text and not summary.text and exit_code is None:
-        raise InputError("is not a text log", place=", ".join(log.place for log in logs), hint=_GIVE_TEXT)
-    diagnosis = pick_root_cause(summary, exit_code)
-    notes = [note for log in logs for note in log.notes]
-    if skipped := summary.not_text:
-        names = ", ".join(name or STDIN for name in skipped[:_MOST_SKIPPED])
-        notes.append(f"{len(skipped)} of {len(logs)} logs are no text and were skipped: {names}")
-    return replace(diagnosis, notes=(*diagnosis.notes, *notes))
+
+    symptoms: list[Symptom] = field(default_factory=list)
+    exits: ReportedExits = field(default_factory=ReportedExits)
+    ranks: RankClues = field(default_factory=RankClues)
+    user_words: set[str] = field(default_factory=set)
+    progress: dict[str, int] = field(default_factory=dict)
+    last: dict[str, list[str]] = field(default_factory=dict)
+    bytes: int = 0
+    lines: int = 0  # of the files that were read to their end
+    files: int = 1
+    text: bool = False
+    not_text: list[str] = field(default_factory=list)
+
+    @cached_property
+    def first_exit(self) -> Exit:
+        """The exit that counts; code 0 without one."""
+        return self.exits.first or Exit(0)
+
+    def rank(self, symptom: Symptom) -> int | None:
+        """The rank that a symptom is about: by the message, then by its process id, then by its GPU."""
+        ranks = (symptom.rank, self.ranks.of(symptom.message), self.ranks.of_device(symptom.local))
+        return next((rank for rank in ranks if rank is not None), None)
 
 
-def _read_logs(logs: Mapping[str, Iterator[bytes]], exit_code: int | None) -> LogSummary:
-    """The summary of logs by name. Raises InputError for an exit code that no run has."""
-    if exit_code is not None and not -MOST_SIGNAL <= exit_code <= _MOST_EXIT_CODE:
-        hint = f"a run ends with 0 to {_MOST_EXIT_CODE}, or by a signal: -1 to -{MOST_SIGNAL}"
-        raise InputError(f"exit code {show_value(exit_code)} does not exist", hint=hint)
+def collect_symptoms(logs: Mapping[str, Iterator[bytes]]) -> LogSummary:
+    """The summary of logs, which are blocks of UTF-8 by name."""
     summary = LogSummary(files=len(logs))
     for name, blocks in logs.items():
         _read_log(name, blocks, summary)
     return summary
-
-
-def _text_blocks(text: str) -> Iterator[bytes]:
-    for start in range(0, len(text), BLOCK_BYTES):
-        yield text[start : start + BLOCK_BYTES].encode(errors="replace")
 
 
 def _read_log(name: str, blocks: Iterator[bytes], summary: LogSummary) -> None:
@@ -158,14 +134,14 @@ def _add_message(message: Message, summary: LogSummary, row_counts: Counter[str]
         return
     row_counts[row.name] += 1
     message.order = summary.lines + message.number
-    most = _MOST_FINDINGS if len(summary.findings) < _MANY_FINDINGS else _FEW
+    most = _MOST_SYMPTOMS if len(summary.symptoms) < _MANY_SYMPTOMS else _FEW
     if row_counts[row.name] <= most or row.weight == "done":
         rank = find_rank(message, row.weight, summary.files + len(reader.parts))
         local = find_local_gpu(message)
         when = reader.when(message.number) if row_counts[row.name] <= _FEW else None
         if rank is None and local is not None:
             summary.ranks.gpus.add(local)
-        summary.findings.append(Finding(row, message, rank, local, find_nccl_device(message), when))
+        summary.symptoms.append(Symptom(row, message, rank, local, find_nccl_device(message), when))
     if row.weight in ("cause", "likely", "weak", "pressure"):
         reader.watch()
         message.progress = reader.progress

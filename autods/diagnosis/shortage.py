@@ -1,50 +1,13 @@
-"""A diagnosis, and the sizes in an allocator's error message."""
+"""The sizes in an allocator's error message: what was wanted, and what the card had left."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
 
-from ..types import Action, FailureKind, Tier
 from ..units import format_bytes, parse_bytes
-
-Kind = Literal["out_of_memory", "none"] | FailureKind
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Diagnosis:
-    """Why a run died, or that it did not.
-
-    `kind` is `none` when nothing failed, and `unknown` when the evidence does not show the cause.
-    `tier` is where memory ran out or was short. `rank` is the global rank that failed first by itself, if it is known.
-    `ranks` are all that report the same failure, as far as the logs name them.
-    `phase` is load, init, data, forward, backward, step, checkpoint or evaluation. `confidence` is the share of
-    verdicts on such grounds that were right (`confidence.toml`).
-    `evidence` are lines that prove it, the most telling first. `places` has the file and line of the first of them.
-    `signature` is the row of `signatures/` that decided.
-    `notes` are further facts, such as fragmentation or another process.
-    """
-
-    kind: Kind
-    tier: Tier | None = None
-    rank: int | None = None
-    phase: str | None = None
-    confidence: float
-    evidence: tuple[str, ...] = ()
-    places: tuple[str, ...] = ()
-    action: Action
-    advice: str
-    notes: tuple[str, ...] = ()
-    signature: str | None = None
-    ranks: tuple[int, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, as `autods diagnose --json` prints them."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
-
 
 _SIZE = r"([\d.]{1,30} ?[KMGT]?i?B)"  # without a limit, a line of digits takes seconds
 _WANTED = re.compile(rf"tried to allocate (\d{1, 30}) bytes|tried to allocate {_SIZE}", re.IGNORECASE)

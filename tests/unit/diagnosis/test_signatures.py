@@ -7,9 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from autods.diagnosis.lines import LineFilter
 from autods.diagnosis.messages import parse_exception_type
-from autods.diagnosis.reader import LineFilter
-from autods.diagnosis.rules import ERROR_LINE, Signature, find_confidence, find_signature, read_signatures, read_toml
+from autods.diagnosis.signatures import (
+    ERROR_LINE,
+    Signature,
+    find_confidence,
+    find_signature,
+    read_signatures,
+    read_toml,
+)
 
 # By row, each a text or a text and the frames of its traceback.
 EXAMPLES = tomllib.loads(Path(__file__).with_name("examples.toml").read_text(encoding="utf-8"))

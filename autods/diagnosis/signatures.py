@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..schema import read_as
-from ..types import Action, Tier
-from .values import Kind
+from ..types import Action, FailureKind, Tier
+
+Kind = Literal["out_of_memory", "none"] | FailureKind
 
 # The strength of a row as evidence. decisive: a kernel or scheduler reports what it ended. cause: the message names the
 # cause. likely: it is the cause when no other message names one. secondary: the cause is in another process.
@@ -26,7 +27,8 @@ Emitter = Literal["kernel", "driver", "scheduler", "launcher", "nccl", "torch", 
 _OUTSIDE_PYTHON = ("kernel", "driver", "scheduler", "launcher", "nccl")
 _OF_PYTHON_CODE = frozenset((
     "ValueError", "KeyError", "TypeError", "AssertionError", "AttributeError", "NameError", "IndexError", "LookupError",
-    "NotImplementedError", "UnboundLocalError", "ZeroDivisionError", "ImportError", "ModuleNotFoundError", "JSONDecodeError",
+    "NotImplementedError", "UnboundLocalError", "ZeroDivisionError", "ImportError", "ModuleNotFoundError",
+    "JSONDecodeError",
 ))  # fmt: skip
 ERROR_LINE = "an error line"  # the "type" of a line that reports a failure without an exception
 # Rows are tried in this order: a failure whose text looks like another class comes before that class.
@@ -89,7 +91,7 @@ class Signature:
         return not (self.unless and _compiled(self.unless).search(text))
 
     def tells(self, line: str) -> bool:
-        """Whether the line is what the row looks for: it has one of the phrases or words, or else matches the pattern."""
+        """Whether the line has one of the row's phrases or words or, where there are none, matches the pattern."""
         if self.phrases or self.words:
             return any(word in line.lower() for word in (*self.phrases, *self.words))
         return bool(self.pattern) and _compiled(self.pattern).search(line) is not None

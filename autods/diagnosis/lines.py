@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
-from .rules import any_of, expand, read_signatures, read_toml
+from .signatures import any_of, expand, read_signatures, read_toml
 
 _HEAD_CHARS = 160  # of a line: compared where lines differ in more than digits
 _MOST_REPEATS = 12  # lines that differ only in their digits are kept this often
