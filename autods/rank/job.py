@@ -1,4 +1,4 @@
-"""The job of a trial's ranks, their heartbeats in memory that outlives them, and what an exception tells of its end."""
+"""The job of some ranks, their heartbeats in memory that outlives them, and what an exception tells of its end."""
 
 from __future__ import annotations
 
@@ -14,16 +14,65 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..plain_text import clean, read_text, read_traceback
+from ..schema import read_as
 from ..types import PHASES, Device, Exam, Phase, Steps, WorkloadSource
 from ..workload.protocol import WorkloadError
 
 JobKind = Literal["train", "survey", "ops", "run"]
+JOB_FILE = "job.json"  # in the folder of an attempt
+RUN_VARIABLE = "AUTODS_RUN"  # has the path of the file of a run's job
+_RUN_HINT = "start the script with autods run, or without AUTODS_RUN in the environment"
 _MOST_CAUSES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunOrder:
+    """What an attempt of a run has beside the config of its job: where it saves, what it restores, when it ends.
+
+    `folder` is the run's: it has checkpoints/ and attempts/N/. Training ends after `steps` optimizer steps; None: the
+    script decides. `restore` is the folder of a checkpoint, of this layout or another. A save needs `least_free_bytes`
+    on the disk of the checkpoints, besides what the checkpoint takes.
+    """
+
+    folder: str
+    attempt: int
+    steps: int | None
+    checkpoint_every: int  # optimizer steps
+    keep: int = 2  # complete checkpoints
+    loads_in_ranks: bool = False  # without workers of a data loader
+    restore: str | None = None
+    data: str | None = None
+    least_free_bytes: int = 0
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the run's checkpoints."""
+        return Path(self.folder) / "checkpoints"
+
+    @property
+    def attempt_folder(self) -> Path:
+        """The folder of this attempt's files."""
+        return Path(self.folder) / "attempts" / str(self.attempt)
+
+    @property
+    def job_file(self) -> Path:
+        """The file of the attempt's job. It is in no folder of a job, which is emptied when the job begins."""
+        return self.attempt_folder / JOB_FILE
+
+    @property
+    def steps_file(self) -> Path:
+        """The file to which rank 0 appends a line for each optimizer step."""
+        return self.attempt_folder / "steps.jsonl"
+
+    @property
+    def stop_file(self) -> Path:
+        """A file that asks the ranks to save and to end."""
+        return Path(self.folder) / "stop"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankJob:
-    """One job for all ranks of a trial.
+    """One job for all ranks of a trial, of a survey or of an attempt of a run, which alone has an `order`.
 
     `folder` takes logs and results, `scratch` is the ranks' working directory. `private` is a folder with a
     short path that only this user can enter, for the store and the sockets of the ranks of this node.
@@ -52,7 +101,7 @@ class RankJob:
     steps: Steps = field(default_factory=Steps)
     exam: Exam | None = None
     only_build: bool = False  # stop before the engine is initialised
-    order: str | None = None  # the file of a run's order, see `run.order.RunOrder`; it replaces the fields of a trial
+    order: RunOrder | None = None
     limit_bytes: int | None = None  # of the device; None: no limit
     ops: tuple[str, ...] = ()
     threads: int | None = None  # of each rank; None: its share of the node's cores
@@ -81,19 +130,46 @@ class RankJob:
         """Samples of an optimizer step; the ranks of one replica train on the same samples."""
         return self.micro_batch * self.accumulation * (self.world_size // self.replica_ranks)
 
+    def write(self) -> Path:
+        """Write the job of a run into its file, whole or not at all, and return the file's path."""
+        assert self.order is not None
+        file = self.order.job_file
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_suffix(".tmp")
+        temporary.write_text(self.to_json())
+        os.replace(temporary, file)
+        return file
+
     def to_json(self) -> str:
         """One line."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, line: str) -> RankJob:
-        """The inverse of `to_json`."""
+        """The inverse of `to_json`. Raises ValueError or TypeError for what is no job."""
         data = json.loads(line)
         data["source"] = WorkloadSource(**data["source"])
         data["steps"] = Steps(**data["steps"])
+        if data["order"] is not None:
+            data["order"] = read_as(RunOrder, data["order"], name="order")
         for key in ("local_ranks", "ops"):
             data[key] = tuple(data[key])
         return cls(**data)
+
+
+def read_job(path: str | os.PathLike[str]) -> RankJob:
+    """Return the job of a run in a file. Raises WorkloadError that names the file for one that cannot be used."""
+    try:
+        return RankJob.from_json(Path(path).read_text())
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise WorkloadError(f"is not the job of a run: {reason}", place=str(path), hint=_RUN_HINT) from None
+
+
+def find_job() -> RankJob | None:
+    """Return the job of a run that the environment of this process names; None outside of a run."""
+    path = os.environ.get(RUN_VARIABLE)
+    return read_job(path) if path else None
 
 
 def describe_error(error: BaseException, user_file: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,7 +30,7 @@ from ..workload.hf_config import partition_at_build
 from ..workload.load import bind_options, load
 from ..workload.protocol import Workload
 from .abrupt_ends import Watch, ending_forked_children, watching
-from .job import Heartbeats, JobKind, RankJob, describe_error
+from .job import RUN_VARIABLE, Heartbeats, JobKind, RankJob, describe_error
 from .memory import CpuMeter, CudaMeter, Meter
 from .model_facts import seed_all
 from .preload import preload
@@ -254,22 +254,13 @@ def _train(context: RankContext) -> Result:
 
 
 def _run(context: RankContext) -> Result:
-    """Do this rank's part of a training run, as its order says; return how it ended, with the peak bytes."""
+    """Do this rank's part of a training run; return how it ended, with the peak bytes."""
     from .training_run import session
-    from .training_run.order import VARIABLE, read_order
 
-    assert context.job.order is not None
-    order = read_order(context.job.order)
-    os.environ[VARIABLE] = context.job.order
-    job = replace(
-        context.job,
-        ds_config=order.ds_config,
-        micro_batch=order.micro_batch,
-        accumulation=order.accumulation,
-        checkpointing=order.checkpointing,
-        seed=order.seed,
-    )
-    seed_all(order.seed + job.local_ranks[context.slot])
+    job = context.job
+    assert job.order is not None
+    os.environ[RUN_VARIABLE] = str(job.order.job_file)
+    seed_all(job.seed + job.local_ranks[context.slot])
     context.observer.meter.start()
     context.observer.sample_every_s = _SAMPLE_EVERY_S
     session.observe_with(context.observer)
@@ -284,7 +275,7 @@ def _run(context: RankContext) -> Result:
         context.observer("rendezvous", 0)
         join(job, context.store)
         with contextlib.suppress(session.Stopped):
-            train(context.load_workload(), job, order, context.observer)
+            train(context.load_workload(), job, context.observer)
     context.observer("done", context.observer.step)
     return {**session.describe_end(), "peaks": context.observer.meter.peaks()}
 

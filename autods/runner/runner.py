@@ -21,15 +21,14 @@ from ..config.settings import Settings, apply_survey, describe_script
 from ..diagnosis.trial_outcome import blame_code_for_hang, make_input_error
 from ..errors import AutodsError, EnvironmentBroken, InputError
 from ..events import Event, Note, TrialMoved
-from ..rank.job import JobKind, RankJob
+from ..rank.job import JobKind, RankJob, RunOrder
 from ..rank.ops import BUILDERS, USUAL_BUILD_S, check_caches
-from ..rank.training_run.order import RunOrder
 from ..system.processes import read_tail
-from ..types import PHASES, Failed, Fit, Knobs, ModelFacts, Outcome, OutOfMemory, Record, Trial
+from ..types import PHASES, Exam, Failed, Fit, Knobs, ModelFacts, Outcome, OutOfMemory, Record, Steps, Trial
 from .environment import choose_exported
 from .outcome import find_failure, judge_trial, result_of_rank_0
 from .protocol import Heartbeat, LoadFailed, NodeReport, NodeResult, Ready, ZygoteDied
-from .time_limits import limit_trial, silence_limits, warm_up
+from .time_limits import limit_training, silence_limits, warm_up
 from .worker_group import WorkerGroup
 
 Survey = tuple[ModelFacts, Mapping[str, str]]  # the facts, and for each missing DeepSpeed op the reason
@@ -107,9 +106,8 @@ class RayRunner:
 
     def run(self, trial: Trial, *, id: int) -> Record:
         """Run the trial on real ranks, after building the ops that it needs."""
-        assert self.facts is not None, "survey first"
         began = time.monotonic()
-        job = self.training_job(trial, id)
+        job = self.trial_job(trial, id)
         outcome: Outcome | None = self._build_ops(job)
         if outcome is None:
             training_began = time.monotonic()
@@ -117,7 +115,7 @@ class RayRunner:
                 self.results,
                 job,
                 wall_s=time.monotonic() - training_began,
-                tokens_per_sample=self.facts.tokens_per_sample,
+                tokens_per_sample=self._surveyed.tokens_per_sample,
                 host_bytes=self.workers.host_memory.total_bytes,
             )
         if isinstance(outcome, Fit):
@@ -129,29 +127,14 @@ class RayRunner:
         self.facts = facts
         self.settings = apply_survey(self.settings, facts)
 
-    def run_config(self, trial: Trial) -> dict[str, Any]:
+    def run_config(self, rung: str, knobs: Knobs) -> dict[str, Any]:
         """Return the DeepSpeed config with which a training run trains: its swap files lie in a folder of its own."""
-        return self._compose(trial, self._swap)
+        return self._compose(rung, knobs, self._swap)
 
     def run_attempt(
-        self, order: RunOrder, trial: Trial, on_progress: Callable[[Heartbeat], None]
+        self, job: RankJob, on_progress: Callable[[Heartbeat], None]
     ) -> Mapping[str, Any] | OutOfMemory | Failed:
-        """Train as the order says, with the config of `trial`; return rank 0's result, or why the ranks failed.
-
-        There is no limit of time but that of silence.
-        """
-        limited = self.training_job(trial, 0)
-        folder = order.attempt_folder / "ranks"
-        job = replace(
-            limited,
-            job="run",
-            order=str(order.path),
-            ds_config=order.ds_config,
-            folder=str(folder),
-            scratch=str(folder / "scratch"),
-            wall_s=math.inf,
-            silence_s={**limited.silence_s, "load": max(limited.silence_s["load"], limited.silence_s["init"])},
-        )
+        """Train as the job of a run says; return rank 0's result, or why the ranks failed."""
         failure = self._build_ops(job)
         if failure is None:
             self.results = self.workers.run(job, on_progress)
@@ -160,7 +143,7 @@ class RayRunner:
 
     def final_config(self, trial: Trial) -> dict[str, Any]:
         """Return the DeepSpeed config of a trial as the user gets it."""
-        return self._compose(trial, self.settings.nvme_path)
+        return self._compose(trial.rung, trial.knobs, self.settings.nvme_path)
 
     def check_ready(self, ready: Ready | LoadFailed | ZygoteDied) -> None:
         """Check the report of a zygote that has loaded.
@@ -192,7 +175,7 @@ class RayRunner:
             ops = tuple(BUILDERS)  # its config is not known yet
         return self._make_job(
             "survey",
-            f"survey{self._log_suffix}",
+            self._log_folder(f"survey{self._log_suffix}"),
             ops=ops,
             world_size=ranks,
             local_ranks=tuple(range(ranks)),
@@ -201,30 +184,60 @@ class RayRunner:
             silence_s=dict.fromkeys(PHASES, settings.profile.limits.init_s),
         )
 
-    def training_job(self, trial: Trial, id: int) -> RankJob:
+    def trial_job(self, trial: Trial, id: int) -> RankJob:
         """Make the job of a trial."""
-        assert self.facts is not None, "survey first"
-        settings = self.settings
-        swap = self._swap
-        config = without_monitors(self._compose(trial, swap))
-        return self._make_job(
+        config = without_monitors(self._compose(trial.rung, trial.knobs, self._swap))
+        return self._make_training_job(
             "train",
-            f"{id:03d}-{trial.rung}",
-            ds_config=config,
-            world_size=settings.gpus,
-            replica_ranks=self.facts.replica_ranks,
-            local_ranks=tuple(range(settings.gpus)),
-            micro_batch=trial.knobs.micro_batch,
-            accumulation=trial.knobs.accumulation,
-            checkpointing=trial.knobs.checkpointing,
+            self._log_folder(f"{id:03d}-{trial.rung}"),
+            config,
+            trial.knobs,
             steps=warm_up(trial, config),
             exam=trial.exam,
-            limit_bytes=settings.device_bytes if trial.limited and settings.is_limited else None,
+            limited=trial.limited,
+        )
+
+    def run_job(self, order: RunOrder, rung: str, knobs: Knobs) -> RankJob:
+        """Make the job of an attempt of a run. It has no limit of time but that of silence."""
+        config = self.run_config(rung, knobs)
+        job = self._make_training_job("run", order.attempt_folder / "ranks", config, knobs, steps=Steps(), order=order)
+        silence_s = {**job.silence_s, "load": max(job.silence_s["load"], job.silence_s["init"])}
+        return replace(job, silence_s=silence_s, wall_s=math.inf)
+
+    def _make_training_job(
+        self,
+        kind: JobKind,
+        folder: Path,
+        config: Mapping[str, Any],
+        knobs: Knobs,
+        *,
+        steps: Steps,
+        exam: Exam | None = None,
+        limited: bool = True,
+        order: RunOrder | None = None,
+    ) -> RankJob:
+        settings, facts, swap = self.settings, self._surveyed, self._swap
+        limits = limit_training(
+            settings.profile.limits, knobs, facts, config,
+            nodes=settings.nodes, sample_s=self.sample_s, steps=steps, exam=exam,
+        )  # fmt: skip
+        return self._make_job(
+            kind,
+            folder,
+            ds_config=config,
+            world_size=settings.gpus,
+            replica_ranks=facts.replica_ranks,
+            local_ranks=tuple(range(settings.gpus)),
+            micro_batch=knobs.micro_batch,
+            accumulation=knobs.accumulation,
+            checkpointing=knobs.checkpointing,
+            steps=steps,
+            exam=exam,
+            order=order,
+            limit_bytes=settings.device_bytes if limited and settings.is_limited else None,
             seed=settings.seed,
             swap=str(swap) if "async_io" in required_ops(config) else None,
-            **limit_trial(
-                settings.profile.limits, trial, self.facts, config, nodes=settings.nodes, sample_s=self.sample_s
-            ),
+            **limits,
         )
 
     @property
@@ -237,7 +250,8 @@ class RayRunner:
         """Make the job that builds and loads one of DeepSpeed's ops."""
         limit_s = self.settings.profile.limits.build_s
         silence_s = dict.fromkeys(PHASES, limit_s)
-        return self._make_job("ops", f"build-{op}{self._log_suffix}", ops=(op,), silence_s=silence_s, wall_s=limit_s)
+        folder = self._log_folder(f"build-{op}{self._log_suffix}")
+        return self._make_job("ops", folder, ops=(op,), silence_s=silence_s, wall_s=limit_s)
 
     def _survey(self) -> Survey:
         job = self.survey_job()
@@ -298,9 +312,11 @@ class RayRunner:
         """Distinguishes the logs of runners that share a folder."""
         return f"-beside{self.number}" if self.number else ""
 
-    def _make_job(self, kind: JobKind, name: str, **options: Any) -> RankJob:
+    def _log_folder(self, name: str) -> Path:
+        return self.settings.out / "logs" / name
+
+    def _make_job(self, kind: JobKind, folder: Path, **options: Any) -> RankJob:
         settings, limits = self.settings, self.settings.profile.limits
-        folder = settings.out / "logs" / name
         common: dict[str, Any] = {"silence_s": silence_limits(limits), "wall_s": limits.wall_s}
         return RankJob(
             job=kind,
@@ -313,16 +329,21 @@ class RayRunner:
             **(common | options),
         )
 
-    def _compose(self, trial: Trial, nvme_path: Path | None) -> dict[str, Any]:
-        assert self.facts is not None, "survey first"
+    def _compose(self, rung: str, knobs: Knobs, nvme_path: Path | None) -> dict[str, Any]:
+        facts = self._surveyed
         return compose(
-            self.settings.rung(trial.rung),
-            trial.knobs,
+            self.settings.rung(rung),
+            knobs,
             base=self.settings.base,
-            world_size=self.facts.replicas(self.settings.gpus),
-            own_optimizer=self.facts.has_optimizer,
+            world_size=facts.replicas(self.settings.gpus),
+            own_optimizer=facts.has_optimizer,
             nvme_path=nvme_path,
         )
+
+    @property
+    def _surveyed(self) -> ModelFacts:
+        assert self.facts is not None, "survey first"
+        return self.facts
 
     def _native_config(self, rung: Rung) -> dict[str, Any]:
         return compose(

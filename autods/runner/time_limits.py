@@ -12,7 +12,7 @@ from typing import Any
 
 from ..config.deepspeed import get_key
 from ..config.profiles import TimeLimits
-from ..types import PHASES, ModelFacts, Phase, Steps, Trial
+from ..types import PHASES, Exam, Knobs, ModelFacts, Phase, Steps, Trial
 
 _FILES = 1e8  # bytes a second: a network file system, or a disk that others use
 _NVME = 2.5e8
@@ -50,32 +50,33 @@ def warm_up(trial: Trial, config: Mapping[str, Any]) -> Steps:
     return steps
 
 
-def limit_trial(
+def limit_training(
     limits: TimeLimits,
-    trial: Trial,
+    knobs: Knobs,
     facts: ModelFacts,
     ds_config: Mapping[str, Any],
     *,
     nodes: int,
     sample_s: float,
+    steps: Steps,
+    exam: Exam | None,
 ) -> dict[str, Any]:
-    """Return the limits of a trial with this config, the fields `silence_s`, `wall_s` and `end_s` of its `RankJob`.
+    """Return the limits of training with this config, the fields `silence_s`, `wall_s` and `end_s` of its `RankJob`.
 
     `sample_s` are the seconds that a sample of a rank took in the slowest trial before, 0 where there is none.
     """
     moved_s = _time_bytes(facts, ds_config, nodes=nodes)
-    knobs = trial.knobs
     repeats = knobs.accumulation if facts.pipeline_stages else 1  # a pipeline is silent for a whole step
     computed_s = _SLOWER * sample_s * knobs.micro_batch * repeats
     for phase in ("forward", "backward", "evaluate"):
         moved_s[phase] += computed_s
     silence_s = silence_limits(limits)
-    steps = trial.steps.warmup + trial.steps.most_timed + 2
+    count = steps.warmup + steps.most_timed + 2
     step_s = (moved_s["forward"] + moved_s["backward"]) * knobs.accumulation + moved_s["step"]
-    exam_s = 2 * moved_s["evaluate"] + moved_s["save"] + moved_s["load"] if trial.exam == "worst_case" else 0.0
+    exam_s = 2 * moved_s["evaluate"] + moved_s["save"] + moved_s["load"] if exam == "worst_case" else 0.0
     return {
         "silence_s": {phase: seconds + moved_s.get(phase, 0.0) for phase, seconds in silence_s.items()},
-        "wall_s": limits.wall_s + moved_s["build"] + moved_s["init"] + steps * step_s + exam_s,
+        "wall_s": limits.wall_s + moved_s["build"] + moved_s["init"] + count * step_s + exam_s,
         "end_s": _END_S + moved_s["init"],  # what it pinned is unpinned, and its swap files are removed
     }
 

@@ -21,15 +21,17 @@ from ..config.settings import Settings, apply_survey, count_nodes
 from ..errors import EnvironmentBroken
 from ..events import AttemptStarted, Note, RunListener
 from ..journal import workspace
+from ..rank.job import JOB_FILE, RankJob, RunOrder, read_job
 from ..rank.training_run.checkpoints import Checkpoint, Layout, find_obstacle, list_checkpoints, remove_torn
-from ..rank.training_run.order import NO_SESSION, RunOrder
+from ..rank.training_run.session import NO_SESSION
 from ..report.results import Report
 from ..report.run_page import RUN_PAGE, write_run_page
 from ..report.run_view import RunReport, write_run
 from ..report.text import format_outcome
 from ..tuner.candidates import list_candidates
 from ..tuner.fit import fit
-from ..types import Failed, ModelFacts, OutOfMemory, Steps, Trial
+from ..types import Failed, Knobs, ModelFacts, OutOfMemory
+from ..workload.protocol import WorkloadError
 from .fit_choice import FindFit, take_fit
 from .progress import Progress, StepTail
 from .rescue import Candidate, NextConfig, Situation, Stop, decide, gather_candidates
@@ -58,12 +60,13 @@ class Launcher(Protocol):
     def adopt(self, facts: ModelFacts) -> None:
         """Take the facts of an earlier survey."""
 
-    def run_config(self, trial: Trial) -> dict[str, Any]:
+    def run_config(self, rung: str, knobs: Knobs) -> dict[str, Any]:
         """The DeepSpeed config of a rung with these knobs."""
 
-    def run_attempt(
-        self, order: RunOrder, trial: Trial, on_progress: Callable[[Any], None]
-    ) -> Mapping[str, Any] | OutOfMemory | Failed:
+    def run_job(self, order: RunOrder, rung: str, knobs: Knobs) -> RankJob:
+        """The job of an attempt."""
+
+    def run_attempt(self, job: RankJob, on_progress: Callable[[Any], None]) -> Mapping[str, Any] | OutOfMemory | Failed:
         """Train; return rank 0's result, or why the ranks failed. `on_progress` is called now and then."""
 
 
@@ -335,14 +338,16 @@ class Supervisor:
         outcome: Ended | OutOfMemory | Failed
         try:
             launcher = self._open_launcher(self._settings_for(config), config)
-            order, trial = self._make_order(launcher, config, number, saved)
+            order = self._make_order(config, number, saved)
+            job = launcher.run_job(order, config.rung, config.knobs)
+            job.write()
             batch = f"{config.knobs.micro_batch} × {config.knobs.accumulation} × {config.world_size}"
             self.listen(
                 Note(text=f"attempt {number}: {config.rung}, {batch} = {config.global_batch}, from step {first_step}")
             )
             self.listen(AttemptStarted(number=number, first_step=first_step, steps=self.settings.steps))
             with self.stopping.during(order, self._stop_limit(saved)):
-                result = launcher.run_attempt(order, trial, progress.look)
+                result = launcher.run_attempt(job, progress.look)
             if isinstance(result, OutOfMemory | Failed):
                 outcome = result
             elif result["ended"] == "done" and "unsaved" in result:
@@ -366,28 +371,16 @@ class Supervisor:
                 outcome = Ended("stopped", last_step, self.stopping.number)
         return outcome
 
-    def _make_order(
-        self, launcher: Launcher, config: RunConfig, number: int, saved: Checkpoint | None
-    ) -> tuple[RunOrder, Trial]:
-        trial = Trial(rung=config.rung, knobs=config.knobs, purpose="certify", steps=Steps())
-        order = RunOrder(
+    def _make_order(self, config: RunConfig, number: int, saved: Checkpoint | None) -> RunOrder:
+        return RunOrder(
             folder=str(self.settings.out),
             attempt=number,
-            ds_config=launcher.run_config(trial),
-            micro_batch=config.knobs.micro_batch,
-            accumulation=config.knobs.accumulation,
-            global_batch=config.global_batch,
-            world_size=config.world_size,
-            checkpointing=config.knobs.checkpointing,
             steps=self.settings.steps,
             checkpoint_every=self.settings.choose_interval(self.report),
             loads_in_ranks=config.loads_in_ranks,
             restore=None if saved is None else str(saved.path),
             data=self.settings.data,
-            seed=self.settings.fit.seed,
         )
-        order.write()
-        return order, trial
 
     def _open_launcher(self, settings: Settings, config: RunConfig | None) -> Launcher:
         """The launcher for these ranks and this environment; another one is ended first."""
@@ -461,8 +454,7 @@ class Supervisor:
             return None
         layout = replace(saved.layout, world_size=config.world_size)  # all that is known where the session is lost
         if self._launcher is not None:
-            trial = Trial(rung=config.rung, knobs=config.knobs, purpose="certify", steps=Steps())
-            ds_config = self._launcher.run_config(trial)
+            ds_config = self._launcher.run_config(config.rung, config.knobs)
             layout = Layout.from_config(ds_config, config.world_size, divided=saved.layout.divided)
         return find_obstacle(saved, layout)
 
@@ -470,9 +462,8 @@ class Supervisor:
         history, saved = self.history, self._latest()
         config = history.attempts[-1].config if history.attempts else None
         ds_config: Mapping[str, Any] = {}
-        with contextlib.suppress(OSError, ValueError):
-            text = (self._attempt_folder(len(history.attempts)) / "order.json").read_text()
-            ds_config = RunOrder.from_json(text).ds_config
+        with contextlib.suppress(WorkloadError):
+            ds_config = read_job(self._attempt_folder(len(history.attempts)) / JOB_FILE).ds_config
         return RunReport(
             status=status,
             exit_code=exit_code,

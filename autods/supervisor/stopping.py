@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator
 
-from ..rank.training_run.order import RunOrder
+from ..rank.job import RunOrder
 from ..units import format_signal
 
 _END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)

@@ -7,23 +7,23 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from ..config.settings import Settings
+from ..rank.job import RankJob, RunOrder
 from ..rank.training_run.checkpoints import Layout, Manifest, checkpoint_folder, write_manifest
-from ..rank.training_run.order import RunOrder
-from ..types import Failed, ModelFacts, OutOfMemory, Trial
+from ..types import Failed, Knobs, ModelFacts, OutOfMemory
 
-Answer = Callable[[RunOrder, Trial], tuple[int, OutOfMemory | Failed | Mapping[str, Any] | str]]
+Answer = Callable[[RankJob], tuple[int, OutOfMemory | Failed | Mapping[str, Any] | str]]
 
 
 class ScriptedLauncher:
-    """Trains by `answer(order, trial)`: the last step of an attempt, and 'done', 'stopped', rank 0's result or why
-    its ranks failed.
+    """Trains by `answer(job)`: the last step of an attempt, and 'done', 'stopped', rank 0's result or why its ranks
+    failed.
 
-    Steps are written to steps.jsonl, and checkpoints when they are due. `orders` lists the orders; a context manager,
-    which may be entered again.
+    Steps are written to steps.jsonl, and checkpoints when they are due. `jobs` lists the jobs; a context manager, which
+    may be entered again.
     """
 
     def __init__(self, answer: Answer, facts: ModelFacts) -> None:
-        self.orders: list[RunOrder] = []
+        self.jobs: list[RankJob] = []
         self.starts: list[Mapping[str, str]] = []  # the environment of each session
         self.settings: list[Settings] = []  # those of each session
         self._answer, self._facts = answer, facts
@@ -47,37 +47,56 @@ class ScriptedLauncher:
     def adopt(self, facts: ModelFacts) -> None:
         """The facts are known."""
 
-    def run_config(self, trial: Trial) -> dict[str, Any]:
+    def run_config(self, rung: str, knobs: Knobs) -> dict[str, Any]:
         """A config that names the stage of the rung."""
-        return {"zero_optimization": {"stage": int(trial.rung[4]) if trial.rung.startswith("zero") else 0}}
+        return {"zero_optimization": {"stage": int(rung[4]) if rung.startswith("zero") else 0}}
 
-    def run_attempt(
-        self, order: RunOrder, trial: Trial, on_progress: Callable[[Any], None]
-    ) -> Mapping[str, Any] | OutOfMemory | Failed:
+    def run_job(self, order: RunOrder, rung: str, knobs: Knobs) -> RankJob:
+        """The job of the last session's ranks."""
+        settings, folder = self.settings[-1], order.attempt_folder / "ranks"
+        return RankJob(
+            job="run",
+            source=settings.source,
+            device=settings.device,
+            folder=str(folder),
+            scratch=str(folder / "scratch"),
+            world_size=settings.gpus,
+            replica_ranks=self._facts.replica_ranks,
+            ds_config=self.run_config(rung, knobs),
+            micro_batch=knobs.micro_batch,
+            accumulation=knobs.accumulation,
+            checkpointing=knobs.checkpointing,
+            seed=settings.seed,
+            order=order,
+        )
+
+    def run_attempt(self, job: RankJob, on_progress: Callable[[Any], None]) -> Mapping[str, Any] | OutOfMemory | Failed:
         """Do the steps of an attempt."""
-        self.orders.append(order)
+        self.jobs.append(job)
+        order = job.order
+        assert order is not None
         first = 0 if order.restore is None else int(order.restore.rpartition("-")[2])
-        last, end = self._answer(order, trial)
+        last, end = self._answer(job)
         for step in range(first + 1, last + 1):
             line = {"step": step, "loss": 1.0 / step, "seconds": 0.1, "device_peak_bytes": 100}
             with open(order.steps_file, "a") as file:
                 file.write(json.dumps(line) + "\n")
             if step % order.checkpoint_every == 0 or step == order.steps:
-                _write_checkpoint(order, step)
+                _write_checkpoint(job, order, step)
             on_progress(None)
         return {"ended": end, "step": last} if isinstance(end, str) else end
 
 
-def _write_checkpoint(order: RunOrder, step: int) -> None:
+def _write_checkpoint(job: RankJob, order: RunOrder, step: int) -> None:
     folder = checkpoint_folder(order.checkpoints, step)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "states").write_text("states")
     manifest = Manifest(
         step=step,
-        samples=step * order.global_batch,
-        global_batch=order.global_batch,
-        seed=order.seed,
-        layout=Layout.from_config(order.ds_config, order.world_size),
+        samples=step * job.train_batch,
+        global_batch=job.train_batch,
+        seed=job.seed,
+        layout=Layout.from_config(job.ds_config, job.world_size),
         optimizer="Adam",
         files={"states": 6},
     )

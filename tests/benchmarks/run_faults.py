@@ -313,7 +313,8 @@ def read_attempts(out: Path) -> list[Trained]:
     for folder in sorted(out.glob("attempts/*"), key=lambda path: int(path.name)):
         if not list(folder.glob("seen.*")):
             continue
-        order, text = json.loads((folder / "order.json").read_text()), ""
+        job, text = json.loads((folder / "job.json").read_text()), ""
+        order = job["order"]
         with contextlib.suppress(FileNotFoundError):  # killed in its first steps
             text = (folder / "steps.jsonl").read_text()
         rows = [read_line(line) for line in text.splitlines()]
@@ -322,13 +323,13 @@ def read_attempts(out: Path) -> list[Trained]:
         for file in folder.glob("seen.*"):
             for index, line in enumerate(file.read_text().splitlines()):
                 with contextlib.suppress(ValueError):  # being written
-                    seen.setdefault(first_step + 1 + index // order["accumulation"], []).extend(json.loads(line))
+                    seen.setdefault(first_step + 1 + index // job["accumulation"], []).extend(json.loads(line))
         attempts.append(
             Trained(
                 first_step=first_step,
                 lines={row["step"]: row for row in rows if "loss" in row},
                 seen={step: sorted(samples) for step, samples in seen.items()},
-                global_batch=order["micro_batch"] * order["accumulation"] * order["world_size"],
+                global_batch=job["micro_batch"] * job["accumulation"] * job["world_size"],
                 unsaved=sum("unsaved" in row for row in rows),
             )
         )

@@ -19,15 +19,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from autods.config.deepspeed import compose
 from autods.config.rungs import read_rungs
 from autods.rank.job import Heartbeats, RankJob
-from autods.rank.training_run.order import RunOrder
 from autods.types import Knobs
 from autods.workload.load import make_source
 from tests.support.launchers import cpu_env
+from tests.support.run_jobs import run_job
 
 CLOCKS = ("wall", "processor", "main thread")
 RANKS, MICRO_BATCH, ACCUMULATION = 2, 16, 2
@@ -97,17 +98,17 @@ def main() -> None:
         (folder / "train.py").write_text(SCRIPT)
         os.chdir(folder)
         os.environ |= {"WIDTH": str(options.width), "STEPS": str(options.steps), "TIMES": str(folder / "times.json")}
-        order = make_order(folder, options.steps)
-        (folder / "ds_config.json").write_text(json.dumps(order.ds_config))
+        job = make_job(folder, options.steps)
+        (folder / "ds_config.json").write_text(json.dumps(job.ds_config))
         pairs: list[tuple[list[float], list[float]]] = []
         between = []
         for number in range(options.rounds):
-            times = train_as_run(folder, order, "both")
+            times = train_as_run(folder, job, "both")
             print_ratio(f"round {number + 1}, every second block", *compare(times))
             pairs += zip(times["plain"], times["run"], strict=False)
         print_interval(pairs)
         for number in range(options.turns):
-            turns = [train_plainly, lambda folder: train_as_run(folder, order, "run")]
+            turns = [train_plainly, lambda folder: train_as_run(folder, job, "run")]
             first, second = (turn(folder) for turn in (turns if number % 2 == 0 else reversed(turns)))
             between.append(compare({kind: first[kind] or second[kind] for kind in first}))
             print_ratio(f"round {number + 1}, torchrun and a run", *between[-1])
@@ -142,24 +143,23 @@ def print_ratio(title: str, step_s: float, *ratios: float) -> None:
     print(f"{title}: step {1000 * step_s:.0f} ms, {', '.join(words)}", flush=True)
 
 
-def make_order(folder: Path, steps: int) -> RunOrder:
-    """The order of the run; it saves nothing before the script ends."""
+def make_job(folder: Path, steps: int) -> RankJob:
+    """The job of the run; it saves nothing before the script ends."""
     settings = {"zero_optimization.reduce_bucket_size": 2**20, "zero_optimization.allgather_bucket_size": 2**20}
     knobs = Knobs(micro_batch=MICRO_BATCH, accumulation=ACCUMULATION, settings=settings)
-    order = RunOrder(
-        folder=str(folder),
-        attempt=1,
+    job = run_job(
+        folder,
         ds_config=compose(read_rungs(())["zero2"], knobs, base={}, world_size=RANKS, own_optimizer=False),
         micro_batch=MICRO_BATCH,
         accumulation=ACCUMULATION,
-        global_batch=MICRO_BATCH * ACCUMULATION * RANKS,
-        world_size=RANKS,
-        checkpointing=False,
+        ranks=RANKS,
+        source=make_source(Path("train.py"), folder=folder, argv=["{ds_config}"]),
         steps=steps + 1,
         checkpoint_every=10**9,
     )
-    order.write()
-    return order
+    job = replace(job, threads=1, limit_bytes=2**32)
+    job.write()
+    return job
 
 
 def train_plainly(folder: Path) -> dict[str, list[list[float]]]:
@@ -177,29 +177,15 @@ def read_times() -> dict[str, list[list[float]]]:
     return times
 
 
-def train_as_run(folder: Path, order: RunOrder, mode: str) -> dict[str, list[list[float]]]:
+def train_as_run(folder: Path, job: RankJob, mode: str) -> dict[str, list[list[float]]]:
     """Train with ranks as a zygote starts them where it must not fork; return the times of their steps."""
-    source = make_source(Path("train.py"), folder=folder, argv=["{ds_config}"])
     board = Heartbeats.create(RANKS)
     os.set_inheritable(board.fd, True)
     for name in ("logs", "scratch", "private"):
         (folder / name).mkdir(exist_ok=True)
     for file in (folder / "private").iterdir():
         file.unlink()
-    job = RankJob(
-        job="run",
-        source=source,
-        device="cpu",
-        folder=str(folder / "logs"),
-        scratch=str(folder / "scratch"),
-        private=str(folder / "private"),
-        order=str(order.path),
-        world_size=RANKS,
-        local_ranks=tuple(range(RANKS)),
-        threads=1,
-        limit_bytes=2**32,
-    )
-    (folder / "job.json").write_text(job.to_json())
+    assert job.order is not None
     ranks = []
     for slot in range(RANKS):
         env = {
@@ -214,7 +200,7 @@ def train_as_run(folder: Path, order: RunOrder, mode: str) -> dict[str, list[lis
             str(slot),
             str(board.fd),
             "-1",
-            str(folder / "job.json"),
+            str(job.order.job_file),
         ]
         ranks.append(
             subprocess.Popen(

@@ -10,9 +10,9 @@ import pytest
 from autods.config.deepspeed import compose, start_settings
 from autods.config.rungs import read_rungs
 from autods.rank.training_run.checkpoints import checkpoint_folder, list_checkpoints
-from autods.rank.training_run.order import RunOrder
 from autods.types import Knobs, ModelFacts
 from tests.support.fits import HERE
+from tests.support.run_jobs import run_job
 
 BASE = {
     "optimizer": {"params": {"lr": 0.05}},
@@ -25,28 +25,26 @@ FACTS = ModelFacts(
 STEPS, GLOBAL_BATCH = 12, 8
 
 
-def write_order(folder: Path, attempt: int, rung_name: str, micro_batch: int, ranks: int = 2, **more) -> str:
-    """Write the order of an attempt; `restore` is the step of a checkpoint."""
+def write_job(folder: Path, attempt: int, rung_name: str, micro_batch: int, ranks: int = 2, **more) -> str:
+    """Write the job of an attempt; `restore` is the step of a checkpoint."""
     rung = read_rungs(())[rung_name]
     accumulation = GLOBAL_BATCH // (micro_batch * ranks)
     settings = start_settings(rung, base=BASE, device_bytes=2**30, facts=FACTS)
     knobs = Knobs(micro_batch=micro_batch, accumulation=accumulation, settings=settings)
     restore = more.pop("restore", None)
-    order = RunOrder(
-        folder=str(folder),
-        attempt=attempt,
+    job = run_job(
+        folder,
+        attempt,
         ds_config=compose(rung, knobs, base=BASE, world_size=ranks, own_optimizer=False),
         micro_batch=micro_batch,
         accumulation=accumulation,
-        global_batch=GLOBAL_BATCH,
-        world_size=ranks,
-        checkpointing=False,
+        ranks=ranks,
         checkpoint_every=2,
         seed=7,
         restore=None if restore is None else str(checkpoint_folder(folder / "checkpoints", restore)),
         **{"steps": STEPS, **more},
     )
-    return str(order.write())
+    return str(job.write())
 
 
 @pytest.fixture(scope="module")
@@ -54,26 +52,26 @@ def folders(tmp_path_factory, rank_server):
     """A run without an interruption, one that is rescued twice, and one that is stopped; the last two go on alone."""
     top = tmp_path_factory.mktemp("runs")
 
-    def train(orders: list[str], ranks: int) -> None:
+    def train(jobs: list[str], ranks: int) -> None:
         script = HERE.parent / "support" / "train_attempts.py"
-        done = rank_server.run(script, *orders, folder=top, ranks=ranks)
+        done = rank_server.run(script, *jobs, folder=top, ranks=ranks)
         assert done.returncode == 0, done.stderr[-3000:]
 
     whole, rescued, stopped = top / "whole", top / "rescued", top / "stopped"
-    orders = [
-        write_order(whole, 1, "zero2", 4),
-        write_order(rescued, 1, "zero2", 4, steps=5),
-        write_order(rescued, 2, "zero2", 2, steps=9, restore=4),
-        write_order(rescued, 3, "zero3", 1, steps=11, restore=8),
-        write_order(stopped, 1, "ddp", 4),
+    jobs = [
+        write_job(whole, 1, "zero2", 4),
+        write_job(rescued, 1, "zero2", 4, steps=5),
+        write_job(rescued, 2, "zero2", 2, steps=9, restore=4),
+        write_job(rescued, 3, "zero3", 1, steps=11, restore=8),
+        write_job(stopped, 1, "ddp", 4),
     ]
     (stopped / "stop").touch()
-    train(orders, ranks=2)
+    train(jobs, ranks=2)
     (stopped / "stop").unlink()
     step = list_checkpoints(stopped / "checkpoints").latest.step
     alone = [
-        write_order(rescued, 4, "zero1", 4, ranks=1, restore=10),
-        write_order(stopped, 2, "zero3", 4, ranks=1, restore=step),
+        write_job(rescued, 4, "zero1", 4, ranks=1, restore=10),
+        write_job(stopped, 2, "zero3", 4, ranks=1, restore=step),
     ]
     train(alone, ranks=1)
     return whole, rescued, stopped
@@ -121,7 +119,7 @@ def test_a_run_that_is_asked_to_stop_saves_its_step(folders):
 
 
 def read_restored(folder: Path, attempt: int) -> str:
-    return json.loads((folder / "attempts" / str(attempt) / "order.json").read_text())["restore"]
+    return json.loads((folder / "attempts" / str(attempt) / "job.json").read_text())["order"]["restore"]
 
 
 def test_only_the_last_two_checkpoints_are_kept(folders):

@@ -9,36 +9,34 @@ from pathlib import Path
 import pytest
 
 from autods.rank.training_run.checkpoints import list_checkpoints
-from autods.rank.training_run.order import RunOrder
 from tests.support.fits import HERE
+from tests.support.run_jobs import run_job
 
 SCRIPT = HERE / "scripts_hf" / "trainer.py"
 STEPS, GLOBAL_BATCH = 11, 64  # 512 samples: the second epoch begins after step 8
-# The script's sizes are those of nobody's order.
+# The script's sizes are those of nobody's job.
 ARGUMENTS = [
     "--deepspeed", json.dumps({"zero_optimization": {"stage": 2}}), "--use_cpu", "--max_steps", str(STEPS),
     "--learning_rate", "1e-3", "--save_strategy", "no", "--report_to", "none", "--disable_tqdm", "True",
 ]  # fmt: skip
 
 
-def write_order(folder: Path, attempt: int, stage: int, micro_batch: int, *, ranks: int = 2, **more) -> str:
+def write_job(folder: Path, attempt: int, stage: int, micro_batch: int, *, ranks: int = 2, **more) -> str:
     latest = list_checkpoints(folder / "checkpoints").latest
     accumulation = GLOBAL_BATCH // (micro_batch * ranks)
     sizes = {"train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": accumulation}
-    order = RunOrder(
-        folder=str(folder),
-        attempt=attempt,
+    job = run_job(
+        folder,
+        attempt,
         ds_config={**sizes, "zero_optimization": {"stage": stage}},
         micro_batch=micro_batch,
         accumulation=accumulation,
-        global_batch=GLOBAL_BATCH,
-        world_size=ranks,
-        checkpointing=False,
+        ranks=ranks,
         steps=None,
         restore=None if latest is None else str(latest.path),
         **{"checkpoint_every": 3, **more},
     )
-    return str(order.write())
+    return str(job.write())
 
 
 @pytest.fixture(scope="module")
@@ -47,18 +45,18 @@ def folders(tmp_path_factory, rank_server):
     top = tmp_path_factory.mktemp("runs")
     whole, broken = top / "whole", top / "broken"
 
-    def train(order: str, *, ranks: int = 2, kill_step: int = 0) -> subprocess.CompletedProcess[str]:
-        saved = Path(order).parents[2] / "saved"
+    def train(job: str, *, ranks: int = 2, kill_step: int = 0) -> subprocess.CompletedProcess[str]:
+        saved = Path(job).parents[2] / "saved"
         arguments = (kill_step, SCRIPT, *ARGUMENTS, "--output_dir", saved)
         script = HERE.parent / "support" / "train_trainer.py"
-        return rank_server.run(script, *arguments, folder=top, ranks=ranks, environment={"AUTODS_RUN": order})
+        return rank_server.run(script, *arguments, folder=top, ranks=ranks, environment={"AUTODS_RUN": job})
 
-    done = train(write_order(whole, 1, 2, 32, ranks=1, checkpoint_every=100), ranks=1)
+    done = train(write_job(whole, 1, 2, 32, ranks=1, checkpoint_every=100), ranks=1)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert train(write_order(broken, 1, 2, 32), kill_step=8).returncode != 0
-    order = write_order(broken, 2, 3, 16, ranks=1)
-    assert json.loads(Path(order).read_text())["restore"].endswith("6")
-    done = train(order, ranks=1)
+    assert train(write_job(broken, 1, 2, 32), kill_step=8).returncode != 0
+    job = write_job(broken, 2, 3, 16, ranks=1)
+    assert json.loads(Path(job).read_text())["order"]["restore"].endswith("6")
+    done = train(job, ranks=1)
     assert done.returncode == 0, done.stderr[-3000:]
     return whole, broken
 

@@ -1,6 +1,6 @@
 """Attempts of a training run in the same ranks, one after the other, by the three lines of a user's script.
 
-train_attempts.py ORDER…
+train_attempts.py JOB…
 """
 
 import json
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import autods
-from autods.rank.training_run.order import read_order
+from autods.rank.job import read_job
 from autods.rank.training_run.session import Stopped, describe_end
 
 
@@ -39,7 +39,8 @@ def sample(number):
 
 def train(path):
     os.environ["AUTODS_RUN"] = path
-    order = read_order(path)
+    job = read_job(path)
+    order = job.order
     torch.manual_seed(order.attempt)  # what is not restored differs
     model = Net()
     weights, biases = [], []
@@ -51,7 +52,7 @@ def train(path):
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.3)
     groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0}]
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=dict(order.ds_config))
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=dict(job.ds_config))
     session = autods.session(engine)
     session.state["attempts"] = [*session.state.get("attempts", ()), order.attempt]
     try:
@@ -70,7 +71,7 @@ def train(path):
 
 if __name__ == "__main__":
     deepspeed.init_distributed(dist_backend="gloo")
-    for order_path in sys.argv[1:]:
-        train(order_path)
+    for job_path in sys.argv[1:]:
+        train(job_path)
     torch.distributed.barrier()
     time.sleep(0.2)  # gloo aborts a rank whose peer leaves while it is still in the barrier

@@ -2,7 +2,7 @@
 
 train_trainer.py KILL_STEP SCRIPT ARGUMENTS…
 
-The order is that of AUTODS_RUN. Rank 1 kills itself when it begins the step after KILL_STEP; 0: never. Each rank writes
+The job is that of AUTODS_RUN. Rank 1 kills itself when it begins the step after KILL_STEP; 0: never. Each rank writes
 the first tokens of each sample into samples.rank<N>.jsonl in the attempt's folder, by optimizer step.
 """
 
@@ -16,16 +16,17 @@ import sys
 import torch
 from transformers import Trainer
 
+from autods.rank.job import find_job
 from autods.rank.training_run import hf_trainer
-from autods.rank.training_run.order import find_order
 from autods.rank.training_run.session import Stopped, describe_end
 
 
 def main():
-    kill_step, order, rank = int(sys.argv[1]), find_order(), int(os.environ["RANK"])
+    kill_step, job, rank = int(sys.argv[1]), find_job(), int(os.environ["RANK"])
     sys.argv = sys.argv[2:]
-    torch.manual_seed(order.seed)
-    hf_trainer.install(order, "cpu")
+    order = job.order
+    torch.manual_seed(job.seed)
+    hf_trainer.install(job)
     train = Trainer.training_step
 
     def training_step(trainer, model, inputs, *args, **kwargs):

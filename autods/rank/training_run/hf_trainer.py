@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ...config.deepspeed import merge, strip_rung_keys, to_trainer_config
-from ...types import Device
 from ...workload.protocol import WorkloadError
+from ..job import RankJob, RunOrder
 from ..model_facts import seed_all
 from ..patching import declare, declare_all
 from ..script.adapters.hf_trainer import ARGUMENTS, CONFIG, END_STEP, TRAIN, suggest_argument
@@ -28,7 +28,6 @@ from ..script.user_errors import script_error
 from . import session as sessions
 from . import states
 from .checkpoints import STATE, Checkpoint, list_checkpoints, read_checkpoint, remove_checkpoint, remove_torn
-from .order import RunOrder
 from .samples import derive_seed
 
 TRAINER = "trainer"  # in a checkpoint: the link to the Trainer's folder
@@ -45,12 +44,12 @@ _LOAD = declare("transformers.trainer.deepspeed_load_checkpoint", "a checkpoint 
 _ROTATE = declare("transformers.trainer.rotate_checkpoints", "old checkpoints go when the new one is complete")
 
 
-def install(order: RunOrder, device: Device) -> None:
+def install(job: RankJob) -> None:
     """Install the patches for the rest of this process."""
     sessions.current_observer()("build", 0)
-    run = _Run(order)
-    CONFIG.wrap(_replace_config, order)
-    ARGUMENTS.wrap(_set_arguments, order, device)
+    run = _Run(job)
+    CONFIG.wrap(_replace_config, job)
+    ARGUMENTS.wrap(_set_arguments, job)
     TRAIN.wrap(run.train)
     END_STEP.wrap(run.end_step)
     run.save_originally = _SAVE.original()
@@ -67,27 +66,25 @@ def install(order: RunOrder, device: Device) -> None:
 # Before training.
 
 
-def _replace_config(order: RunOrder, original: Any, trainer_config: Any, /, config_file_or_dict: Any) -> None:
+def _replace_config(job: RankJob, original: Any, trainer_config: Any, /, config_file_or_dict: Any) -> None:
     users = read_config(config_file_or_dict)
     if users is not None:
-        config_file_or_dict = to_trainer_config(merge(strip_rung_keys(users), order.ds_config))
+        config_file_or_dict = to_trainer_config(merge(strip_rung_keys(users), job.ds_config))
     original(trainer_config, config_file_or_dict)
 
 
-def _set_arguments(
-    order: RunOrder, device: Device, original: Any, arguments: Any, /, *args: Any, **kwargs: Any
-) -> None:
-    """TrainingArguments with the sizes of the order. Libraries make others, without DeepSpeed, for default values."""
+def _set_arguments(job: RankJob, original: Any, arguments: Any, /, *args: Any, **kwargs: Any) -> None:
+    """TrainingArguments with the sizes of the job. Libraries make others, without DeepSpeed, for default values."""
     if arguments.deepspeed:
-        arguments.per_device_train_batch_size = order.micro_batch
-        arguments.gradient_accumulation_steps = order.accumulation
+        arguments.per_device_train_batch_size = job.micro_batch
+        arguments.gradient_accumulation_steps = job.accumulation
         arguments.auto_find_batch_size = False  # it catches an out-of-memory and goes on with half of the batch
-        if order.checkpointing:
+        if job.checkpointing:
             arguments.gradient_checkpointing = True
-        if order.loads_in_ranks:
+        if job.order is not None and job.order.loads_in_ranks:
             arguments.dataloader_num_workers = 0
             arguments.dataloader_prefetch_factor, arguments.dataloader_persistent_workers = None, False
-        if device == "cpu":
+        if job.device == "cpu":
             arguments.use_cpu = True
     original(arguments, *args, **kwargs)
 
@@ -144,7 +141,7 @@ def _find_samplers(loader: Any) -> list[Any]:
 class TrainerSession(sessions.Session):
     """One rank's training by a Trainer. `write` is the Trainer's own way to save a checkpoint."""
 
-    def __init__(self, trainer: Any, engine: Any, order: RunOrder, write: Callable[[], None]) -> None:
+    def __init__(self, trainer: Any, engine: Any, job: RankJob, write: Callable[[], None]) -> None:
         import torch
 
         self.trainer, self.write = trainer, write
@@ -153,7 +150,7 @@ class TrainerSession(sessions.Session):
         self.saving = False
         self.whole_steps: WholeSteps | None = None
         self._summed: Any = torch.zeros(())  # losses that the Trainer has not logged
-        super().__init__(engine, order, sessions.current_observer())
+        super().__init__(engine, job, sessions.current_observer())
 
     @property
     def step(self) -> int:
@@ -242,9 +239,9 @@ class TrainerSession(sessions.Session):
             if self.extra:
                 (folder / _EXTRA).touch()
 
-    def _complete(self, order: RunOrder, folder: Path, save_s: float) -> None:
+    def _complete(self, job: RankJob, order: RunOrder, folder: Path, save_s: float) -> None:
         (folder / TRAINER / _UNFINISHED).unlink()
-        super()._complete(order, folder, save_s)
+        super()._complete(job, order, folder, save_s)
 
     def _remove_old(self, order: RunOrder) -> None:
         """Only now the Trainer's `save_total_limit` counts. Without it, the script's own checkpoints stay."""
@@ -287,8 +284,9 @@ def _changed(owner: Any, **values: Any) -> Iterator[None]:
 class _Run:
     """The calls of the Trainer in one process. Its session begins when the engine exists."""
 
-    def __init__(self, order: RunOrder) -> None:
-        self.order = order
+    def __init__(self, job: RankJob) -> None:
+        assert job.order is not None
+        self.job, self.order = job, job.order
         self.session: TrainerSession | None = None
         self.trainer: Any = None
         self.whole_steps: WholeSteps | None = None
@@ -337,9 +335,9 @@ class _Run:
             seed = args.seed if args.data_seed is None else args.data_seed
             batches, sampler = samplers[-2:]
             if type(sampler).__name__ == "LengthGroupedSampler":
-                sampler.batch_size = self.order.global_batch  # it groups by a rank's share, which may change
+                sampler.batch_size = self.job.train_batch  # it groups by a rank's share, which may change
             self.whole_steps = batches.sampler = WholeSteps(
-                sampler, global_batch=self.order.global_batch, drop_last=batches.drop_last, seed=seed
+                sampler, global_batch=self.job.train_batch, drop_last=batches.drop_last, seed=seed
             )
         elif not samplers or not hasattr(dataloader, "__len__"):
             self.note(
@@ -373,7 +371,7 @@ class _Run:
         def write() -> None:
             self.save_originally(trainer, trainer.model_wrapped, None)
 
-        self.session = TrainerSession(trainer, engine, self.order, write)
+        self.session = TrainerSession(trainer, engine, self.job, write)
         self.session.whole_steps = self.whole_steps
         sessions.begin(self.session)
 
@@ -426,11 +424,11 @@ class _Run:
     def load_random_states(self, original: Any, trainer: Any, /, checkpoint: Any) -> None:
         """The ranks' random generators go on, or begin anew where their number has changed."""
         order = self.order
-        if order.restore is None or read_checkpoint(Path(order.restore)).layout.world_size == order.world_size:
+        if order.restore is None or read_checkpoint(Path(order.restore)).layout.world_size == self.job.world_size:
             original(trainer, checkpoint)
             return
         step = int(trainer.state.global_step)
-        seed_all(derive_seed(order.seed, step, trainer.args.process_index))
+        seed_all(derive_seed(self.job.seed, step, trainer.args.process_index))
         self.note(f"the number of ranks has changed: random generators begin anew at step {step}")
 
     def rotate(self, original: Any, /, *args: Any, **kwargs: Any) -> None:

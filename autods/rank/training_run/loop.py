@@ -14,7 +14,6 @@ from ..model_facts import check_batch, named_tensors, place, seed_all
 from ..pipeline import is_pipeline
 from ..training import build, initialize, optimizer_step
 from .data import TokenDataset
-from .order import RunOrder
 from .samples import derive_seed
 from .session import Session, session
 from .states import preserved_random_states
@@ -22,32 +21,34 @@ from .states import preserved_random_states
 Observe = Callable[[Phase, int], None]
 
 
-def train(workload: Workload, job: RankJob, order: RunOrder, observe: Observe) -> None:
-    """Train a workload until the order's steps are done, on every rank. Exceptions of the user's code are passed on."""
+def train(workload: Workload, job: RankJob, observe: Observe) -> None:
+    """Train a workload until the job's order is done, on every rank. Exceptions of the user's code are passed on."""
     observe("build", 0)
     model = build(workload, checkpointing=job.checkpointing)
     if is_pipeline(model):
         raise WorkloadError(
             "a PipelineModule is not trained by autods run", hint="write a script: engine.train_batch(data_iter=…)"
         )
-    dataset = make_dataset(workload, job, order, model)
+    dataset = make_dataset(workload, job, model)
     observe("init", 0)
-    engine = initialize(workload, model, order.ds_config)
+    engine = initialize(workload, model, job.ds_config)
     del model
     current = session(engine)
     if dataset is None:
-        batches = draw_batches(workload, current, order)
+        batches = draw_batches(workload, current, job.seed)
     else:
         batches = current.batches(dataset, collate_fn=workload.collate)
     for batch in batches:
         current.step_done(optimizer_step(workload, engine, place(batch, engine), 1, current.step, observe))
 
 
-def make_dataset(workload: Workload, job: RankJob, order: RunOrder, model: Any) -> Any:
+def make_dataset(workload: Workload, job: RankJob, model: Any) -> Any:
     """Return the samples of a run; None where `build_batch` makes them.
 
     Raises WorkloadError where the workload takes no --data, and where nothing says when training ends.
     """
+    order = job.order
+    assert order is not None
     if workload.build_dataset is not None:
         return workload.build_dataset(order.data)
     if order.data is None:
@@ -71,14 +72,14 @@ def make_dataset(workload: Workload, job: RankJob, order: RunOrder, model: Any) 
     return TokenDataset(order.data, length, int(model.config.get_text_config().vocab_size))
 
 
-def draw_batches(workload: Workload, current: Session, order: RunOrder) -> Iterator[Any]:
+def draw_batches(workload: Workload, current: Session, seed: int) -> Iterator[Any]:
     """Yield this rank's micro batches of `build_batch`, without end.
 
     Each sample is drawn alone with a seed of its own, so that the global batch is the same in any division. Where
     samples differ in shape, or none can be drawn alone, a micro batch is drawn at once.
     """
     with preserved_random_states():
-        alone = _can_draw_alone(workload, order.seed)
+        alone = _can_draw_alone(workload, seed)
     if not alone and current.consensus.rank == 0:
         print(
             "autods: build_batch draws no single samples of one shape: its batches depend on the micro batch",
@@ -90,9 +91,9 @@ def draw_batches(workload: Workload, current: Session, order: RunOrder) -> Itera
         for first, last in current.share.spans(step):
             with preserved_random_states():
                 if alone:
-                    batch = _join([_draw(workload, order.seed, sample, 1) for sample in range(first, last)])
+                    batch = _join([_draw(workload, seed, sample, 1) for sample in range(first, last)])
                 else:
-                    batch = _draw(workload, order.seed, first, last - first)
+                    batch = _draw(workload, seed, first, last - first)
             yield batch
         if current.done:
             return

@@ -17,8 +17,7 @@ from ..script.engine_hooks import INITIALIZE, find_config, set_config
 from ..script.run import prepare_process, run_as_main
 from ..script.user_errors import cause_of_exit, explain
 from . import hf_trainer
-from .order import NO_SESSION, find_order
-from .session import Stopped, has_begun
+from .session import NO_SESSION, Stopped, has_begun
 
 # The config file of a script whose library calls the engine.
 _CONVERSIONS: Mapping[ScriptKind | None, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
@@ -35,8 +34,8 @@ def run_script(job: RankJob, slot: int, store: socket.socket | None) -> None:
     convert = _CONVERSIONS.get(job.source.script_kind)
     if convert is None:
         INITIALIZE.wrap(_initialize, job, everywhere=True)
-    if job.source.script_kind == "hf_trainer" and (order := find_order()) is not None:
-        hf_trainer.install(order, job.device)
+    if job.source.script_kind == "hf_trainer":
+        hf_trainer.install(job)
     prepare_process(job, slot, convert(job.ds_config) if convert else job.ds_config)
     try:
         run_as_main(job.source)

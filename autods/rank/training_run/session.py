@@ -22,6 +22,7 @@ from typing import Any
 from ...types import Phase
 from ...units import format_bytes
 from ...workload.protocol import WorkloadError
+from ..job import RankJob, RunOrder, find_job
 from ..model_facts import seed_all
 from . import states
 from .checkpoints import (
@@ -37,9 +38,12 @@ from .checkpoints import (
     write_manifest,
 )
 from .consensus import Consensus
-from .order import RunOrder, find_order
 from .samples import SampleOrder, Share, StepSampler, deal_stream, derive_seed, digest_ids
 
+NO_SESSION = (
+    "the script calls no autods.session(engine): its steps are not counted, and nothing is saved or restored; "
+    "docs/run.md shows the three lines"
+)
 _ROOM_TO_SPARE = 1.05  # of a checkpoint's bytes: the next one is hardly larger
 _PEAK_EVERY_S = 0.2  # torch's counters of a card take a tenth of a millisecond to read
 _OF_WORKERS = (
@@ -89,7 +93,7 @@ def session(engine: Any) -> Session:
     Call it once, right after `deepspeed.initialize`, on every rank.
     """
     global _current
-    _current = Session(engine, find_order(), _observer)
+    _current = Session(engine, find_job(), _observer)
     _current.restore()
     return _current
 
@@ -128,8 +132,9 @@ class Session:
     `observer` gets the phases; its meter, which may be None, has the peak of the device's memory.
     """
 
-    def __init__(self, engine: Any, order: RunOrder | None, observer: Any = None) -> None:
-        self.engine, self.order = engine, order
+    def __init__(self, engine: Any, job: RankJob | None, observer: Any = None) -> None:
+        self.engine, self.job = engine, job
+        self.order = order = None if job is None else job.order
         self.observer = NoObserver() if observer is None else observer
         self.state: dict[str, Any] = {}
         self.stopped = False
@@ -224,8 +229,7 @@ class Session:
             loader_options = {name: value for name, value in loader_options.items() if name not in _OF_WORKERS}
         collate = collate_fn or default_collate
         if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-            seed = 0 if self.order is None else self.order.seed
-            samples = SampleOrder(len(dataset), seed, shuffle)
+            samples = SampleOrder(len(dataset), 0 if self.job is None else self.job.seed, shuffle)
             self.list_samples = samples.array
             end = self.end_step = self._find_end(len(dataset), epochs)
             sampler = StepSampler(order=samples, share=self.share, first_step=self.step, end_step=end)
@@ -272,8 +276,8 @@ class Session:
 
     def restore(self) -> None:
         """Load the order's checkpoint, if it names one. Every rank has the same states afterwards as when it saved."""
-        order = self.order
-        if order is None or order.restore is None:
+        job, order = self.job, self.order
+        if job is None or order is None or order.restore is None:
             return
         self.observer("load", self.step)
         checkpoint = read_checkpoint(Path(order.restore))
@@ -283,15 +287,15 @@ class Session:
             raise RuntimeError(f"{order.restore} is of step {checkpoint.step}, and the engine is at {self.step}")
         saved_ranks = checkpoint.layout.world_size
         rank = self.consensus.rank
-        file = checkpoint.path / RANKS / states.rank_file(rank if saved_ranks == order.world_size else 0)
+        file = checkpoint.path / RANKS / states.rank_file(rank if saved_ranks == job.world_size else 0)
         saved = states.read_rank_file(file)
         self.state = saved["state"]
-        if saved_ranks == order.world_size:
+        if saved_ranks == job.world_size:
             states.set_random_states(saved["random"])
         else:
-            seed_all(derive_seed(order.seed, self.step, rank))
+            seed_all(derive_seed(job.seed, self.step, rank))
             self._note(
-                f"{order.world_size} ranks go on from {saved_ranks}: random generators begin anew at step {self.step}"
+                f"{job.world_size} ranks go on from {saved_ranks}: random generators begin anew at step {self.step}"
             )
         self._saved_step = self._seen_step = self.step
         self._step_began_s = time.perf_counter()
@@ -301,9 +305,11 @@ class Session:
 
         Raises OSError for a save that fails half-way. The torn checkpoint stays, and does not count.
         """
-        order = self.order
-        if order is None or self._saved_step == self.step:
-            return order is not None
+        job, order = self.job, self.order
+        if job is None or order is None:
+            return False
+        if self._saved_step == self.step:
+            return True
         self.consensus.flush()
         began = time.perf_counter()
         first = self.consensus.rank == 0
@@ -329,7 +335,7 @@ class Session:
                     sync_files(folder)
                 self.consensus.wait()
                 if first:
-                    self._complete(order, folder, time.perf_counter() - began)
+                    self._complete(job, order, folder, time.perf_counter() - began)
             except Exception as error:
                 explained = _explain_failed_save(error, folder)
                 if explained is error:
@@ -359,13 +365,13 @@ class Session:
     def _remove(self, folder: Path) -> None:
         remove_checkpoint(folder)
 
-    def _complete(self, order: RunOrder, folder: Path, save_s: float) -> None:
+    def _complete(self, job: RankJob, order: RunOrder, folder: Path, save_s: float) -> None:
         files = list_files(folder)
         manifest = Manifest(
             step=self.step,
             samples=self.samples,
-            global_batch=order.global_batch,
-            seed=order.seed,
+            global_batch=job.train_batch,
+            seed=job.seed,
             layout=states.describe_layout(self.engine),
             optimizer=type(states.base_optimizer(self.engine)).__name__,
             files=files,
@@ -460,10 +466,10 @@ class Session:
         return min(ends)
 
     def _check_batch(self) -> None:
-        if self.order is not None and self.share.global_batch != self.order.global_batch:
+        if self.job is not None and self.share.global_batch != self.job.train_batch:
             share = self.share
             raise WorkloadError(
-                f"its engine trains on {share.global_batch} samples a step, not {self.order.global_batch} as the run",
+                f"its engine trains on {share.global_batch} samples a step, not {self.job.train_batch} as the run",
                 hint=f"let deepspeed.initialize get the config {{ds_config}}: micro batch {share.micro_batch} × "
                 f"accumulation {share.accumulation} × {share.replicas} ranks does not come from it",
             )

@@ -56,8 +56,8 @@ def collate(samples):
 
 def attempt_folder():
     """The folder of the run's attempt; None in a trial of a fit."""
-    order = os.environ.get("AUTODS_RUN")
-    return None if order is None else Path(order).parent
+    job = os.environ.get("AUTODS_RUN")
+    return None if job is None else Path(job).parent
 
 
 def note_samples(sample):

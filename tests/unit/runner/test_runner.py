@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from autods.config.deepspeed import get_key
 from autods.config.settings import Settings
 from autods.errors import EnvironmentBroken, InputError
 from autods.events import Event, Note
-from autods.rank.job import describe_error
+from autods.rank.job import RunOrder, describe_error
 from autods.rank.ops import BUILDERS
 from autods.runner.protocol import LoadFailed, RankError, Ready, ZygoteDied
 from autods.runner.runner import RayRunner, make_error, may_need_all_ranks
@@ -37,7 +38,7 @@ def a_trial(rung: str = "zero2", **options: Any) -> Trial:
 
 
 def test_a_trial_is_a_job_for_all_ranks_with_its_knobs() -> None:
-    job = a_runner().training_job(a_trial(), 7)
+    job = a_runner().trial_job(a_trial(), 7)
     assert (job.job, job.world_size, job.local_ranks) == ("train", 2, (0, 1))
     assert (job.micro_batch, job.accumulation, job.checkpointing) == (4, 2, False)
     assert job.folder == "out/logs/007-zero2"
@@ -61,29 +62,38 @@ def test_zero_3_prefetches_before_its_steps_are_timed(
 ) -> None:
     steps = Steps(warmup=1, timed=timed, most_timed=timed)
     trial = replace(a_trial(rung), knobs=Knobs(accumulation=accumulation), steps=steps, exam=exam)
-    assert a_runner().training_job(trial, 1).steps == replace(steps, warmup=warmup)
+    assert a_runner().trial_job(trial, 1).steps == replace(steps, warmup=warmup)
 
 
 def test_the_device_is_limited_where_a_budget_was_given() -> None:
     whole_card = replace(SETTINGS, device="cuda", device_bytes_asked=False)
-    assert a_runner().training_job(a_trial(), 1).limit_bytes == SETTINGS.device_bytes
-    assert a_runner().training_job(a_trial(limited=False), 1).limit_bytes is None
-    assert a_runner(whole_card).training_job(a_trial(), 1).limit_bytes is None
+    assert a_runner().trial_job(a_trial(), 1).limit_bytes == SETTINGS.device_bytes
+    assert a_runner().trial_job(a_trial(limited=False), 1).limit_bytes is None
+    assert a_runner(whole_card).trial_job(a_trial(), 1).limit_bytes is None
 
 
 def test_a_trial_swaps_into_a_folder_of_its_driver() -> None:
     runner, trial = a_runner(), a_trial("zero3-nvme")
-    job = runner.training_job(trial, 1)
+    job = runner.trial_job(trial, 1)
     assert job.swap == "/scratch/autods-1-abc"
     assert get_key(job.ds_config, SWAP) == job.swap
     assert get_key(runner.final_config(trial), SWAP) == "/scratch"
-    assert runner.training_job(a_trial(), 1).swap is None
+    assert runner.trial_job(a_trial(), 1).swap is None
+
+
+def test_an_attempt_of_a_run_is_a_job_without_an_end() -> None:
+    order = RunOrder(folder="/runs/a", attempt=2, steps=10, checkpoint_every=5)
+    job = a_runner().run_job(order, "zero3-nvme", Knobs(micro_batch=4, accumulation=2))
+    assert (job.job, job.order, job.folder, job.wall_s) == ("run", order, "/runs/a/attempts/2/ranks", math.inf)
+    assert (job.micro_batch, job.train_batch, job.seed) == (4, 16, SETTINGS.seed)
+    assert job.silence_s["load"] >= job.silence_s["init"]
+    assert get_key(job.ds_config, SWAP) == job.swap == "/scratch/autods-1-abc"
 
 
 def test_a_workload_is_bound_again_where_its_arguments_differ() -> None:
     other = replace(SETTINGS, source=replace(SETTINGS.source, digest="1", seq_len=128))
-    assert not a_runner().training_job(a_trial(), 1).rebind
-    assert a_runner(other).training_job(a_trial(), 1).rebind
+    assert not a_runner().trial_job(a_trial(), 1).rebind
+    assert a_runner(other).trial_job(a_trial(), 1).rebind
 
 
 def test_a_survey_checks_the_ops_of_the_rungs_that_can_run() -> None:
@@ -105,7 +115,7 @@ def test_runners_side_by_side_write_different_logs() -> None:
     second = a_runner(number=1)
     assert Path(second.survey_job().folder).name == "survey-beside1"
     assert Path(second.building_job("cpu_adam").folder).name == "build-cpu_adam-beside1"
-    assert Path(second.training_job(a_trial(), 3).folder).name == "003-zero2"
+    assert Path(second.trial_job(a_trial(), 3).folder).name == "003-zero2"
 
 
 def test_a_build_has_a_time_limit_of_its_own() -> None:
@@ -115,13 +125,13 @@ def test_a_build_has_a_time_limit_of_its_own() -> None:
 
 def test_a_trial_has_more_time_where_earlier_ones_were_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     runner, small = a_runner(), a_trial()
-    before = runner.training_job(small, 1).silence_s
+    before = runner.trial_job(small, 1).silence_s
     seconds = {"step_s": [80.0], "steps_s": 80.0, "build_s": 0.1, "init_s": 0.1}  # 8 samples a rank: 10 s each
     peaks = {"device": 1, "host": 1, "pinned": None}
     slow = [rank_exit(rank, result={**seconds, "losses": [1.0], "peaks": peaks}) for rank in (0, 1)]
     monkeypatch.setattr(runner.workers, "run", lambda job, report, everywhere: [report_of(*slow)])
     assert isinstance(runner.run(small, id=1).outcome, Fit)
-    after = runner.training_job(small, 2).silence_s
+    after = runner.trial_job(small, 2).silence_s
     assert after["forward"] - before["forward"] == pytest.approx(10 * 10.0 * 4)  # ten times the micro batch's seconds
     assert after["save"] == before["save"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autods.config.profiles import read_profile
-from autods.runner.time_limits import limit_trial, silence_limits
+from autods.runner.time_limits import limit_training, silence_limits
 from autods.types import Knobs, Steps, Trial
 from tests.support.walks import FACTS
 
@@ -23,7 +23,8 @@ TO_NVME: Mapping[str, Any] = {"zero_optimization": {"stage": 3, "offload_optimiz
 def limits_of(
     facts: Any = HUGE, config: Mapping[str, Any] = TO_CPU, trial: Trial = TRIAL, **options: Any
 ) -> dict[str, Any]:
-    return limit_trial(LIMITS, trial, facts, config, **{"nodes": 1, "sample_s": 0.0, **options})
+    options = {"nodes": 1, "sample_s": 0.0, "steps": trial.steps, "exam": trial.exam, **options}
+    return limit_training(LIMITS, trial.knobs, facts, config, **options)
 
 
 def test_a_hang_of_a_small_model_is_found_as_soon_as_the_profile_says() -> None:

@@ -52,69 +52,69 @@ def supervise(folder, answer, events=None, report=REPORT, room=None, find_fit=No
     return result, launcher
 
 
-def finish(order, trial):
-    return order.steps, "done"
+def finish(job):
+    return job.order.steps, "done"
 
 
 def test_a_run_without_a_failure_is_one_attempt(tmp_path):
     result, launcher = supervise(tmp_path, finish)
     assert (result.status, result.exit_code, result.step, result.rescues) == ("done", 0, 10, 0)
-    (order,) = launcher.orders
-    assert (order.micro_batch, order.accumulation, order.global_batch) == (2, 2, 8)
+    (job,) = launcher.jobs
+    assert (job.micro_batch, job.accumulation, job.train_batch) == (2, 2, 8)
     assert read_run(tmp_path) == result
 
 
 def test_out_of_memory_goes_on_at_the_last_checkpoint(tmp_path):
-    def answer(order, trial):
-        return (5, out_of_memory()) if order.micro_batch == 2 else finish(order, trial)
+    def answer(job):
+        return (5, out_of_memory()) if job.micro_batch == 2 else finish(job)
 
     result, launcher = supervise(tmp_path, answer)
     assert result.status == "done"
-    first, second = launcher.orders
-    assert (second.micro_batch, second.accumulation, second.global_batch) == (1, 4, first.global_batch)
-    assert second.restore.endswith("step-00000004")
+    first, second = launcher.jobs
+    assert (second.micro_batch, second.accumulation, second.train_batch) == (1, 4, first.train_batch)
+    assert second.order.restore.endswith("step-00000004")
     assert [row.repeated for row in result.attempts] == [0, 1]
     assert result.attempts[0].changed.startswith("micro batch 1 instead of 2")
 
 
 def test_a_run_that_never_fits_ends_with_exit_code_1(tmp_path):
-    result, launcher = supervise(tmp_path, lambda order, trial: (0, out_of_memory()))
+    result, launcher = supervise(tmp_path, lambda job: (0, out_of_memory()))
     assert (result.status, result.exit_code) == ("failed", 1)
-    tried = [(str(order.ds_config), order.micro_batch, order.checkpointing) for order in launcher.orders]
+    tried = [(str(job.ds_config), job.micro_batch, job.checkpointing) for job in launcher.jobs]
     assert len(tried) == len(set(tried)) > 2
 
 
 def test_the_end_of_a_run_that_never_fits_says_what_helps(tmp_path):
-    result, _ = supervise(tmp_path, lambda order, trial: (0, out_of_memory(missing_bytes=3 * 2**20)))
+    result, _ = supervise(tmp_path, lambda job: (0, out_of_memory(missing_bytes=3 * 2**20)))
     assert result.reason.endswith("zero3, 1 × 4 × 2 lacked at least 3.0 MiB")
     assert "shorten the longest samples" in result.advice
 
 
 def test_a_run_that_never_fitted_is_tried_once_a_call(tmp_path):
-    supervise(tmp_path, lambda order, trial: (0, out_of_memory()))
-    result, launcher = supervise(tmp_path, lambda order, trial: (0, out_of_memory()))
-    assert (result.exit_code, len(launcher.orders)) == (1, 1)
+    supervise(tmp_path, lambda job: (0, out_of_memory()))
+    result, launcher = supervise(tmp_path, lambda job: (0, out_of_memory()))
+    assert (result.exit_code, len(launcher.jobs)) == (1, 1)
     result, launcher = supervise(tmp_path, finish)
-    assert (result.status, len(launcher.orders)) == ("done", 1)
+    assert (result.status, len(launcher.jobs)) == ("done", 1)
 
 
 def test_a_bug_of_the_user_stops_at_once(tmp_path):
     bug = failed(failure="user_code", action="fix_code", evidence="model.py:3: NameError")
-    result, launcher = supervise(tmp_path, lambda order, trial: (3, bug))
+    result, launcher = supervise(tmp_path, lambda job: (3, bug))
     assert (result.status, result.exit_code, result.reason) == ("failed", 2, "model.py:3: NameError")
-    assert len(launcher.orders) == 1
+    assert len(launcher.jobs) == 1
 
 
 def test_a_mended_bug_goes_on_at_the_checkpoint(tmp_path):
     bug = failed(failure="user_code", action="fix_code")
-    supervise(tmp_path, lambda order, trial: (3, bug))
+    supervise(tmp_path, lambda job: (3, bug))
     result, launcher = supervise(tmp_path, finish)
     assert result.status == "done"
-    assert launcher.orders[0].restore.endswith("step-00000002")
+    assert launcher.jobs[0].order.restore.endswith("step-00000002")
 
 
 def test_a_script_without_a_session_is_named(tmp_path):
-    result, _ = supervise(tmp_path, lambda order, trial: (0, {"ended": "done", "step": None}))
+    result, _ = supervise(tmp_path, lambda job: (0, {"ended": "done", "step": None}))
     assert result.status == "done"
     assert "calls no autods.session(engine)" in result.warnings[0]
 
@@ -123,33 +123,33 @@ def test_a_finished_run_is_not_run_again(tmp_path):
     supervise(tmp_path, finish)
     result, launcher = supervise(tmp_path, finish)
     assert result.status == "done"
-    assert launcher.orders == []
+    assert launcher.jobs == []
 
 
 def test_more_steps_go_on_from_the_end(tmp_path):
     supervise(tmp_path, finish)
     result, launcher = supervise(tmp_path, finish, steps=14)
     assert result.step == 14
-    assert launcher.orders[0].restore.endswith("step-00000010")
+    assert launcher.jobs[0].order.restore.endswith("step-00000010")
 
 
 def test_fewer_steps_than_were_done_are_done_already(tmp_path):
-    supervise(tmp_path, lambda order, trial: (8, "stopped"))
+    supervise(tmp_path, lambda job: (8, "stopped"))
     result, launcher = supervise(tmp_path, finish, steps=6)
-    assert (result.status, result.step, launcher.orders) == ("done", 8, [])
+    assert (result.status, result.step, launcher.jobs) == ("done", 8, [])
     _, launcher = supervise(tmp_path, finish, steps=8)
-    assert len(launcher.orders) == 1  # the end of the workload has not run yet
+    assert len(launcher.jobs) == 1  # the end of the workload has not run yet
 
 
 def test_checkpoints_that_are_gone_are_reported_once(tmp_path):
     supervise(tmp_path, finish)
     shutil.rmtree(tmp_path / "checkpoints")
-    result, launcher = supervise(tmp_path, lambda order, trial: (4, "stopped"))
-    assert launcher.orders[0].restore is None
+    result, launcher = supervise(tmp_path, lambda job: (4, "stopped"))
+    assert launcher.jobs[0].order.restore is None
     warnings = ("the checkpoint of step 10 is gone or torn: the run goes on at step 0",)
     assert result.warnings == warnings
     again, launcher = supervise(tmp_path, finish)
-    assert launcher.orders[0].restore.endswith("step-00000004")
+    assert launcher.jobs[0].order.restore.endswith("step-00000004")
     assert again.warnings == warnings
 
 
@@ -160,11 +160,11 @@ def test_other_options_are_named_and_nothing_runs(tmp_path):
 
 
 def test_a_changed_workload_is_named_and_goes_on(tmp_path):
-    supervise(tmp_path, lambda order, trial: (4, "stopped"))
+    supervise(tmp_path, lambda job: (4, "stopped"))
     fit = settings(tmp_path).fit
     changed = replace(fit, source=replace(fit.source, digest="another"))
     result, launcher = supervise(tmp_path, finish, fit=changed)
-    assert launcher.orders[0].restore.endswith("step-00000004")
+    assert launcher.jobs[0].order.restore.endswith("step-00000004")
     assert [warning for warning in result.warnings if warning.startswith(f"{fit.source.path} has changed")]
     again, _ = supervise(tmp_path, finish, fit=changed, steps=12)
     assert again.warnings == result.warnings
@@ -173,45 +173,45 @@ def test_a_changed_workload_is_named_and_goes_on(tmp_path):
 def test_fresh_forgets_the_run_and_its_checkpoints(tmp_path):
     supervise(tmp_path, finish)
     result, launcher = supervise(tmp_path, finish, fresh=True)
-    assert launcher.orders[0].restore is None
+    assert launcher.jobs[0].order.restore is None
     assert len(result.attempts) == 1
 
 
 def test_a_torn_checkpoint_is_removed_and_not_restored(tmp_path):
-    def answer(order, trial):
-        if order.attempt > 1:
-            return finish(order, trial)
+    def answer(job):
+        if job.order.attempt > 1:
+            return finish(job)
         (tmp_path / "checkpoints" / "step-00000006").mkdir(parents=True)
         return 5, failed()
 
     events = []
     result, launcher = supervise(tmp_path, answer, events)
     assert result.status == "done"
-    assert launcher.orders[1].restore.endswith("step-00000004")
+    assert launcher.jobs[1].order.restore.endswith("step-00000004")
     assert any("step-00000006 was removed" in getattr(event, "text", "") for event in events)
 
 
 def test_a_run_whose_last_step_has_no_room_is_not_done(tmp_path):
     full = {"ended": "done", "step": 9, "unsaved": "about 2 GiB of disk are needed and 1 GiB are free"}
-    result, launcher = supervise(tmp_path, lambda order, trial: (9, full))
-    assert (result.status, result.exit_code, result.step, len(launcher.orders)) == ("failed", 3, 8, 1)
+    result, launcher = supervise(tmp_path, lambda job: (9, full))
+    assert (result.status, result.exit_code, result.step, len(launcher.jobs)) == ("failed", 3, 8, 1)
     assert "about 2 GiB of disk are needed" in result.reason
     result, launcher = supervise(tmp_path, finish)
     assert result.status == "done"
-    assert launcher.orders[0].restore.endswith("step-00000008")
+    assert launcher.jobs[0].order.restore.endswith("step-00000008")
 
 
 def test_host_memory_may_have_room_later(tmp_path):
-    result, launcher = supervise(tmp_path, lambda order, trial: (1, out_of_memory(tier="host")))
-    assert (result.status, result.exit_code, len(launcher.orders)) == ("failed", 1, 1 + MOST_REPEATS)
+    result, launcher = supervise(tmp_path, lambda job: (1, out_of_memory(tier="host")))
+    assert (result.status, result.exit_code, len(launcher.jobs)) == ("failed", 1, 1 + MOST_REPEATS)
     result, launcher = supervise(tmp_path, finish)
-    assert (result.status, len(launcher.orders)) == ("done", 1)
+    assert (result.status, len(launcher.jobs)) == ("done", 1)
 
 
 def test_a_run_without_a_leaner_config_is_tried_once_more(tmp_path):
-    supervise(tmp_path, lambda order, trial: (0, out_of_memory()))
-    result, launcher = supervise(tmp_path, lambda order, trial: (0, out_of_memory()))
-    assert (result.status, result.exit_code, len(launcher.orders)) == ("failed", 1, 1)
+    supervise(tmp_path, lambda job: (0, out_of_memory()))
+    result, launcher = supervise(tmp_path, lambda job: (0, out_of_memory()))
+    assert (result.status, result.exit_code, len(launcher.jobs)) == ("failed", 1, 1)
     assert supervise(tmp_path, finish)[0].status == "done"
 
 
@@ -219,8 +219,8 @@ def test_a_driver_that_dies_goes_on_with_the_last_decision(tmp_path):
     class Killed(BaseException):
         pass
 
-    def answer(order, trial):
-        if order.attempt == 1:
+    def answer(job):
+        if job.order.attempt == 1:
             return 5, out_of_memory()
         raise Killed
 
@@ -228,24 +228,24 @@ def test_a_driver_that_dies_goes_on_with_the_last_decision(tmp_path):
         supervise(tmp_path, answer)
     result, launcher = supervise(tmp_path, finish)
     assert result.status == "done"
-    assert launcher.orders[0].micro_batch == 1
+    assert launcher.jobs[0].micro_batch == 1
     assert [row.ending for row in result.attempts] == ["failed", "interrupted", "done"]
 
 
 def test_rescues_are_bounded_over_all_calls(tmp_path):
-    result, _ = supervise(tmp_path, lambda order, trial: (0, out_of_memory()), most_rescues=1)
+    result, _ = supervise(tmp_path, lambda job: (0, out_of_memory()), most_rescues=1)
     assert result.rescues == 1
     assert "--max-rescues" in result.reason
     again, launcher = supervise(tmp_path, finish, most_rescues=1)
     assert again.exit_code == 1
-    assert launcher.orders == []
+    assert launcher.jobs == []
 
 
 def test_ray_that_dies_is_started_again(tmp_path):
-    def answer(order, trial):
-        if order.attempt == 1:
+    def answer(job):
+        if job.order.attempt == 1:
             raise EnvironmentBroken("Ray's server on this machine is gone")
-        return finish(order, trial)
+        return finish(job)
 
     result, launcher = supervise(tmp_path, answer)
     assert result.status == "done"
@@ -260,21 +260,21 @@ LOST = failed(failure="infrastructure", action="retry", evidence="node 10.0.0.2 
 
 
 def test_a_lost_node_leaves_a_smaller_world(tmp_path):
-    def answer(order, trial):
-        return (5, LOST) if order.world_size == 4 else finish(order, trial)
+    def answer(job):
+        return (5, LOST) if job.world_size == 4 else finish(job)
 
     result, launcher = supervise(tmp_path, answer, room=2, fit=on_nodes(tmp_path, 2, 4))
-    first, second = launcher.orders
-    assert (result.status, first.global_batch, second.global_batch) == ("done", 16, 16)
+    first, second = launcher.jobs
+    assert (result.status, first.train_batch, second.train_batch) == ("done", 16, 16)
     assert (second.world_size, second.micro_batch, second.accumulation) == (2, 2, 4)
-    assert second.restore.endswith("step-00000004")
+    assert second.order.restore.endswith("step-00000004")
     assert [(fit.gpus, fit.nodes) for fit in launcher.settings] == [(4, 2), (2, 1)]
     assert result.attempts[0].changed.startswith("world size 2 instead of 4")
 
 
 def test_users_batch_sizes_do_not_bind_a_smaller_world(tmp_path):
-    def answer(order, trial):
-        return (5, LOST) if order.world_size == 4 else finish(order, trial)
+    def answer(job):
+        return (5, LOST) if job.world_size == 4 else finish(job)
 
     sizes = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
     _, launcher = supervise(tmp_path, answer, room=2, fit=on_nodes(tmp_path, 2, 4))
@@ -286,8 +286,8 @@ def test_users_batch_sizes_do_not_bind_a_smaller_world(tmp_path):
 def test_a_checkpoint_that_binds_the_ranks_ends_a_lost_session(tmp_path):
     rooms = [4, 2]
 
-    def answer(order, trial):
-        if order.attempt == 1:
+    def answer(job):
+        if job.order.attempt == 1:
             return 5, LOST
         mark = tmp_path / "checkpoints" / "step-00000004" / MARK
         manifest = json.loads(mark.read_text())
@@ -296,7 +296,7 @@ def test_a_checkpoint_that_binds_the_ranks_ends_a_lost_session(tmp_path):
         raise EnvironmentBroken("the ranks need 2 CPUs on each of 2 nodes")
 
     result, launcher = supervise(tmp_path, answer, room=lambda fit: rooms.pop(0), fit=on_nodes(tmp_path, 2, 4))
-    assert (result.exit_code, len(launcher.orders)) == (3, 2)
+    assert (result.exit_code, len(launcher.jobs)) == (3, 2)
     assert "its optimizer was on NVMe" in result.reason
 
 
@@ -304,33 +304,33 @@ def test_a_node_that_ray_misses_later_is_followed_then(tmp_path):
     """The ranks end first; the cluster knows of the loss when it is asked to hold them again."""
     rooms = [4, 2]
 
-    def answer(order, trial):
-        if order.attempt == 2:
+    def answer(job):
+        if job.order.attempt == 2:
             raise EnvironmentBroken("the ranks need 2 CPUs on each of 2 nodes")
-        return (5, LOST) if order.attempt == 1 else finish(order, trial)
+        return (5, LOST) if job.order.attempt == 1 else finish(job)
 
     result, launcher = supervise(tmp_path, answer, room=lambda fit: rooms.pop(0), fit=on_nodes(tmp_path, 2, 4))
-    assert [order.world_size for order in launcher.orders] == [4, 4, 2]
+    assert [job.world_size for job in launcher.jobs] == [4, 4, 2]
     assert (result.status, result.rescues) == ("done", 2)
 
 
 def test_a_cluster_without_a_node_ends_the_run(tmp_path):
-    result, launcher = supervise(tmp_path, lambda order, trial: (5, LOST), room=0, fit=on_nodes(tmp_path, 2, 4))
-    assert (result.status, result.exit_code, len(launcher.orders)) == ("failed", 3, 1)
+    result, launcher = supervise(tmp_path, lambda job: (5, LOST), room=0, fit=on_nodes(tmp_path, 2, 4))
+    assert (result.status, result.exit_code, len(launcher.jobs)) == ("failed", 3, 1)
     assert result.reason == "the machines hold 0 ranks now, and a replica of the model takes 1"
 
 
 @pytest.mark.parametrize(("room", "world_size"), [(4, 4), (2, 2), (None, 4)])
 def test_the_next_call_takes_the_nodes_that_are_back(tmp_path, room, world_size):
-    def answer(order, trial):
-        return (5, LOST) if order.world_size == 4 else (6, "stopped")
+    def answer(job):
+        return (5, LOST) if job.world_size == 4 else (6, "stopped")
 
     fit = on_nodes(tmp_path, 2, 4)
     supervise(tmp_path, answer, room=2, fit=fit)
     result, launcher = supervise(tmp_path, finish, room=room, fit=fit)
-    (order,) = launcher.orders
-    assert (order.world_size, order.global_batch, result.status) == (world_size, 16, "done")
-    assert order.restore.endswith("step-00000006")
+    (job,) = launcher.jobs
+    assert (job.world_size, job.train_batch, result.status) == (world_size, 16, "done")
+    assert job.order.restore.endswith("step-00000006")
 
 
 def fits(asked):
@@ -345,19 +345,19 @@ def fits(asked):
 
 
 def test_another_number_of_ranks_takes_the_config_of_its_fit(tmp_path):
-    supervise(tmp_path, lambda order, trial: (5, "stopped"))
+    supervise(tmp_path, lambda job: (5, "stopped"))
     asked, fit = [], replace(settings(tmp_path).fit, gpus=4)
     result, launcher = supervise(tmp_path, finish, find_fit=fits(asked), fit=fit)
-    (order,) = launcher.orders
-    assert (order.world_size, order.micro_batch, order.accumulation, order.global_batch) == (4, 1, 2, 8)
-    assert order.restore.endswith("step-00000004")
+    (job,) = launcher.jobs
+    assert (job.world_size, job.micro_batch, job.accumulation, job.train_batch) == (4, 1, 2, 8)
+    assert job.order.restore.endswith("step-00000004")
     assert [(fit.gpus, fit.global_batch) for fit in asked] == [(4, 8)]
     assert result.world_size == 4
 
 
 def test_a_fit_for_other_ranks_may_have_other_options(tmp_path):
     """One that found nothing is not in the way of the next."""
-    supervise(tmp_path, lambda order, trial: (5, "stopped"))
+    supervise(tmp_path, lambda job: (5, "stopped"))
     asked, fit = [], replace(settings(tmp_path).fit, gpus=4)
 
     def find_nothing(fit, listen):
@@ -372,14 +372,14 @@ def test_a_fit_for_other_ranks_may_have_other_options(tmp_path):
 
 
 def test_ranks_that_cannot_share_the_batch_are_refused(tmp_path):
-    supervise(tmp_path, lambda order, trial: (5, "stopped"))
+    supervise(tmp_path, lambda job: (5, "stopped"))
     with pytest.raises(InputError, match="global batch of 8 cannot be split over 3 ranks") as error:
         supervise(tmp_path, finish, fit=replace(settings(tmp_path).fit, gpus=3))
     assert "give --gpus 2 as before" in str(error.value)
 
 
 def test_a_fit_with_another_global_batch_is_refused(tmp_path):
-    supervise(tmp_path, lambda order, trial: (5, "stopped"))
+    supervise(tmp_path, lambda job: (5, "stopped"))
     with pytest.raises(InputError, match="its global batch is 16, and that of the run is 8"):
         supervise(tmp_path, finish, fit=replace(settings(tmp_path).fit, gpus=4))
 
@@ -402,8 +402,8 @@ def test_a_finished_run_makes_no_fit_for_other_ranks(tmp_path):
 
 
 def test_the_allocator_is_changed_in_the_ranks_environment(tmp_path):
-    def answer(order, trial):
-        return (2, replace(out_of_memory(), fragmented=True)) if order.attempt == 1 else finish(order, trial)
+    def answer(job):
+        return (2, replace(out_of_memory(), fragmented=True)) if job.order.attempt == 1 else finish(job)
 
     fit = replace(settings(tmp_path).fit, device="cuda")
     _, launcher = supervise(tmp_path, answer, fit=fit)
@@ -412,22 +412,22 @@ def test_the_allocator_is_changed_in_the_ranks_environment(tmp_path):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_asks_the_ranks_to_save_and_to_stop(tmp_path, number, code):
-    def answer(order, trial):
-        order.steps_file.touch()
+    def answer(job):
+        job.order.steps_file.touch()
         os.kill(os.getpid(), number)
-        assert order.stop_file.exists()
+        assert job.order.stop_file.exists()
         return 4, "stopped"
 
     result, _ = supervise(tmp_path, answer)
     assert (result.status, result.exit_code, result.step) == ("stopped", code, 4)
     result, launcher = supervise(tmp_path, finish)
     assert result.status == "done"
-    assert launcher.orders[0].restore.endswith("step-00000004")
+    assert launcher.jobs[0].order.restore.endswith("step-00000004")
     assert not (tmp_path / "stop").exists()
 
 
 def test_a_signal_before_the_first_step_ends_at_once(tmp_path):
-    def answer(order, trial):
+    def answer(job):
         os.kill(os.getpid(), signal.SIGTERM)
         raise AssertionError("it goes on")
 
@@ -437,7 +437,7 @@ def test_a_signal_before_the_first_step_ends_at_once(tmp_path):
 
 
 def test_the_journal_has_a_line_for_each_event(tmp_path):
-    supervise(tmp_path, lambda order, trial: (3, out_of_memory()) if order.attempt == 1 else finish(order, trial))
+    supervise(tmp_path, lambda job: (3, out_of_memory()) if job.order.attempt == 1 else finish(job))
     rows = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
     kinds = [row["kind"] for row in rows]
     expected = ["header", "workload", "prepared", "decided", "started", "saved", "ended", "decided", "started"]
@@ -449,7 +449,7 @@ def test_the_journal_has_a_line_for_each_event(tmp_path):
 def test_nothing_is_trained_where_nothing_fits(tmp_path):
     result, launcher = supervise(tmp_path, finish, report=Report(status="nothing_fits"))
     assert (result.status, result.exit_code) == ("nothing_fits", 1)
-    assert launcher.orders == []
+    assert launcher.jobs == []
 
 
 def test_a_checkpoint_is_due_about_every_ten_minutes(tmp_path):

@@ -20,7 +20,7 @@ from autods.rank.training_run.checkpoints import (
     write_manifest,
 )
 from autods.rank.training_run.hf_trainer import TRAINER, TrainerSession, WholeSteps, find_trainer_folder
-from autods.rank.training_run.order import RunOrder
+from tests.support.run_jobs import run_job
 
 
 def steps_of(count, ranks, micro_batch, *, drop_last=False, epoch=0):
@@ -105,11 +105,7 @@ def make_session(folder, best=None):
     session = TrainerSession.__new__(TrainerSession)
     session.trainer = SimpleNamespace(state=SimpleNamespace(best_model_checkpoint=best))
     session.rotations = []
-    order = RunOrder(
-        folder=str(folder), attempt=1, ds_config={}, micro_batch=1, accumulation=1, global_batch=1, world_size=1,
-        checkpointing=False, steps=None, checkpoint_every=1,
-    )  # fmt: skip
-    return session, order
+    return session, run_job(folder, steps=None, checkpoint_every=1).order
 
 
 def test_the_script_s_own_checkpoints_stay_and_extra_ones_go(tmp_path):

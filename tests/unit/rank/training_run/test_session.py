@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from autods.rank.training_run.checkpoints import list_checkpoints
-from autods.rank.training_run.order import RunOrder
 from autods.rank.training_run.session import Session, Stopped
 from autods.workload.protocol import WorkloadError
+from tests.support.run_jobs import run_job
 
 
 class Engine:
@@ -44,13 +44,10 @@ class Engine:
 @pytest.fixture
 def make_session(tmp_path):
     def make(**changes):
-        values = {"steps": 6, "checkpoint_every": 2, "micro_batch": 2, "global_batch": 4} | changes
-        order = RunOrder(
-            folder=str(tmp_path), attempt=1, ds_config={}, accumulation=2, world_size=1,
-            checkpointing=False, **values,
-        )  # fmt: skip
-        order.write()
-        return Session(Engine(), order)
+        values = {"steps": 6, "checkpoint_every": 2, "micro_batch": 2} | changes
+        job = run_job(tmp_path, accumulation=2, **values)
+        job.write()
+        return Session(Engine(), job)
 
     return make
 
@@ -139,7 +136,7 @@ def test_a_request_to_stop_saves_the_step_and_ends(make_session):
 
 def test_an_engine_of_another_batch_is_refused(make_session):
     with pytest.raises(WorkloadError, match="4 samples a step, not 8"):
-        make_session(global_batch=8, micro_batch=4)
+        make_session(micro_batch=4)
 
 
 def test_without_a_run_batches_are_one_pass(monkeypatch):

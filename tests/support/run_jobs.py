@@ -1,0 +1,43 @@
+"""The job of an attempt of a training run, without a runner that makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from autods.rank.job import RankJob, RunOrder
+from autods.types import WorkloadSource
+
+NO_CONFIG: Mapping[str, Any] = {}
+SOURCE = WorkloadSource(kind="script", path="/train.py", name="train", digest="")
+
+
+def run_job(
+    folder: Path,
+    attempt: int = 1,
+    *,
+    ds_config: Mapping[str, Any] = NO_CONFIG,
+    micro_batch: int = 1,
+    accumulation: int = 1,
+    ranks: int = 1,
+    seed: int = 0,
+    source: WorkloadSource = SOURCE,
+    **order: Any,
+) -> RankJob:
+    """The job of CPU ranks; `order` has fields of its RunOrder."""
+    return RankJob(
+        job="run",
+        source=source,
+        device="cpu",
+        folder=str(folder / "logs"),
+        scratch=str(folder / "scratch"),
+        private=str(folder / "private"),
+        ds_config=ds_config,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        world_size=ranks,
+        local_ranks=tuple(range(ranks)),
+        seed=seed,
+        order=RunOrder(folder=str(folder), attempt=attempt, **order),
+    )
