@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import signal
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import InputError
-from ..plain_text import clean
-from ..system.stacks import Frame, find_hang
-from ..types import Action, Device, Failed, OutOfMemory, Phase, Tier
-from ..units import format_bytes, format_signal
+from ..types import Action, Failed, OutOfMemory, Tier
+from ..units import format_bytes
+from .evidence import RESULT_PREVENTED_EXIT, RESULT_UNWRITTEN_EXIT, Evidence, RankError
 from .messages import BOILERPLATE
 from .run_processes import explain_exit_code
 from .shortage import Shortage, parse_shortage
 from .signatures import Kind, Signature, find_signature
 
-_NEARLY_FULL = 0.02  # of the limit: kernels and daemons that watch memory strike before it is all gone
 _EVIDENCE_CHARS = 400
 _WORKER_GONE = (
     "an OOM killer struck while this process ended: use fewer DataLoader workers or a smaller prefetch_factor, or give "
     "the node or its cgroup more memory"
 )
 _LAST_LINES = 40  # of a log: read for what a dying process wrote
-# A rank leaves with one of these when even its result file cannot be written: by the disk's fault, or by another.
-RESULT_UNWRITTEN_EXIT, RESULT_PREVENTED_EXIT = 98, 96
 CONFIG = "DeepSpeed config"
 # faulthandler's dump, innermost frame first: this rank is in a collective, or in DeepSpeed awaiting one.
 _AWAITING = re.compile(
@@ -51,107 +46,6 @@ _TOO_SMALL = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostUsage:
-    """The node's memory during the trial, recorded by the process that watches the node's ranks.
-
-    `group_kills` counts OOM kills in the fit's cgroup during the trial. `machine_kills` counts those on the whole
-    machine.
-    """
-
-    limit_bytes: int
-    least_free_bytes: int
-    group_kills: int = 0
-    machine_kills: int = 0
-    peak_rss_bytes: Mapping[str, int] = field(default_factory=dict)  # by rank
-
-    @property
-    def is_exhausted(self) -> bool:
-        """Whether the memory of this node, or of the fit's cgroup, was used up. Kills elsewhere do not count."""
-        return self.group_kills > 0 or self.least_free_bytes < _NEARLY_FULL * self.limit_bytes
-
-    @property
-    def oom_kill_evidence(self) -> str | None:
-        """A sentence that shows that an OOM killer struck; None without a sign of it. A SIGKILL alone is no sign."""
-        if self.group_kills:
-            return f"the OOM killer of its cgroup struck (the limit is {format_bytes(self.limit_bytes)})"
-        if self.machine_kills:
-            return f"the kernel's OOM killer struck ({format_bytes(self.limit_bytes)} of memory)"
-        if self.least_free_bytes < _NEARLY_FULL * self.limit_bytes:
-            return f"only {format_bytes(self.least_free_bytes)} of {format_bytes(self.limit_bytes)} were free"
-        return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
-    """How one rank ended: by an exception (`types`, `message`), by a signal or exit code (`exit`), or `lost`.
-
-    `exit` is negative for a signal, as in `subprocess`. `lost` is 'stuck', 'stopped' or 'wall limit', and
-    `lost_after_s` the limit that was passed.
-    `types` are the exception's class and its bases. `causes` are type and message of the exceptions that it was raised
-    from, the nearest first. `contract` is the part of the workload contract that was broken. `idle_bytes` are reserved
-    by the device's allocator without a tensor in them.
-    """
-
-    rank: int
-    phase: Phase
-    step: int
-    at_s: float
-    device: Device
-    limit_bytes: int | None = None
-    exit: int | None = None
-    lost: str | None = None
-    lost_after_s: float = 0.0
-    types: tuple[str, ...] = ()
-    message: str = ""
-    traceback: str = ""
-    causes: tuple[tuple[str, str], ...] = ()
-    user_frame: str | None = None
-    contract: str | None = None
-    hint: str | None = None
-    free_bytes: int | None = None
-    log_tail: str = ""
-    host: HostUsage | None = None
-    idle_bytes: int | None = None
-
-    @property
-    def signal_name(self) -> str | None:
-        """'SIGKILL' for exit −9."""
-        return format_signal(-self.exit) if self.exit is not None and self.exit < 0 else None
-
-    @property
-    def is_oom_kill(self) -> bool:
-        """Whether the OOM killer of its cgroup probably ended this rank."""
-        return self.signal_name == "SIGKILL" and self.host is not None and self.host.group_kills > 0
-
-    @property
-    def headline(self) -> str:
-        """The exception's type, and the first line of its message that is not blank."""
-        line = next((line.strip() for line in self.message.splitlines() if line.strip()), "")
-        return ": ".join((*self.types[:1], *([line] if line else [])))
-
-    @property
-    def stack(self) -> str:
-        """The frames of the last traceback in the form in which rows match those of a log: no indent, no carets."""
-        _, _, last = self.traceback.rpartition("Traceback (most recent call last):\n")
-        frames = itertools.takewhile(lambda line: line.startswith("  "), last.splitlines())
-        return "\n".join(line.strip() for line in frames if line.strip(" ^~"))
-
-    @property
-    def hang(self) -> Frame | None:
-        """The line of the user's code where the rank was stuck; None where it was not, or waited for another rank."""
-        return find_hang(self.log_tail) if self.lost == "stuck" else None
-
-    @property
-    def text(self) -> str:
-        """The exception, or the last log lines of a process that died by a signal."""
-        if self.types:
-            return f"{self.types[0]}: {self.message}\n{self.traceback}"
-        if self.exit == -signal.SIGKILL:  # the process could not write a reason: its log is about something else
-            return ""
-        return clean(self.log_tail)
-
-
 class Verdict(NamedTuple):
     """The cause of a rank's end."""
 
@@ -170,7 +64,7 @@ def explain_failure(ends: Sequence[Evidence]) -> OutOfMemory | Failed:
     # Rows are matched only until one rank is the cause, because a trial may have thousands of ranks.
     in_time = sorted(ends, key=lambda evidence: (not evidence.is_oom_kill, evidence.at_s))
     cause = next((evidence for evidence in in_time if not _only_noticed(evidence)), in_time[0])
-    row = None if cause.contract or cause.lost else _matching_row(cause)
+    row = None if cause.error.contract or cause.lost else _matching_row(cause)
     verdict = _verdict_without_row(cause) if row is None else _verdict_by_row(cause, row)
     common: dict[str, Any] = {
         "rank": cause.rank, "phase": cause.phase, "step": cause.step, "evidence": verdict.evidence[:_EVIDENCE_CHARS],
@@ -212,13 +106,13 @@ def _only_noticed(evidence: Evidence) -> bool:
 
 def _matching_row(evidence: Evidence) -> Signature | None:
     """The row that matches the exception, or the last lines of a process that died by a signal."""
-    row = _row_of_exception(evidence) if evidence.types else _row_of_last_lines(evidence)
-    if row is None or (row.name == "missing-package" and evidence.user_frame):
+    row = _row_of_exception(evidence) if evidence.error.types else _row_of_last_lines(evidence)
+    if row is None or (row.name == "missing-package" and evidence.error.user_frame):
         return None  # an import in the workload: its file and line say more
-    if row.kind == "config" and evidence.phase == "build" and not _READS_A_CONFIG.search(evidence.traceback):
+    if row.kind == "config" and evidence.phase == "build" and not _READS_A_CONFIG.search(evidence.error.traceback):
         return None  # the model was being built, of heads that do not divide its width, say: no DeepSpeed took part
-    if evidence.user_frame and row.kind not in ("out_of_memory", "memory_pressure"):
-        if "KeyboardInterrupt" in evidence.types:  # no Ctrl-C reaches a rank
+    if evidence.error.user_frame and row.kind not in ("out_of_memory", "memory_pressure"):
+        if "KeyboardInterrupt" in evidence.error.types:  # no Ctrl-C reaches a rank
             return None
         if evidence.device == "cpu" and row.kind == "toolchain" and not row.killed:
             return None
@@ -236,14 +130,14 @@ def _matching_row(evidence: Evidence) -> Signature | None:
 
 def _row_of_exception(evidence: Evidence) -> Signature | None:
     """By type and message, then by the base classes, then by the exceptions that it was raised from."""
-    message = f"{evidence.types[0]}: {evidence.message}"
+    message = f"{evidence.error.types[0]}: {evidence.error.message}"
     text = "\n".join(line for line in message.splitlines() if not BOILERPLATE.match(line))
-    by_class = (find_signature(text, type=type, stack=evidence.stack) for type in evidence.types)
+    by_class = (find_signature(text, type=type, stack=evidence.stack) for type in evidence.error.types)
     row = next((match for match in by_class if match is not None and match.name != "any-exception"), None)
     if row is None or row.kind == "unknown":
-        by_cause = (find_signature(f"{type}: {message}", type=type) for type, message in evidence.causes)
+        by_cause = (find_signature(f"{type}: {message}", type=type) for type, message in evidence.error.causes)
         row = next((match for match in by_cause if match is not None and match.kind == "out_of_memory"), row)
-    if (row is None or row.kind == "unknown") and "DistBackendError" in evidence.types:
+    if (row is None or row.kind == "unknown") and "DistBackendError" in evidence.error.types:
         row = _memory_row(_rows_of(evidence.log_tail)) or row  # NCCL writes the reason only into the log
     return row
 
@@ -269,7 +163,7 @@ def _verdict_by_row(cause: Evidence, row: Signature) -> Verdict:
     notes: tuple[str, ...] = ()
     if row.tier == "device":
         notes = _measure_shortage(cause).notes()
-    if "ValidationError" in cause.types and (match := _PYDANTIC_ERROR.search(cause.message)):
+    if "ValidationError" in cause.error.types and (match := _PYDANTIC_ERROR.search(cause.error.message)):
         line = f"{match[1]}: {match[2]}"  # pydantic's first line only counts the errors
     else:
         line = next((line.strip() for line in cause.text.splitlines() if row.tells(line)), cause.headline)
@@ -284,10 +178,10 @@ def _measure_shortage(cause: Evidence) -> Shortage:
 
 def _verdict_without_row(cause: Evidence) -> Verdict:
     """The verdict by the kind of end, where no row matches the text."""
-    place = f"{cause.user_frame}: " if cause.user_frame else ""
+    place = f"{cause.error.user_frame}: " if cause.error.user_frame else ""
     match cause:
-        case Evidence(contract=str(broken)):
-            return Verdict("user_code", "fix_code", broken, cause.hint or "")
+        case Evidence(error=RankError(contract=str(broken))):
+            return Verdict("user_code", "fix_code", broken, cause.error.hint or "")
         case Evidence(lost="stopped"):
             text = "the process was stopped (SIGSTOP) and not continued"
             return Verdict("infrastructure", "retry", text, "find out who stops it")
@@ -307,33 +201,33 @@ def _verdict_without_row(cause: Evidence) -> Verdict:
         case Evidence(signal_name=str(name)):
             lines = (line.strip() for line in reversed(cause.text.splitlines()))
             assertion = next((f": {line}" for line in lines if "ssert" in line), "")
-            meaning = explain_exit_code(cause.exit or 0)
-            if meaning.kind == "unknown" and cause.user_frame:
+            meaning = explain_exit_code(cause.exit_code or 0)
+            if meaning.kind == "unknown" and cause.error.user_frame:
                 advice = "this line, or a library in C that it calls, ended the process; its stack is in its log"
                 return Verdict("user_code", "fix_code", f"{place}killed by {name}{assertion}", advice)
             if meaning.kind == "unknown":
                 return Verdict("unknown", "retry", f"killed by {name}{assertion}", "its stack is at the end of its log")
             return Verdict(meaning.kind, meaning.action, f"killed by {name}{assertion}", meaning.advice, meaning.tier)
-        case Evidence(types=(), exit=code) if code == RESULT_UNWRITTEN_EXIT:
+        case Evidence(error=RankError(types=()), exit_code=code) if code == RESULT_UNWRITTEN_EXIT:
             text = "the rank could not write its result"
             return Verdict("infrastructure", "fix_environment", text, "check the space left in --out: df -h")
-        case Evidence(types=(), exit=code) if code == RESULT_PREVENTED_EXIT:
+        case Evidence(error=RankError(types=()), exit_code=code) if code == RESULT_PREVENTED_EXIT:
             reason = next((line.strip() for line in reversed(cause.text.splitlines()) if line.strip()), "")
             text = f"the rank could not write its result{': ' if reason else ''}{reason}"
             advice = "the workload changed what the rank needs: its descriptors, limits, folders or functions of Python"
             return Verdict("user_code", "fix_code", text, advice)
-        case Evidence(types=()):
-            text = f"the process left with exit code {cause.exit} and no result"
+        case Evidence(error=RankError(types=())):
+            text = f"the process left with exit code {cause.exit_code} and no result"
             return Verdict("user_code", "fix_code", text, "something called os._exit or exec")
-        case Evidence() if "SystemExit" in cause.types:
-            text = f"{place}sys.exit({cause.message}) was called"
+        case Evidence() if "SystemExit" in cause.error.types:
+            text = f"{place}sys.exit({cause.error.message}) was called"
             return Verdict("user_code", "fix_code", text, "a workload must not leave the process")
-        case Evidence(message="EOF when reading a line"):
+        case Evidence(error=RankError(message="EOF when reading a line")):
             advice = "it waits for input, and a trial has no terminal: take the answer from an argument or a file"
             return Verdict("user_code", "fix_code", f"{place}{cause.headline}", advice)
-        case Evidence(phase="start" | "rendezvous", user_frame=None):
+        case Evidence(phase="start" | "rendezvous", error=RankError(user_frame=None)):
             return Verdict("infrastructure", "retry", cause.headline, "the ranks could not find each other")
-        case Evidence(phase="init" | "step" | "save" | "load", user_frame=None):
+        case Evidence(phase="init" | "step" | "save" | "load", error=RankError(user_frame=None)):
             # The workload's own code runs in build, forward and backward. Other phases are DeepSpeed with its config.
             return Verdict("config", "fix_config", cause.headline, "DeepSpeed cannot work with this model and config")
         case _:

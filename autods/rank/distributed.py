@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from ..system.peers import cut_off_strangers, list_listening_ports
+from ..types import Collective, Communication
 from .job import RankJob
 from .patching import declare, declare_all
 
@@ -246,9 +247,10 @@ class Traffic:
         sends = any(count.sent_bytes for count in self._counts.values())
         return sends and not any(op.name in self._counts for op in _OPS.values() if not op.waits)
 
-    def describe(self) -> dict[str, Any]:
-        """Return `types.Communication` of this rank's last step as a dict."""
-        return {"ops": {name: asdict(count) for name, count in self._counts.items()}, "step_s": self._step_s}
+    def describe(self) -> Communication:
+        """Return the collectives of this rank's last step."""
+        ops = {name: Collective(**asdict(count)) for name, count in self._counts.items()}
+        return Communication(ops=ops, step_s=self._step_s)
 
     def _count(self, original: Callable[..., Any], op: _Op, /, *args: Any, **kwargs: Any) -> Any:
         """Call the method and count it; in a step that runs alone, time it as well."""

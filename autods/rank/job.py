@@ -1,4 +1,4 @@
-"""The job of some ranks, their heartbeats in memory that outlives them, and what an exception tells of its end."""
+"""The job of some ranks, and their heartbeats in memory that outlives them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import mmap
 import os
 import struct
 import time
-import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ..plain_text import clean, read_text, read_traceback
 from ..schema import read_as
 from ..types import PHASES, Device, Exam, Phase, Steps, WorkloadSource
 from ..workload.protocol import WorkloadError
@@ -22,7 +20,6 @@ JobKind = Literal["train", "survey", "ops", "run"]
 JOB_FILE = "job.json"  # in the folder of an attempt
 RUN_VARIABLE = "AUTODS_RUN"  # has the path of the file of a run's job
 _RUN_HINT = "start the script with autods run, or without AUTODS_RUN in the environment"
-_MOST_CAUSES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,35 +167,6 @@ def find_job() -> RankJob | None:
     """Return the job of a run that the environment of this process names; None outside of a run."""
     path = os.environ.get(RUN_VARIABLE)
     return read_job(path) if path else None
-
-
-def describe_error(error: BaseException, user_file: str) -> dict[str, Any]:
-    """Return the exception as plain values, the fields of `runner.protocol.RankError`. Its texts are printable."""
-    users = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == user_file]
-    contract = None
-    if isinstance(error, WorkloadError):
-        file, _, line = (error.place or "").rpartition(":")
-        contract = f"{file}:{line}: {error.problem}" if line.isdigit() else error.problem
-    causes: list[BaseException] = []  # explicit ones, or handled ones; the nearest first
-    cause = _find_cause(error)
-    while cause is not None and not any(cause is known for known in causes) and len(causes) < _MOST_CAUSES:
-        causes.append(cause)
-        cause = _find_cause(cause)
-    types = [cls.__name__ for cls in type(error).__mro__ if cls not in (object, BaseException)] or ["BaseException"]
-    return {
-        "types": [read_text(name) for name in types],
-        "message": read_text(error),
-        "traceback": read_traceback(error),
-        "causes": [[read_text(type(cause).__name__), read_text(cause)] for cause in causes],
-        "user_frame": f"{users[-1].filename}:{users[-1].lineno}" if users else None,
-        "contract": clean(contract) if contract else contract,
-        "hint": clean(error.hint) if isinstance(error, WorkloadError) and error.hint else None,
-    }
-
-
-def _find_cause(error: BaseException) -> BaseException | None:
-    """The exception from which this one was raised, or which was handled when it was raised."""
-    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 _BEAT = struct.Struct("IId")  # index of the phase, step, seconds

@@ -6,8 +6,10 @@ import contextlib
 import random
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from ..types import ModelFacts
 from ..workload.protocol import Workload, WorkloadError
 from .pipeline import build_whole, pipeline_facts
 
@@ -145,8 +147,8 @@ def enable_checkpointing(model: Any) -> None:
     next(getattr(model, name) for name in _CHECKPOINTING_METHODS if hasattr(model, name))()
 
 
-def survey(workload: Workload) -> dict[str, Any]:
-    """Return `ModelFacts` of the workload as a dict. Exceptions of the user's code are passed on.
+def survey(workload: Workload) -> ModelFacts:
+    """Return the facts of the workload. Exceptions of the user's code are passed on.
 
     The model is built on the meta device, which takes no memory, or for real if its code cannot do that.
     """
@@ -164,23 +166,23 @@ def survey(workload: Workload) -> dict[str, Any]:
         with contextlib.suppress(Exception):  # the exam will report it
             longest = check_batch(workload.build_longest_batch(1), 1, by="build_longest_batch")
             ratio = max(ratio, count_elements(longest) / max(1, count_elements(batch)))
-    return facts | {"longest_ratio": ratio}
+    return replace(facts, longest_ratio=ratio)
 
 
-def describe_model(workload: Workload, model: Any, batch: Any) -> dict[str, Any]:
-    """Return `ModelFacts` of a model and a batch of one sample as a dict. Raises WorkloadError if nothing trains."""
+def describe_model(workload: Workload, model: Any, batch: Any) -> ModelFacts:
+    """Return the facts of a model and a batch of one sample. Raises WorkloadError if nothing trains."""
     texts = text_shapes(batch, shifts_labels=shifts_labels(model))
     can_checkpoint = any(hasattr(model, name) for name in _CHECKPOINTING_METHODS)
-    return {
+    return ModelFacts(
         **count_parameters(model),
-        "checkpointing": can_checkpoint and bool(getattr(model, "supports_gradient_checkpointing", True)),
-        "tokens_per_sample": sum(rows * tokens for rows, tokens in texts) or None,
-        "seq_len": texts[0][1] if texts else None,
-        "has_optimizer": workload.build_optimizer is not None,
-    }
+        checkpointing=can_checkpoint and bool(getattr(model, "supports_gradient_checkpointing", True)),
+        tokens_per_sample=sum(rows * tokens for rows, tokens in texts) or None,
+        seq_len=texts[0][1] if texts else None,
+        has_optimizer=workload.build_optimizer is not None,
+    )
 
 
-def count_parameters(model: Any, *, by: str = "build_model returned") -> dict[str, int]:
+def count_parameters(model: Any, *, by: str = "build_model returned") -> dict[str, Any]:
     """Return the counts of parameters, of the largest tensor's elements, of pipeline stages and of experts.
 
     `by` names the model's origin in errors. Raises WorkloadError if there is nothing to train.

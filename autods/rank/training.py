@@ -10,7 +10,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ..types import Examined, Phase, Steps
@@ -21,32 +21,14 @@ from .exam import WorstCaseExam, allow_gathering
 from .job import RankJob
 from .memory import Meter
 from .model_facts import check_batch, enable_checkpointing, largest_shape, longest_batch, place, seed_all
+from .result import RankResult
 from .step_recorder import StepRecorder, was_skipped
 from .weights import drawing_in_parallel
 
 Observe = Callable[[Phase, int], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingResult:
-    """What the steps of one rank measured.
-
-    `step_s` has the seconds of each timed step, `steps_s` the seconds of all steps with the warm-up, `losses` one loss
-    for each step. `skipped_steps` were further ones that changed no weights, see `was_skipped`. `update_size` is that
-    of a parity trial, see `types.Fit`. `examined` is `types.Examined` of a worst-case exam. `communication` is
-    `types.Communication` of this rank as a dict.
-    """
-
-    step_s: tuple[float, ...] = ()
-    steps_s: float = 0.0
-    losses: tuple[float, ...] = ()
-    skipped_steps: int = 0
-    update_size: float | None = None
-    examined: Examined | None = None
-    communication: Mapping[str, Any] | None = None
-
-
-def train(workload: Workload, job: RankJob, *, observe: Observe, meter: Meter, ranks: Ranks) -> TrainingResult:
+def train(workload: Workload, job: RankJob, *, observe: Observe, meter: Meter, ranks: Ranks) -> RankResult:
     """Train one rank of the job, and pass its exam if it has one.
 
     A trial that measures speed ends with one more step, in which each collective runs alone and is timed. Exceptions
@@ -73,7 +55,7 @@ def train(workload: Workload, job: RankJob, *, observe: Observe, meter: Meter, r
         case None:
             batches = [check_batch(workload.build_batch(job.micro_batch), job.micro_batch)]
     if job.only_build:
-        return TrainingResult()
+        return RankResult()
 
     observe("init", 0)
     engine = initialize(workload, model, allow_gathering(job.ds_config) if job.exam == "worst_case" else job.ds_config)
@@ -97,7 +79,7 @@ def train(workload: Workload, job: RankJob, *, observe: Observe, meter: Meter, r
 
     recorder = run_steps(step, job.steps, meter, ranks, lambda: was_skipped(engine))
     index = len(recorder.losses)
-    result = TrainingResult(
+    result = RankResult(
         step_s=recorder.timed,
         steps_s=recorder.steps_s,
         losses=tuple(recorder.losses),
@@ -129,7 +111,7 @@ def train(workload: Workload, job: RankJob, *, observe: Observe, meter: Meter, r
                 step(index, alone=True)
     communication = traffic.describe()
     observe("done", index)
-    steps_s = result.steps_s + (communication["step_s"] or 0.0)
+    steps_s = result.steps_s + (communication.step_s or 0.0)
     return replace(result, communication=communication, steps_s=steps_s)
 
 

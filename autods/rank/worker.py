@@ -16,26 +16,26 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ..config.deepspeed import get_key
-from ..diagnosis.trial_outcome import RESULT_PREVENTED_EXIT, RESULT_UNWRITTEN_EXIT
+from ..diagnosis.evidence import RESULT_PREVENTED_EXIT, RESULT_UNWRITTEN_EXIT
 from ..plain_text import read_traceback
 from ..system import processes, stacks
 from ..system.host import count_cores, find_interface, threads_per_rank
-from ..types import Phase
+from ..types import ModelFacts, Phase
 from ..workload.hf_config import partition_at_build
 from ..workload.load import bind_options, load
 from ..workload.protocol import Workload
 from .abrupt_ends import Watch, ending_forked_children, watching
-from .job import RUN_VARIABLE, Heartbeats, JobKind, RankJob, describe_error
+from .job import RUN_VARIABLE, Heartbeats, JobKind, RankJob
 from .memory import CpuMeter, CudaMeter, Meter
 from .model_facts import seed_all
 from .preload import preload
+from .result import JobResult, OpsResult, RankResult, ScriptEnd, SurveyResult, describe_error
 
-Result = Mapping[str, Any]
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ETIMEDOUT)
 _SAMPLE_EVERY_S = 0.05  # in a run: amid training, the kernel takes 50 µs to count a process's memory
 _ONCE: tuple[Phase, ...] = ("rendezvous", "build", "init")
@@ -123,33 +123,39 @@ class RankContext:
             return workload
         return bind_options(self.workload, self.job.source) if self.job.rebind else self.workload
 
-    def run_script(self, complete: Callable[[Result], Result]) -> Result:
+    def run_script(self, complete: Callable[[ScriptEnd], JobResult]) -> JobResult:
         """Run the script as `__main__`. `complete` makes the rank's result from the result of the run."""
         from .script.run import run
 
-        def leave(end: Result | BaseException) -> NoReturn:  # for a script that does not return
+        def leave(end: ScriptEnd | BaseException) -> NoReturn:  # for a script that does not return
             os._exit(self.write_record(end if isinstance(end, BaseException) else complete(end)))
 
         return complete(run(self.job, self.slot, self.observer, self.store, leave))
 
-    def write_record(self, end: Result | BaseException) -> int:
-        """Write the rank's result or error into its file, whole or not at all; return the exit code."""
+    def write_record(self, end: JobResult | BaseException) -> int:
+        """Write the rank's result or error into its file, whole or not at all; return the exit code.
+
+        The record has fields of `runner.protocol.RankExit`.
+        """
         observer = self.observer
-        record: dict[str, Any] = {"ok": True, "result": end}
-        if isinstance(end, BaseException):
-            record = {"ok": False, "error": describe_error(end, self.job.source.path)}
+        record: dict[str, Any] = {}
+        error = describe_error(end, self.job.source.path) if isinstance(end, BaseException) else None
+        if error is None:
+            record["result"] = end
+        else:
+            record["error"] = error
             with contextlib.suppress(Exception):  # a broken device may not answer; the numbers are only evidence
                 record |= {"free_bytes": observer.meter.free_bytes(), **observer.meter.allocator()}
         observer.meter.lift()
-        if not record["ok"]:
-            _print_to_log(record["error"]["traceback"])  # users are sent to this log
+        if error is not None:
+            _print_to_log(error.traceback)  # users are sent to this log
         record |= {"phase": observer.phase, "step": observer.step, "at_s": time.monotonic()}
         path = Path(self.job.folder) / f"rank{self.job.local_ranks[self.slot]}.json"
         temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(record))
+        temporary.write_text(json.dumps(record, default=asdict))
         os.replace(temporary, path)
         _print_to_log("")
-        return 0 if record["ok"] else 1
+        return int(error is not None)
 
 
 def _print_to_log(text: str) -> None:
@@ -189,7 +195,7 @@ def run_rank(job: RankJob, slot: int, board: Heartbeats, store: socket.socket | 
         return RESULT_UNWRITTEN_EXIT if is_disk else RESULT_PREVENTED_EXIT
 
 
-def _run_watched(context: RankContext) -> Result:
+def _run_watched(context: RankContext) -> JobResult:
     """Do the job. If the workload ends this process or forks, that is noticed; a script has its own rules for it."""
     if context.job.source.kind == "script":
         return _HANDLERS[context.job.job](context)
@@ -201,16 +207,16 @@ def _run_watched(context: RankContext) -> Result:
     return result
 
 
-def _build_ops(context: RankContext) -> Result:
+def _build_ops(context: RankContext) -> JobResult:
     from .ops import build
 
     context.observer("build", 0)
     for op in context.job.ops:
         build(op)
-    return {}
+    return OpsResult()
 
 
-def _survey(context: RankContext) -> Result:
+def _survey(context: RankContext) -> JobResult:
     """Describe the workload, and why DeepSpeed's ops cannot be built here, by op; 'fp16' if the device lacks it."""
     from deepspeed.accelerator import get_accelerator
 
@@ -220,14 +226,19 @@ def _survey(context: RankContext) -> Result:
     problems = {op: problem for op in context.job.ops if (problem := find_problem(op))}
     if not get_accelerator().is_fp16_supported():
         problems["fp16"] = "this device has no fp16"
+
+    def complete(facts: ScriptEnd) -> SurveyResult:
+        assert isinstance(facts, ModelFacts)
+        return SurveyResult(facts=facts, op_problems=problems)
+
     if context.job.source.kind == "script":
         clear_killed_builds()
-        return context.run_script(lambda facts: {"facts": facts, "op_problems": problems})
+        return context.run_script(complete)
     context.observer("build", 0)
-    return {"facts": survey(context.load_workload()), "op_problems": problems}
+    return complete(survey(context.load_workload()))
 
 
-def _train(context: RankContext) -> Result:
+def _train(context: RankContext) -> JobResult:
     """Run the trial's steps; return their measurements with the seconds before them and the peak bytes."""
     from .distributed import Ranks, join
     from .training import train
@@ -238,9 +249,10 @@ def _train(context: RankContext) -> Result:
     seed_all(job.seed if job.exam == "parity" else job.seed + rank)
     meter.start()
 
-    def complete(steps: Result) -> Result:
-        peaks = meter.peaks() | observer.training_peaks
-        return {"build_s": observer.build_s, "init_s": observer.init_s, "peaks": peaks, **steps}
+    def complete(result: ScriptEnd) -> RankResult:
+        assert isinstance(result, RankResult)
+        peaks = result.peaks or (meter.peaks() | observer.training_peaks)
+        return replace(result, build_s=observer.build_s, init_s=observer.init_s, peaks=peaks)
 
     if job.source.kind == "script":
         return context.run_script(complete)
@@ -250,10 +262,10 @@ def _train(context: RankContext) -> Result:
     if job.source.zero_init and job.exam != "parity" and get_key(job.ds_config, "zero_optimization.stage") == 3:
         workload = partition_at_build(workload, job.ds_config)
     ranks = Ranks(rank, job.world_size)
-    return complete(asdict(train(workload, job, observe=observer, meter=meter, ranks=ranks)))
+    return complete(train(workload, job, observe=observer, meter=meter, ranks=ranks))
 
 
-def _run(context: RankContext) -> Result:
+def _run(context: RankContext) -> JobResult:
     """Do this rank's part of a training run; return how it ended, with the peak bytes."""
     from .training_run import session
 
@@ -277,10 +289,10 @@ def _run(context: RankContext) -> Result:
         with contextlib.suppress(session.Stopped):
             train(context.load_workload(), job, context.observer)
     context.observer("done", context.observer.step)
-    return {**session.describe_end(), "peaks": context.observer.meter.peaks()}
+    return replace(session.describe_end(), peaks=context.observer.meter.peaks())
 
 
-_HANDLERS: Mapping[JobKind, Callable[[RankContext], Result]] = {
+_HANDLERS: Mapping[JobKind, Callable[[RankContext], JobResult]] = {
     "train": _train,
     "survey": _survey,
     "ops": _build_ops,

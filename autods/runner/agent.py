@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from ..diagnosis.evidence import RankError
 from ..errors import EnvironmentBroken
 from ..rank.job import RankJob
 from ..rank.ops import is_cached
@@ -34,7 +35,6 @@ from .protocol import (
     Heartbeat,
     LoadFailed,
     NodeReport,
-    RankError,
     Ready,
     StoreBound,
     StoreFailed,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from ..diagnosis.trial_outcome import HostUsage
+from ..diagnosis.evidence import HostUsage, LostBecause
 from ..files import find_existing
 from ..rank.job import Beat, Heartbeats, RankJob
 from ..schema import read_known
@@ -21,7 +21,7 @@ from ..system.gpus import read_used_bytes
 from ..system.host import MemoryGroup, find_memory_groups, machine_oom_kills, read_host_memory
 from ..types import Device, Tier
 from ..units import format_bytes
-from .protocol import LostBecause, RankExit, TierLevel
+from .protocol import RankExit, TierLevel
 
 _GRACE_S = 0.05  # after the first failure: time for the other ranks to report their errors
 _STACKS_S = 2.0  # at most, for ranks that were asked for their stacks: on a busy machine they wait for the processor

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
-from ..diagnosis.trial_outcome import Evidence, HostUsage, explain_failure
+from ..diagnosis.evidence import Evidence, HostUsage, RankEnd
+from ..diagnosis.trial_outcome import explain_failure
 from ..rank.job import RankJob
+from ..rank.result import JobResult, RankResult
 from ..rank.step_recorder import relative_error
-from ..schema import read_known
 from ..system.stacks import find_crash
 from ..types import (
     CardUse,
@@ -25,27 +26,10 @@ from ..types import (
     Tier,
     TierUse,
     Timing,
-    Trained,
 )
 from .protocol import LoadFailed, NodeLost, NodeReport, NodeResult, RankExit, StoreFailed, ZygoteDied
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainResult:
-    """The measurements of a rank in a training job. `peaks` has bytes and counts, by the meter's names for them."""
-
-    step_s: tuple[float, ...]
-    steps_s: float
-    losses: tuple[float, ...]
-    build_s: float
-    init_s: float
-    peaks: Mapping[str, int | None]
-    skipped_steps: int = 0
-    update_size: float | None = None
-    examined: Examined | None = None
-    communication: Communication | None = None
-    trained: Trained | None = None
-    tokens_per_sample: float | None = None  # as a script's batches had them
+R = TypeVar("R", bound=JobResult)
 
 
 def judge_trial(
@@ -56,9 +40,9 @@ def judge_trial(
     if failure is not None:
         return failure
     reports = [result for result in results if isinstance(result, NodeReport)]
-    nodes = [[read_known(TrainResult, rank.result or {}) for rank in report.ranks] for report in reports]
+    nodes = [[rank.result for rank in report.ranks if isinstance(rank.result, RankResult)] for report in reports]
     ranks = [result for node in nodes for result in node]
-    first = read_known(TrainResult, result_of_rank_0(results))
+    first = result_of_rank_0(results, RankResult)
     # An optimizer step takes as long as its slowest rank. A script's ranks may differ by one in their steps.
     counted = min(len(rank.step_s) for rank in ranks)
     step_s = tuple(max(times) for times in zip(*(rank.step_s[:counted] for rank in ranks), strict=True))
@@ -89,10 +73,10 @@ def judge_trial(
     )
 
 
-def result_of_rank_0(results: Sequence[NodeResult]) -> Mapping[str, Any]:
-    """Return the result of rank 0 in a job that succeeded."""
+def result_of_rank_0(results: Sequence[NodeResult], kind: type[R]) -> R:
+    """Return the result of rank 0, of this kind, in a job that succeeded."""
     ranks = (rank for result in results if isinstance(result, NodeReport) for rank in result.ranks)
-    return next(rank.result for rank in ranks if rank.rank == 0 and rank.result is not None)
+    return next(rank.result for rank in ranks if rank.rank == 0 and isinstance(rank.result, kind))
 
 
 def find_failure(results: Sequence[NodeResult], job: RankJob) -> OutOfMemory | Failed | None:
@@ -149,25 +133,11 @@ def _judge_ranks(reports: Sequence[NodeReport], job: RankJob) -> OutOfMemory | F
 
 def evidence_of(rank: RankExit, job: RankJob, host: HostUsage | None) -> Evidence:
     """The evidence of a rank for the diagnosis. `host` is the memory of its node."""
-    error = asdict(rank.error)
+    end = {field.name: getattr(rank, field.name) for field in fields(RankEnd)}
     if not rank.error.types and rank.lost is None:
-        error["user_frame"] = None if (frame := find_crash(rank.log_tail)) is None else str(frame)
-    return Evidence(
-        rank=rank.rank,
-        phase=rank.phase,
-        step=rank.step,
-        at_s=rank.at_s,
-        device=job.device,
-        limit_bytes=job.limit_bytes,
-        exit=rank.exit_code,
-        lost=rank.lost,
-        lost_after_s=rank.lost_after_s,
-        free_bytes=rank.free_bytes,
-        idle_bytes=rank.idle_bytes,
-        log_tail=rank.log_tail,
-        host=host,
-        **error,
-    )
+        frame = find_crash(rank.log_tail)
+        end["error"] = replace(rank.error, user_frame=None if frame is None else str(frame))
+    return Evidence(device=job.device, limit_bytes=job.limit_bytes, host=host, **end)
 
 
 def _judge_zygote(died: ZygoteDied) -> OutOfMemory | Failed:
@@ -206,7 +176,7 @@ def _judge_lost_node(
 
 
 def _join_memory(
-    reports: Sequence[NodeReport], nodes: Sequence[Sequence[TrainResult]], job: RankJob, host_bytes: int | None
+    reports: Sequence[NodeReport], nodes: Sequence[Sequence[RankResult]], job: RankJob, host_bytes: int | None
 ) -> dict[Tier, TierUse]:
     """The peak of each tier: of the fullest rank, or of the fullest node where its ranks share the tier."""
     ranks = [rank for node in nodes for rank in node]
@@ -222,7 +192,7 @@ def _join_memory(
     }
 
 
-def _host_peaks(report: NodeReport, results: Sequence[TrainResult]) -> Iterator[int]:
+def _host_peaks(report: NodeReport, results: Sequence[RankResult]) -> Iterator[int]:
     """The peak of each rank's host memory: it looks between its phases, and the monitor meanwhile."""
     monitored = report.host.peak_rss_bytes if report.host is not None else {}
     for rank, result in zip(report.ranks, results, strict=True):

@@ -7,50 +7,21 @@ fit with the same values, through Ray. Every moment is in seconds of a machine's
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, TypeAlias, cast
+from dataclasses import asdict, dataclass, replace
+from typing import Literal, TypeAlias, cast
 
-from ..diagnosis.trial_outcome import HostUsage
+from ..diagnosis.evidence import HostUsage, RankEnd, RankError
+from ..rank.result import JobResult
 from ..schema import read_as
 from ..types import Phase, Tier
 
-LostBecause = Literal["stopped", "stuck", "wall limit"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankError:
-    """An exception as a rank described it; see `rank.job.describe_error`. The first of `types` is the most derived."""
+class RankExit(RankEnd):
+    """The end of a rank as its node's monitor saw it, with the `result` that it wrote before it left."""
 
-    types: tuple[str, ...] = ()
-    message: str = ""
-    traceback: str = ""
-    causes: tuple[tuple[str, str], ...] = ()  # type and message, the nearest first
-    user_frame: str | None = None
-    contract: str | None = None
-    hint: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankExit:
-    """How one rank ended. `result` and `error` are what it wrote, at `at_s`, before it left.
-
-    If it wrote nothing, `at_s` is the time at which its end was seen or its last heartbeat came.
-    """
-
-    rank: int
-    phase: Phase
-    step: int
-    at_s: float
-    exit_code: int | None = None  # negative: the signal; None: it was lost before it ended
-    lost: LostBecause | None = None
-    lost_after_s: float = 0.0  # the limit that was passed
     killed_by_us: bool = False
-    result: Mapping[str, Any] | None = None
-    error: RankError = field(default_factory=RankError)  # empty where there was none
-    free_bytes: int | None = None  # of the device, when the error came
-    idle_bytes: int | None = None  # reserved by the device's allocator, holding no tensor
-    log_tail: str = ""  # empty where a result or an error says enough
+    result: JobResult | None = None
 
     @property
     def succeeded(self) -> bool:

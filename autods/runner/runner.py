@@ -23,6 +23,7 @@ from ..errors import AutodsError, EnvironmentBroken, InputError
 from ..events import Event, Note, TrialMoved
 from ..rank.job import JobKind, RankJob, RunOrder
 from ..rank.ops import BUILDERS, USUAL_BUILD_S, check_caches
+from ..rank.result import RunResult, SurveyResult
 from ..system.processes import read_tail
 from ..types import PHASES, Exam, Failed, Fit, Knobs, ModelFacts, Outcome, OutOfMemory, Record, Steps, Trial
 from .environment import choose_exported
@@ -131,15 +132,13 @@ class RayRunner:
         """Return the DeepSpeed config with which a training run trains: its swap files lie in a folder of its own."""
         return self._compose(rung, knobs, self._swap)
 
-    def run_attempt(
-        self, job: RankJob, on_progress: Callable[[Heartbeat], None]
-    ) -> Mapping[str, Any] | OutOfMemory | Failed:
+    def run_attempt(self, job: RankJob, on_progress: Callable[[Heartbeat], None]) -> RunResult | OutOfMemory | Failed:
         """Train as the job of a run says; return rank 0's result, or why the ranks failed."""
         failure = self._build_ops(job)
         if failure is None:
             self.results = self.workers.run(job, on_progress)
             failure = find_failure(self.results, job)
-        return failure or result_of_rank_0(self.results)
+        return failure or result_of_rank_0(self.results, RunResult)
 
     def final_config(self, trial: Trial) -> dict[str, Any]:
         """Return the DeepSpeed config of a trial as the user gets it."""
@@ -265,8 +264,8 @@ class RayRunner:
             failure = self._execute(job)
         if failure is not None:
             raise make_error(failure, job)
-        result = result_of_rank_0(self.results)
-        return ModelFacts(**result["facts"]), result["op_problems"]
+        result = result_of_rank_0(self.results, SurveyResult)
+        return result.facts, result.op_problems
 
     def _build_ops(self, job: RankJob) -> OutOfMemory | Failed | None:
         """Build and load the ops that this job needs, before any time limit begins; return why that failed, if so.

@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..config.deepspeed import required_ops
-from ..diagnosis.trial_outcome import RESULT_UNWRITTEN_EXIT
+from ..diagnosis.evidence import RESULT_UNWRITTEN_EXIT
 from ..rank import ops, preload
 from ..rank.abrupt_ends import ending_forked_children, watching
-from ..rank.job import Beat, Heartbeats, RankJob, describe_error
+from ..rank.job import Beat, Heartbeats, RankJob
+from ..rank.result import describe_error
 from ..rank.worker import environment, run_rank
-from ..schema import read_as
 from ..system import private, processes, stacks
 from ..system.hidden_modules import describe_failed_import
 from ..types import WorkloadSource
@@ -43,7 +43,6 @@ from .protocol import (
     Heartbeat,
     LoadFailed,
     NodeReport,
-    RankError,
     Ready,
     StoreBound,
     StoreFailed,
@@ -127,7 +126,7 @@ def _load_workload(source: WorkloadSource, agent: socket.socket) -> Workload:
 
 
 def _describe_failure(error: BaseException, source: WorkloadSource) -> LoadFailed:
-    return LoadFailed(error=read_as(RankError, describe_error(error, source.path)))
+    return LoadFailed(error=describe_error(error, source.path))
 
 
 @dataclass(slots=True)

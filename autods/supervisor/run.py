@@ -22,6 +22,7 @@ from ..errors import EnvironmentBroken
 from ..events import AttemptStarted, Note, RunListener
 from ..journal import workspace
 from ..rank.job import JOB_FILE, RankJob, RunOrder, read_job
+from ..rank.result import RunResult
 from ..rank.training_run.checkpoints import Checkpoint, Layout, find_obstacle, list_checkpoints, remove_torn
 from ..rank.training_run.session import NO_SESSION
 from ..report.results import Report
@@ -66,7 +67,7 @@ class Launcher(Protocol):
     def run_job(self, order: RunOrder, rung: str, knobs: Knobs) -> RankJob:
         """The job of an attempt."""
 
-    def run_attempt(self, job: RankJob, on_progress: Callable[[Any], None]) -> Mapping[str, Any] | OutOfMemory | Failed:
+    def run_attempt(self, job: RankJob, on_progress: Callable[[Any], None]) -> RunResult | OutOfMemory | Failed:
         """Train; return rank 0's result, or why the ranks failed. `on_progress` is called now and then."""
 
 
@@ -350,13 +351,13 @@ class Supervisor:
                 result = launcher.run_attempt(job, progress.look)
             if isinstance(result, OutOfMemory | Failed):
                 outcome = result
-            elif result["ended"] == "done" and "unsaved" in result:
-                outcome = replace(_UNSAVED, evidence=f"step {result['step']} is not saved: {result['unsaved']}")
+            elif result.ended == "done" and result.unsaved is not None:
+                outcome = replace(_UNSAVED, evidence=f"step {result.step} is not saved: {result.unsaved}")
             else:
-                ending = "done" if result["ended"] == "done" else "stopped"
-                if result["step"] is None:
+                ending = result.ended
+                if result.step is None:
                     self.journal.warn(NO_SESSION)  # the rank has said so when it began
-                step = progress.step if result["step"] is None else int(result["step"])
+                step = progress.step if result.step is None else result.step
                 outcome = Ended(ending, step, self.stopping.number)
         except EnvironmentBroken as error:
             outcome = self._lose_session(error)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from ..config.settings import Settings
 from ..rank.job import RankJob, RunOrder
+from ..rank.result import RunResult
 from ..rank.training_run.checkpoints import Layout, Manifest, checkpoint_folder, write_manifest
 from ..types import Failed, Knobs, ModelFacts, OutOfMemory
 
-Answer = Callable[[RankJob], tuple[int, OutOfMemory | Failed | Mapping[str, Any] | str]]
+Answer = Callable[[RankJob], tuple[int, OutOfMemory | Failed | RunResult | Literal["done", "stopped"]]]
 
 
 class ScriptedLauncher:
@@ -70,7 +71,7 @@ class ScriptedLauncher:
             order=order,
         )
 
-    def run_attempt(self, job: RankJob, on_progress: Callable[[Any], None]) -> Mapping[str, Any] | OutOfMemory | Failed:
+    def run_attempt(self, job: RankJob, on_progress: Callable[[Any], None]) -> RunResult | OutOfMemory | Failed:
         """Do the steps of an attempt."""
         self.jobs.append(job)
         order = job.order
@@ -84,7 +85,7 @@ class ScriptedLauncher:
             if step % order.checkpoint_every == 0 or step == order.steps:
                 _write_checkpoint(job, order, step)
             on_progress(None)
-        return {"ended": end, "step": last} if isinstance(end, str) else end
+        return RunResult(ended=end, step=last) if isinstance(end, str) else end
 
 
 def _write_checkpoint(job: RankJob, order: RunOrder, step: int) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autods.rank.job import RankJob
+from autods.rank.result import RankResult, SurveyResult
 from autods.runner.agent import ZygoteProcess, start_zygote
 from autods.runner.outcome import find_failure, judge_trial, result_of_rank_0
 from autods.runner.protocol import LoadFailed, NodeReport, NodeResult, Ready, ZygoteDied
@@ -45,7 +46,7 @@ class Ranks:
         failure = find_failure([report], job)
         if failure is not None:
             raise NoRanks(f"{self.source.name}: {getattr(failure, 'evidence', failure)}")
-        self.facts = ModelFacts(**result_of_rank_0([report])["facts"])
+        self.facts = result_of_rank_0([report], SurveyResult).facts
         return self.facts
 
     def build(self, op: str, limit_s: float) -> bool:
@@ -108,7 +109,7 @@ def peaks_of(report: NodeResult) -> dict[str, int | None]:
     """The largest of each measure over the ranks that left a result."""
     largest: dict[str, int | None] = {}
     for rank in report.ranks if isinstance(report, NodeReport) else ():
-        for name, value in ((rank.result or {}).get("peaks") or {}).items():
+        for name, value in (rank.result.peaks if isinstance(rank.result, RankResult) else {}).items():
             if value is not None:
                 largest[name] = max(value, largest.get(name) or 0)
     return largest

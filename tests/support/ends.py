@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from autods.diagnosis.evidence import RankError
 from autods.rank.job import RankJob
+from autods.rank.result import RankResult
 from autods.runner.outcome import judge_trial
 from autods.runner.protocol import NodeReport, RankExit
 from autods.schema import read_as
@@ -28,18 +30,26 @@ def rank_exit(
     rank: int,
     *,
     result: dict[str, Any] | None = None,
-    error: dict[str, Any] | None = None,
+    error: RankError | dict[str, Any] | None = None,
     phase: Phase = "done",
     step: int = 2,
     at_s: float = 1.0,
     exit_code: int | None = None,
     **more: Any,
 ) -> RankExit:
-    """A rank with the result or error that it wrote. exit_code: by default 0 or 1 with these."""
+    """A rank with the result of a trial or the error that it wrote. exit_code: by default 0 or 1 with these."""
     if exit_code is None and (result is not None or error is not None):
         exit_code = int(error is not None)
-    written = {"result": result, "error": error or {}, "phase": phase, "step": step, "at_s": at_s}
-    return read_as(RankExit, {"rank": rank, "exit_code": exit_code, **written, **more})
+    return RankExit(
+        rank=rank,
+        phase=phase,
+        step=step,
+        at_s=at_s,
+        exit_code=exit_code,
+        result=None if result is None else read_as(RankResult, result),
+        error=error if isinstance(error, RankError) else read_as(RankError, error or {}),
+        **more,
+    )
 
 
 def report_of(*ranks: RankExit, **more: Any) -> NodeReport:

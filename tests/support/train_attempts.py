@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import asdict
 
 import deepspeed
 import torch
@@ -63,7 +64,9 @@ def train(path):
             session.step_done(loss)
     except Stopped:
         pass
-    end = describe_end() | {"attempts": session.state["attempts"], "forwards": float(engine.module.forwards)}
+    end = asdict(describe_end()) | {
+        "attempts": session.state["attempts"], "forwards": float(engine.module.forwards)
+    }  # fmt: skip
     if engine.global_rank == 0:
         (order.attempt_folder / "end.json").write_text(json.dumps(end))
     engine.destroy()

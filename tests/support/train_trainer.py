@@ -12,6 +12,7 @@ import os
 import runpy
 import signal
 import sys
+from dataclasses import asdict
 
 import torch
 from transformers import Trainer
@@ -43,7 +44,7 @@ def main():
     Trainer.training_step = training_step
     with contextlib.suppress(Stopped):
         runpy.run_path(sys.argv[0], run_name="__main__")
-    end = describe_end()
+    end = asdict(describe_end())
     if rank == 0:
         (order.attempt_folder / "end.json").write_text(json.dumps(end))
 

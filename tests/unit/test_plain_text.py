@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from autods.plain_text import clean, read_text, read_traceback
-from autods.rank.job import describe_error
+from autods.rank.result import describe_error
 
 
 class Raising(Exception):
@@ -57,9 +57,9 @@ def test_any_exception_is_read_as_printable_text(name: str) -> None:
     error, text = READ[name]
     assert read_text(error) == text
     described = describe_error(error, "/model.py")
-    assert described["message"] == text
-    described["traceback"].encode()  # nothing in it that cannot be written
-    assert type(error).__name__ in described["traceback"]
+    assert described.message == text
+    described.traceback.encode()  # nothing in it that cannot be written
+    assert type(error).__name__ in described.traceback
 
 
 def test_a_long_message_leaves_room_for_the_traceback() -> None:
@@ -73,19 +73,19 @@ def test_a_long_message_leaves_room_for_the_traceback() -> None:
 
 
 def test_a_base_exception_has_a_type() -> None:
-    assert describe_error(BaseException("x"), "/model.py")["types"] == ["BaseException"]
-    assert describe_error(KeyboardInterrupt(), "/model.py")["types"] == ["KeyboardInterrupt"]
+    assert describe_error(BaseException("x"), "/model.py").types == ("BaseException",)
+    assert describe_error(KeyboardInterrupt(), "/model.py").types == ("KeyboardInterrupt",)
 
 
 def test_causes_in_a_circle_are_read_once() -> None:
     first, second = ValueError("first"), ValueError("second")
     first.__cause__, second.__cause__ = second, first
-    assert describe_error(first, "/model.py")["causes"] == [["ValueError", "second"], ["ValueError", "first"]]
+    assert describe_error(first, "/model.py").causes == (("ValueError", "second"), ("ValueError", "first"))
 
 
 def test_a_class_with_an_odd_name_is_printable() -> None:
     error = type("\x1b[31mE\x07", (Exception,), {})("x")
-    assert describe_error(error, "/model.py")["types"][0] == "E\\x07"
+    assert describe_error(error, "/model.py").types[0] == "E\\x07"
 
 
 def test_clean_text_stays_as_it_is() -> None:

@@ -107,15 +107,15 @@ def failure_of(error: BaseException, user_file: str) -> Failure:
     if isinstance(error, SymbolMissing):
         problem, _, advice = read_text(error).partition("\n")
         return Failure(kind="engine", problem=problem, hint=advice.strip())
-    from ...rank.job import describe_error
+    from ...rank.result import describe_error
 
     if isinstance(error, WorkloadError) and error.place:
         return Failure(kind="user_code", problem=clean(error.problem), place=error.place, hint=error.hint)
     described = describe_error(error, user_file)
-    types, message = described["types"], " ".join(str(described["message"]).split())[:500]
-    place = described["user_frame"]
-    if described["contract"]:
-        return Failure(kind="user_code", problem=described["contract"], place=place, hint=described["hint"])
+    types, message = described.types, " ".join(described.message.split())[:500]
+    place = described.user_frame
+    if described.contract:
+        return Failure(kind="user_code", problem=described.contract, place=place, hint=described.hint)
     kind, hint = "user_code" if place else "engine", None
     if {"DataDependentOutputException", "DynamicOutputShapeException", "NoValues"} & set(types):
         kind, hint = "data_dependent", "compute it without looking at values, or forecast with --no-forecast"

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from ...config.deepspeed import BATCH_KEYS, DEFAULT_OPTIMIZER, merge, strip_rung_keys
 from ...rank.job import RankJob
 from ...rank.memory import Meter
+from ...rank.result import ScriptEnd
 from ...rank.script.run import run
 from ...rank.script.session import Session
 from ...rank.user_frames import find_raiser
@@ -165,14 +166,14 @@ class _ScriptRun:
         self.context.ledger.assume(DRAWN)
         self.result = read_ledger(self.context.ledger, engine, self.micro_batch, time.perf_counter() - self._began)
 
-    def leave(self, end: Mapping[str, Any] | BaseException) -> NoReturn:
+    def leave(self, end: ScriptEnd | BaseException) -> NoReturn:
         """Send the result or the failure, and end this process."""
         self._hangup.close()  # the client's next request is no hanging up
         if isinstance(end, BaseException):
             traceback.print_exception(end)
             send(self.connection, _failure_of(end, self.source))
-        elif self.only_looks:
-            send(self.connection, ModelFacts(**end))
+        elif isinstance(end, ModelFacts):
+            send(self.connection, end)
         else:
             assert self.result is not None
             send(self.connection, self.result)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...config.deepspeed import get_key, without_monitors
-from ...types import Phase
+from ...types import ModelFacts, Phase
 from .. import pipeline
 from ..model_facts import count_parameters
 from ..patching import declare
@@ -215,8 +215,8 @@ def _refuse_training(returned: Any, session: Session, place: Place | None) -> An
 
 def _describe_model(
     session: Session, arguments: Mapping[str, Any], config: Mapping[str, Any] | None, *, from_file: bool
-) -> dict[str, Any]:
-    """`types.ModelFacts` as a dict. Raises WorkloadError when the script gives no readable config."""
+) -> ModelFacts:
+    """The facts of the script's model. Raises WorkloadError when the script gives no readable config."""
     if config is None:
         problem = "a config that cannot be read" if arguments["config"] or arguments["args"] else "no config"
         raise script_error(
@@ -224,16 +224,16 @@ def _describe_model(
             hint="give it config=…, or args with deepspeed_config: --deepspeed_config {ds_config} after --",
         )
     in_script = not from_file and session.config.given is None
-    return {
+    return ModelFacts(
         **count_parameters(arguments["model"], by="the script gave deepspeed.initialize"),
-        "checkpointing": False,  # the script itself decides about recomputing activations
-        "tokens_per_sample": None,
-        "has_optimizer": arguments["optimizer"] is not None,
-        "config": session.config.own_part(config, from_file=from_file),
-        "config_place": str(find_caller() or "") if in_script else None,
-        "stood_in": tuple(session.stand_ins),
-        "writes_confined": session.writes_confined,
-    }
+        checkpointing=False,  # the script itself decides about recomputing activations
+        tokens_per_sample=None,
+        has_optimizer=arguments["optimizer"] is not None,
+        config=session.config.own_part(config, from_file=from_file),
+        config_place=str(find_caller() or "") if in_script else None,
+        stood_in=tuple(session.stand_ins),
+        writes_confined=session.writes_confined,
+    )
 
 
 def _partition(session: Session, original: Any, /, *args: Any, **kwargs: Any) -> None:

@@ -17,6 +17,7 @@ from ...workload.protocol import WorkloadError
 from ...workload.script_source import fill_placeholders, has_local_rank_parameter
 from ..abrupt_ends import watching
 from ..job import RankJob
+from ..result import ScriptEnd
 from . import cpu_ranks, engine_hooks, sandbox
 from .session import Enough, Session
 from .user_errors import cause_of_exit, explain, script_error
@@ -30,10 +31,10 @@ def run(
     slot: int,
     observer: Any,
     store: socket.socket | None,
-    leave: Callable[[dict[str, Any] | BaseException], NoReturn],
+    leave: Callable[[ScriptEnd | BaseException], NoReturn],
     make_session: Callable[..., Session] = Session,
-) -> dict[str, Any]:
-    """Run the script and return its facts (`types.ModelFacts`) after a survey, else its measurements.
+) -> ScriptEnd:
+    """Run the script and return its facts after a survey, else its measurements.
 
     `leave` ends this process with a result or an error if the script ignores the exception that should end it.
     `make_session` replaces the session; a forecast uses it.

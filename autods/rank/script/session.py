@@ -8,15 +8,16 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from ...types import Examined, Phase
+from ...types import Examined, ModelFacts, Phase, Trained
 from ..distributed import Ranks, Traffic
 from ..exam import WorstCaseExam
 from ..job import RankJob
 from ..loss_parity import UpdateMeter, generator_state, make_comparable
 from ..model_facts import shifts_labels
+from ..result import RankResult, ScriptEnd
 from ..step_recorder import StepRecorder, was_skipped
 from .data import Batches, find_loss, iter_tensors
 from .engine_config import EngineConfig
@@ -27,7 +28,6 @@ _MOST_IGNORED_ENDS = 3  # times that the script catches its end and calls the en
 _GRACE_S = 10.0  # for the script's own work on its way out
 _SUMMED_ELEMENTS = 2**20  # at a time: a copy of a whole embedding may not fit
 _HASH_DIGITS = 10  # hexadecimal; their sum over thousands of ranks is still exact in a float64
-Result = dict[str, Any]
 
 
 class Enough(BaseException):
@@ -44,7 +44,11 @@ class Session:
     """
 
     def __init__(
-        self, job: RankJob, slot: int, observer: Any, leave: Callable[[Result | BaseException], NoReturn]
+        self,
+        job: RankJob,
+        slot: int,
+        observer: Any,
+        leave: Callable[[ScriptEnd | BaseException], NoReturn],
     ) -> None:
         self.job, self.observer, self.leave = job, observer, leave
         self.ranks = Ranks(job.local_ranks[slot], job.world_size)
@@ -61,14 +65,14 @@ class Session:
         self.hooks_paused = False  # the exam, or the engine itself, calls the engine
         self._pid = os.getpid()
         self._ignored_ends = 0
-        self._facts: Result = {}
+        self._facts: ModelFacts | None = None
         self.recorder = StepRecorder(job.steps)  # of the steps before the exam
         self._loss: Any = None  # of the last micro batch, a tensor
         self._whole = True  # all batches of this step are whole
         self._backwards = 0  # since the last step
         self._parity = ParityRecorder(self.ranks) if job.exam == "parity" else None
         self._exam: WorstCaseExam | None = None
-        self._trained: Result | None = None  # `types.Trained`
+        self._trained: Trained | None = None
         self._update_size: float | None = None  # of a parity trial, see `types.Fit`
         self._peaks: dict[str, int | None] | None = None
 
@@ -114,7 +118,7 @@ class Session:
     def take_model(self, model: Any) -> None:
         """The script passes its model to DeepSpeed; a forecast overrides this."""
 
-    def stop_with_facts(self, facts: Result) -> NoReturn:
+    def stop_with_facts(self, facts: ModelFacts) -> NoReturn:
         """End a script of which only the facts of its model are needed."""
         import torch
 
@@ -252,23 +256,23 @@ class Session:
             self.ended = True
         self._conclude_parity()
 
-    def result(self) -> Result:
+    def result(self) -> ScriptEnd:
         """The facts of the model after a survey, else the measurements of this rank's steps."""
-        if self.job.job == "survey":
-            return dict(self._facts)
+        if self._facts is not None:
+            return self._facts
         samples = self.steps * self.job.micro_batch * self.job.accumulation  # of this rank
-        return {
-            "step_s": self.recorder.timed,
-            "steps_s": self.recorder.steps_s,
-            "losses": tuple(self.recorder.losses),
-            "skipped_steps": self.recorder.skipped,
-            "examined": None if self._exam is None else asdict(self._exam.examined),
-            "trained": self._trained,
-            "update_size": self._update_size,
-            "communication": self.traffic.describe(),
-            "peaks": (self._peaks or self.observer.meter.peaks()) | self.observer.training_peaks,
-            "tokens_per_sample": self.batches.tokens / samples if samples else None,
-        }
+        return RankResult(
+            step_s=self.recorder.timed,
+            steps_s=self.recorder.steps_s,
+            losses=tuple(self.recorder.losses),
+            skipped_steps=self.recorder.skipped,
+            examined=None if self._exam is None else self._exam.examined,
+            trained=self._trained,
+            update_size=self._update_size,
+            communication=self.traffic.describe(),
+            peaks=(self._peaks or self.observer.meter.peaks()) | self.observer.training_peaks,
+            tokens_per_sample=self.batches.tokens / samples if samples else None,
+        )
 
     def _begin_exam(self) -> WorstCaseExam:
         if self._exam is None:
@@ -383,11 +387,11 @@ class ParityRecorder:
         self._step_losses = []
         return [total / count] if count else []
 
-    def describe(self) -> dict[str, Any]:
-        """`types.Trained` as a dict. Every rank has to call this."""
+    def describe(self) -> Trained:
+        """Return what was trained on. Every rank has to call this."""
         number = float(int(self._samples.hexdigest()[:_HASH_DIGITS], 16))
         all_saw = self.ranks.mean(float(self._saw_tensors)) == 1
-        return {"samples": f"{self.ranks.mean(number):.6f}" if all_saw else None, "weights": self.weights}
+        return Trained(samples=f"{self.ranks.mean(number):.6f}" if all_saw else None, weights=self.weights)
 
 
 def _sum_magnitudes(model: Any, ranks: Ranks) -> float | None:

@@ -24,6 +24,7 @@ from ...units import format_bytes
 from ...workload.protocol import WorkloadError
 from ..job import RankJob, RunOrder, find_job
 from ..model_facts import seed_all
+from ..result import RunResult
 from . import states
 from .checkpoints import (
     RANKS,
@@ -114,16 +115,12 @@ def current_observer() -> Any:
     return _observer
 
 
-def describe_end() -> dict[str, Any]:
-    """Return how this rank's session ended, 'done' or 'stopped', and its step. Save that step, if nothing has.
-
-    'unsaved' is why no checkpoint has that step, where the disk had no room for it.
-    """
+def describe_end() -> RunResult:
+    """Return how this rank's session ended. Save its step, if nothing has."""
     if _current is None:  # a script that trains and saves by itself
-        return {"ended": "done", "step": None}
+        return RunResult(ended="done", step=None)
     _current.finish()
-    end: dict[str, Any] = {"ended": "stopped" if _current.stopped else "done", "step": _current.step}
-    return end if _current.unsaved is None else {**end, "unsaved": _current.unsaved}
+    return RunResult(ended="stopped" if _current.stopped else "done", step=_current.step, unsaved=_current.unsaved)
 
 
 class Session:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from autods.diagnosis.evidence import Evidence, HostUsage, RankError
 from autods.diagnosis.trial_outcome import (
-    Evidence,
-    HostUsage,
     blame_code_for_hang,
     explain_failure,
     make_input_error,
@@ -18,18 +18,26 @@ from autods.diagnosis.trial_outcome import (
 )
 from autods.types import Failed, OutOfMemory, Phase
 
+ERROR_FIELDS = {field.name for field in fields(RankError)}
 
-def evidence(rank: int, at_s: float, **fields: object) -> Evidence:
-    return Evidence(**{"rank": rank, "at_s": at_s, "phase": "backward", "step": 0, "device": "cpu", **fields})
+
+def evidence(rank: int, at_s: float, **values: Any) -> Evidence:
+    """The end of a rank; some of the values are those of its error."""
+    error = RankError(**{name: values.pop(name) for name in ERROR_FIELDS & values.keys()})
+    return Evidence(
+        **{"rank": rank, "at_s": at_s, "phase": "backward", "step": 0, "device": "cpu", "error": error, **values}
+    )
 
 
 def closed_by_peer(rank: int, at_s: float) -> Evidence:
-    return evidence(rank, at_s, exit=1, types=("RuntimeError",), message="Connection closed by peer [127.0.0.1]:36")
+    return evidence(
+        rank, at_s, exit_code=1, types=("RuntimeError",), message="Connection closed by peer [127.0.0.1]:36"
+    )
 
 
 def out_of_memory(rank: int, at_s: float) -> Evidence:
     message = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1024 bytes."
-    return evidence(rank, at_s, exit=1, types=("RuntimeError",), message=message)
+    return evidence(rank, at_s, exit_code=1, types=("RuntimeError",), message=message)
 
 
 def test_an_emulated_card_lacks_what_is_left_of_its_limit() -> None:
@@ -41,7 +49,7 @@ def test_an_emulated_card_lacks_what_is_left_of_its_limit() -> None:
         0,
         1.0,
         device="cuda",
-        exit=1,
+        exit_code=1,
         types=("OutOfMemoryError",),
         message=message,
         free_bytes=GIB,
@@ -71,7 +79,7 @@ def test_the_first_rank_that_ran_out_is_the_cause():
 
 def test_the_log_of_a_killed_rank_is_ignored():
     log = "warning: Connection reset by peer, retrying\nout of memory is near: std::bad_alloc"
-    outcome = explain_failure([evidence(1, 1.0, exit=-signal.SIGKILL, log_tail=log), closed_by_peer(0, 0.9)])
+    outcome = explain_failure([evidence(1, 1.0, exit_code=-signal.SIGKILL, log_tail=log), closed_by_peer(0, 0.9)])
     assert isinstance(outcome, Failed)
     assert (outcome.failure, outcome.rank) == ("unknown", 1)  # nothing corroborates who sent it
 
@@ -95,7 +103,7 @@ def test_a_hang_in_the_users_code_has_its_line():
 
 
 def test_input_without_a_terminal_is_the_users_code():
-    waits = evidence(0, 1.0, exit=1, types=("EOFError",), message="EOF when reading a line", user_frame="/m.py:3")
+    waits = evidence(0, 1.0, exit_code=1, types=("EOFError",), message="EOF when reading a line", user_frame="/m.py:3")
     outcome = explain_failure([waits])
     assert isinstance(outcome, Failed)
     assert (outcome.failure, outcome.evidence) == ("user_code", "/m.py:3: EOFError: EOF when reading a line")
@@ -119,7 +127,7 @@ GIB = 2**30
     ],
 )
 def test_sigkill_is_host_memory_only_with_further_evidence(host, words):
-    outcome = explain_failure([evidence(1, 1.0, exit=-signal.SIGKILL, host=host), closed_by_peer(0, 0.9)])
+    outcome = explain_failure([evidence(1, 1.0, exit_code=-signal.SIGKILL, host=host), closed_by_peer(0, 0.9)])
     assert isinstance(outcome, OutOfMemory)
     assert (outcome.tier, outcome.rank, outcome.action) == ("host", 1, "less_host_memory")
     assert words in outcome.evidence
@@ -128,7 +136,7 @@ def test_sigkill_is_host_memory_only_with_further_evidence(host, words):
 
 def test_a_killed_rank_on_a_node_with_memory_left_stays_unknown():
     host = HostUsage(limit_bytes=64 * GIB, least_free_bytes=40 * GIB)
-    outcome = explain_failure([evidence(1, 1.0, exit=-signal.SIGKILL, host=host)])
+    outcome = explain_failure([evidence(1, 1.0, exit_code=-signal.SIGKILL, host=host)])
     assert isinstance(outcome, Failed)
     assert (outcome.failure, outcome.action) == ("unknown", "retry")
     assert "dmesg" in outcome.advice
@@ -136,14 +144,14 @@ def test_a_killed_rank_on_a_node_with_memory_left_stays_unknown():
 
 def test_an_exception_counts_although_an_oom_killer_struck():
     host = HostUsage(limit_bytes=64 * GIB, least_free_bytes=GIB, machine_kills=1)
-    said = evidence(0, 1.0, exit=1, types=("ValueError",), message="bad value", user_frame="model.py:3", host=host)
+    said = evidence(0, 1.0, exit_code=1, types=("ValueError",), message="bad value", user_frame="model.py:3", host=host)
     outcome = explain_failure([said])
     assert isinstance(outcome, Failed)
     assert outcome.failure == "user_code"
 
 
 def refused(rank, at_s, host):
-    return evidence(rank, at_s, exit=1, types=("MemoryError",), message="", device="cpu", host=host)
+    return evidence(rank, at_s, exit_code=1, types=("MemoryError",), message="", device="cpu", host=host)
 
 
 def test_a_refused_allocation_in_a_full_cgroup_is_host_memory():
@@ -155,7 +163,7 @@ def test_a_refused_allocation_in_a_full_cgroup_is_host_memory():
 
 def test_the_rank_that_the_cgroups_oom_killer_took_is_the_cause():
     full = HostUsage(limit_bytes=GIB, least_free_bytes=0, group_kills=1)
-    outcome = explain_failure([refused(0, 1.0, full), evidence(1, 1.1, exit=-signal.SIGKILL, host=full)])
+    outcome = explain_failure([refused(0, 1.0, full), evidence(1, 1.1, exit_code=-signal.SIGKILL, host=full)])
     assert isinstance(outcome, OutOfMemory)
     assert (outcome.tier, outcome.rank) == ("host", 1)
 
@@ -164,12 +172,12 @@ def test_a_worker_that_vanished_in_a_full_cgroup_is_host_memory():
     roomy = HostUsage(limit_bytes=64 * GIB, least_free_bytes=40 * GIB)
     full = HostUsage(limit_bytes=GIB, least_free_bytes=0, group_kills=1)
     gone = {"types": ("RuntimeError",), "message": "DataLoader worker (pid(s) 5582) exited unexpectedly"}
-    outcomes = [explain_failure([evidence(1, 1.0, exit=1, host=host, **gone)]) for host in (roomy, full)]
+    outcomes = [explain_failure([evidence(1, 1.0, exit_code=1, host=host, **gone)]) for host in (roomy, full)]
     assert [outcome.action for outcome in outcomes] == ["retry", "less_host_memory"]
 
 
 def test_a_bus_error_is_a_full_shm():
-    outcome = explain_failure([evidence(1, 1.0, exit=-signal.SIGBUS)])
+    outcome = explain_failure([evidence(1, 1.0, exit_code=-signal.SIGBUS)])
     assert isinstance(outcome, OutOfMemory)
     assert (outcome.tier, outcome.action) == ("shm", "fix_environment")
     assert "/dev/shm" in outcome.advice
@@ -273,7 +281,7 @@ def test_wants_larger_batch_ignores_other_words_about_batches(said: str, wants: 
 
 def test_a_trainer_refusing_one_sample_wants_a_larger_batch():
     message = "Actual (not effective) batch size must be > 1. KTO will not work properly"
-    outcome = explain_failure([evidence(0, 1.0, exit=1, types=("ValueError",), message=message)])
+    outcome = explain_failure([evidence(0, 1.0, exit_code=1, types=("ValueError",), message=message)])
     assert isinstance(outcome, Failed)
     assert outcome.wants_larger_batch
 
@@ -287,8 +295,8 @@ def failed(**fields: Any) -> Failed:
     return outcome
 
 
-def ended(phase: Phase = "forward", **fields: Any) -> Evidence:
-    return Evidence(**{"rank": 0, "phase": phase, "step": 0, "at_s": 1.0, "device": "cpu", "exit": 1, **fields})
+def ended(phase: Phase = "forward", **values: Any) -> Evidence:
+    return evidence(0, 1.0, **{"phase": phase, "exit_code": 1, **values})
 
 
 def test_a_line_in_the_workload_is_the_place() -> None:
@@ -342,10 +350,10 @@ def test_no_memory_for_a_thread_is_out_of_device_memory_on_cpu() -> None:
 
 
 def test_an_unwritable_result_blames_the_disk() -> None:
-    assert failed(exit=98, phase="done").action == "fix_environment"
+    assert failed(exit_code=98, phase="done").action == "fix_environment"
 
 
 def test_a_rank_ended_by_a_real_time_signal_has_its_name() -> None:
-    outcome = explain_failure([evidence(1, 1.0, exit=-40)])
+    outcome = explain_failure([evidence(1, 1.0, exit_code=-40)])
     assert isinstance(outcome, Failed)
     assert "killed by SIGRTMIN+6" in outcome.evidence

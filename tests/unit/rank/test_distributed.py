@@ -87,8 +87,8 @@ def listening(backend: Backend) -> Traffic:
 
 
 def counted(traffic: Traffic, name: str) -> tuple[int, int, int]:
-    op = traffic.describe()["ops"][name]
-    return op["calls"], op["bytes"], op["sent_bytes"]
+    op = traffic.describe().ops[name]
+    return op.calls, op.bytes, op.sent_bytes
 
 
 def test_an_all_reduce_sends_its_tensor_nearly_twice() -> None:
@@ -172,8 +172,8 @@ def test_a_counted_step_waits_for_nothing() -> None:
     with traffic.step():
         backend.all_reduce(Block(100), async_op=True)
     assert (waits, backend.work.waited) == ([], 0)
-    assert traffic.describe()["step_s"] is None
-    assert traffic.describe()["ops"]["all_reduce"]["seconds"] is None
+    assert traffic.describe().step_s is None
+    assert traffic.describe().ops["all_reduce"].seconds is None
 
 
 def test_a_step_alone_times_each_collective() -> None:
@@ -184,7 +184,7 @@ def test_a_step_alone_times_each_collective() -> None:
         backend.all_gather_into_tensor(Block(100), Block(25))
     described = traffic.describe()
     assert backend.work.waited == 2
-    assert 0 < sum(op["seconds"] for op in described["ops"].values()) < described["step_s"]
+    assert 0 < sum(op.seconds for op in described.ops.values()) < described.step_s
 
 
 def test_point_to_point_transfers_are_not_timed() -> None:
@@ -193,7 +193,7 @@ def test_point_to_point_transfers_are_not_timed() -> None:
     with traffic.step(alone=True):
         backend.isend(Block(100), 1)
     assert backend.work.waited == 0
-    assert traffic.describe()["ops"]["send"]["seconds"] is None
+    assert traffic.describe().ops["send"].seconds is None
 
 
 # Two ranks that join by env:// with a group of their own, leave, and join again as a script may, by tcp://.

@@ -56,14 +56,14 @@ def of_lengths(usual: int, longest: int | None) -> Workload:
 
 @pytest.mark.parametrize(("longest", "ratio"), [(None, 1.0), (64, 8.0), (4, 1.0)])
 def test_a_survey_reports_the_ratio_of_the_longest_batch(longest: int | None, ratio: float) -> None:
-    assert survey(of_lengths(8, longest))["longest_ratio"] == ratio
+    assert survey(of_lengths(8, longest)).longest_ratio == ratio
 
 
 def test_a_longest_batch_that_fails_does_not_fail_the_survey() -> None:
     def cannot(micro_batch_size: int) -> tuple[torch.Tensor, ...]:
         raise IndexError(micro_batch_size)
 
-    assert survey(replace(of_lengths(8, None), build_longest_batch=cannot))["longest_ratio"] == 1.0
+    assert survey(replace(of_lengths(8, None), build_longest_batch=cannot)).longest_ratio == 1.0
 
 
 def ids(*shape: int) -> torch.Tensor:

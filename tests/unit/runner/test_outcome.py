@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from autods.diagnosis.trial_outcome import HostUsage
-from autods.rank.job import describe_error
+from autods.diagnosis.evidence import HostUsage
 from autods.rank.loss_parity import Incomparable
+from autods.rank.result import describe_error
 from autods.runner.outcome import find_failure, judge_trial
 from autods.runner.protocol import RankExit, StoreFailed, ZygoteDied
 from autods.types import CardUse, Examined, Failed, Fit, OutOfMemory

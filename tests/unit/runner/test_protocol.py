@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autods.diagnosis.trial_outcome import HostUsage
+from autods.diagnosis.evidence import HostUsage
 from autods.runner.protocol import (
     Heartbeat,
     LoadFailed,

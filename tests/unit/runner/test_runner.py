@@ -11,13 +11,14 @@ import pytest
 
 from autods.config.deepspeed import get_key
 from autods.config.settings import Settings
+from autods.diagnosis.evidence import RankError
 from autods.errors import EnvironmentBroken, InputError
 from autods.events import Event, Note
-from autods.rank.job import RunOrder, describe_error
+from autods.rank.job import RunOrder
 from autods.rank.ops import BUILDERS
-from autods.runner.protocol import LoadFailed, RankError, Ready, ZygoteDied
+from autods.rank.result import describe_error
+from autods.runner.protocol import LoadFailed, Ready, ZygoteDied
 from autods.runner.runner import RayRunner, make_error, may_need_all_ranks
-from autods.schema import read_as
 from autods.types import Exam, Failed, Fit, Knobs, OutOfMemory, Steps, Trial
 from tests.support.ends import JOB, rank_exit, report_of
 from tests.support.walks import FACTS, SETTINGS
@@ -136,7 +137,7 @@ def test_a_trial_has_more_time_where_earlier_ones_were_slow(monkeypatch: pytest.
     assert after["save"] == before["save"]
 
 
-def caught(error: Exception) -> dict[str, Any]:
+def caught(error: Exception) -> RankError:
     """The error as a rank or a zygote describes it."""
     try:
         raise error
@@ -159,7 +160,7 @@ def checked(ready: Ready | LoadFailed | ZygoteDied) -> list[Event]:
 )
 def test_a_module_that_cannot_be_imported_ends_the_fit(error: Exception, ends: type[Exception], words: str) -> None:
     with pytest.raises(ends, match=words):
-        checked(LoadFailed(error=read_as(RankError, caught(error))))
+        checked(LoadFailed(error=caught(error)))
 
 
 def test_a_zygote_that_died_while_loading_names_its_log() -> None:

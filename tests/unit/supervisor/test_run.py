@@ -12,6 +12,7 @@ from autods.config.rungs import read_rungs
 from autods.config.settings import apply_survey
 from autods.errors import EnvironmentBroken, InputError
 from autods.journal import make_other_fit_error
+from autods.rank.result import RunResult
 from autods.rank.training_run.checkpoints import MARK
 from autods.report import serialize
 from autods.report.results import Report, Throughput
@@ -114,7 +115,7 @@ def test_a_mended_bug_goes_on_at_the_checkpoint(tmp_path):
 
 
 def test_a_script_without_a_session_is_named(tmp_path):
-    result, _ = supervise(tmp_path, lambda job: (0, {"ended": "done", "step": None}))
+    result, _ = supervise(tmp_path, lambda job: (0, RunResult(ended="done", step=None)))
     assert result.status == "done"
     assert "calls no autods.session(engine)" in result.warnings[0]
 
@@ -192,7 +193,7 @@ def test_a_torn_checkpoint_is_removed_and_not_restored(tmp_path):
 
 
 def test_a_run_whose_last_step_has_no_room_is_not_done(tmp_path):
-    full = {"ended": "done", "step": 9, "unsaved": "about 2 GiB of disk are needed and 1 GiB are free"}
+    full = RunResult(ended="done", step=9, unsaved="about 2 GiB of disk are needed and 1 GiB are free")
     result, launcher = supervise(tmp_path, lambda job: (9, full))
     assert (result.status, result.exit_code, result.step, len(launcher.jobs)) == ("failed", 3, 8, 1)
     assert "about 2 GiB of disk are needed" in result.reason

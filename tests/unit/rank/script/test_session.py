@@ -91,7 +91,7 @@ def sample_mark(*batches: object, draws: bool = False) -> str | None:
         if draws:
             torch.rand(1)
         recorder.end_forward()
-    samples: str | None = recorder.describe()["samples"]
+    samples: str | None = recorder.describe().samples
     return samples
 
 
@@ -226,9 +226,9 @@ def test_an_exam_evaluates_the_same_batch_before_and_after(tmp_path: Path) -> No
 
     with pytest.raises(Enough):
         train(5, 8, 9)  # the exam begins after the first step
-    examined = session.result()["examined"]
+    examined = session.result().examined
     assert engine.evaluated == [5, 5]
-    assert (examined["batch_shape"], examined["draws"], examined["restored"]) == ((1, 5), 1, True)
+    assert (examined.batch_shape, examined.draws, examined.restored) == ((1, 5), 1, True)
 
 
 @pytest.mark.parametrize("exam", [None, "parity"])
@@ -237,7 +237,7 @@ def test_a_skipped_step_of_a_script_is_not_timed_and_has_no_loss(exam: Exam | No
     with pytest.raises(Enough):
         train((True, math.inf), (False, 1.0), (True, 2.0), (False, 3.0), (False, 4.0), (False, 5.0))
     result = session.result()
-    assert (len(result["step_s"]), result["losses"], result["skipped_steps"]) == (3, (1.0, 3.0, 4.0), 2)
+    assert (len(result.step_s), result.losses, result.skipped_steps) == (3, (1.0, 3.0, 4.0), 2)
 
 
 @pytest.mark.parametrize("exam", [None, "parity"])
