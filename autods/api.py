@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .explainer.explain import ExplainSettings
     from .inspector.examine import DoctorSettings
     from .prober.request import ProbeSettings
-    from .supervisor.settings import RunSettings
+    from .supervisor.run_settings import RunSettings
     from .system.host import Hardware
 
 P = ParamSpec("P")
@@ -90,7 +90,7 @@ def _warn(settings: Settings, listen: Listener) -> None:
 
 
 def _resolve_run(request: RunRequest) -> RunSettings:
-    from .supervisor.settings import resolve_run
+    from .supervisor.run_settings import resolve_run
 
     hardware = _find_hardware(request, request.gpus)
     source = _make_source(request, out=request.out, zero_init=request.zero_init)

@@ -16,8 +16,8 @@ from ..report.rank_logs import LogTail
 from ..runner.protocol import Heartbeat, TierLevel
 from ..types import Tier
 from .run_journal import RunJournal
-from .settings import RunSettings
-from .watch import Point, Watched
+from .run_settings import RunSettings
+from .watch import TierReading, Watched
 
 _LOOK_EVERY_S = 0.5  # for lines of the ranks and new checkpoints
 _WATCH_EVERY_S = 1.0
@@ -49,7 +49,7 @@ class StepTail:
             return 0.0
 
 
-class Progress:
+class AttemptProgress:
     """Follows the attempt in `folder` from `first_step` on. `step` is the last optimizer step that was seen.
 
     Heartbeats tell of a step at once, its line comes about a second later.
@@ -109,7 +109,7 @@ class Progress:
             watched = self._watched.get((use.tier, use.node)) or Watched(
                 tier=use.tier, node=use.node, limit_bytes=use.total_bytes
             )
-            point = Point(done.step, use.used_bytes)
+            point = TierReading(done.step, use.used_bytes)
             self._watched[use.tier, use.node], trend = watched.add(point, last_step=done.steps)
             if trend is not None:
                 self._journal.warn(str(trend))

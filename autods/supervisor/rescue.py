@@ -5,80 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ..config.settings import count_nodes
-from ..report.results import Report
-from ..tuner.candidates import Candidate as FirstTrial
-from ..types import Failed, Fit, Knobs, OutOfMemory, Scalar, Tier
+from ..types import Failed, Fit, OutOfMemory, Tier
 from ..units import format_bytes
-from .run_config import RunConfig
+from .known_rungs import KnownRung
+from .run_journal import RunConfig
 
 MOST_REPEATS = 2  # of the same config in a row without a new checkpoint
 NOTHING_LEFT, USERS_FAULT, MACHINES_FAULT = 1, 2, 3  # exit codes
 EXPANDABLE = "expandable_segments:True"  # a value of PYTORCH_CUDA_ALLOC_CONF
-_PRECISIONS = ("bf16.", "fp16.")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """What is known of one rung. Candidates are sorted as the ladder: fastest first.
-
-    `start` are the settings of its first trial, `pinned` the keys of its config that pin host memory. `needs_nvme`
-    tells whether states go through NVMe. `forecast` is the verdict of its forecast. By it a rank needs
-    `host_forecast_bytes` of the host. `refused` is the reason that the rung cannot run here. Each may be None.
-    """
-
-    rung: str
-    start: Mapping[str, Scalar] = field(default_factory=dict)
-    pinned: tuple[str, ...] = ()
-    trials: tuple[tuple[Knobs, Fit | OutOfMemory], ...] = ()
-    needs_nvme: bool = False
-    forecast: str | None = None
-    host_forecast_bytes: int | None = None
-    refused: str | None = None
-
-    def find_fit(self, micro_batch: int, checkpointing: bool) -> Fit | None:
-        """The last trial of this size that ran."""
-        fits = [
-            outcome
-            for knobs, outcome in self.trials
-            if (knobs.micro_batch, knobs.checkpointing) == (micro_batch, checkpointing) and isinstance(outcome, Fit)
-        ]
-        return fits[-1] if fits else None
-
-    def rate(self, micro_batch: int, checkpointing: bool) -> float | None:
-        """Samples a second at the largest measured micro batch up to this one; None without a measurement."""
-        measured = [
-            (knobs.micro_batch, outcome.samples_per_second)
-            for knobs, outcome in self.trials
-            if isinstance(outcome, Fit) and knobs.checkpointing == checkpointing and knobs.micro_batch <= micro_batch
-        ]
-        return max(measured)[1] if measured else None
-
-    def peak(self, tier: Tier) -> int | None:
-        """The largest measured peak on a tier; None where no trial ran."""
-        uses = [outcome.memory.get(tier) for _, outcome in self.trials if isinstance(outcome, Fit)]
-        return max((use.peak_bytes for use in uses if use is not None), default=None)
-
-    def needs_less_host(self, other: Candidate) -> bool:
-        """Whether it needs less host memory than the other rung: by trials of both, else by their forecasts."""
-        pairs = ((self.peak("host"), other.peak("host")), (self.host_forecast_bytes, other.host_forecast_bytes))
-        for size, others in pairs:
-            if size is not None and others is not None:
-                return size < others
-        return False
-
-    def ran_out_at(self, micro_batch: int, checkpointing: bool) -> bool:
-        """Whether a trial of this size, or of a smaller one, ran out of memory."""
-        return any(
-            isinstance(outcome, OutOfMemory)
-            and knobs.micro_batch <= micro_batch
-            and knobs.checkpointing >= checkpointing
-            for knobs, outcome in self.trials
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +33,7 @@ class Situation:
     """
 
     config: RunConfig
-    candidates: tuple[Candidate, ...] = ()
+    known_rungs: tuple[KnownRung, ...] = ()
     failed: tuple[RunConfig, ...] = ()
     rescues: int = 0
     most_rescues: int = 10
@@ -109,20 +48,28 @@ class Situation:
     last_hang: str | None = None  # the line of the user's code where the attempt before was stuck
     find_obstacle: Callable[[RunConfig], str | None] = lambda config: None
 
-    def candidate(self, rung: str) -> Candidate:
+    def known(self, rung: str) -> KnownRung:
         """What is known of a rung."""
-        return next((each for each in self.candidates if each.rung == rung), Candidate(rung=rung))
+        return next((each for each in self.known_rungs if each.rung == rung), KnownRung(rung=rung))
 
     def is_open(self, config: RunConfig) -> bool:
         """Whether a config did not run out of memory before, and can load the last checkpoint."""
         return config not in self.failed and config != self.config and self.find_obstacle(config) is None
 
+    def find_fit(self, config: RunConfig) -> Fit | None:
+        """The last trial that ran with the rung, micro batch and checkpointing of a config."""
+        return self.known(config.rung).find_fit(config.knobs.micro_batch, config.knobs.checkpointing)
+
+    def rate(self, config: RunConfig) -> float | None:
+        """Samples a second with a config, by the trials of its rung; None without a measurement."""
+        return self.known(config.rung).rate(config.knobs.micro_batch, config.knobs.checkpointing)
+
     def holds(self, config: RunConfig) -> bool:
         """Whether the device holds a config by its trial and the growth seen since; True where that is not known."""
-        knobs, candidate = config.knobs, self.candidate(config.rung)
-        if candidate.ran_out_at(knobs.micro_batch, knobs.checkpointing):
+        knobs = config.knobs
+        if self.known(config.rung).ran_out_at(knobs.micro_batch, knobs.checkpointing):
             return False
-        outcome = candidate.find_fit(knobs.micro_batch, knobs.checkpointing)
+        outcome = self.find_fit(config)
         if outcome is None or self.device_bytes is None:
             return True
         return outcome.device_peak_bytes + self.growth_bytes * knobs.micro_batch <= self.device_bytes
@@ -139,7 +86,7 @@ class NextConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stop:
+class RunFailure:
     """The run ends with this exit code. `advice` says what the user can change; '' where that is not known."""
 
     reason: str
@@ -151,13 +98,13 @@ Cause: TypeAlias = OutOfMemory | Failed
 Remedy: TypeAlias = Callable[[Situation, Cause], NextConfig | None]
 
 
-def decide(cause: Cause, situation: Situation) -> NextConfig | Stop:
+def decide(cause: Cause, situation: Situation) -> NextConfig | RunFailure:
     """Return how a run goes on after its attempt failed of `cause`."""
     if (stop := _find_stop(cause, situation)) is not None:
         return stop
     if situation.rescues >= situation.most_rescues:
         reason = f"{situation.rescues} rescues were not enough (--max-rescues)"
-        return Stop(reason=reason, exit_code=NOTHING_LEFT, advice=cause.advice)
+        return RunFailure(reason=reason, exit_code=NOTHING_LEFT, advice=cause.advice)
     ranks_left = situation.ranks_left
     if ranks_left is not None and ranks_left < situation.config.world_size:
         return _shrink(situation, ranks_left)
@@ -181,7 +128,7 @@ def measure_growth(cause: Cause, situation: Situation) -> float:
     if not isinstance(cause, OutOfMemory) or cause.tier != "device" or cause.wanted_bytes is None:
         return 0.0
     knobs, limit = situation.config.knobs, cause.limit_bytes or situation.device_bytes
-    outcome = situation.candidate(situation.config.rung).find_fit(knobs.micro_batch, knobs.checkpointing)
+    outcome = situation.find_fit(situation.config)
     if outcome is None or limit is None:
         return 0.0
     needed = limit - (cause.free_bytes or 0) + cause.wanted_bytes
@@ -198,16 +145,16 @@ _EXIT_CODES: Mapping[str, int] = {
 }
 
 
-def _find_stop(cause: Cause, situation: Situation) -> Stop | None:
+def _find_stop(cause: Cause, situation: Situation) -> RunFailure | None:
     if isinstance(cause, OutOfMemory):
         return None
     if cause.hung_at is not None and cause.hung_at == situation.last_hang:
-        return Stop(reason=f"it hangs at {cause.hung_at} again", exit_code=USERS_FAULT, advice=cause.advice)
+        return RunFailure(reason=f"it hangs at {cause.hung_at} again", exit_code=USERS_FAULT, advice=cause.advice)
     code = _EXIT_CODES.get(cause.action)
     is_lost = situation.ranks_left is not None and situation.ranks_left < situation.config.world_size
     if code is None or (code == MACHINES_FAULT and (is_lost or _is_failed_save(cause))):
         return None
-    return Stop(reason=cause.evidence, exit_code=code, advice=cause.advice)
+    return RunFailure(reason=cause.evidence, exit_code=code, advice=cause.advice)
 
 
 # What the user can do where no config is left.
@@ -220,7 +167,7 @@ _ADVICE: Mapping[Tier, str] = {
 }
 
 
-def _give_up(situation: Situation, cause: Cause, tier: Tier) -> Stop:
+def _give_up(situation: Situation, cause: Cause, tier: Tier) -> RunFailure:
     """The end of a run that no config holds: what was lacking, which rungs were passed over, and what helps."""
     reason = f"out of {tier} memory, and no leaner config is left"
     missing = cause.missing_bytes if isinstance(cause, OutOfMemory) else None
@@ -228,15 +175,15 @@ def _give_up(situation: Situation, cause: Cause, tier: Tier) -> Stop:
         reason += f": {_describe(situation.config)} lacked at least {format_bytes(missing)}"
     failed_rungs = {each.rung for each in situation.failed} | {situation.config.rung}
     advice = _ADVICE[tier]
-    if tier == "host" and not any(situation.candidate(rung).needs_nvme for rung in failed_rungs):
+    if tier == "host" and not any(situation.known(rung).needs_nvme for rung in failed_rungs):
         advice += "; or name a fast disk for the states (--nvme-path), and a rung that uses it (--ladder)"
     passed_over = [
         f"{each.rung} ({each.refused or 'its forecast is that it cannot fit'})"
-        for each in situation.candidates
+        for each in situation.known_rungs
         if each.rung not in failed_rungs and (each.refused is not None or each.forecast == "cannot_fit")
     ]
     reason += f"; not tried: {', '.join(passed_over)}" if passed_over else ""
-    return Stop(reason=reason, exit_code=NOTHING_LEFT, advice=advice)
+    return RunFailure(reason=reason, exit_code=NOTHING_LEFT, advice=advice)
 
 
 def _is_failed_save(cause: Cause) -> bool:
@@ -249,21 +196,21 @@ def _is_failed_save(cause: Cause) -> bool:
 def _find_tier(cause: Cause, situation: Situation) -> Tier | None:
     """The tier that has to need less; None where the config does not decide about it."""
     if isinstance(cause, OutOfMemory):
-        uses_disk = situation.candidate(situation.config.rung).needs_nvme
+        uses_disk = situation.known(situation.config.rung).needs_nvme
         is_disk = cause.tier == "nvme" and (not uses_disk or _is_failed_save(cause))
         return None if is_disk else cause.tier
     return {"leaner_rung": "device", "less_host_memory": "host"}.get(cause.action)  # type: ignore[return-value]
 
 
-def _repeat(situation: Situation) -> NextConfig | Stop:
+def _repeat(situation: Situation) -> NextConfig | RunFailure:
     repeats = 0 if situation.progressed else situation.repeats
     if repeats >= MOST_REPEATS:
         reason = f"it failed alike {repeats + 1} times in a row without a new checkpoint"
-        return Stop(reason=reason, exit_code=MACHINES_FAULT)
+        return RunFailure(reason=reason, exit_code=MACHINES_FAULT)
     return NextConfig(config=situation.config, changed="the same again", is_leaner=False)
 
 
-def _shrink(situation: Situation, ranks: int) -> NextConfig | Stop:
+def _shrink(situation: Situation, ranks: int) -> NextConfig | RunFailure:
     """The largest smaller number of ranks that divides the global batch, and that the nodes share evenly."""
     config, total = situation.config, situation.config.global_batch
     most = situation.ranks_per_node or config.world_size
@@ -283,7 +230,7 @@ def _shrink(situation: Situation, ranks: int) -> NextConfig | Stop:
     reason = obstacle or f"a global batch of {total} cannot be dealt out to {ranks} ranks or fewer"
     if ranks < config.replica_ranks:
         reason = f"the machines hold {ranks} ranks now, and a replica of the model takes {config.replica_ranks}"
-    return Stop(reason=reason, exit_code=MACHINES_FAULT, advice="give the same command again once they are back")
+    return RunFailure(reason=reason, exit_code=MACHINES_FAULT, advice="give the same command again once they are back")
 
 
 # The remedies.
@@ -302,24 +249,27 @@ def _defragment(situation: Situation, cause: Cause) -> NextConfig | None:
 def _reduce_micro_batch(situation: Situation, cause: Cause) -> NextConfig | None:
     """Half the micro batch or less: as much as the trials and the growth allow.
 
-    The first time that a rung runs out it always may. After that, a leaner rung must not be faster.
+    The first time that a rung runs out it may always. After that, recomputation or a leaner rung comes before it if
+    that rung is faster. They come before it, too, where no size holds; if they cannot help, the least size is tried.
     """
     config = situation.config
     options = [size for size in config.micro_batches() if size <= config.knobs.micro_batch // 2]
     smaller = [each for size in options if situation.is_open(each := config.with_micro_batch(size))]
     if not smaller:
         return None
-    chosen = next((each for each in smaller if situation.holds(each)), None)
+    holding = next((each for each in smaller if situation.holds(each)), None)
     ran_out_before = any(each.rung == config.rung for each in situation.failed)
-    faster = _reduce_rung(situation, cause) if ran_out_before or chosen is None else None
-    if faster is not None:
-        if chosen is None:
-            return None  # the remedies below; this one is the last resort of `_reduce_anything`
-        rates = [_rate(situation, each) for each in (faster.config, chosen)]
-        if rates[0] is not None and rates[1] is not None and rates[0] > rates[1]:
-            return None
-    chosen = chosen or smaller[-1]
+    leaner = _reduce_rung(situation, cause) if ran_out_before or holding is None else None
+    if leaner is not None and (holding is None or _is_faster(situation, leaner.config, holding)):
+        return _recompute(situation, cause) or leaner
+    chosen = holding or smaller[-1]
     return NextConfig(config=chosen, changed=_describe_batch(chosen, config))
+
+
+def _is_faster(situation: Situation, config: RunConfig, other: RunConfig) -> bool:
+    """Whether a config is faster than another one by the trials of both."""
+    rate, other_rate = situation.rate(config), situation.rate(other)
+    return rate is not None and other_rate is not None and rate > other_rate
 
 
 def _recompute(situation: Situation, cause: Cause) -> NextConfig | None:
@@ -338,30 +288,30 @@ def _reduce_rung(situation: Situation, cause: Cause) -> NextConfig | None:
 
     A rung without a trial is tried by the relaunch itself: it costs no more than a trial, and trains where it fits.
     """
-    names = [each.rung for each in situation.candidates]
+    names = [each.rung for each in situation.known_rungs]
     if situation.config.rung not in names:
         return None
-    later = situation.candidates[names.index(situation.config.rung) + 1 :]
+    later = situation.known_rungs[names.index(situation.config.rung) + 1 :]
     return _choose_rung(situation, [each for each in later if each.forecast != "cannot_fit"])
 
 
 def _reduce_host(situation: Situation, cause: Cause) -> NextConfig | None:
     """A rung that needs less host memory by trials or forecasts, or one that keeps its states on NVMe."""
-    current = situation.candidate(situation.config.rung)
-    others = [each for each in situation.candidates if each.rung != current.rung and each.forecast != "cannot_fit"]
+    current = situation.known(situation.config.rung)
+    others = [each for each in situation.known_rungs if each.rung != current.rung and each.forecast != "cannot_fit"]
     return _choose_rung(situation, [each for each in others if each.needs_nvme or each.needs_less_host(current)])
 
 
 def _reduce_nvme(situation: Situation, cause: Cause) -> NextConfig | None:
     """A rung that writes nothing to NVMe and whose trials ran."""
-    others = [each for each in situation.candidates if not each.needs_nvme and each.peak("device") is not None]
+    others = [each for each in situation.known_rungs if not each.needs_nvme and each.peak("device") is not None]
     return _choose_rung(situation, others)
 
 
 def _unpin(situation: Situation, cause: Cause) -> NextConfig | None:
     """Host memory that is not pinned: torch rounds each pinned block up to a power of two."""
     config = situation.config
-    pinned = [key for key in situation.candidate(config.rung).pinned if config.knobs.settings.get(key, True)]
+    pinned = [key for key in situation.known(config.rung).pinned if config.knobs.settings.get(key, True)]
     if not pinned:
         return None
     settings = {**config.knobs.settings, **dict.fromkeys(pinned, False)}
@@ -377,17 +327,9 @@ def _load_in_ranks(situation: Situation, cause: Cause) -> NextConfig | None:
     return NextConfig(config=leaner, changed="the ranks load their data without workers")
 
 
-def _reduce_anything(situation: Situation, cause: Cause) -> NextConfig | None:
-    """The smallest micro batch of the rung, although its trial and the growth say that it will not fit."""
-    config = situation.config
-    least = config.with_micro_batch(1)
-    if config.knobs.micro_batch == 1 or not situation.is_open(least):
-        return None
-    return NextConfig(config=least, changed=_describe_batch(least, config))
-
-
+# The first remedy that has a config is chosen.
 _REMEDIES: Mapping[Tier, tuple[Remedy, ...]] = {
-    "device": (_defragment, _reduce_micro_batch, _recompute, _reduce_rung, _reduce_anything),
+    "device": (_defragment, _reduce_micro_batch, _recompute, _reduce_rung),
     "host": (_unpin, _reduce_host),
     "pinned": (_unpin, _reduce_host),
     "shm": (_load_in_ranks, _unpin),
@@ -395,58 +337,30 @@ _REMEDIES: Mapping[Tier, tuple[Remedy, ...]] = {
 }
 
 
-def _choose_rung(situation: Situation, candidates: list[Candidate]) -> NextConfig | None:
+def _choose_rung(situation: Situation, rungs: list[KnownRung]) -> NextConfig | None:
     """The fastest of those that hold the need by a trial, at the largest micro batch; else the first without trials."""
     proven: list[tuple[float, RunConfig]] = []
     unproven: list[RunConfig] = []
-    for candidate in candidates:
-        if candidate.refused is not None:
+    current = situation.config
+    unpinned = any(current.knobs.settings.get(key) is False for key in situation.known(current.rung).pinned)
+    for rung in rungs:
+        if rung.refused is not None:
             continue
-        configs = [each for each in _make_configs(situation, candidate) if situation.is_open(each)]
-        fitting = [each for each in configs if situation.holds(each)]
-        measured = [each for each in fitting if _find_fit(situation, each) is not None]
+        configs = rung.make_configs(current, unpinned=unpinned, can_recompute=situation.can_recompute)
+        fitting = [each for each in configs if situation.is_open(each) and situation.holds(each)]
+        measured = [each for each in fitting if situation.find_fit(each) is not None]
         if measured:
-            proven.append((_rate(situation, measured[0]) or 0.0, measured[0]))
+            proven.append((situation.rate(measured[0]) or 0.0, measured[0]))
         elif fitting:
-            within = [each for each in fitting if each.knobs.micro_batch <= situation.config.knobs.micro_batch]
+            within = [each for each in fitting if each.knobs.micro_batch <= current.knobs.micro_batch]
             unproven.append((within or fitting[-1:])[0])
     chosen = max(proven, key=lambda each: each[0])[1] if proven else next(iter(unproven), None)
     if chosen is None:
         return None
-    changed = f"{chosen.rung} instead of {situation.config.rung}"
-    if chosen.knobs.micro_batch != situation.config.knobs.micro_batch:
-        changed += f", {_describe_batch(chosen, situation.config)}"
+    changed = f"{chosen.rung} instead of {current.rung}"
+    if chosen.knobs.micro_batch != current.knobs.micro_batch:
+        changed += f", {_describe_batch(chosen, current)}"
     return NextConfig(config=chosen, changed=changed)
-
-
-def _make_configs(situation: Situation, candidate: Candidate) -> Iterator[RunConfig]:
-    """The configs of a rung, largest micro batch first, with the settings of its trials or else of its start.
-
-    What decides the losses is that of the current config: the precision. Pinning stays off.
-    """
-    current = situation.config
-    kept: dict[str, Scalar] = {
-        key: value for key, value in current.knobs.settings.items() if key.startswith(_PRECISIONS)
-    }
-    is_unpinned = any(current.knobs.settings.get(key) is False for key in situation.candidate(current.rung).pinned)
-    kept |= dict.fromkeys(candidate.pinned, False) if is_unpinned else {}
-    checkpointing = current.knobs.checkpointing or situation.can_recompute
-    for size in current.micro_batches():
-        trials = [
-            knobs for knobs, outcome in candidate.trials if knobs.micro_batch == size and isinstance(outcome, Fit)
-        ]
-        knobs = trials[-1] if trials else Knobs(checkpointing=checkpointing, settings=candidate.start)
-        settings = {key: value for key, value in knobs.settings.items() if not key.startswith(_PRECISIONS)}
-        chosen = replace(current.knobs, settings=settings | kept, checkpointing=knobs.checkpointing)
-        yield replace(current, rung=candidate.rung, knobs=chosen).with_micro_batch(size)
-
-
-def _find_fit(situation: Situation, config: RunConfig) -> Fit | None:
-    return situation.candidate(config.rung).find_fit(config.knobs.micro_batch, config.knobs.checkpointing)
-
-
-def _rate(situation: Situation, config: RunConfig) -> float | None:
-    return situation.candidate(config.rung).rate(config.knobs.micro_batch, config.knobs.checkpointing)
 
 
 def _describe(config: RunConfig) -> str:
@@ -457,25 +371,3 @@ def _describe(config: RunConfig) -> str:
 def _describe_batch(config: RunConfig, before: RunConfig) -> str:
     knobs = config.knobs
     return f"micro batch {knobs.micro_batch} instead of {before.knobs.micro_batch}, accumulation {knobs.accumulation}"
-
-
-def gather_candidates(report: Report, rungs: Sequence[FirstTrial]) -> tuple[Candidate, ...]:
-    """Return what a fit's report knows of each rung; `rungs` are those of the ladder as the fit would begin them."""
-    forecasts = {row["rung"]: row for row in report.forecast}
-    trials: dict[str, list[tuple[Knobs, Fit | OutOfMemory]]] = {}
-    for record in report.trials:
-        if isinstance(record.outcome, Fit | OutOfMemory) and record.trial.limited:
-            trials.setdefault(record.trial.rung, []).append((record.trial.knobs, record.outcome))
-    return tuple(
-        Candidate(
-            rung=each.rung.name,
-            start=each.knobs.settings,
-            pinned=each.pinned,
-            trials=tuple(trials.get(each.rung.name, ())),
-            needs_nvme=each.rung.needs.nvme_path,
-            forecast=forecasts.get(each.rung.name, {}).get("verdict"),
-            host_forecast_bytes=(forecasts.get(each.rung.name, {}).get("host") or {}).get("peak_bytes"),
-            refused=each.skip,
-        )
-        for each in rungs
-    )

@@ -14,14 +14,14 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ..config.deepspeed import BATCH_KEYS
 from ..config.settings import Settings, apply_survey, count_nodes
 from ..errors import EnvironmentBroken
 from ..events import AttemptStarted, Note, RunListener
 from ..journal import workspace
-from ..rank.job import JOB_FILE, RankJob, RunOrder, read_job
+from ..rank.job import JOB_FILE, RunOrder, read_job
 from ..rank.result import RunResult
 from ..rank.training_run.checkpoints import Checkpoint, Layout, find_obstacle, list_checkpoints, remove_torn
 from ..rank.training_run.session import NO_SESSION
@@ -31,47 +31,24 @@ from ..report.run_view import RunReport, write_run
 from ..report.text import format_outcome
 from ..tuner.candidates import list_candidates
 from ..tuner.fit import fit
-from ..types import Failed, Knobs, ModelFacts, OutOfMemory
+from ..types import Failed, ModelFacts, OutOfMemory
 from ..workload.protocol import WorkloadError
-from .fit_choice import FindFit, take_fit
-from .progress import Progress, StepTail
-from .rescue import Candidate, NextConfig, Situation, Stop, decide, gather_candidates
-from .run_config import RunConfig
-from .run_journal import Attempt, Decision, Ending, Prepared, RunHistory, RunJournal, list_rows
-from .settings import RunSettings
-from .stopping import StopRequest
+from .attempt import (
+    ALLOCATOR,
+    Launcher,
+    LauncherSession,
+    StartLauncher,
+    StopRequest,
+    describe_lost_session,
+    judge_attempt,
+)
+from .known_rungs import KnownRung, gather_known_rungs
+from .progress import AttemptProgress, StepTail
+from .rescue import NextConfig, RunFailure, Situation, decide
+from .run_journal import Attempt, AttemptEnd, Decision, Prepared, RunConfig, RunHistory, RunJournal, list_rows
+from .run_settings import FindFit, RunSettings, take_fit
 
 _STOP_WITHIN_S = 120.0  # beyond twice the time of the last save: then a run that was asked to stop is ended
-_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
-_LOST = Failed(
-    failure="infrastructure", rank=-1, phase="start", evidence="", action="retry", advice="the run goes on by itself"
-)
-_UNSAVED = Failed(  # the same again would meet the same full disk
-    failure="infrastructure", rank=0, phase="done", evidence="", action="fix_environment",
-    advice="free some space, and give the same command again",
-)  # fmt: skip
-
-
-class Launcher(Protocol):
-    """Runs the attempts of one number of ranks and one environment. `runner.runner.RayRunner` is the real one."""
-
-    def survey(self) -> tuple[ModelFacts, Mapping[str, str]]:
-        """The facts of the model, and DeepSpeed op → the reason that it cannot be built here."""
-
-    def adopt(self, facts: ModelFacts) -> None:
-        """Take the facts of an earlier survey."""
-
-    def run_config(self, rung: str, knobs: Knobs) -> dict[str, Any]:
-        """The DeepSpeed config of a rung with these knobs."""
-
-    def run_job(self, order: RunOrder, rung: str, knobs: Knobs) -> RankJob:
-        """The job of an attempt."""
-
-    def run_attempt(self, job: RankJob, on_progress: Callable[[Any], None]) -> RunResult | OutOfMemory | Failed:
-        """Train; return rank 0's result, or why the ranks failed. `on_progress` is called now and then."""
-
-
-StartLauncher = Callable[[Settings, Mapping[str, str], RunListener], AbstractContextManager[Launcher]]
 CountRanks = Callable[[Settings], int | None]
 
 
@@ -115,10 +92,10 @@ def run(
             journal=journal,
             report=report,
             listen=listen,
-            start=start or _start_ray_runner,
+            session=LauncherSession(start or _start_ray_runner, listen),
             count_ranks=count_ranks,
         )
-        with supervisor.stopping.listen(), supervisor.sessions:
+        with supervisor.stopping.listen(), contextlib.closing(supervisor.session):
             result = supervisor.run()
             write_run(result)
             write_run_page(result, out)
@@ -141,31 +118,19 @@ def _start_ray_runner(
     return RayRunner(settings, listen, environment=environment)
 
 
-@dataclass(slots=True)
-class Ended:
-    """An attempt that ended as it should. `signal` is what stopped it."""
-
-    ending: Ending
-    step: int
-    signal: int | None = None
-
-
 @dataclass(slots=True, kw_only=True)
 class Supervisor:
-    """One call of the command. `sessions` ends the ranks and Ray; `stopping` is the request to stop, by a signal."""
+    """One call of the command. `stopping` is the request to stop, by a signal."""
 
     settings: RunSettings
     journal: RunJournal
     report: Report
     listen: RunListener
-    start: StartLauncher
+    session: LauncherSession
     count_ranks: CountRanks
-    sessions: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     stopping: StopRequest = field(default_factory=StopRequest)
     last_hang: str | None = None
     earlier: int = 0  # attempts before this call
-    _launcher: Launcher | None = None
-    _key: tuple[Any, ...] = ()
     _ranks_left: int | None = None
 
     @property
@@ -184,13 +149,14 @@ class Supervisor:
             self._prepare()
             while True:
                 config = self._choose_config()
-                if isinstance(config, Stop):
+                if isinstance(config, RunFailure):
                     return self._summarize("failed", config.exit_code, config.reason, config.advice)
-                outcome = self._attempt(config)
-                if isinstance(outcome, Ended):
-                    if outcome.ending == "done":
-                        return self._summarize("done", 0)
-                    return self._summarize("stopped", 128 + (outcome.signal or signal.SIGINT))
+                end = self._attempt(config)
+                if end.ending == "done":
+                    return self._summarize("done", 0)
+                # One that failed while it was to stop has left its last checkpoint.
+                if end.ending == "stopped" or self.stopping.number is not None:
+                    return self._summarize("stopped", 128 + (self.stopping.number or signal.SIGINT))
         except KeyboardInterrupt:
             self._close_interrupted()
             return self._summarize("stopped", 128 + (self.stopping.number or signal.SIGINT))
@@ -200,8 +166,12 @@ class Supervisor:
         if self.history.attempts and (last := self.history.attempts[-1]).ending is None:
             tail = StepTail(self._attempt_folder(last.number) / "steps.jsonl")
             steps = [line["step"] for line in tail.read() if "loss" in line]
-            step = max(steps, default=last.first_step)
-            self.journal.end_attempt("interrupted", last_step=step, seconds=max(0.0, tail.changed_at() - last.began))
+            end = AttemptEnd(
+                ending="interrupted",
+                last_step=max(steps, default=last.first_step),
+                seconds=max(0.0, tail.changed_at() - last.began),
+            )
+            self.journal.end_attempt(end)
 
     def _report_lost_checkpoints(self) -> None:
         """Warn where checkpoints are gone that the last attempt still had: its steps are done once more."""
@@ -227,7 +197,7 @@ class Supervisor:
         assert report.rung is not None
         assert report.knobs is not None
         if self.history.prepared is None:
-            launcher = self._open_launcher(replace(fit, out=self.settings.out), None)
+            launcher = self.session.open(replace(fit, out=self.settings.out))
             facts, problems = launcher.survey()
             self.journal.prepare(Prepared(facts=facts, op_problems=problems, fit=str(fit.out)))
         elif self.history.prepared.fit != str(fit.out):
@@ -267,7 +237,7 @@ class Supervisor:
         self.journal.decide(decision)
         self.listen(Note(text=f"{decision.changed}; the run goes on at step {decision.step}"))
 
-    def _choose_config(self) -> RunConfig | Stop:
+    def _choose_config(self) -> RunConfig | RunFailure:
         """The last decided config, or what follows the failure after which nothing was decided yet."""
         history, decision = self.history, self.history.decisions[-1]
         last = history.attempts[-1] if history.attempts else None
@@ -281,7 +251,7 @@ class Supervisor:
         before = max((each.step for each in history.decisions), default=0)
         situation = Situation(
             config=decision.config,
-            candidates=self._candidates(),
+            known_rungs=self._known_rungs(),
             failed=history.failed,
             rescues=len(history.rescues),
             most_rescues=self.settings.most_rescues,
@@ -292,13 +262,13 @@ class Supervisor:
             device_bytes=self.settings.fit.device_bytes,
             growth_bytes=decision.growth_bytes,
             can_recompute=self._facts.checkpointing,
-            on_cuda=self.settings.fit.device == "cuda" and "expandable_segments" not in os.environ.get(_ALLOCATOR, ""),
+            on_cuda=self.settings.fit.device == "cuda" and "expandable_segments" not in os.environ.get(ALLOCATOR, ""),
             last_hang=self.last_hang,
             find_obstacle=lambda config: self._find_obstacle(config, saved),
         )
         chosen = decide(last.cause, situation)
         self.last_hang = last.cause.hung_at if isinstance(last.cause, Failed) else None
-        if isinstance(chosen, Stop):
+        if isinstance(chosen, RunFailure):
             # Somebody may have made room since: shorter samples, or a device without other processes.
             may_retry = may_be_mended and situation.rescues < situation.most_rescues
             return decision.config if may_retry else chosen
@@ -322,7 +292,7 @@ class Supervisor:
 
     # One attempt.
 
-    def _attempt(self, config: RunConfig) -> Ended | OutOfMemory | Failed:
+    def _attempt(self, config: RunConfig) -> AttemptEnd:
         """Train with this config until it ends, and write down how it did."""
         for torn in remove_torn(self.settings.out / "checkpoints"):
             self.listen(Note(text=f"{torn.path.name} was removed: {torn.reason}"))
@@ -332,45 +302,40 @@ class Supervisor:
         self.journal.start_attempt(
             Attempt(number=number, config=config, first_step=first_step, began=time.time(), last_step=first_step)
         )
-        progress = Progress(
+        progress = AttemptProgress(
             self._attempt_folder(number), first_step, settings=self.settings, journal=self.journal, listen=self.listen
         )
-        ending: Ending = "failed"
-        outcome: Ended | OutOfMemory | Failed
         try:
-            launcher = self._open_launcher(self._settings_for(config), config)
-            order = self._make_order(config, number, saved)
-            job = launcher.run_job(order, config.rung, config.knobs)
-            job.write()
-            batch = f"{config.knobs.micro_batch} × {config.knobs.accumulation} × {config.world_size}"
-            self.listen(
-                Note(text=f"attempt {number}: {config.rung}, {batch} = {config.global_batch}, from step {first_step}")
-            )
-            self.listen(AttemptStarted(number=number, first_step=first_step, steps=self.settings.steps))
-            with self.stopping.during(order, self._stop_limit(saved)):
-                result = launcher.run_attempt(job, progress.look)
-            if isinstance(result, OutOfMemory | Failed):
-                outcome = result
-            elif result.ended == "done" and result.unsaved is not None:
-                outcome = replace(_UNSAVED, evidence=f"step {result.step} is not saved: {result.unsaved}")
-            else:
-                ending = result.ended
-                if result.step is None:
-                    self.journal.warn(NO_SESSION)  # the rank has said so when it began
-                step = progress.step if result.step is None else result.step
-                outcome = Ended(ending, step, self.stopping.number)
+            result = self._train(config, number, saved, progress)
         except EnvironmentBroken as error:
-            outcome = self._lose_session(error)
+            result = self._lose_session(error)
         progress.finish()
-        cause = outcome if isinstance(outcome, OutOfMemory | Failed) else None
-        last_step = max(progress.step, outcome.step if isinstance(outcome, Ended) else 0)
-        self.journal.end_attempt(ending, last_step=last_step, seconds=time.monotonic() - began, cause=cause)
-        if cause is not None:
-            self.listen(Note(text=f"attempt {number} ended at step {last_step}: {format_outcome(cause)}"))
-            self._ranks_left = self._count_ranks_left(cause, config)
-            if self.stopping.number is not None:  # it failed while it was to stop: the last checkpoint is what is left
-                outcome = Ended("stopped", last_step, self.stopping.number)
-        return outcome
+        end = judge_attempt(result, seen_step=progress.step, seconds=time.monotonic() - began)
+        self.journal.end_attempt(end)
+        if end.cause is not None:
+            self.listen(Note(text=f"attempt {number} ended at step {end.last_step}: {format_outcome(end.cause)}"))
+            self._ranks_left = self._count_ranks_left(end.cause, config)
+        return end
+
+    def _train(
+        self, config: RunConfig, number: int, saved: Checkpoint | None, progress: AttemptProgress
+    ) -> RunResult | OutOfMemory | Failed:
+        """Start the ranks and wait for their end. Raises EnvironmentBroken where they cannot be started."""
+        settings, first_step = self._settings_for(config), saved.step if saved is not None else 0
+        launcher = self.session.open(settings, allocator=config.allocator, facts=self._facts)
+        order = self._make_order(config, number, saved)
+        job = launcher.run_job(order, config.rung, config.knobs)
+        job.write()
+        batch = f"{config.knobs.micro_batch} × {config.knobs.accumulation} × {config.world_size}"
+        self.listen(
+            Note(text=f"attempt {number}: {config.rung}, {batch} = {config.global_batch}, from step {first_step}")
+        )
+        self.listen(AttemptStarted(number=number, first_step=first_step, steps=self.settings.steps))
+        with self.stopping.during(order, self._stop_limit(saved)):
+            result = launcher.run_attempt(job, progress.look)
+        if isinstance(result, RunResult) and result.step is None:
+            self.journal.warn(NO_SESSION)  # the rank has said so when it began
+        return result
 
     def _make_order(self, config: RunConfig, number: int, saved: Checkpoint | None) -> RunOrder:
         return RunOrder(
@@ -383,35 +348,17 @@ class Supervisor:
             data=self.settings.data,
         )
 
-    def _open_launcher(self, settings: Settings, config: RunConfig | None) -> Launcher:
-        """The launcher for these ranks and this environment; another one is ended first."""
-        allocator = config.allocator if config is not None else None
-        key = (settings.gpus, settings.nodes, allocator)
-        if self._launcher is None or key != self._key:
-            self._end_session()
-            environment = {}
-            if allocator is not None:
-                given = os.environ.get(_ALLOCATOR)
-                environment[_ALLOCATOR] = f"{given},{allocator}" if given else allocator
-            self._launcher = self.sessions.enter_context(self.start(settings, environment, self.listen))
-            self._key = key
-            if self.history.prepared is not None:
-                self._launcher.adopt(self._facts)
-        return self._launcher
-
-    def _end_session(self) -> None:
-        self._launcher = None
-        self.sessions.close()
-
     def _lose_session(self, error: EnvironmentBroken) -> Failed:
         """The failure of an attempt whose Ray or nodes are gone. Raises the error where none of them ever ran."""
-        if self._launcher is None and not any(each.last_step > each.first_step for each in self.history.attempts):
-            self.journal.end_attempt("interrupted", last_step=self.history.attempts[-1].first_step, seconds=0.0)
+        if self.session.launcher is None and not any(
+            each.last_step > each.first_step for each in self.history.attempts
+        ):
+            first_step = self.history.attempts[-1].first_step
+            self.journal.end_attempt(AttemptEnd(ending="interrupted", last_step=first_step, seconds=0.0))
             raise error
         with contextlib.suppress(Exception):  # what is gone cannot be ended well; its guard ends the rest
-            self._end_session()
-        self._launcher = None
-        return replace(_LOST, evidence=str(error).split("\n")[0])
+            self.session.close()
+        return describe_lost_session(error)
 
     def _settings_for(self, config: RunConfig) -> Settings:
         """The fit's settings with this number of ranks, in the run's folder."""
@@ -445,17 +392,18 @@ class Supervisor:
     def _attempt_folder(self, number: int) -> Path:
         return self.settings.out / "attempts" / str(number)
 
-    def _candidates(self) -> tuple[Candidate, ...]:
+    def _known_rungs(self) -> tuple[KnownRung, ...]:
         assert self.history.prepared is not None
         settings = apply_survey(self.settings.fit, self._facts)
-        return gather_candidates(self.report, list_candidates(settings, self._facts, self.history.prepared.op_problems))
+        ladder = list_candidates(settings, self._facts, self.history.prepared.op_problems)
+        return gather_known_rungs(self.report, ladder)
 
     def _find_obstacle(self, config: RunConfig, saved: Checkpoint | None) -> str | None:
         if saved is None:
             return None
         layout = replace(saved.layout, world_size=config.world_size)  # all that is known where the session is lost
-        if self._launcher is not None:
-            ds_config = self._launcher.run_config(config.rung, config.knobs)
+        if self.session.launcher is not None:
+            ds_config = self.session.launcher.run_config(config.rung, config.knobs)
             layout = Layout.from_config(ds_config, config.world_size, divided=saved.layout.divided)
         return find_obstacle(saved, layout)
 

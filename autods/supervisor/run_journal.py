@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,13 +16,57 @@ from ..errors import InputError
 from ..journal import Journal
 from ..report.run_view import AttemptRow
 from ..report.text import format_outcome
-from ..schema import read_as
-from ..types import Failed, ModelFacts, OutOfMemory
-from .run_config import RunConfig
+from ..schema import read_as, read_known
+from ..types import Failed, Knobs, ModelFacts, OutOfMemory
 
 RUN_JOURNAL = "run.jsonl"
 VERSION = 1
 Ending = Literal["done", "stopped", "failed", "interrupted"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """What the ranks of an attempt train with. `allocator` is the value of PYTORCH_CUDA_ALLOC_CONF, if it is set.
+
+    With `loads_in_ranks` they load their data themselves: workers of a loader hand it over in shared memory.
+    """
+
+    rung: str
+    knobs: Knobs
+    world_size: int
+    replica_ranks: int = 1  # see `types.ModelFacts`
+    allocator: str | None = None
+    loads_in_ranks: bool = False
+
+    @property
+    def replicas(self) -> int:
+        """The ranks among which a global batch is dealt out."""
+        return self.world_size // self.replica_ranks
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of an optimizer step."""
+        return self.knobs.train_batch(self.replicas)
+
+    def with_micro_batch(self, micro_batch: int) -> RunConfig:
+        """The same with another micro batch, and the accumulation that keeps the global batch."""
+        accumulation = self.global_batch // (micro_batch * self.replicas)
+        return replace(self, knobs=replace(self.knobs, micro_batch=micro_batch, accumulation=accumulation))
+
+    def micro_batches(self) -> list[int]:
+        """The micro batches that keep the global batch, largest first."""
+        share = self.global_batch // self.replicas
+        return [size for size in range(share, 0, -1) if share % size == 0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptEnd:
+    """How an attempt ended after the optimizer step `last_step`. `cause` is why its ranks failed, if they did."""
+
+    ending: Ending
+    last_step: int
+    seconds: float
+    cause: OutOfMemory | Failed | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,12 +195,9 @@ class RunJournal:
         """Write down that the ranks are about to start."""
         self._write({"kind": "started", "attempt": asdict(attempt)})
 
-    def end_attempt(
-        self, ending: Ending, *, last_step: int, seconds: float, cause: OutOfMemory | Failed | None = None
-    ) -> None:
+    def end_attempt(self, end: AttemptEnd) -> None:
         """Write down how the last attempt ended."""
-        row = {"kind": "ended", "ending": ending, "last_step": last_step, "seconds": seconds}
-        self._write(row | {"cause": None if cause is None else asdict(cause), "at": time.time()})
+        self._write({"kind": "ended", **asdict(end), "at": time.time()})
 
     def note_checkpoint(self, step: int) -> None:
         """Write down that a checkpoint is complete."""
@@ -182,11 +223,12 @@ class RunJournal:
                 history.ended = None
                 history.attempts.append(read_as(Attempt, attempt))
             case {"kind": "ended"}:
-                data = asdict(history.attempts.pop()) | {
-                    name: row[name] for name in ("ending", "last_step", "seconds", "cause")
-                }
-                history.attempts.append(read_as(Attempt, data))
-                history.ended = history.attempts[-1].ending
+                end = read_known(AttemptEnd, row)
+                attempt = history.attempts.pop()
+                history.attempts.append(
+                    replace(attempt, ending=end.ending, last_step=end.last_step, seconds=end.seconds, cause=end.cause)
+                )
+                history.ended = end.ending
             case {"kind": "saved", "step": int(step)}:
                 history.saved_steps.append(step)
             case {"kind": "workload", "digest": str(digest)}:

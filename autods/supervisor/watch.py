@@ -18,7 +18,7 @@ _SAY_AGAIN = 2.0  # the steps left are more or fewer by this factor than at the 
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class TierReading:
     """The bytes in use on a tier after an optimizer step, or its peak so far."""
 
     step: int
@@ -45,7 +45,7 @@ class Trend:
         )
 
 
-def find_trend(tier: Tier, points: Sequence[Point], limit_bytes: int) -> Trend | None:
+def find_trend(tier: Tier, points: Sequence[TierReading], limit_bytes: int) -> Trend | None:
     """Return the growth of a tier over its last points; None where there is none, or too few points to tell.
 
     The slope is Theil–Sen's: the median over pairs, which single outliers do not move. It counts as growth only if
@@ -73,7 +73,7 @@ def find_trend(tier: Tier, points: Sequence[Point], limit_bytes: int) -> Trend |
     )
 
 
-def _slope(points: Sequence[Point]) -> float:
+def _slope(points: Sequence[TierReading]) -> float:
     """The median slope over all pairs of points, in bytes a step."""
     slopes = [
         (after.used_bytes - before.used_bytes) / (after.step - before.step)
@@ -91,10 +91,10 @@ class Watched:
     tier: Tier
     limit_bytes: int
     node: str = ""
-    points: tuple[Point, ...] = field(default=())
+    points: tuple[TierReading, ...] = field(default=())
     warned: int | None = None
 
-    def add(self, point: Point, *, last_step: int | None) -> tuple[Watched, Trend | None]:
+    def add(self, point: TierReading, *, last_step: int | None) -> tuple[Watched, Trend | None]:
         """Return the tier with one more point, and a trend that is worth saying.
 
         `last_step` is the run's. A tier that lasts until then is no news. A trend is said once, and again when it has

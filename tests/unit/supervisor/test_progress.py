@@ -7,9 +7,9 @@ import pytest
 
 from autods.events import Note, StepDone
 from autods.runner.protocol import Heartbeat, TierLevel
-from autods.supervisor.progress import Progress
+from autods.supervisor.progress import AttemptProgress
 from autods.supervisor.run_journal import RunJournal
-from autods.supervisor.settings import RunSettings
+from autods.supervisor.run_settings import RunSettings
 from tests.support.walks import SETTINGS
 
 GIB = 2**30
@@ -22,7 +22,8 @@ def attempt(tmp_path):
     folder.mkdir(parents=True)
     fit = replace(SETTINGS, nvme_path=None, out=tmp_path / "fit", global_batch=8)
     settings = RunSettings(fit=fit, out=tmp_path, steps=100)
-    return folder, Progress(folder, 4, settings=settings, journal=RunJournal(tmp_path), listen=events.append), events
+    progress = AttemptProgress(folder, 4, settings=settings, journal=RunJournal(tmp_path), listen=events.append)
+    return folder, progress, events
 
 
 def write_steps(folder, *steps):

@@ -5,16 +5,16 @@ from dataclasses import replace
 import pytest
 
 from autods.runner.testing import failed, fit, out_of_memory
+from autods.supervisor.known_rungs import KnownRung
 from autods.supervisor.rescue import (
     EXPANDABLE,
     MOST_REPEATS,
-    Candidate,
     NextConfig,
+    RunFailure,
     Situation,
-    Stop,
     decide,
 )
-from autods.supervisor.run_config import RunConfig
+from autods.supervisor.run_journal import RunConfig
 from autods.types import Knobs, TierUse
 
 MIB = 2**20
@@ -29,11 +29,11 @@ def trial(micro_batch, peak_bytes=100, rate=1.0, host_bytes=None):
     return Knobs(micro_batch=micro_batch), outcome
 
 
-def situation(*candidates, **more):
-    return Situation(**{"config": CONFIG, "candidates": candidates, "device_bytes": 1000, **more})
+def situation(*known, **more):
+    return Situation(**{"config": CONFIG, "known_rungs": known, "device_bytes": 1000, **more})
 
 
-LADDER = (Candidate(rung="ddp"), Candidate(rung="zero2"), Candidate(rung="zero3"))
+LADDER = (KnownRung(rung="ddp"), KnownRung(rung="zero2"), KnownRung(rung="zero3"))
 
 
 def test_device_memory_halves_the_micro_batch_first():
@@ -56,16 +56,16 @@ def test_every_choice_keeps_the_global_batch():
 
 def test_a_faster_leaner_rung_comes_before_a_second_halving():
     config = CONFIG.with_micro_batch(2)
-    zero2 = Candidate(rung="zero2", trials=(trial(1, rate=1.0), trial(2, rate=2.0)))
-    zero3 = Candidate(rung="zero3", trials=(trial(2, rate=5.0),))
+    zero2 = KnownRung(rung="zero2", trials=(trial(1, rate=1.0), trial(2, rate=2.0)))
+    zero3 = KnownRung(rung="zero3", trials=(trial(2, rate=5.0),))
     now = situation(zero2, zero3, config=config, failed=(CONFIG,))
     assert decide(out_of_memory(), now).config.rung == "zero3"
     slower = replace(zero3, trials=(trial(2, rate=0.5),))
-    assert decide(out_of_memory(), replace(now, candidates=(zero2, slower))).config.rung == "zero2"
+    assert decide(out_of_memory(), replace(now, known_rungs=(zero2, slower))).config.rung == "zero2"
 
 
 def test_growth_beyond_the_trial_rules_out_what_it_fills():
-    zero2 = Candidate(rung="zero2", trials=(trial(4, 900), trial(2, 800), trial(1, 500)))
+    zero2 = KnownRung(rung="zero2", trials=(trial(4, 900), trial(2, 800), trial(1, 500)))
     cause = replace(out_of_memory(missing_bytes=700), limit_bytes=1000)  # 1,700 of 900: 200 more a sample
     chosen = decide(cause, situation(zero2))
     assert chosen.config.knobs.micro_batch == 1
@@ -95,25 +95,25 @@ def test_activations_are_recomputed_before_a_leaner_rung():
 
 def test_the_fastest_proven_rung_goes_before_an_untried_one():
     least = CONFIG.with_micro_batch(1)
-    proven = Candidate(rung="zero3-offload", trials=(trial(1, rate=0.5),))
-    now = situation(Candidate(rung="zero2"), Candidate(rung="zero3"), proven, config=least)
+    proven = KnownRung(rung="zero3-offload", trials=(trial(1, rate=0.5),))
+    now = situation(KnownRung(rung="zero2"), KnownRung(rung="zero3"), proven, config=least)
     assert decide(out_of_memory(), now).config.rung == "zero3-offload"
 
 
 @pytest.mark.parametrize("bad", [{"refused": "no --nvme-path"}, {"forecast": "cannot_fit"}])
 def test_rungs_that_cannot_run_are_passed_over(bad):
     now = situation(
-        Candidate(rung="zero2"),
-        Candidate(rung="zero3", **bad),
-        Candidate(rung="zero3-offload"),
+        KnownRung(rung="zero2"),
+        KnownRung(rung="zero3", **bad),
+        KnownRung(rung="zero3-offload"),
         config=CONFIG.with_micro_batch(1),
     )
     assert decide(out_of_memory(), now).config.rung == "zero3-offload"
 
 
 def test_the_end_names_the_rungs_that_were_passed_over():
-    refused = Candidate(rung="zero3-nvme", refused="needs --nvme-path")
-    stop = decide(out_of_memory(), situation(Candidate(rung="zero2"), refused, config=CONFIG.with_micro_batch(1)))
+    refused = KnownRung(rung="zero3-nvme", refused="needs --nvme-path")
+    stop = decide(out_of_memory(), situation(KnownRung(rung="zero2"), refused, config=CONFIG.with_micro_batch(1)))
     assert (stop.exit_code, "not tried: zero3-nvme (needs --nvme-path)" in stop.reason) == (1, True)
 
 
@@ -130,15 +130,15 @@ def test_another_rung_keeps_the_precision_and_unpinned_memory():
     settings = {"bf16.enabled": False, PINNED: False}
     config = replace(CONFIG, knobs=Knobs(micro_batch=1, accumulation=8, settings=settings))
     now = situation(
-        Candidate(rung="zero2", pinned=(PINNED,)),
-        Candidate(rung="zero3", pinned=(PINNED,), start={"bf16.enabled": True, "zero_optimization.x": 5}),
+        KnownRung(rung="zero2", pinned=(PINNED,)),
+        KnownRung(rung="zero3", pinned=(PINNED,), start={"bf16.enabled": True, "zero_optimization.x": 5}),
         config=config,
     )
     assert decide(out_of_memory(), now).config.knobs.settings == {**settings, "zero_optimization.x": 5}
 
 
 def test_pinned_memory_is_given_up_before_the_rung():
-    now = situation(Candidate(rung="zero2", pinned=(PINNED,)), Candidate(rung="zero3"))
+    now = situation(KnownRung(rung="zero2", pinned=(PINNED,)), KnownRung(rung="zero3"))
     for tier in ("pinned", "host"):
         chosen = decide(out_of_memory(tier=tier), now)
         assert chosen.config.knobs.settings == {PINNED: False}
@@ -146,31 +146,31 @@ def test_pinned_memory_is_given_up_before_the_rung():
 
 
 def test_shared_memory_is_left_to_the_ranks_before_pinning():
-    now = situation(Candidate(rung="zero2", pinned=(PINNED,)))
+    now = situation(KnownRung(rung="zero2", pinned=(PINNED,)))
     chosen = decide(out_of_memory(tier="shm"), now)
     assert chosen.config == replace(CONFIG, loads_in_ranks=True)
     then = decide(out_of_memory(tier="shm"), replace(now, config=chosen.config))
     assert (then.config.loads_in_ranks, then.config.knobs.settings) == (True, {PINNED: False})
     end = decide(out_of_memory(tier="shm"), replace(now, config=then.config))
-    assert isinstance(end, Stop)
+    assert isinstance(end, RunFailure)
     assert "--shm-size" in end.advice
 
 
 def test_host_memory_goes_to_the_rung_that_needs_less_of_it():
     now = situation(
-        Candidate(rung="zero1", trials=(trial(4, host_bytes=50),)),
-        Candidate(rung="zero2", trials=(trial(4, host_bytes=90),)),
-        Candidate(rung="zero3", trials=(trial(4, host_bytes=120),)),
+        KnownRung(rung="zero1", trials=(trial(4, host_bytes=50),)),
+        KnownRung(rung="zero2", trials=(trial(4, host_bytes=90),)),
+        KnownRung(rung="zero3", trials=(trial(4, host_bytes=120),)),
     )
     assert decide(out_of_memory(tier="host"), now).config.rung == "zero1"
 
 
 def test_host_memory_goes_to_an_untried_rung_by_its_forecast():
-    offload = Candidate(rung="zero2", trials=(trial(4, host_bytes=90),), host_forecast_bytes=80)
-    full = Candidate(rung="zero1", forecast="cannot_fit", host_forecast_bytes=10)
-    as_much = Candidate(rung="zero3-offload", forecast="fits", host_forecast_bytes=80)
-    less = Candidate(rung="zero3", forecast="fits", host_forecast_bytes=20)
-    nvme = Candidate(rung="zero3-nvme", needs_nvme=True)
+    offload = KnownRung(rung="zero2", trials=(trial(4, host_bytes=90),), host_forecast_bytes=80)
+    full = KnownRung(rung="zero1", forecast="cannot_fit", host_forecast_bytes=10)
+    as_much = KnownRung(rung="zero3-offload", forecast="fits", host_forecast_bytes=80)
+    less = KnownRung(rung="zero3", forecast="fits", host_forecast_bytes=20)
+    nvme = KnownRung(rung="zero3-nvme", needs_nvme=True)
     rungs = (full, offload, as_much, less, nvme)
     assert decide(out_of_memory(tier="host"), situation(*rungs)).config.rung == "zero3"
     without = situation(full, offload, as_much)
@@ -179,42 +179,42 @@ def test_host_memory_goes_to_an_untried_rung_by_its_forecast():
 
 @pytest.mark.parametrize("uses_nvme", [True, False])
 def test_a_run_without_host_memory_hears_of_nvme_once(uses_nvme):
-    rung = Candidate(rung=CONFIG.rung, needs_nvme=uses_nvme)
+    rung = KnownRung(rung=CONFIG.rung, needs_nvme=uses_nvme)
     stop = decide(out_of_memory(tier="host"), situation(rung, repeats=MOST_REPEATS))
     assert ("--nvme-path" in stop.advice) != uses_nvme
 
 
 def test_host_memory_goes_to_nvme_where_nothing_else_is_known():
-    now = situation(Candidate(rung="zero2"), Candidate(rung="zero3"), Candidate(rung="zero3-nvme", needs_nvme=True))
+    now = situation(KnownRung(rung="zero2"), KnownRung(rung="zero3"), KnownRung(rung="zero3-nvme", needs_nvme=True))
     assert decide(out_of_memory(tier="host"), now).config.rung == "zero3-nvme"
 
 
 def test_a_full_nvme_goes_back_to_memory_or_ends_the_run():
     nvme = replace(CONFIG, rung="zero3-nvme")
-    known = Candidate(rung="zero3", trials=(trial(4),))
-    now = situation(known, Candidate(rung="zero3-nvme", needs_nvme=True), config=nvme)
+    known = KnownRung(rung="zero3", trials=(trial(4),))
+    now = situation(known, KnownRung(rung="zero3-nvme", needs_nvme=True), config=nvme)
     assert decide(out_of_memory(tier="nvme"), now).config.rung == "zero3"
-    assert decide(out_of_memory(tier="nvme"), replace(now, candidates=now.candidates[1:])).exit_code == 1
+    assert decide(out_of_memory(tier="nvme"), replace(now, known_rungs=now.known_rungs[1:])).exit_code == 1
 
 
 @pytest.mark.parametrize("rung", ["zero2", "zero3-nvme"])
 def test_a_disk_that_fills_in_a_save_changes_no_config(rung):
-    known = (Candidate(rung="zero2", trials=(trial(1), trial(4))), Candidate(rung="zero3-nvme", needs_nvme=True))
+    known = (KnownRung(rung="zero2", trials=(trial(1), trial(4))), KnownRung(rung="zero3-nvme", needs_nvme=True))
     config = replace(CONFIG, rung=rung)
     cause = replace(out_of_memory(tier="nvme"), phase="save")
     assert decide(cause, situation(*known, config=config)).config == config
 
 
 def test_a_full_disk_changes_no_config_that_needs_none():
-    known = (Candidate(rung="zero2", trials=(trial(1), trial(4))), Candidate(rung="zero3", trials=(trial(4),)))
+    known = (KnownRung(rung="zero2", trials=(trial(1), trial(4))), KnownRung(rung="zero3", trials=(trial(4),)))
     assert decide(out_of_memory(tier="nvme"), situation(*known)).config == CONFIG
 
 
 def test_a_full_tier_without_remedy_is_tried_again_after_progress():
     config = replace(CONFIG, loads_in_ranks=True)
-    now = situation(Candidate(rung="zero2"), config=config, progressed=True)
+    now = situation(KnownRung(rung="zero2"), config=config, progressed=True)
     assert decide(out_of_memory(tier="shm"), now).config == config
-    assert isinstance(decide(out_of_memory(tier="shm"), replace(now, progressed=False)), Stop)
+    assert isinstance(decide(out_of_memory(tier="shm"), replace(now, progressed=False)), RunFailure)
 
 
 def test_fewer_ranks_divide_the_global_batch():
@@ -236,7 +236,7 @@ def test_the_ranks_of_a_replica_stay_together():
 def test_a_smaller_world_that_cannot_load_the_checkpoint_ends_the_run():
     now = situation(*LADDER, ranks_left=1, find_obstacle=lambda config: "its optimizer was on NVMe")
     stop = decide(failed(), now)
-    assert isinstance(stop, Stop)
+    assert isinstance(stop, RunFailure)
     assert (stop.reason, stop.exit_code) == ("its optimizer was on NVMe", 3)
 
 
@@ -259,7 +259,7 @@ def test_fewer_ranks_on_each_node_may_divide_the_batch():
 
 def test_no_node_that_is_left_ends_the_run_with_the_reason():
     stop = decide(failed(failure="infrastructure"), situation(*LADDER, ranks_left=0, ranks_per_node=1))
-    assert stop == Stop(
+    assert stop == RunFailure(
         reason="the machines hold 0 ranks now, and a replica of the model takes 1",
         exit_code=3,
         advice="give the same command again once they are back",
@@ -280,7 +280,7 @@ def test_an_accident_repeats_the_config_twice_without_progress():
 )
 def test_what_somebody_has_to_mend_stops_at_once(action, code):
     stop = decide(failed(failure="user_code", action=action, evidence="no"), situation(*LADDER, progressed=True))
-    assert stop == Stop(reason="no", exit_code=code)
+    assert stop == RunFailure(reason="no", exit_code=code)
 
 
 def test_a_disk_that_fills_up_while_saving_is_no_end():

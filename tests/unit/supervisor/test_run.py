@@ -20,7 +20,7 @@ from autods.report.run_view import read_run
 from autods.runner.testing import failed, out_of_memory
 from autods.supervisor.rescue import MOST_REPEATS
 from autods.supervisor.run import run
-from autods.supervisor.settings import RunSettings
+from autods.supervisor.run_settings import RunSettings
 from autods.supervisor.testing import ScriptedLauncher
 from autods.types import Knobs
 from tests.support.walks import FACTS, SETTINGS

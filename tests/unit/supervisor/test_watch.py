@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import random
 
-from autods.supervisor.watch import Point, Watched, find_trend
+from autods.supervisor.watch import TierReading, Watched, find_trend
 
 MIB = 2**20
 LIMIT = 1000 * MIB
 
 
 def series(values):
-    return [Point(step, int(value)) for step, value in enumerate(values, 1)]
+    return [TierReading(step, int(value)) for step, value in enumerate(values, 1)]
 
 
 def warn(values, last_step=None):

@@ -1,0 +1,151 @@
+"""The parts of one attempt of a run: the launcher of its ranks, a request to stop them, and how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ..config.settings import Settings
+from ..events import RunListener
+from ..rank.job import RankJob, RunOrder
+from ..rank.result import RunResult
+from ..types import Failed, Knobs, ModelFacts, OutOfMemory
+from ..units import format_signal
+from .run_journal import AttemptEnd
+
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+_END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+
+
+class Launcher(Protocol):
+    """Runs the attempts of one number of ranks and one environment. `runner.runner.RayRunner` is the real one."""
+
+    def survey(self) -> tuple[ModelFacts, Mapping[str, str]]:
+        """The facts of the model, and DeepSpeed op → the reason that it cannot be built here."""
+
+    def adopt(self, facts: ModelFacts) -> None:
+        """Take the facts of an earlier survey."""
+
+    def run_config(self, rung: str, knobs: Knobs) -> dict[str, Any]:
+        """The DeepSpeed config of a rung with these knobs."""
+
+    def run_job(self, order: RunOrder, rung: str, knobs: Knobs) -> RankJob:
+        """The job of an attempt."""
+
+    def run_attempt(self, job: RankJob, on_progress: Callable[[Any], None]) -> RunResult | OutOfMemory | Failed:
+        """Train; return rank 0's result, or why the ranks failed. `on_progress` is called now and then."""
+
+
+StartLauncher = Callable[[Settings, Mapping[str, str], RunListener], AbstractContextManager[Launcher]]
+
+
+@dataclass(slots=True)
+class LauncherSession:
+    """The launcher of one number of ranks and one allocator; None while there is none."""
+
+    start: StartLauncher
+    listen: RunListener
+    launcher: Launcher | None = None
+    _key: tuple[Any, ...] = ()
+    _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    def open(self, settings: Settings, *, allocator: str | None = None, facts: ModelFacts | None = None) -> Launcher:
+        """Return the launcher for these ranks; another one is ended first. A new one takes the facts, if there are."""
+        key = (settings.gpus, settings.nodes, allocator)
+        if self.launcher is None or key != self._key:
+            self.close()
+            environment = {}
+            if allocator is not None:
+                given = os.environ.get(ALLOCATOR)
+                environment[ALLOCATOR] = f"{given},{allocator}" if given else allocator
+            self.launcher = self._stack.enter_context(self.start(settings, environment, self.listen))
+            self._key = key
+            if facts is not None:
+                self.launcher.adopt(facts)
+        return self.launcher
+
+    def close(self) -> None:
+        """End the launcher, its ranks and Ray."""
+        self.launcher = None
+        self._stack.close()
+
+
+def judge_attempt(result: RunResult | OutOfMemory | Failed, *, seen_step: int, seconds: float) -> AttemptEnd:
+    """Return how an attempt ended by rank 0's result, or by why the ranks failed. `seen_step` is the last one seen."""
+    if isinstance(result, OutOfMemory | Failed):
+        return AttemptEnd(ending="failed", last_step=seen_step, seconds=seconds, cause=result)
+    if result.ended == "done" and result.unsaved is not None:  # the same again would meet the same full disk
+        cause = Failed(
+            failure="infrastructure", rank=0, phase="done", action="fix_environment",
+            evidence=f"step {result.step} is not saved: {result.unsaved}",
+            advice="free some space, and give the same command again",
+        )  # fmt: skip
+        return AttemptEnd(ending="failed", last_step=seen_step, seconds=seconds, cause=cause)
+    return AttemptEnd(ending=result.ended, last_step=max(seen_step, result.step or 0), seconds=seconds)
+
+
+def describe_lost_session(error: Exception) -> Failed:
+    """The failure of an attempt whose Ray or nodes are gone."""
+    return Failed(
+        failure="infrastructure", rank=-1, phase="start", evidence=str(error).split("\n")[0], action="retry",
+        advice="the run goes on by itself",
+    )  # fmt: skip
+
+
+class StopRequest:
+    """Turns a signal into a request to save and to end. `number` is that of the first signal, None before.
+
+    A second Ctrl-C, a signal while no rank has done a step, and the end of the time limit raise KeyboardInterrupt.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._order: RunOrder | None = None
+        self._limit_s = 0.0
+        self._timer: threading.Timer | None = None
+
+    @contextlib.contextmanager
+    def listen(self) -> Iterator[None]:
+        """Handle signals. Elsewhere than in the main thread there are none."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in _END_SIGNALS}
+        for number, handler in before.items():
+            if handler != signal.SIG_IGN:
+                signal.signal(number, self._handle)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def during(self, order: RunOrder, limit_s: float) -> Iterator[None]:
+        """Ask the ranks of an attempt to save and to end, while they run."""
+        self._order, self._limit_s = order, limit_s
+        try:
+            yield
+        finally:
+            self._order = None
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def _handle(self, number: int, frame: object) -> None:
+        if self.number is None:
+            self.number = number
+            if self._order is not None and self._order.steps_file.exists():
+                self._order.stop_file.touch()
+                self._timer = threading.Timer(self._limit_s, os.kill, (os.getpid(), signal.SIGINT))
+                self._timer.daemon = True
+                self._timer.start()
+                return
+        elif number != signal.SIGINT:  # a scheduler repeats itself
+            return
+        raise KeyboardInterrupt(format_signal(number))
