@@ -45,6 +45,7 @@ class Signature:
     `phrases`: the text has one of them (lower case).
     `pattern`: a regular expression that matches the text. Where there are `words`, the text has one of them, too.
     `also`: a regular expression for the line that `pattern` matched.
+    In the file `pattern`, `also`, `stack` and `unless` are lists of alternatives.
     The conditions:
     `emitter`: who says it. Another one's words in an exception of the user's own code are the user's.
     `types`: the exception has one of these names; "*" is any exception.
@@ -139,7 +140,7 @@ def read_signatures() -> tuple[Signature, ...]:
             if values["kind"] != shared["kind"] and "tier" not in row:
                 values["tier"] = None
             for name in ("pattern", "also", "stack", "unless"):
-                values[name] = expand(values.get(name, ""))
+                values[name] = expand("|".join(values.get(name, ())))
             signatures.append(read_as(Signature, values))
     return tuple(signatures)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,11 @@ def test_each_example_matches_its_own_row_first(name: str, text: str, stack: str
 @pytest.mark.parametrize(("name", "text", "stack"), CASES)
 def test_the_line_filter_keeps_every_example(name: str, text: str, stack: str) -> None:
     assert LineFilter().keeps(text.encode())
+
+
+def test_no_line_of_the_rows_is_over_200_characters() -> None:
+    for path in resources.files("autods.diagnosis").joinpath("signatures").iterdir():
+        assert max(map(len, path.read_text(encoding="utf-8").splitlines())) <= 200, path.name
 
 
 def test_every_row_has_an_example_and_names_its_source() -> None:
