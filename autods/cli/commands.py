@@ -415,7 +415,7 @@ autods diagnose rank_0.log rank_1.log        one file a rank; a folder of logs w
 
 dmesg -T | autods diagnose train.log -        - is what the pipe holds
 
-zstdcat train.log.zst | autods diagnose -        gzip, bzip2 and xz are read as they are
+zstdcat train.log.zst | autods diagnose -        gzip is read as it is
 
 Exit codes: 0 diagnosed, 2 wrong input.
 """,

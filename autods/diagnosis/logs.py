@@ -1,4 +1,4 @@
-"""Open logs: files, folders of them, compressed ones, pipes and standard input, as blocks of UTF-8 within bounds.
+"""Open logs: files, folders of them, gzip, pipes and standard input, as blocks of UTF-8 within bounds.
 
 A log may have any size. A large one is read in part: its beginning, where a run starts, and its end.
 A pipe is waited for, and a line says so.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import io
 import itertools
 import os
 import select
@@ -19,24 +18,21 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from ..errors import InputError
 from ..files import check_path, describe_file_kind
 from ..units import format_bytes
 from .lines import BLOCK_BYTES
 
-PART_BYTES = 256 * 2**20  # of the first and of the last part of a larger log
-_KEPT_BYTES = 64 * 2**20  # of the last part of a log without positions: a pipe, gzip
-_MOST_STREAMED = 2**38  # bytes of a log without positions
+FIRST_BYTES = 2**29  # of a larger log: of the part at its beginning, and of the part at its end
+LAST_BYTES = 2**26
+_MOST_STREAMED = 2**38  # bytes of a log
 MOST_FILES = 10_000  # in a folder
 _GIVE_LOG = "give the log of the run"
 STDIN = "standard input"
-# First bytes of a packed log → the module of the standard library that reads it.
-_PACKINGS = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\0": "lzma", b"\x5d\0\0": "lzma"}
-_MOST_FIRST_BYTES = 6
+_GZIP = b"\x1f\x8b"  # first bytes
+_GZIP_BITS = 31  # zlib: expect the header and the checksum of gzip
 
 Listen = Callable[[str], None]
 
@@ -123,20 +119,22 @@ def _list_folder(folder: Path) -> list[Path]:
 
 
 def read_blocks(log: Log, listen: Listen, waits: Waits) -> Iterator[bytes]:
-    """Yield the log's text as blocks of UTF-8. gzip, bzip2, xz and UTF-16 are read too.
+    """Yield the log's text as blocks of UTF-8. gzip and UTF-16 are read too.
 
     Raises InputError if it cannot be read.
     """
     try:
-        with _open(log, listen, waits) as source, io.BufferedReader(source, BLOCK_BYTES) as stream:
-            start = stream.peek(_MOST_FIRST_BYTES)
-            packing = next((packing for magic, packing in _PACKINGS.items() if start.startswith(magic)), None)
-            if packing is not None:
-                blocks = _keep_ends(_unpack(stream, log, packing), log)
-            elif source.is_file:
-                blocks = _skip_middle(source, stream, log)
+        with _open(log) as descriptor:
+            raw = _read_replaced_stdin() if descriptor is None else _read(descriptor, log, listen, waits)
+            start = b""
+            while len(start) < len(_GZIP) and (block := next(raw, b"")):
+                start += block  # a pipe may hold a single byte
+            is_file = descriptor is not None and stat.S_ISREG(os.fstat(descriptor).st_mode)
+            raw = itertools.chain((start,), raw)
+            if start.startswith(_GZIP):
+                blocks = _keep_ends(_unpack(raw, log), log)
             else:
-                blocks = _keep_ends(_read_plain(stream), log)
+                blocks = _keep_ends(raw, log, descriptor if is_file else None)
             first = next(blocks, b"")
             is_utf_16 = first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
             decoder = codecs.getincrementaldecoder("utf-16")(errors="replace")
@@ -147,187 +145,128 @@ def read_blocks(log: Log, listen: Listen, waits: Waits) -> Iterator[bytes]:
         raise InputError(f"cannot be read: {reason}", place=log.place, hint=_GIVE_LOG) from None
 
 
-class _Source(io.RawIOBase):
-    """The bytes of a log's file descriptor. It waits for pipes and says so; a regular file is never waited for."""
+@contextlib.contextmanager
+def _open(log: Log) -> Iterator[int | None]:
+    """Open the log's descriptor; None where a program has put another stream in the place of standard input.
 
-    def __init__(self, descriptor: int, log: Log, listen: Listen, waits: Waits) -> None:
-        self.descriptor, self.log, self.listen, self.waits = descriptor, log, listen, waits
-        mode = os.fstat(descriptor).st_mode
-        self.is_file, self._is_pipe = stat.S_ISREG(mode), stat.S_ISFIFO(mode)
-        self.bytes = 0
-        self._poll = select.poll()
-        self._poll.register(descriptor, select.POLLIN)
-        self._last_line_s = time.monotonic()
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Read what there is: at the start enough to know a packed log, though a pipe may hold a single byte of it."""
-        least, count = (0 if self.bytes else _MOST_FIRST_BYTES), 0
-        while True:
-            if not self.is_file:
-                self._wait()
-            with contextlib.suppress(BlockingIOError):  # another program reads from this pipe, too
-                read = os.readv(self.descriptor, [memoryview(buffer)[count:]])
-                count += read
-                self.bytes += read
-                if not read or count >= least:
-                    break
-        if time.monotonic() - self._last_line_s > self.waits.again_s:
-            self._last_line_s = time.monotonic()
-            self.listen(f"reading {self.log.place}: {format_bytes(self.bytes)} so far (Ctrl-C ends it)")
-        return count
-
-    def _wait(self) -> None:
-        """Return when there is something to read, or the end."""
-        began, waits = time.monotonic(), self.waits
-        next_line_s = waits.silent_s
-        limit_s = waits.most_s if self.bytes or not self._is_pipe else waits.writer_s
-        while not self._poll.poll(max(0.0, next_line_s - (time.monotonic() - began)) * 1000):
-            silent_s = time.monotonic() - began
-            if self.log.path is None:  # a run may be silent for long, and would die with this pipe
-                self.listen(f"waiting for {STDIN}: {self._describe_wait()} (Ctrl-C ends it)")
-            elif silent_s >= limit_s:
-                problem = f"nothing came from this pipe for {silent_s:.0f} s"
-                raise InputError(problem, place=self.log.place, hint="write the log into a file, and give that")
-            else:
-                self.listen(f"waiting for {self.log.place}: {self._describe_wait()}, for {limit_s:.0f} s at most")
-            next_line_s = silent_s + waits.again_s
-            if self.log.path is not None:
-                next_line_s = min(next_line_s, limit_s)
-            self._last_line_s = time.monotonic()
-
-    def _describe_wait(self) -> str:
-        if os.isatty(self.descriptor):
-            return "it is the terminal; type or paste a log, and end it with Ctrl-D"
-        return "its other end has sent nothing more" if self.bytes else "its other end has sent nothing yet"
-
-    def seekable(self) -> bool:
-        return self.is_file
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        return os.lseek(self.descriptor, offset, whence)
-
-    def close(self) -> None:
-        if not self.closed and self.log.path is not None:
-            os.close(self.descriptor)
-        super().close()
-
-
-def _open(log: Log, listen: Listen, waits: Waits) -> _Source | _Stream:
-    """Return the log's bytes. Raises InputError for what has no end or is no log."""
+    Raises InputError for what has no end or is no log.
+    """
     if log.path is None:
         if sys.stdin is None:
             raise InputError(f"{STDIN} is closed", place="-", hint="pipe a log into it, or name the file")
         try:
             descriptor = sys.stdin.fileno()
-        except OSError:  # a program has put another stream there
-            return _Stream(sys.stdin.buffer)
-        return _Source(descriptor, log, listen, waits)
+        except OSError:
+            descriptor = None
+        yield descriptor
+        return
     state = os.stat(log.path)
     kind = describe_file_kind(state.st_mode)
     is_null = stat.S_ISCHR(state.st_mode) and state.st_rdev == os.stat(os.devnull).st_rdev
     if kind not in (None, "pipe") and not is_null:
         raise InputError(f"cannot be read: it is a {kind}, not a log", place=log.place, hint=_GIVE_LOG)
     descriptor = os.open(log.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    return _Source(descriptor, log, listen, waits)
+    with contextlib.suppress(OSError):  # a log that was truncated while a run wrote it begins with a hole
+        os.lseek(descriptor, 0, os.SEEK_DATA)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
-class _Stream(io.RawIOBase):
-    """The bytes of a stream of Python's that is no file."""
-
-    is_file = False
-
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self.stream.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-
-def _read_plain(stream: io.BufferedReader[Any]) -> Iterator[bytes]:
-    while block := stream.read1(BLOCK_BYTES):
+def _read_replaced_stdin() -> Iterator[bytes]:
+    while block := sys.stdin.buffer.read(BLOCK_BYTES):
         yield block
 
 
-def _unpack(source: io.BufferedReader[Any], log: Log, packing: str) -> Iterator[bytes]:
-    """Yield the content. What follows damage, or was cut off, is missing; `notes` says so."""
+def _read(descriptor: int, log: Log, listen: Listen, waits: Waits) -> Iterator[bytes]:
+    """Yield what there is to read. A pipe is waited for; a regular file makes nobody wait."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    count, last_line_s = 0, time.monotonic()
+    while True:
+        _wait(poll, descriptor, count, log, listen, waits)
+        try:
+            block = os.read(descriptor, BLOCK_BYTES)
+        except BlockingIOError:  # another program reads from this pipe, too
+            continue
+        if not block:
+            return
+        count += len(block)
+        yield block
+        if time.monotonic() - last_line_s > waits.again_s:
+            last_line_s = time.monotonic()
+            listen(f"reading {log.place}: {format_bytes(count)} so far (Ctrl-C ends it)")
+
+
+def _wait(poll: select.poll, descriptor: int, count: int, log: Log, listen: Listen, waits: Waits) -> None:
+    """Return when there is something to read, or the end. `count` bytes were read before."""
+    began_s, next_line_s = time.monotonic(), waits.silent_s
+    is_unopened = not count and stat.S_ISFIFO(os.fstat(descriptor).st_mode)
+    limit_s = waits.writer_s if is_unopened else waits.most_s
+    while not poll.poll(max(0.0, began_s + next_line_s - time.monotonic()) * 1000):
+        silent_s = time.monotonic() - began_s
+        why = f"its other end has sent nothing {'more' if count else 'yet'}"
+        if os.isatty(descriptor):
+            why = "it is the terminal; type or paste a log, and end it with Ctrl-D"
+        next_line_s = silent_s + waits.again_s
+        if log.path is None:  # a run may be silent for long, and would die with this pipe
+            listen(f"waiting for {STDIN}: {why} (Ctrl-C ends it)")
+        elif silent_s < limit_s:
+            listen(f"waiting for {log.place}: {why}, for {limit_s:.0f} s at most")
+            next_line_s = min(next_line_s, limit_s)
+        else:
+            problem = f"nothing came from this pipe for {silent_s:.0f} s"
+            raise InputError(problem, place=log.place, hint="write the log into a file, and give that")
+
+
+def _unpack(blocks: Iterator[bytes], log: Log) -> Iterator[bytes]:
+    """Yield the content of gzip. What follows damage, or was cut off, is missing; `notes` says so."""
+    unpacker, count, problem = zlib.decompressobj(_GZIP_BITS), 0, ""
     try:
-        module = import_module(packing)
-    except ImportError:
-        problem = f"is packed, and this Python was built without {packing}"
-        raise InputError(problem, place=log.place, hint="unpack it into autods diagnose -") from None
-    damage = (EOFError, OSError, zlib.error, getattr(module, "LZMAError", EOFError))
-    stream, count = module.open(source), 0
-    try:
-        while block := stream.read1(BLOCK_BYTES):
-            count += len(block)
-            yield block
-    except damage as error:
-        if isinstance(error, OSError) and error.errno is not None:  # of the disk; that of the content has no number
-            raise
-        problem = "is cut off" if isinstance(error, EOFError) else "is damaged"
-        if not count:
-            raise InputError(f"{problem}, so nothing of this packed log can be read", place=log.place) from None
+        for packed in blocks:
+            while packed:
+                if unpacker.eof:  # another member follows, as gzip appends it
+                    unpacker = zlib.decompressobj(_GZIP_BITS)
+                block = unpacker.decompress(packed, BLOCK_BYTES)
+                packed = unpacker.unconsumed_tail or unpacker.unused_data
+                count += len(block)
+                yield block
+    except zlib.error:
+        problem = "is damaged"
+    if not problem and not unpacker.eof:
+        problem = "is cut off"
+    if problem and not count:
+        raise InputError(f"{problem}, so nothing of this packed log can be read", place=log.place)
+    if problem:
         log.notes.append(f"{log.place} {problem}: the first {format_bytes(count)} of its text were read")
 
 
-def _skip_middle(source: _Source | _Stream, stream: io.BufferedReader[Any], log: Log) -> Iterator[bytes]:
-    """Yield a regular file, of a large one its first and its last part."""
-    assert isinstance(source, _Source)
-    size, start = os.fstat(source.descriptor).st_size, 0
-    with contextlib.suppress(OSError):  # a log that was truncated while a run wrote it begins with a hole
-        start = os.lseek(source.descriptor, 0, os.SEEK_DATA) // 2 * 2
-    stream.seek(start)
-    last = (
-        0 if size - start <= 2 * PART_BYTES else (size - PART_BYTES) // 2 * 2
-    )  # even: between two characters of UTF-16
-    yield from _take(_read_plain(stream), PART_BYTES if last else 2 * PART_BYTES)
-    if last:
-        log.notes.append(_describe_parts(log, size, PART_BYTES, size - last))
-        stream.seek(last)
-        yield from _take(_read_plain(stream), 2 * PART_BYTES)
+def _keep_ends(blocks: Iterator[bytes], log: Log, descriptor: int | None = None) -> Iterator[bytes]:
+    """Yield the first part of a log as it comes, then the last blocks of it.
 
-
-def _take(blocks: Iterator[bytes], most: int) -> Iterator[bytes]:
-    """Yield blocks up to about `most` bytes: a file may grow faster than it is read."""
-    for block in blocks:
-        yield block
-        most -= len(block)
-        if most <= 0:
-            return
-
-
-def _keep_ends(blocks: Iterator[bytes], log: Log) -> Iterator[bytes]:
-    """Yield the first part of a log without positions as it comes, then the last blocks of it."""
+    `descriptor` is that of a file whose middle can be skipped; otherwise the middle is read and dropped.
+    """
     size = 0
     for block in blocks:
         size += len(block)
         yield block
-        if size >= 2 * PART_BYTES:
+        if size >= FIRST_BYTES:
             break
-    last, kept, skipped = deque[bytes](), 0, size
+    last, kept, end = deque[bytes](), 0, size
+    if descriptor is not None:
+        here, file_bytes = os.lseek(descriptor, 0, os.SEEK_CUR), os.fstat(descriptor).st_size
+        even = max(here, file_bytes - LAST_BYTES) // 2 * 2  # between two characters of UTF-16
+        end += os.lseek(descriptor, even, os.SEEK_SET) - here
     for block in blocks:
         last.append(block)
         kept += len(block)
-        skipped += len(block)
-        while kept - len(last[0]) >= _KEPT_BYTES:
+        end += len(block)
+        while kept - len(last[0]) >= LAST_BYTES:
             kept -= len(last.popleft())
-        if skipped >= _MOST_STREAMED:
+        if end >= _MOST_STREAMED:
             break
-    if skipped - size > kept:
-        log.notes.append(_describe_parts(log, skipped, size, kept))
+    if end - size > kept:
+        parts = f"its first {format_bytes(size)} and its last {format_bytes(kept)} were read"
+        log.notes.append(f"{log.place} has {format_bytes(end)}: {parts}, and lines are counted of these")
     yield from last
-
-
-def _describe_parts(log: Log, size: int, first: int, last: int) -> str:
-    parts = (
-        f"its first {format_bytes(first)} and its last {format_bytes(last)} were read, and lines are counted of these"
-    )
-    return f"{log.place} has {format_bytes(size)}: {parts}"

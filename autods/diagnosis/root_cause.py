@@ -24,7 +24,7 @@ from .signatures import Kind, find_confidence, read_toml
 from .symptoms import LogSummary, Symptom, collect_symptoms
 
 Logs = str | PathLike[str] | Mapping[str, str] | Iterable[str | PathLike[str]]
-_GIVE_TEXT = "give the log itself, as text or packed by gzip, bzip2 or xz; unpack others into autods diagnose -"
+_GIVE_TEXT = "give the log itself, as text or packed by gzip; unpack others into autods diagnose -"
 _MOST_SKIPPED = 5  # names in a note
 # 'logs/train.log', '/data/slurm-7.out.gz': text of a log has a space, or another end
 _PATH = re.compile(r"[^\s\0]{1,1000}\.(?:log|out|err|txt)(?:\.(?:gz|bz2|xz|\d+))?")

@@ -132,8 +132,8 @@ def test_a_pipe_is_waited_for(pipe: Path) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_of_a_large_log_both_ends_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
-    monkeypatch.setattr(logs, "PART_BYTES", 2**20)
-    monkeypatch.setattr(logs, "_KEPT_BYTES", 2**20)
+    monkeypatch.setattr(logs, "FIRST_BYTES", 2**21)
+    monkeypatch.setattr(logs, "LAST_BYTES", 2**20)
     path, nothing = tmp_path / "x.log", "nothing at all\n" * 500_000
     text = f"{OOM}{nothing}torch.distributed.DistBackendError: NCCL error\n"
     path.write_bytes(gzip.compress(text.encode(), 1) if packed else text.encode())
