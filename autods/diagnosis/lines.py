@@ -12,16 +12,12 @@ from typing import Any, Literal
 
 from .signatures import any_of, expand, read_signatures, read_toml
 
-_HEAD_CHARS = 160  # of a line: compared where lines differ in more than digits
 _MOST_REPEATS = 12  # lines that differ only in their digits are kept this often
 _MOST_RANK_LINES = 4000  # lines that say which process has which rank are kept this often
 _MOST_SHAPES = 20_000
-_MANY = 4000  # kept lines from which on likeness is judged more coarsely
-_MOST_ALIKE = 200
-_VERY_MANY = 20_000  # kept lines from which on a word counts by itself
-_MOST_OF_A_WORD = 10
+_MANY = 8000  # kept lines from which on a line needs a word that few lines since then had
+_MOST_OF_A_WORD = 20
 _DIGITS = b"0123456789"
-_HEX_DIGITS = b"0123456789abcdefABCDEF"
 
 
 class LineFilter:
@@ -40,36 +36,26 @@ class LineFilter:
     def keeps(self, line: bytes, shape: int | None = None) -> bool:
         """Whether the line has a word that some row looks for and is no repetition. `shape` is its shape's hash.
 
-        Lines that differ only in their digits are repetitions. After `_MANY` kept lines those with the same words,
-        or the same text but for hexadecimal digits, count as repetitions too. After `_VERY_MANY` a line needs a word
-        that few lines since then had.
+        Lines that differ only in their digits are repetitions. After `_MANY` kept lines a line needs a word that few
+        lines since then had.
         """
         if len(self._counts) > _MOST_SHAPES:
             self._counts.clear()
             self.worn.clear()
         shape = hash(line.translate(None, _DIGITS)) if shape is None else shape
-        count = self._count(shape)
+        self._counts[shape] += 1
         lowered = line.lower()
-        if count > (_MOST_RANK_LINES if b"pid" in lowered and b"rank" in lowered else _MOST_REPEATS):
+        if self._counts[shape] > (_MOST_RANK_LINES if b"pid" in lowered and b"rank" in lowered else _MOST_REPEATS):
             self.worn.add(shape)
             return False
         if self._kept < _MANY:
             keep = _telling_words().search(lowered) is not None
-            self._kept += keep
-            return keep
-        if self._count(hash(line[:_HEAD_CHARS].translate(None, _HEX_DIGITS))) > _MOST_ALIKE:
-            return False
-        words = frozenset(_telling_words().findall(lowered))
-        keep = bool(words) and self._count(hash(words)) <= _MOST_ALIKE
-        if keep and self._kept >= _VERY_MANY:
+        else:
+            words = set(_telling_words().findall(lowered))
             self._words.update(words)
-            keep = min(self._words[word] for word in words) <= _MOST_OF_A_WORD
+            keep = any(self._words[word] <= _MOST_OF_A_WORD for word in words)
         self._kept += keep
         return keep
-
-    def _count(self, shape: int) -> int:
-        self._counts[shape] += 1
-        return self._counts[shape]
 
 
 @cache
