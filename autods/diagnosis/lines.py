@@ -262,8 +262,6 @@ class Reader:
         self._raws: list[bytes] = []
         self._first = 0
         self._watch_until = -1
-        self._searched = 0  # the line that was looked up last, and its time
-        self._clock: Clock | None = None
         self._last_step = ""
         self._indent = ""  # of all lines: the log stands in an indented block
         self._filter = LineFilter()
@@ -289,19 +287,11 @@ class Reader:
         self._watch_until = self.number + _WATCH_LINES
 
     def when(self, number: int) -> Clock | None:
-        """The time of a line that was just read, or of the last line before it with a time.
-
-        Lines that were searched for an earlier call are not searched again.
-        """
-        here, searched = number - self._first, self._searched - self._first
-        start = max(0, here - _BACK_LINES)
-        known = self._clock if start <= searched <= here else None
-        start = searched if start <= searched <= here else start
-        clocks = (
-            parse_clock(raw[: 2 * _TIME_SPAN].decode(errors="replace")) for raw in reversed(self._raws[start:here])
-        )
-        self._searched, self._clock = number, next(filter(None, clocks), known)
-        return self._clock
+        """The time of a line that was just read, or of the last line before it with a time."""
+        here = number - self._first
+        raws = reversed(self._raws[max(0, here - _BACK_LINES) : here])
+        clocks = (parse_clock(raw[: 2 * _TIME_SPAN].decode(errors="replace")) for raw in raws)
+        return next(filter(None, clocks), None)
 
     def _read_block(self, block: bytes) -> Iterator[Line]:
         """Read whole lines, or a piece of a line without its end."""

@@ -164,37 +164,8 @@ def find_signature(
     With `by_user` the user's own code raised it, so only rows of any emitter are tried.
     """
     lowered = text.lower()
-    rows = read_signatures()
-    wordless, by_beginning, beginnings = index_rows()
-    candidates = wordless.union(*(by_beginning[beginning] for beginning in set(beginnings.findall(lowered))))
-    for row in (rows[number] for number in sorted(candidates)):
-        if (by_user and row.emitter != "any") or (passing and not row.passing):
-            continue
-        if row.matches(text, lowered, type, stack):
-            return row
-    return None
-
-
-@cache
-def index_rows() -> tuple[frozenset[int], dict[str, set[int]], re.Pattern[str]]:
-    """Which rows a text can match, so that few are tried: by their numbers, those without words, and the others by the
-    beginnings of their words. A beginning is a word that no shorter one begins; the expression finds all in a text.
-    """
-    numbers: dict[str, set[int]] = {}
-    wordless = set()
-    for number, row in enumerate(read_signatures()):
-        words = (*row.phrases, *row.words)
-        if not words or (row.pattern and not row.words):
-            wordless.add(number)
-        for word in words:
-            numbers.setdefault(word, set()).add(number)
-    beginnings = re.compile(f"(?=({any_of(numbers)}))")
-    by_beginning: dict[str, set[int]] = {}
-    for word, rows in numbers.items():
-        match = beginnings.match(word)
-        assert match is not None
-        by_beginning.setdefault(match[1], set()).update(rows)
-    return frozenset(wordless), by_beginning, beginnings
+    rows = (row for row in read_signatures() if (row.emitter == "any" or not by_user) and (row.passing or not passing))
+    return next((row for row in rows if row.matches(text, lowered, type, stack)), None)
 
 
 def any_of(words: Iterable[str]) -> str:

@@ -64,7 +64,6 @@ def forget_phrases(forgotten: frozenset[str]) -> Iterator[None]:
 
 def _clear_caches() -> None:
     signatures.find_signature.cache_clear()
-    signatures.index_rows.cache_clear()
 
 
 def _forget(row: signatures.Signature, forgotten: frozenset[str]) -> signatures.Signature | None:
