@@ -95,6 +95,13 @@ def test_words_in_the_users_own_exception_are_theirs(said: str) -> None:
     assert row.kind == "user_code"
 
 
+def test_a_recompute_of_other_sizes_is_the_users_code() -> None:
+    said = "CheckpointError: different\nsaved metadata: {'shape': Size([8])}\nrecomputed metadata: {'shape': Size([9])}"
+    row = find_signature(said, type="CheckpointError")
+    assert row is not None
+    assert row.kind == "user_code"
+
+
 def test_no_kernel_or_scheduler_raises_a_value_error() -> None:
     said = "ValueError: Killed process 3 (python) total-vm:12kB, anon-rss:3kB is no known status"
     row = find_signature(said, type="ValueError")
