@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from .units import escape_controls
 
 Tier = Literal["device", "host", "pinned", "shm", "nvme"]
-TIERS: tuple[Tier, ...] = ("device", "host", "pinned", "nvme")
+TIERS: tuple[Tier, ...] = ("device", "host", "pinned", "nvme")  # forecast and measured; shm is watched and diagnosed
 TIERS_OF_A_NODE: tuple[Tier, ...] = ("host", "nvme")  # the others are a rank's
 # The activity of a rank. The order is that of a trial; the heartbeat stores the index.
 Phase = Literal[
