@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ..plain_text import read_text
+from ..system import processes
 from ..types import WorkloadSource
 from ..workload.script_source import Import, script_imports
 from .patching import SymbolMissing, declare, when_imported
@@ -226,6 +227,7 @@ def read_process_state(connection: int) -> dict[str, object]:
         "the handler of SIGCHLD": signal.getsignal(signal.SIGCHLD),
         "descriptors": os.fstat(connection).st_ino,
         "sys.modules": sys.modules.get("sys") is sys and "torch" in sys.modules,
+        "the processes below it": processes.list_children(),
         "functions of Python": [pkgutil.resolve_name(name) for name in _FUNCTIONS],
     }
 

@@ -27,9 +27,8 @@ from ..system import processes, stacks
 from ..system.host import count_cores, find_interface, threads_per_rank
 from ..types import ModelFacts, Phase
 from ..workload.hf_config import partition_at_build
-from ..workload.load import bind_options, load
+from ..workload.load import bind_options, check_process, in_one_process, load
 from ..workload.protocol import Workload
-from .abrupt_ends import Watch, ending_forked_children, watching
 from .job import RUN_VARIABLE, Heartbeats, JobKind, RankJob
 from .memory import CpuMeter, CudaMeter, Meter
 from .model_facts import seed_all
@@ -57,16 +56,15 @@ class Observer:
     build_s: float = 0.0
     init_s: float = 0.0
     training_peaks: dict[str, int] = field(default_factory=dict)
-    watch: Watch | None = None  # of the workload's code
     sample_every_s: float = 0.0
+    pid: int = field(default_factory=os.getpid)
     _sampled_s: float = 0.0
     _build_began_s: float = 0.0
     _init_began_s: float = 0.0
     _first_step_over: bool = False
 
     def __call__(self, phase: Phase, step: int) -> None:
-        if self.watch is not None:
-            self.watch.check()
+        check_process(self.pid)
         now = time.perf_counter()
         if phase == "build":
             self._build_began_s = now
@@ -117,10 +115,7 @@ class RankContext:
     def load_workload(self) -> Workload:
         """Return the workload with this job's arguments. What the user's code raises is passed on."""
         if self.workload is None:
-            workload = load(self.job.source)
-            if self.observer.watch is not None:
-                self.observer.watch.check()
-            return workload
+            return load(self.job.source)
         return bind_options(self.workload, self.job.source) if self.job.rebind else self.workload
 
     def run_script(self, complete: Callable[[ScriptEnd], JobResult]) -> JobResult:
@@ -186,25 +181,15 @@ def run_rank(job: RankJob, slot: int, board: Heartbeats, store: socket.socket | 
     context = RankContext(job=job, slot=slot, observer=observer, store=store, workload=workload)
     try:
         try:
-            return context.write_record(_run_watched(context))
+            with in_one_process(context.write_record):
+                result = _HANDLERS[job.job](context)
+            return context.write_record(result)
         except BaseException as error:  # SystemExit of user code too: a rank that leaves without a result is a failure
             return context.write_record(error)
     except BaseException as error:
         _print_to_log(read_traceback(error))
         is_disk = isinstance(error, OSError) and error.errno in _DISK_ERRORS
         return RESULT_UNWRITTEN_EXIT if is_disk else RESULT_PREVENTED_EXIT
-
-
-def _run_watched(context: RankContext) -> JobResult:
-    """Do the job. If the workload ends this process or forks, that is noticed; a script has its own rules for it."""
-    if context.job.source.kind == "script":
-        return _HANDLERS[context.job.job](context)
-    with watching(context.write_record) as watch:
-        context.observer.watch = watch
-        with ending_forked_children():
-            result = _HANDLERS[context.job.job](context)
-        watch.check()
-    return result
 
 
 def _build_ops(context: RankContext) -> JobResult:

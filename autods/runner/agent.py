@@ -49,7 +49,7 @@ _POLL_MS = 250
 _SILENT_S = 120.0  # a zygote that has work and says nothing for so long is ended; it beats while ranks run
 _CLOSE_S = 10.0  # a zygote whose connection was closed ends at once, unless it runs a job or waits for a file
 _STRAYS_S = 2.0
-_BY_OTHERS = ("killed by SIGKILL", "killed by SIGTERM")  # a workload that kills itself is noticed before
+_BY_OTHERS = ("killed by SIGKILL", "killed by SIGTERM")  # a person, a scheduler, an OOM killer
 _TIERS_EVERY_S = 1.0
 _PRIVATE = "autods-ranks-"  # the private folders of jobs
 

@@ -26,14 +26,13 @@ from typing import NoReturn
 from ..config.deepspeed import required_ops
 from ..diagnosis.evidence import RESULT_UNWRITTEN_EXIT
 from ..rank import ops, preload
-from ..rank.abrupt_ends import ending_forked_children, watching
 from ..rank.job import Beat, Heartbeats, RankJob
 from ..rank.result import describe_error
 from ..rank.worker import environment, run_rank
 from ..system import private, processes, stacks
 from ..system.hidden_modules import describe_failed_import
 from ..types import WorkloadSource
-from ..workload.load import load
+from ..workload.load import in_one_process, load
 from ..workload.protocol import Workload
 from .cleanup import VARIABLE, has_session, note_job, remove_leftovers
 from .monitor import GpuMonitor, HostMonitor, RankMonitor, RunningRank
@@ -114,11 +113,9 @@ def _load(source: WorkloadSource, argv: list[str], agent: socket.socket) -> tupl
 
 def _load_workload(source: WorkloadSource, agent: socket.socket) -> Workload:
     """Import the user's module. If it ends or changes this process, the agent is told or sees this process end."""
-    with watching(lambda error: agent.sendall(encode(_describe_failure(error, source)))) as watch:
-        state = preload.read_process_state(agent.fileno())
-        with ending_forked_children():
-            workload = load(source)
-        watch.check()
+    state = preload.read_process_state(agent.fileno())
+    with in_one_process(lambda error: agent.sendall(encode(_describe_failure(error, source)))):
+        workload = load(source)
     if (change := preload.find_change(state, agent.fileno())) is not None:
         print(f"each rank imports the workload by itself: {change}", file=sys.stderr, flush=True)
         os._exit(UNFIT_EXIT)

@@ -23,7 +23,7 @@ _HEADINGS = ("Current thread 0x", "Stack (most recent call first):")  # with the
 _THREAD = re.compile(r"^(?=Thread 0x)", re.MULTILINE)
 # Installed packages, the standard library, modules without a file, and our own.
 _NOT_THE_USERS = re.compile(
-    r"/(?:site|dist)-packages/|/lib(?:64)?/python3[^/]*/|^<|/autods/(?:trial|runner|workload|forecast|system)/"
+    r"/(?:site|dist)-packages/|/lib(?:64)?/python3[^/]*/|^<|/autods/(?:rank|runner|workload|forecast|system)/"
 )
 _STDLIB = re.compile(r"/lib(?:64)?/python3[^/]*/(?!(?:site|dist)-packages/)|^<frozen ")
 _AUTODS = str(Path(__file__).parents[1]) + os.sep

@@ -7,10 +7,13 @@ import functools
 import hashlib
 import os
 import pickle
+import signal
 import sys
 import sysconfig
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from os import _exit  # the workload may replace it
 from pathlib import Path
 from typing import Any
 
@@ -243,3 +246,41 @@ def _pickle_by_value(workload: Workload) -> bytes:
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
+
+
+class SecondRank(WorkloadError):
+    """The user's code has forked this process, which goes on as a second rank."""
+
+    def __init__(self) -> None:
+        hint = "let it end with os._exit(0), or start a program with subprocess"
+        super().__init__("os.fork() was called, and the new process goes on as a second rank", hint=hint)
+
+
+def check_process(pid: int) -> None:
+    """Raise SecondRank where this is not the process `pid`, but one that it has forked."""
+    if os.getpid() != pid:
+        raise SecondRank
+
+
+@contextlib.contextmanager
+def in_one_process(report: Callable[[SecondRank], object]) -> Iterator[None]:
+    """Run the user's code in the block. A process that it forks may do what it likes, but does not leave the block.
+
+    One that goes on as a second rank is reported, and both processes end.
+    """
+    pid = os.getpid()
+    try:
+        yield
+        check_process(pid)
+    except BaseException as error:
+        if os.getpid() == pid:
+            raise
+        try:
+            if not isinstance(error, SecondRank):
+                traceback.print_exc()
+                return
+            report(error)
+            if os.getppid() == pid:  # else it has ended by itself
+                os.kill(pid, signal.SIGKILL)
+        finally:
+            _exit(1)

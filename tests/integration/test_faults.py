@@ -39,9 +39,9 @@ def line_of(code: str) -> int:
 # Fault: the failure that is reported, and words of its evidence.
 REPORTED = {
     "SIGKILL": ("unknown", "killed by SIGKILL"),
-    "SIGSEGV": ("user_code", f".py:{line_of('lambda: os.kill(')}: os.kill(os.getpid(), SIGSEGV) was called"),
-    "SIGABRT": ("user_code", f".py:{line_of('lambda: os.kill(')}: os.kill(os.getpid(), SIGABRT) was called"),
-    "os._exit(0)": ("user_code", f".py:{line_of('lambda: os._exit(0)')}: os._exit(0) was called"),
+    "SIGSEGV": ("user_code", f".py:{line_of('lambda: os.kill(')}: killed by SIGSEGV"),
+    "SIGABRT": ("user_code", f".py:{line_of('lambda: os.kill(')}: killed by SIGABRT"),
+    "os._exit(0)": ("user_code", "the process left with exit code 0 and no result"),
     "exception": ("user_code", "RuntimeError: made to fail"),
     "strays": ("user_code", "RuntimeError: made to fail"),
 }

@@ -54,7 +54,7 @@ CASES = (
     Case(fault="missing package", phase="build", kind="user_code", action="fix_code", then=ONCE, words="flash_attn"),
     Case(fault="sys.exit", phase="build", kind="user_code", action="fix_code", then=ONCE, words="sys.exit(3)"),
     Case(fault="os._exit(0)", phase="step", kind="user_code", action="fix_code", then=ONCE,
-         words="os._exit(0) was called"),
+         words="the process left with exit code 0"),
     Case(fault="bus error", phase="build", kind="out_of_memory", tier="shm", action="fix_environment", then=ONCE),
     Case(fault="full disk", phase="step", kind="out_of_memory", tier="nvme", action="fix_environment", then=ONCE,
          words="No space left"),

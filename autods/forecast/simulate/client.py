@@ -288,6 +288,7 @@ def _check(answer: object, kind: type[_Answer], log: IO[bytes]) -> _Answer:
         if fatal and (frame := stacks.find_crash(text)) is not None:
             hint = "this line, or a library in C that it calls, ended the process"
             raise SimulationFailed(kind="user_code", problem=last, place=str(frame), hint=hint)
-        raise SimulationFailed(kind="crashed", problem=f"the simulation's process died: {last}")
+        hint = "did the workload call os._exit, or did somebody end it?"
+        raise SimulationFailed(kind="crashed", problem=f"the simulation's process died: {last}", hint=hint)
     assert isinstance(answer, kind), f"expected {kind.__name__}, got {type(answer).__name__}"
     return answer

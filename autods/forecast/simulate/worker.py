@@ -55,14 +55,11 @@ def main(argv: list[str]) -> None:
     source, scratch = WorkloadSource(**json.loads(argv[2])), argv[3]
     stacks.answer_requests()  # the client asks where a long simulation is
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client handles Ctrl-C, and closes the socket
-    pid = os.getpid()
     faulthandler.enable()
     try:
         with processes.die_with_peer(client):
             prepared = _prepare("cpu" if device == "cpu" else "cuda", source, scratch, client)
     except BaseException as error:
-        if os.getpid() != pid:  # a process that the workload forked
-            _exit(1)
         send(client, failure_of(error, source.path))
         return
     send(client, Ready())
@@ -81,8 +78,7 @@ def _prepare(device: Device, source: WorkloadSource, scratch: str, client: socke
         problem, _, hint = describe_failed_import(error).partition("\n  ")
         raise Refused("environment", problem, hint) from error
     from ...rank import preload
-    from ...rank.abrupt_ends import watching
-    from ...workload.load import load
+    from ...workload.load import in_one_process, load
     from .engine import SimulationContext
 
     context = SimulationContext(cpu=device == "cpu")
@@ -91,9 +87,8 @@ def _prepare(device: Device, source: WorkloadSource, scratch: str, client: socke
     if source.kind == "script":
         preload.preload_script(source)
     else:
-        with watching(lambda error: send(client, failure_of(error, source.path))) as watch:
+        with in_one_process(lambda error: send(client, failure_of(error, source.path))):
             workload = load(source)
-            watch.check()
     gc.freeze()
     gc.enable()
     return _Prepared(context, source, scratch, workload)
@@ -199,7 +194,7 @@ def _build_and_serve(client: socket.socket, spec: EngineSpec, prepared: _Prepare
     """The life of a child that builds the model which engines share, and forks them."""
     faulthandler.enable()
     from ...rank import preload
-    from ...rank.abrupt_ends import watching
+    from ...workload.load import in_one_process
     from .engine import BuiltModel
 
     def serve(model: BuiltModel) -> None:
@@ -213,15 +208,13 @@ def _build_and_serve(client: socket.socket, spec: EngineSpec, prepared: _Prepare
     pid = os.getpid()
 
     def fail(error: BaseException) -> None:
-        if os.getpid() != pid:  # a process that the workload forked: it takes over
-            os.kill(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)  # this process takes over
         serve(BuiltModel.failed(error))
 
     try:
         assert prepared.workload is not None
-        with watching(fail) as watch:
+        with in_one_process(fail):
             model = BuiltModel(prepared.context, prepared.workload, spec)
-            watch.check()
     except BaseException:
         traceback.print_exc()
         _end()
@@ -292,22 +285,18 @@ def _answer(connection: socket.socket, source: WorkloadSource, work: Callable[[]
 
 def _succeeds(connection: socket.socket, source: WorkloadSource, work: Callable[[], object]) -> bool:
     """Do the work, and send its failure if it fails; whether it went well."""
-    from ...rank.abrupt_ends import watching
+    from ...workload.load import in_one_process
 
-    pid = os.getpid()
+    def report(error: BaseException) -> None:
+        send(connection, failure_of(error, source.path))
+
     try:
-        with (
-            processes.die_with_peer(connection),
-            watching(lambda error: send(connection, failure_of(error, source.path))) as watch,
-        ):
+        with processes.die_with_peer(connection), in_one_process(report):
             work()
-            watch.check()
     except BaseException as error:
-        if os.getpid() != pid:  # a process that the workload forked
-            _exit(1)
         with contextlib.suppress(Exception):  # its methods are the workload's
             traceback.print_exc()
-        send(connection, failure_of(error, source.path))
+        report(error)
         return False
     return True
 

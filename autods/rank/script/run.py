@@ -15,14 +15,15 @@ from typing import Any, NoReturn
 from ...types import WorkloadSource
 from ...workload.protocol import WorkloadError
 from ...workload.script_source import fill_placeholders, has_local_rank_parameter
-from ..abrupt_ends import watching
 from ..job import RankJob
+from ..patching import declare
 from ..result import ScriptEnd
 from . import cpu_ranks, engine_hooks, sandbox
 from .session import Enough, Session
 from .user_errors import cause_of_exit, explain, script_error
 
 _LISTED_FILES = 20
+_EXIT = declare("os._exit", "a script that has trained enough may leave as it likes")
 _FORKED = "forked"  # a file in the scratch folder: training was tried in a forked process
 
 
@@ -53,12 +54,15 @@ def run(
     observer("build", 0)
     failure: BaseException | None = None
 
-    def end_abruptly(error: BaseException) -> NoReturn:
-        cause = session.failure or error  # a script that has trained enough may leave as it likes
-        leave(session.result() if session.ended else explain(cause, job.device))
+    def exit_with_result(code: int) -> NoReturn:
+        with _EXIT.installed(exit_now):
+            if session.ended and os.getpid() == pid:
+                leave(session.result())
+            os._exit(code)
 
+    exit_now = os._exit
     try:
-        with watching(end_abruptly):
+        with _EXIT.installed(exit_with_result):
             run_as_main(job.source)
     except Enough:
         pass

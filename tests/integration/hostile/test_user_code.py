@@ -113,9 +113,9 @@ def test_a_zygote_reports_a_misdeed_or_leaves_it_to_the_ranks(preloaded, name):
     (report,) = reports
     failure = find_failure([decode(json.dumps(report).encode())], JOB)
     first = place_in("import", code)[1]
-    assert line is not None
+    place = "" if line is None else f"{path}:{first + line}: "
     assert failure.action == "fix_code"
-    assert f"{failure.evidence}\n".startswith(f"{path}:{first + line}: {message}")
+    assert f"{failure.evidence}\n".startswith(place + message)
 
 
 def test_a_module_that_does_no_harm_is_preloaded(preloaded):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import signal
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,7 @@ import pytest
 
 from autods.errors import InputError
 from autods.workload import Workload, load, make_source
+from autods.workload.load import check_process, in_one_process
 from autods.workload.protocol import WorkloadError
 
 COMPLETE = "def build_model(): ...\ndef build_batch(micro_batch_size): ...\n"
@@ -107,3 +112,33 @@ class Planted:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Path.touch, (self.mark,)
+
+
+def run_in_block(act: Callable[[int], object]) -> tuple[int, str]:
+    """The exit code of a process whose user's code forks and does this in the new process, and what it reports."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            with in_one_process(lambda error: os.write(writer, str(error).encode())):
+                if (child := os.fork()) == 0:
+                    act(os.getppid())
+                else:
+                    os.waitpid(child, 0)
+        finally:
+            os._exit(7)
+    os.close(writer)
+    with open(reader) as report:
+        text = report.readline()
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), text.strip()
+
+
+def test_a_forked_process_that_raises_ends_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_in_block(lambda pid: sys.exit()) == (7, "")
+    assert "SystemExit" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("act", [lambda pid: None, check_process], ids=["leaves the block", "reaches a phase"])
+def test_a_forked_process_that_goes_on_ends_both(act: Callable[[int], object]) -> None:
+    problem = "os.fork() was called, and the new process goes on as a second rank"
+    assert run_in_block(act) == (-signal.SIGKILL, problem)
