@@ -1,123 +1,125 @@
 """Whether a Ray cluster lets this process join, tried by another process first.
 
-Ray's core aborts a process whose token a cluster refuses, and waits for minutes for a head that is none. So a child
-(`cluster_rehearsal`) takes `STEPS` up to a real connection, each within a time limit, and ends.
+Ray's core aborts a process that a cluster refuses, and asks a head that is none again and again. So a child process
+joins the cluster, within a time limit, and its last words are the reason where it cannot.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import re
-import select
+import socket
+import stat
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from pathlib import Path
 
 from ..errors import AutodsError, EnvironmentBroken, InputError
+from ..system.processes import python_command
 
 START_HINT = "start one as docs/nodes.md says; `ray start --head` prints its address"
 SAME_HINT = "every node needs the same Ray and Python; `ray status --address HOST:PORT` says more"
-_LEAVE_S = 5.0
-_REHEARSAL = "autods.runner.cluster_rehearsal"
+_TOKEN_HINT = "copy ~/.ray/auth_token of the cluster's first node here, chmod 600 it, and export RAY_AUTH_MODE=token"
+_CHILD = "autods.runner.ray_connect"
+_CONNECT_S = 10.0
+_JOIN_S = 60.0  # Ray tries a token for 20 s, and joins within 2
+_LOG_PREFIX = re.compile(r"\[\d{4}-.*?\] (?:\S+:\d+: )?")
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A step of the child: its limit, and the error when it takes longer."""
+def check_cluster(host: str, port: int, origin: str) -> None:
+    """Return when a child process has joined the cluster and left it.
 
-    limit_s: float
-    problem: str
-    error: type[AutodsError]
-    hint: str
-
-
-STEPS = MappingProxyType(
-    {
-        "start": Step(60, "Python took longer than 60 s to start", EnvironmentBroken, "is the machine busy?"),
-        "resolve": Step(10, "the host was not found within 10 s", InputError, "give HOST as an IP address"),
-        "connect": Step(15, "no Ray cluster answers within 15 s", InputError, START_HINT),
-        "load": Step(120, "Ray was not imported within 120 s", EnvironmentBroken, "is the machine busy?"),
-        "ask": Step(10, "the Ray cluster there does not answer", EnvironmentBroken, SAME_HINT),
-        "join": Step(20, "the Ray cluster there was not joined within 20 s", EnvironmentBroken, SAME_HINT),
-    }
-)
-
-
-class ClusterCheck:
-    """A running check. A context manager that leaves no process behind; `wait` has the verdict."""
-
-    def __init__(self, host: str, port: int, origin: str) -> None:
-        self.origin, self.log = origin, tempfile.TemporaryFile()
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", _REHEARSAL, host, str(port), str(os.getpid())],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},  # as we import
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self.log, start_new_session=True,
+    `origin` is the option or variable that names the cluster. Raises InputError where nobody listens at the address,
+    EnvironmentBroken for a token that other users can read, and where the cluster was not joined.
+    """
+    find_token(origin)
+    try:
+        socket.create_connection((host, port), _CONNECT_S).close()
+    except (OSError, UnicodeError) as error:  # a label of more than 63 characters is no Unicode
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"no Ray cluster answers there ({reason})", place=origin, hint=START_HINT) from None
+    command = [*python_command(_CHILD), host, str(port), str(os.getpid())]
+    folders = os.pathsep.join(path for path in sys.path if path)  # as we import
+    try:
+        joined = subprocess.run(
+            [command[0], "-W", "ignore", *command[1:]], env={**os.environ, "PYTHONPATH": folders}, timeout=_JOIN_S,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
-
-    def __enter__(self) -> ClusterCheck:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.process.kill()
-        self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        self.log.close()
-
-    def wait(self) -> None:
-        """Return when the cluster was joined and left.
-
-        Raises InputError where the address is at fault, EnvironmentBroken where a node is.
-        """
-        step = STEPS["start"]
-        while line := self._read_line(step):
-            if line.startswith("{"):
-                self._finish(json.loads(line))
-                return
-            step = STEPS[line]
-        raise make_error(
-            EnvironmentBroken, f"the Ray cluster there cannot be joined: {self._read_abort()}", self.origin, SAME_HINT
-        )
-
-    def _read_line(self, step: Step) -> str:
-        """Return the child's next line; '' when it has ended. Raises the step's error at its limit."""
-        assert self.process.stdout is not None
-        line, until = b"", time.monotonic() + step.limit_s
-        while not line.endswith(b"\n"):
-            ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, until - time.monotonic()))
-            if not ready:
-                raise make_error(step.error, step.problem, self.origin, step.hint)
-            if not (byte := os.read(self.process.stdout.fileno(), 1)):
-                return ""
-            line += byte
-        return line.decode().strip()
-
-    def _finish(self, verdict: Mapping[str, str]) -> None:
-        if verdict:
-            kind = InputError if verdict["kind"] == InputError.kind else EnvironmentBroken
-            raise make_error(kind, verdict["problem"], self.origin, verdict["hint"])
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(_LEAVE_S)
-
-    def _read_abort(self) -> str:
-        """Why Ray's core aborted the child, by its last words."""
-        self.log.seek(0)
-        text = self.log.read().decode(errors="replace")
-        words = re.findall(r"Check failed: .*", text) or [line for line in text.splitlines() if line.strip()]
-        return words[-1] if words else f"the process that tried it ended with exit code {self.process.wait()}"
+    except subprocess.TimeoutExpired as expired:
+        words = _read_last_words(expired.stdout or b"", origin)
+        problem = f"the Ray cluster there was not joined within {_JOIN_S:.0f} s: {words or 'it says nothing'}"
+        raise make_error(problem, origin, START_HINT) from None
+    if joined.returncode:
+        words = _read_last_words(joined.stdout, origin) or f"the process that tried it ended with {joined.returncode}"
+        raise make_error(f"the Ray cluster there cannot be joined: {words}", origin, SAME_HINT)
 
 
-def make_error(kind: type[AutodsError], problem: str, origin: str, hint: str) -> AutodsError:
+def _read_last_words(output: bytes, origin: str) -> str:
+    """The reason in what the child has printed: of an abort, else its last line; '' without one.
+
+    Raises EnvironmentBroken where the cluster did not accept the token.
+    """
+    text = output.decode(errors="replace")
+    if "AuthToken" in text or "authentication" in text.lower():
+        raise make_error(f"the Ray cluster there {describe_refusal(origin)}", origin, _TOKEN_HINT)
+    words = re.findall(r"Check failed: .*", text) or [line for line in text.splitlines() if line.strip()]
+    return _LOG_PREFIX.sub("", words[-1]).strip() if words else ""
+
+
+def find_token(origin: str) -> str | None:
+    """Return the variable or the file from which Ray takes its token; None where there is none.
+
+    Raises EnvironmentBroken for a file that other users can read, or that is another user's: who has the token, has
+    the cluster. Ray aborts where the token is no HTTP header, or its mode is unknown.
+    """
+
+    def refuse(problem: str, hint: str = _TOKEN_HINT) -> AutodsError:
+        return make_error(problem, origin, hint)
+
+    mode, given = os.environ.get("RAY_AUTH_MODE", ""), os.environ.get("RAY_AUTH_TOKEN_PATH")
+    if mode not in ("", "token", "disabled"):
+        raise refuse(f"RAY_AUTH_MODE={mode} is neither token nor disabled")
+    source, text = "RAY_AUTH_TOKEN", os.environ.get("RAY_AUTH_TOKEN")
+    if not text:
+        path = Path(given or "~/.ray/auth_token").expanduser()
+        source = str(path)
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would wait for its writer
+            with open(file, "rb") as reader:
+                status, text = os.fstat(file), reader.read(4096).decode(errors="replace")
+        except FileNotFoundError:
+            if given:
+                raise refuse(f"RAY_AUTH_TOKEN_PATH={given} does not exist") from None
+            if mode == "token":
+                raise refuse("RAY_AUTH_MODE is token, and there is no token here") from None
+            return None
+        except OSError as error:
+            raise refuse(f"{path} cannot be read ({error.strerror})") from None
+        if status.st_uid not in (0, os.getuid()):
+            raise refuse(f"{path} belongs to another user (uid {status.st_uid})")
+        if status.st_mode & 0o077:
+            problem = f"{path} is open to other users (mode {stat.S_IMODE(status.st_mode):04o})"
+            raise refuse(problem, f"chmod 600 {path}; whoever read it can use the cluster")
+    if not re.fullmatch(r"[!-~]+", text.strip()):
+        raise refuse(f"{source} holds no token")
+    return source
+
+
+def describe_refusal(origin: str) -> str:
+    """Why the cluster did not accept this process's token, as far as that is known here."""
+    source, mode = find_token(origin), os.environ.get("RAY_AUTH_MODE")
+    if source is None:
+        return "wants a token, and there is none here"
+    return (
+        f"wants a token, and RAY_AUTH_MODE={mode} keeps that of {source} back"
+        if mode == "disabled"
+        else (f"refuses the token of {source}")
+    )
+
+
+def make_error(problem: str, origin: str, hint: str) -> EnvironmentBroken:
     """The error in two lines, which begin with the option or variable that names the cluster."""
-    if kind is InputError:
-        return InputError(problem, place=origin, hint=hint)
-    return kind(f"{origin}: {problem}\n  {hint}")
+    return EnvironmentBroken(f"{origin}: {problem}\n  {hint}")
 
 
 def parse_address(text: str, origin: str) -> tuple[str, int]:

@@ -26,7 +26,7 @@ from ..system import processes
 from ..system.limits import check_limits, check_space
 from ..system.waiting import kept_running
 from .cleanup import open_session, session_variables
-from .cluster_check import SAME_HINT, START_HINT, ClusterCheck, format_address, parse_address
+from .cluster_check import SAME_HINT, START_HINT, check_cluster, format_address, parse_address
 
 _SERVICES = "ray._private.services"
 _VARIABLES = {
@@ -72,9 +72,8 @@ def session(
                 yield ray
         else:
             host, port, origin = find_cluster(address)
-            with ClusterCheck(host, port, origin) as check:
-                ray = import_ray()  # meanwhile
-                check.wait()
+            check_cluster(host, port, origin)
+            ray = import_ray()
             with join_cluster(ray, host, port):
                 yield ray
 
@@ -217,7 +216,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def join_cluster(ray: Any, host: str, port: int) -> Iterator[None]:
-    """A connection to the cluster at HOST:PORT, whose nodes get our package; `ClusterCheck` says that it accepts us.
+    """A connection to the cluster at HOST:PORT, whose nodes get our package; `check_cluster` says that it accepts us.
 
     Raises EnvironmentBroken when it cannot be joined after all.
     """
@@ -325,3 +324,20 @@ def import_ray() -> Any:
     import ray
 
     return ray
+
+
+def main(argv: list[str]) -> None:
+    """Join the cluster at HOST PORT and leave it, as the child of `check_cluster` in the process PARENT."""
+    host, port, parent = argv[0], int(argv[1]), int(argv[2])
+    processes.die_with_parent(parent)
+    ray = import_ray()
+    use_token()
+    try:
+        init_ray(ray, host, address=format_address(host, port))
+    except Exception as error:  # Ray raises exceptions of no particular type here
+        sys.exit(" ".join(str(error).split()) or type(error).__name__)
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

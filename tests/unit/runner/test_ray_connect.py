@@ -288,33 +288,17 @@ def test_auto_without_a_cluster_names_the_command_for_one(note: Path) -> None:
     assert "ray start --head" in str(refused.value)
 
 
-class FakeCheck:
-    """A `ClusterCheck` that ends with this error."""
-
-    def __init__(self, error: Exception | None) -> None:
-        self.error = error
-
-    def __call__(self, host: str, port: int, origin: str) -> FakeCheck:
-        return self
-
-    def __enter__(self) -> FakeCheck:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        pass
-
-    def wait(self) -> None:
-        if self.error is not None:
-            raise self.error
-
-
 @pytest.mark.parametrize("error", [None, InputError("is no Ray cluster")])
 def test_a_session_joins_what_was_checked_and_leaves_it(
     error: InputError | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def check(host: str, port: int, origin: str) -> None:
+        if error is not None:
+            raise error
+
     ray = FakeRay()
     monkeypatch.setattr(ray_connect, "import_ray", lambda: ray)
-    monkeypatch.setattr(ray_connect, "ClusterCheck", FakeCheck(error))
+    monkeypatch.setattr(ray_connect, "check_cluster", check)
     monkeypatch.delitem(sys.modules, "ray", raising=False)
     if error is None:
         with session(cpus=1, address="10.0.0.1:6379"):
