@@ -18,17 +18,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from ..system.peers import cut_off_strangers, list_listening_ports
 from ..types import Collective, Communication
 from .job import RankJob
-from .patching import declare, declare_all
+from .patching import declare
 
 _CREATE_STORE = declare("torch.distributed.rendezvous._create_c10d_store", "ranks meet in a private file")
 _TCP_STORE = declare("torch.distributed.rendezvous.TCPStore", "rank 0 has a socket for it already")
-
-_GROUPS = declare_all(
-    "torch.distributed", ("init_process_group", "new_group"), "gloo takes whoever connects to its port first"
-)
 
 
 def join(job: RankJob, store: socket.socket | None) -> None:
@@ -50,8 +45,6 @@ def choose_store(job: RankJob, listening: socket.socket | None) -> None:
     Ranks of several nodes have a TCPStore: not every file system that nodes share has locks. Rank 0 serves it on the
     socket `listening`, whose port is MASTER_PORT and which was bound before the fork, so that nobody can take the port.
     """
-    for patch in _GROUPS.values():
-        patch.wrap(_make_group, everywhere=True)
     if job.is_whole:
         _CREATE_STORE.wrap(_open_private_store, job, collections.Counter())
     elif listening is not None:
@@ -74,19 +67,6 @@ def _open_private_store(job: RankJob, opened: collections.Counter[int], original
     opened[port] += 1
     store.set_timeout(given["timeout"])
     return store
-
-
-def _make_group(original: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Make the group, then cut off other users of this machine who were faster than the ranks at gloo's new ports.
-
-    The ranks send nothing before. Where a stranger took the place of a rank, the first collective fails at once.
-    """
-    before = list_listening_ports()
-    group = original(*args, **kwargs)
-    strangers = collections.Counter(cut_off_strangers(list_listening_ports() - before))
-    for uid, count in strangers.items():
-        print(f"autods: cut off {count} connections to this rank of the user with uid {uid}", flush=True)
-    return group
 
 
 def _serve_on(listening: socket.socket, original: Any, /, *args: Any, **kwargs: Any) -> Any:
