@@ -13,7 +13,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ..diagnosis.evidence import RankError
@@ -22,7 +22,7 @@ from ..rank.job import RankJob
 from ..rank.ops import is_cached
 from ..system import private, processes, stacks
 from ..system.host import find_memory_groups, installed_versions, read_hardware
-from ..system.waiting import Continuer, Loading, Wait, describe_continued
+from ..system.waiting import Loading, Wait
 from ..types import Device, WorkloadSource
 from ..units import format_signal
 from .cleanup import find_note, has_session, open_session, remove_leftovers, session_variables
@@ -175,8 +175,8 @@ class NodeAgent:
             zygote.send(job.to_json().encode())
         try:
             while (message := zygote.receive(_SILENT_S + job.end_s)) is not None:
-                if isinstance(message, NodeReport):  # a short job ends before anybody asks for its progress
-                    return replace(message, notes=(*message.notes, *zygote.take_notes()))
+                if isinstance(message, NodeReport):
+                    return message
                 assert isinstance(message, Heartbeat)
                 self.heartbeat = message
         finally:
@@ -186,14 +186,13 @@ class NodeAgent:
         return replace(death, phase=self.heartbeat.phase, step=self.heartbeat.step, host=host.summarize())
 
     def progress(self) -> Heartbeat:
-        """Return the phase and step of the slowest rank, each note about the zygote once, and a run's tiers."""
-        zygote, job = self.zygote, self.job
+        """Return the phase and step of the slowest rank, and a run's tiers."""
+        job = self.job
         if job is None or job.job != "run":
             self.tiers = ()
         elif time.monotonic() - self.tiers_read_s > _TIERS_EVERY_S:
             self.tiers, self.tiers_read_s = read_tiers(find_memory_groups(), job.swap), time.monotonic()
-        notes = () if zygote is None else zygote.take_notes()
-        return replace(self.heartbeat, notes=notes, tiers=self.tiers)
+        return replace(self.heartbeat, tiers=self.tiers)
 
     def locate(self) -> str:
         """Return where the zygote is; '' without one. See `ZygoteProcess.locate`."""
@@ -241,8 +240,6 @@ class ZygoteProcess:
     pending: bytes = b""
     overdue_s: float | None = None
     stack: tuple[stacks.Frame, ...] = ()
-    notes: list[str] = field(default_factory=list)
-    continuer: Continuer = field(default_factory=Continuer)
 
     def send(self, line: bytes) -> None:
         """Send a job, `ABORT` or `BIND` with an address. A zygote that is gone shows in `receive`."""
@@ -252,15 +249,13 @@ class ZygoteProcess:
     def receive(self, within_s: float, *, loads: bool = False) -> ZygoteMessage | None:
         """Wait for the next message; None when the zygote is gone, or says nothing for so long.
 
-        A zygote that somebody has stopped is continued. One that `loads` has longer while it moves many bytes.
+        One that `loads` has longer while it moves many bytes.
         """
         wait: Wait | Loading = Loading.of(self.process.pid, within_s) if loads else Wait(within_s)
         poll = select.poll()
         poll.register(self.connection, select.POLLIN)
         while b"\n" not in self.pending:
             while not poll.poll(_POLL_MS):
-                for pid in self.continuer.look([self.process.pid]):
-                    self.notes.append(describe_continued(pid))
                 if wait.is_over():
                     self.overdue_s, self.stack = within_s, self.read_stack()
                     return None
@@ -272,14 +267,6 @@ class ZygoteProcess:
             self.pending += data
         line, _, self.pending = self.pending.partition(b"\n")
         return decode(line)
-
-    def take_notes(self) -> tuple[str, ...]:
-        """Return the sentences for the user, each to one of the threads that ask."""
-        taken = []
-        with contextlib.suppress(IndexError):
-            while True:
-                taken.append(self.notes.pop(0))
-        return tuple(taken)
 
     def read_stack(self) -> tuple[stacks.Frame, ...]:
         """Return the main thread's stack; () where it does not answer."""

@@ -181,13 +181,7 @@ class RunnerPool:
         if self.runner is None or variables != self.variables:
             self._end_runner()
             # Ray has to outlive each runner.
-            self._exits.enter_context(
-                session(
-                    cpus=max(2, os.cpu_count() or 2),
-                    address=self.settings.address,
-                    report=lambda text: self.listen(Note(text=text, passing=True)),
-                )
-            )
+            self._exits.enter_context(session(cpus=max(2, os.cpu_count() or 2), address=self.settings.address))
             if variables:
                 text = " ".join(f"{name}={value}" for name, value in variables.items())
                 self.listen(Note(text=f"ranks with {text}"))

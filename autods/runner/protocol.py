@@ -77,7 +77,7 @@ class Heartbeat:
     """The phase and step of a node's slowest rank.
 
     No rank has moved for `silent_s`. `place` is the line of the user's code where one of them is, if that is known.
-    `notes` are sentences for the user. `tiers` are the node's own while it trains in a run; in the heartbeat of a whole
+    `tiers` are the node's own while it trains in a run; in the heartbeat of a whole
     job they are those of the fullest node, tier by tier.
     """
 
@@ -86,7 +86,6 @@ class Heartbeat:
     step: int = 0
     silent_s: float = 0.0
     place: str = ""
-    notes: tuple[str, ...] = ()
     tiers: tuple[TierLevel, ...] = ()
 
 

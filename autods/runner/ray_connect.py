@@ -17,14 +17,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..errors import EnvironmentBroken, InputError
 from ..system import processes
 from ..system.limits import check_limits, check_space
-from ..system.waiting import kept_running
 from .cleanup import open_session, session_variables
 from .cluster_check import SAME_HINT, START_HINT, check_cluster, format_address, parse_address
 
@@ -53,10 +52,8 @@ _SPT_NOENV = {"SPT_NOENV": "1"}  # Ray's processes keep their environment when t
 
 
 @contextlib.contextmanager
-def session(
-    *, cpus: int, address: str | None = None, report: Callable[[str], None] = lambda text: None
-) -> Iterator[Any]:
-    """The `ray` module, connected. `report` gets a sentence, from any thread, where somebody stops Ray's processes.
+def session(*, cpus: int, address: str | None = None) -> Iterator[Any]:
+    """The `ray` module, connected.
 
     The cluster is the one that this process already is in, else the one at `address`, else one of our own with so many
     CPUs. Raises InputError where no cluster answers at `address`, EnvironmentBroken where Ray cannot be started or
@@ -68,7 +65,7 @@ def session(
             yield loaded
         elif address is None:
             ray = import_ray()
-            with kept_running(lambda: _list_services(folder), report), start_local(ray, cpus, folder):
+            with start_local(ray, cpus, folder):
                 yield ray
         else:
             host, port, origin = find_cluster(address)

@@ -71,7 +71,7 @@ class WorkerGroup:
     def __enter__(self) -> WorkerGroup:
         with contextlib.ExitStack() as stack:
             cpus = max(2, os.cpu_count() or 2)
-            self.ray = stack.enter_context(session(cpus=cpus, address=self.settings.address, report=self._note_wait))
+            self.ray = stack.enter_context(session(cpus=cpus, address=self.settings.address))
             self.cluster = RayCluster(self.ray)
             stack.callback(self.stop)
             self.start()
@@ -438,8 +438,6 @@ class WorkerGroup:
                 with contextlib.suppress(self.ray.exceptions.RayError):
                     heartbeat: Heartbeat = self.ray.get(part.progress)
                     part.heartbeat, part.silence, has_news = heartbeat, self._watch_silence(part.node), True
-                    for text in heartbeat.notes:
-                        self._note_wait(text)
             part.progress = part.node.agent.progress.remote()
         return has_news
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from . import processes
@@ -16,8 +12,6 @@ from . import processes
 FIRST_S = 20.0  # a shorter wait is not reported
 AGAIN_S = 60.0
 _MOST_BETWEEN_S = 5.0  # a longer time between two looks is one in which this process was stopped itself
-_STOPPED_S = 5.0  # a process that stays stopped (SIGSTOP) so long is continued
-_LOOK_EVERY_S = 1.0
 MOST_LIMITS = 8  # of a process that loads and moves bytes all the time
 _MANY_BYTES = 2**26
 
@@ -76,58 +70,3 @@ class Loading:
             self.moved_bytes, self.quiet = moved_bytes, Wait()
         is_too_long = self.whole.is_over()
         return self.quiet.look() >= self.limit_s or is_too_long
-
-
-@dataclass(slots=True)
-class Continuer:
-    """Continues processes that somebody has stopped with SIGSTOP, so that a fit goes on.
-
-    A debugger's stop is another state, and is left alone. The seconds are counted in looks: where this process was
-    stopped with the others, as a scheduler suspends a job, whoever continues it continues them as well.
-    """
-
-    since: dict[int, Wait] = field(default_factory=dict)
-    _looked_s: float = 0.0
-
-    def look(self, pids: Iterable[int]) -> list[int]:
-        """Return the processes that had been stopped for some seconds and are continued now; looks once a second."""
-        now = time.monotonic()
-        if now - self._looked_s < _LOOK_EVERY_S / 2:
-            return []
-        self._looked_s = now
-        stopped = {pid for pid in pids if processes.is_stopped(pid)}
-        self.since = {pid: self.since.get(pid) or Wait(_STOPPED_S) for pid in stopped}
-        continued = [pid for pid, wait in self.since.items() if wait.is_over()]
-        for pid in continued:
-            del self.since[pid]
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGCONT)
-        return continued
-
-
-def describe_continued(pid: int) -> str:
-    """The sentence for the user about a process that was stopped."""
-    words = processes.read_command(pid).split("\0")
-    module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
-    name = module or processes.read_status(pid).get("Name", "?")
-    return (
-        f"process {pid} ({name}), which this needs, was stopped with SIGSTOP for {_STOPPED_S:.0f} s: it is continued; "
-        "if that happens again, find out who stops it"
-    )
-
-
-@contextlib.contextmanager
-def kept_running(find: Callable[[], Iterable[int]], report: Callable[[str], None]) -> Iterator[None]:
-    """Continue the processes that `find` lists whenever they are stopped, and report it, from a thread."""
-    done, continuer = threading.Event(), Continuer()
-
-    def watch() -> None:
-        while not done.wait(_LOOK_EVERY_S):
-            for pid in continuer.look(find()):
-                report(describe_continued(pid))
-
-    threading.Thread(target=watch, name="kept_running", daemon=True).start()
-    try:
-        yield
-    finally:
-        done.set()

@@ -22,7 +22,7 @@ from ...errors import AutodsError
 from ...plain_text import clean
 from ...system import private, processes, stacks
 from ...system.processes import python_command
-from ...system.waiting import Loading, Wait, kept_running
+from ...system.waiting import Loading, Wait
 from ...types import Device, ModelFacts, WorkloadSource
 from .. import values
 from ..values import EngineSpec, Simulation
@@ -196,8 +196,6 @@ class _Worker:
         )  # fmt: skip
         worker_end.close()
         os.close(inherited)
-        self._kept = contextlib.ExitStack()
-        self._kept.enter_context(kept_running(lambda: processes.list_session(self._process.pid), report))
 
     @functools.cached_property
     def _first_answer(self) -> object:
@@ -261,7 +259,6 @@ class _Worker:
         """Kill it with its engines, which are in its session and process group, and wait until they are gone."""
         with contextlib.suppress(OSError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._kept.close()
         with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for a file system that does not answer
             self._process.wait(_GONE_S)
         poll = select.poll()

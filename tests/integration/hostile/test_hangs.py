@@ -1,4 +1,4 @@
-"""User code that never comes back is named by its line; a process that somebody stops is named and continued."""
+"""User code that never comes back is named by its line."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from autods.events import Event, Note
 from autods.runner.runner import RayRunner
 from autods.system import processes
 from autods.system.host import data_folder
-from autods.types import Failed, Fit
 from tests.support.bad_workloads import GOOD
 from tests.support.fits import question
 from tests.support.hostile import Case, each
-from tests.support.watching import Scene, a_trial, find_pids, wait_for
+from tests.support.watching import find_pids, wait_for
 
 _QUICK = find_toml("quick", data_folder("configs"), "config").read_text()
 _SHORT = _QUICK.replace("stall_s = 60.0", "stall_s = 1.5").replace("init_s = 900.0", "init_s = 6.0")
@@ -113,56 +112,6 @@ def test_an_import_that_never_ends_is_located(ray, forever, tmp_path, monkeypatc
             if f'"{forever}"' in processes.read_command(pid):
                 os.kill(pid, signal.SIGKILL)
         assert isinstance(starting.exception(60), EnvironmentBroken)
-
-
-@pytest.fixture(scope="module")
-def scene(tmp_path_factory) -> Scene:
-    return Scene.at(tmp_path_factory.mktemp("stopped"))
-
-
-@pytest.fixture(scope="module")
-def heard() -> Heard:
-    return Heard()
-
-
-@pytest.fixture(scope="module")
-def trials(ray, scene, heard):
-    with RayRunner(question(str(scene.path), scene.out), heard) as runner:
-        runner.survey()
-        yield runner
-
-
-def test_a_zygote_stopped_while_idle_is_continued(trials, scene, heard):
-    zygote = scene.zygote().pid
-    os.kill(zygote, signal.SIGSTOP)
-    assert isinstance(trials.run(a_trial(), id=1).outcome, Fit)
-    assert heard.has(f"process {zygote} (autods.runner.zygote), which this needs, was stopped with SIGSTOP")
-
-
-def test_a_zygote_stopped_during_a_trial_is_continued(trials, scene, heard):
-    heard.texts.clear()
-    scene.choose_fault("hang", "backward")
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(trials.run, a_trial(), id=2)
-        scene.wait_for_fault()
-        os.kill(scene.zygote().pid, signal.SIGSTOP)
-        wait_for(lambda: heard.has("was stopped with SIGSTOP"), 60)
-        for rank in scene.note_ranks():
-            os.kill(rank, signal.SIGKILL)
-        assert isinstance(running.result(60).outcome, Failed)
-    (scene.out / "fault.json").unlink()
-
-
-@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
-def test_a_stopped_service_of_rays_is_continued(ray, name):
-    services = {name_of(pid): pid for pid in processes.list_children()}
-    os.kill(services[name], signal.SIGSTOP)
-    wait_for(lambda: not processes.is_stopped(services[name]), 60)
-    assert ray.get(ray.remote(num_cpus=0)(lambda: 7).remote(), timeout=100) == 7
-
-
-def name_of(pid: int) -> str:
-    return processes.read_status(pid).get("Name", "")
 
 
 def test_a_second_fit_into_a_folder_is_refused(meet):

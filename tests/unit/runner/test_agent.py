@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ import pytest
 from autods.rank.job import RankJob
 from autods.runner import agent as agent_module
 from autods.runner.agent import NodeAgent, ZygoteProcess, digest_file, start_zygote
-from autods.runner.protocol import Heartbeat, LoadFailed, NodeReport, Ready, ZygoteDied, encode
-from autods.system import waiting
+from autods.runner.protocol import Heartbeat, LoadFailed, Ready, ZygoteDied, encode
 from tests.support.ends import JOB, report_of, spare_present_children
 from tests.support.stuck import hang_on_import, make_python
 from tests.support.watching import is_running
@@ -86,19 +84,6 @@ def test_an_abort_of_one_job_never_meets_the_next() -> None:
     assert peer.recv(1 << 16).count(b"abort") == 0
     for end in (connection, peer):
         end.close()
-
-
-def test_a_note_reaches_the_user_with_the_end_of_a_short_job() -> None:
-    connection, peer = socket.socketpair()
-    node = an_agent()
-    process: Any = None
-    node.zygote = ZygoteProcess(process=process, connection=connection, notes=["it was stopped"])
-    with connection, peer:
-        peer.sendall(encode(replace(report_of(), notes=("a card still holds memory",))))
-        ended = node.run(JOB, 1)
-    assert isinstance(ended, NodeReport)
-    assert ended.notes == ("a card still holds memory", "it was stopped")
-    assert node.progress().notes == ()
 
 
 def test_a_job_has_a_private_folder_until_it_ends(zygote: ZygoteProcess) -> None:
@@ -178,11 +163,9 @@ def test_a_zygote_that_says_nothing_is_ended_with_its_place(tmp_path: Path, monk
     assert answer.how == f"it said nothing for 2 s, in wait, {source.path}:5"
 
 
-def test_a_zygote_that_was_stopped_goes_on(zygote: ZygoteProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "_STOPPED_S", 0.5)
+def test_a_zygote_that_stays_stopped_is_ended_at_its_limit(zygote: ZygoteProcess) -> None:
     assert zygote.receive(60) == Ready(pid=1)
     os.kill(zygote.process.pid, signal.SIGSTOP)
-    zygote.connection.shutdown(socket.SHUT_WR)
-    assert zygote.receive(60) is None  # it was continued, and ended
-    assert "was stopped with SIGSTOP" in zygote.notes[0]
-    assert zygote.close() == 3
+    assert zygote.receive(1) is None
+    assert "stopped" in zygote.locate()
+    assert zygote.close(0.0) == -signal.SIGKILL

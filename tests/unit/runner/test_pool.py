@@ -67,7 +67,7 @@ class Runner:
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextlib.contextmanager
-    def session(*, cpus: int, address: str | None, report: object) -> Iterator[None]:
+    def session(*, cpus: int, address: str | None) -> Iterator[None]:
         yield
 
     monkeypatch.setattr(pool_module, "session", session)
