@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from .cli.startup import prepare_process
-from .system.hidden_modules import describe_failed_import
+from .errors import describe_failed_import
 
 
 def start() -> int:

@@ -6,6 +6,8 @@ import errno
 import re
 from pathlib import Path
 
+_MOST = 300  # characters of another library's text
+
 
 class AutodsError(Exception):
     """Base of all errors that autods raises on purpose. The message is one or two lines for a person."""
@@ -87,6 +89,8 @@ def describe_broken_machine(error: BaseException) -> str | None:
             package = REQUIRED[name]
             hint = f"pip install {package}, or install autods without --no-deps"
             return f"the package {package} is not installed, and this command needs it\n  {hint}"
+        case ImportError():
+            return describe_failed_import(error)
         case OSError(errno=number) if number in _MACHINE_FIXES:
             place = f"{error.filename}: " if error.filename else ""
             return f"{place}{error.strerror}\n  {_MACHINE_FIXES[number]}; the same command goes on"
@@ -97,3 +101,10 @@ def describe_broken_machine(error: BaseException) -> str | None:
         case BlockingIOError(filename=None) | RuntimeError() if _NO_THREAD.search(str(error)):
             return "no process or thread can be started\n  raise `ulimit -u`, or the pids limit of the container"
     return None
+
+
+def describe_failed_import(error: BaseException) -> str:
+    """Two lines about an exception that ended the imports of what autods needs."""
+    problem = " ".join(f"{type(error).__name__}: {error}".split())[:_MOST]
+    hint = "install it again; where memory is limited, raise `ulimit -v`"
+    return f"what autods needs cannot be imported: {problem}\n  {hint}"

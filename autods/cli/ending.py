@@ -24,7 +24,6 @@ from ..report.results import Forecast, ProbeReport, Report
 from ..report.run_view import RunReport
 from ..report.serialize import SO_FAR
 from ..requests import FitRequest, PlanRequest, ProbeRequest, RunRequest
-from ..system.hidden_modules import describe_hidden_module
 from ..units import escape_controls
 from .streams import find_loss
 
@@ -87,7 +86,7 @@ def end_with_error(error: BaseException, call: Call, *, as_json: bool, resumes: 
         lines = _describe_interruption(error, call) if resumes else ["interrupted: nothing is left running"]
     elif isinstance(error, AutodsError):
         lines = [f"error: {message[0]}", *message[1:]]
-    elif (described := describe_broken_machine(error) or describe_hidden_module(error)) is not None:
+    elif (described := describe_broken_machine(error)) is not None:
         kind, message = EnvironmentBroken.kind, described.split("\n  ")
         lines = [f"error: {message[0]}", *message[1:]]
     else:

@@ -16,8 +16,7 @@ import resource
 import signal
 import sys
 import sysconfig
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,7 @@ from ..plain_text import read_text
 from ..system import processes
 from ..types import WorkloadSource
 from ..workload.script_source import Import, script_imports
-from .patching import SymbolMissing, declare, when_imported
-from .transformers_models import remember_models
+from .patching import declare
 
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
 _MOST_NVML_USERS = 64
@@ -80,7 +78,6 @@ _LATE = (
     "torch.distributed.fsdp",
     "torch.utils.checkpoint",
 )
-_COMPILE = declare("torch.compile", "the import of DeepSpeed's Muon must not import torch's inductor")
 
 
 def preload() -> None:
@@ -96,11 +93,9 @@ def preload() -> None:
         # They stand in for GPUs and use gloo; DeepSpeed's shared-memory op would take 20 s to build and leave files.
         # CUDA ranks have no such op, and this access looks at all ops, which can initialise CUDA.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    when_imported("transformers.utils.import_utils", remember_models)
-    with _COMPILE.installed(functools.partial(compile_at_first_call, _COMPILE.original())):
-        for name in _LATE:
-            with contextlib.suppress(ImportError):  # other versions of DeepSpeed may lack it
-                importlib.import_module(name)
+    for name in _LATE:
+        with contextlib.suppress(ImportError):  # other versions of DeepSpeed may lack it
+            importlib.import_module(name)
 
 
 PROCESSOR = declare(
@@ -113,66 +108,16 @@ PROCESSOR = declare(
 
 @functools.cache
 def remember_processor() -> None:
-    """Ask for the processor once, so that all processes that are forked from this one know the answer."""
+    """Ask for the processor once, so that all processes that are forked from this one know the answer.
+
+    It takes 1.2 s, and a rank that offloads its optimizer asks three times.
+    """
     if (ask := PROCESSOR.original()) is None:
         return
     answer = functools.cache(ask)
     with contextlib.suppress(Exception):  # a rank meets it, too, and reports it
         answer()
     PROCESSOR.install(answer)
-
-
-def compile_at_first_call(compile: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """A stand-in for the decorator `compile`, which imports torch's inductor at once: a second for each process."""
-    compiled = functools.cache(lambda: compile(function))
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return compiled()(*args, **kwargs)
-
-    return call
-
-
-_SOLVERS, _ASSIGN = "scipy.optimize", "linear_sum_assignment"
-
-
-def preload_transformers(source: WorkloadSource) -> None:
-    """Import what every model of transformers imports, if the workload imports transformers.
-
-    The losses of object detection, which are among it, import one of scipy's solvers. These take a fourth of the time,
-    so they are imported when such a loss calls it.
-    """
-    try:
-        if source.kind == "hf_config" or _imports_transformers(source):
-            with _late_solvers():
-                importlib.import_module("transformers.loss.loss_utils")
-    except SymbolMissing:
-        raise
-    except Exception:  # the workload's own import reports the error
-        return
-
-
-def _imports_transformers(source: WorkloadSource) -> bool:
-    if source.kind == "pickle":
-        return False
-    return any(imported.package == "transformers" and _is_installed(imported) for imported in script_imports(source))
-
-
-@contextlib.contextmanager
-def _late_solvers() -> Iterator[None]:
-    """Let modules that import the solver inside the block have a function that imports it when it is called."""
-    stand_in = types.ModuleType(_SOLVERS)
-    setattr(stand_in, _ASSIGN, _assign)
-    loaded = sys.modules.setdefault(_SOLVERS, stand_in)
-    try:
-        yield
-    finally:
-        if loaded is stand_in:
-            del sys.modules[_SOLVERS]
-
-
-def _assign(*args: Any, **kwargs: Any) -> Any:
-    return getattr(importlib.import_module(_SOLVERS), _ASSIGN)(*args, **kwargs)
 
 
 def preload_script(source: WorkloadSource) -> None:

@@ -30,7 +30,6 @@ from ..rank.job import Beat, Heartbeats, RankJob
 from ..rank.result import describe_error
 from ..rank.worker import environment, run_rank
 from ..system import private, processes, stacks
-from ..system.hidden_modules import describe_failed_import
 from ..types import WorkloadSource
 from ..workload.load import in_one_process, load
 from ..workload.protocol import Workload
@@ -87,15 +86,13 @@ def _load(source: WorkloadSource, argv: list[str], agent: socket.socket) -> tupl
     try:
         with private.temporary_files_in(Path(os.environ[VARIABLE])) if has_guard else contextlib.nullcontext():
             preload.preload()
-    except Exception as error:
-        traceback.print_exc()
-        print(" ".join(describe_failed_import(error).split()), file=sys.stderr)  # the fit shows this line
+    except Exception:
+        traceback.print_exc()  # the fit shows the last line
         sys.exit(1)
     reason = preload.find_fork_hazard()
     workload = None
     if "--plain" not in argv and reason is None:
         try:
-            preload.preload_transformers(source)
             if source.kind == "script":
                 preload.preload_script(source)
             else:

@@ -24,9 +24,9 @@ from dataclasses import dataclass, replace
 from os import _exit  # the workload may replace it
 from typing import TYPE_CHECKING, NoReturn
 
+from ...errors import describe_failed_import
 from ...rank.patching import SymbolMissing
 from ...system import processes, stacks
-from ...system.hidden_modules import describe_failed_import
 from ...types import Device, WorkloadSource
 from ..values import EngineSpec
 from .protocol import Answer, Ready, Refused, Request, failure_of, receive, send
@@ -75,15 +75,13 @@ def _prepare(device: Device, source: WorkloadSource, scratch: str, client: socke
     except (Refused, SymbolMissing):
         raise
     except Exception as error:  # nothing of the user's was imported on purpose so far
-        problem, _, hint = describe_failed_import(error).partition("\n  ")
-        raise Refused("environment", problem, hint) from error
+        raise Refused("environment", *describe_failed_import(error).split("\n  ")) from error
     from ...rank import preload
     from ...workload.load import in_one_process, load
     from .engine import SimulationContext
 
     context = SimulationContext(cpu=device == "cpu")
     workload = None
-    preload.preload_transformers(source)
     if source.kind == "script":
         preload.preload_script(source)
     else:

@@ -46,13 +46,13 @@ MODULES = {
     "a module that hides one at the start": shell(
         "PYTHONPATH=hide:$PYTHONPATH autods diagnose run.log",
         3,
-        "random.py: it hides the module random, which autods needs",
+        "hide/random.py)",
         **{"hide/random.py": HIDING},
     ),
     "a module that hides one later": shell(
         "PYTHONPATH=hide:$PYTHONPATH autods diagnose run.log",
         3,
-        "typing_extensions.py: it hides the module typing_extensions, which autods needs",
+        "hide/typing_extensions.py)",
         **{"hide/typing_extensions.py": HIDING},
     ),
 }

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from autods.rank import preload
-from autods.rank.preload import compile_at_first_call, find_fork_hazard
+from autods.rank.preload import find_fork_hazard
 
 
 @dataclass
@@ -83,22 +80,6 @@ def test_a_process_that_initialized_cuda_is_not_forked(
     assert shut == [True]
 
 
-def test_a_deferred_function_is_compiled_once_when_called() -> None:
-    compiled: list[str] = []
-
-    def compile(function: Callable[..., int]) -> Callable[..., int]:
-        compiled.append(function.__name__)
-        return lambda *args, **kwargs: 10 * function(*args, **kwargs)
-
-    def add(first: int, second: int) -> int:
-        return first + second
-
-    deferred = compile_at_first_call(compile, add)
-    assert (deferred.__name__, compiled) == ("add", [])
-    assert [deferred(1, second=2), deferred(3, 4)] == [30, 70]
-    assert compiled == ["add"]
-
-
 def test_the_processor_is_asked_once_for_all_forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     cpuinfo = pytest.importorskip("cpuinfo")
     asked: list[str] = []
@@ -132,45 +113,3 @@ def test_a_processor_that_cannot_be_read_is_the_ranks_error(monkeypatch: pytest.
             cpuinfo.get_cpu_info()
     finally:
         preload.remember_processor.cache_clear()
-
-
-_LOAD = """
-import sys
-from autods.rank.preload import preload_transformers
-from autods.types import WorkloadSource
-preload_transformers(WorkloadSource(kind=sys.argv[1], path=sys.argv[2], name="w", digest="0"))
-print("transformers" in sys.modules, "scipy.optimize" in sys.modules)
-if "transformers" in sys.modules:
-    from transformers.loss import loss_utils
-    print(loss_utils.match([1, 2, 3]), "scipy.optimize" in sys.modules)
-"""
-
-
-@pytest.mark.parametrize(
-    ("kind", "text", "answer"),
-    [
-        ("hf_config", "{}", ["True", "False", "3", "True"]),
-        ("file", "import torch\n", ["False", "False"]),
-        ("pickle", "", ["False", "False"]),
-    ],
-)
-def test_solvers_are_imported_by_the_loss_that_calls_one(
-    tmp_path: Path, kind: str, text: str, answer: list[str]
-) -> None:
-    losses = "from scipy.optimize import linear_sum_assignment\ndef match(cost): return linear_sum_assignment(cost)\n"
-    for name, source in (
-        ("scipy/__init__.py", ""),
-        ("scipy/optimize.py", "def linear_sum_assignment(cost): return len(cost)\n"),
-        ("transformers/__init__.py", ""),
-        ("transformers/loss/__init__.py", ""),
-        ("transformers/loss/loss_utils.py", losses),
-        ("workload", text),
-    ):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(source)
-    folders = os.pathsep.join([str(tmp_path), *(folder for folder in sys.path if folder)])
-    done = subprocess.run(
-        [sys.executable, "-c", _LOAD, kind, str(tmp_path / "workload")],
-        env={**os.environ, "PYTHONPATH": folders}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert done.stdout.split() == answer
