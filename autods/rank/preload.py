@@ -10,20 +10,16 @@ import importlib
 import importlib.util
 import logging
 import os
-import pkgutil
 import re
 import resource
 import signal
 import sys
-import sysconfig
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..plain_text import read_text
 from ..system import processes
-from ..types import WorkloadSource
-from ..workload.script_source import Import, script_imports
 from .patching import declare
 
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
@@ -120,39 +116,10 @@ def remember_processor() -> None:
     PROCESSOR.install(answer)
 
 
-def preload_script(source: WorkloadSource) -> None:
-    """Import the installed packages that a script imports; never modules beside it, which run as part of the script."""
-    for imported in script_imports(source):
-        with contextlib.suppress(Exception):  # the script's own import reports the error
-            if not _is_installed(imported):
-                continue
-            module = importlib.import_module(imported.module)
-            if imported.name:
-                getattr(module, imported.name)  # packages such as transformers import their parts lazily
-
-
-def _is_installed(imported: Import) -> bool:
-    spec = importlib.util.find_spec(imported.package)
-    return spec is not None and spec.origin is not None and spec.origin.startswith(_installed_folders())
-
-
-@functools.cache
-def _installed_folders() -> tuple[str, ...]:
-    paths = sysconfig.get_paths()
-    return tuple({paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-
-
 def freeze() -> None:
     """Keep all present objects out of garbage collection, so that the ranks share their memory."""
     gc.collect()
     gc.freeze()
-
-
-_FUNCTIONS = (
-    "builtins.open", "builtins.len", "json.dumps", "json.loads", "os.fork", "os.getpid", "os.kill", "os.replace",
-    "os.waitpid", "select.poll", "signal.signal", "sys.exit", "time.monotonic", "time.perf_counter", "time.sleep",
-    "time.time",
-)  # fmt: skip
 
 
 def read_process_state(connection: int) -> dict[str, object]:
@@ -173,7 +140,6 @@ def read_process_state(connection: int) -> dict[str, object]:
         "descriptors": os.fstat(connection).st_ino,
         "sys.modules": sys.modules.get("sys") is sys and "torch" in sys.modules,
         "the processes below it": processes.list_children(),
-        "functions of Python": [pkgutil.resolve_name(name) for name in _FUNCTIONS],
     }
 
 

@@ -75,7 +75,7 @@ def main(argv: list[str]) -> None:
 
 
 def _load(source: WorkloadSource, argv: list[str], agent: socket.socket) -> tuple[Ready | LoadFailed, Workload | None]:
-    """Import everything that ranks need.
+    """Import everything that ranks need. A script imports its packages itself, after what it sets for them.
 
     A module of the user's can make this process unfit to fork. Then it begins again without that module, and each
     rank imports it. Where the module changed this process so that it must not go on, the agent starts another one.
@@ -91,12 +91,9 @@ def _load(source: WorkloadSource, argv: list[str], agent: socket.socket) -> tupl
         sys.exit(1)
     reason = preload.find_fork_hazard()
     workload = None
-    if "--plain" not in argv and reason is None:
+    if "--plain" not in argv and reason is None and source.kind != "script":
         try:
-            if source.kind == "script":
-                preload.preload_script(source)
-            else:
-                workload = _load_workload(source, agent)
+            workload = _load_workload(source, agent)
         except BaseException as error:
             traceback.print_exc()  # into our log, where the user is sent
             return _describe_failure(error, source), None

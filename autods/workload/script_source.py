@@ -251,13 +251,6 @@ class Import:
         return self.module.partition(".")[0]
 
 
-def script_imports(source: WorkloadSource) -> list[Import]:
-    """The absolute imports of a script and of the user's modules that it imports, each once."""
-    path, root = Path(source.path), None if source.root is None else Path(source.root)
-    imported = local_files(path, _import_folders(path, Path(source.folder or path.parent), root))
-    return list(dict.fromkeys(item for file in (path, *imported) for item in imports_in(file)))
-
-
 def imports_in(file: Path) -> list[Import]:
     """The absolute imports of a file, at any depth in it; none when the file is not Python."""
     return [item for item in _read_imports(file) if item.folder is None]

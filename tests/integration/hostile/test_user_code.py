@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from autods.runner.outcome import find_failure
-from autods.runner.protocol import decode
+from autods.runner.protocol import Ready, decode, encode
 from autods.system.processes import list_shared_memory
 from tests.support.ends import JOB
 from tests.support.hostile import Case, each
@@ -54,7 +54,7 @@ PRELOAD = """
 import json, os, socket, sys
 from dataclasses import asdict
 from pathlib import Path
-from autods.runner.protocol import LoadFailed
+from autods.runner.protocol import Ready, encode
 from autods.runner.zygote import _describe_failure, _load_workload
 from autods.system import processes
 from autods.rank import preload
@@ -72,7 +72,7 @@ for path in sys.argv[1:]:
         except BaseException as error:
             peer.sendall(json.dumps(asdict(_describe_failure(error, source))).encode() + b"\\n")
             os._exit(0)
-        peer.sendall(b'"ready"\\n')
+        peer.sendall(encode(Ready(pid=1)))
         os._exit(0)
     peer.close()
     ours.settimeout(20)
@@ -119,7 +119,7 @@ def test_a_zygote_reports_a_misdeed_or_leaves_it_to_the_ranks(preloaded, name):
 
 
 def test_a_module_that_does_no_harm_is_preloaded(preloaded):
-    assert preloaded["nothing"][1] == ["ready"]
+    assert preloaded["nothing"][1] == [json.loads(encode(Ready(pid=1)))]
 
 
 def test_the_command_blames_a_module_that_its_zygote_cannot_survive(tmp_path, capfd):

@@ -33,7 +33,7 @@ if os.environ.get("AUTODS_TEST_CARDS"):
         0,
         _After(
             autods__system__host="claim_cuda_build",
-            autods__trial__preload="preload_on_a_card",
-            autods__trial__worker="run_ranks_on_a_card",
+            autods__rank__preload="preload_on_a_card",
+            autods__rank__worker="run_ranks_on_a_card",
         ),
     )
