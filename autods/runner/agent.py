@@ -49,7 +49,9 @@ _POLL_MS = 250
 _SILENT_S = 120.0  # a zygote that has work and says nothing for so long is ended; it beats while ranks run
 _CLOSE_S = 10.0  # a zygote whose connection was closed ends at once, unless it runs a job or waits for a file
 _STRAYS_S = 2.0
-_BY_OTHERS = ("killed by SIGKILL", "killed by SIGTERM")  # a person, a scheduler, an OOM killer
+_SAID_NOTHING = "it said nothing"
+# Ends of a zygote that loads for which its import of the workload is not to blame.
+_BY_OTHERS = ("killed by SIGKILL", "killed by SIGTERM", _SAID_NOTHING)
 _TIERS_EVERY_S = 1.0
 _PRIVATE = "autods-ranks-"  # the private folders of jobs
 
@@ -116,22 +118,18 @@ class NodeAgent:
             with contextlib.suppress(EnvironmentBroken):  # a guard is for the day when this process is killed
                 self.session.enter_context(open_session())
                 self.environment = {**self.environment, **session_variables()}
-        message = self._start_zygote() or self._explain_slow_load()
-        if message is not None:
-            return message
-        is_overdue = self.zygote is not None and self.zygote.overdue_s is not None
-        died = self._bury_zygote()
-        if is_overdue or self.plain or self.source.kind == "script" or died.how in _BY_OTHERS:
-            return died
-        # The workload may have ended it, or made it unfit. The rank that imports it finds out how, and where.
-        self.plain = True
-        return self.start()
+        message = self._load_zygote()
+        is_workloads = isinstance(message, ZygoteDied) and not message.how.startswith(_BY_OTHERS)
+        if is_workloads and not self.plain and self.source.kind != "script":
+            self.plain = True  # the rank that imports the workload finds out how it ended the zygote, and where
+            message = self._load_zygote()
+        return message
 
-    def _start_zygote(self) -> Ready | LoadFailed | None:
+    def _load_zygote(self) -> Ready | LoadFailed | ZygoteDied:
         source, log, environment = self.source, self.log, self.environment
         self.zygote = start_zygote(source, self.device, self.driver_pid, log, environment, plain=self.plain)
-        message = self.zygote.receive(self.load_s, loads=True)
-        assert message is None or isinstance(message, Ready | LoadFailed)
+        message = self.zygote.receive(self.load_s, loads=True) or self._explain_slow_load() or self._bury_zygote()
+        assert isinstance(message, Ready | LoadFailed | ZygoteDied)
         return message
 
     def _explain_slow_load(self) -> LoadFailed | None:
@@ -218,7 +216,7 @@ class NodeAgent:
         """Reap the zygote. Its ranks die with it; processes that hid from it became our children."""
         zygote, self.zygote = self.zygote, None
         assert zygote is not None
-        how = "" if zygote.overdue_s is None else f"it said nothing for {zygote.overdue_s:.0f} s, {zygote.locate()}"
+        how = "" if zygote.overdue_s is None else f"{_SAID_NOTHING} for {zygote.overdue_s:.0f} s, {zygote.locate()}"
         code = zygote.close(0.0 if how else _CLOSE_S)
         note = find_note(zygote.process.pid, self.environment)
         self.session.close()  # before the children are killed: its guard is one

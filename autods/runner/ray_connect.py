@@ -1,7 +1,7 @@
 """Start Ray on this machine or join a cluster.
 
-Ray is started and joined through its documented interface. Three of its internals are used as well, each through
-`ray_internal`, which fails with Ray's version where one is missing.
+Ray is started and joined through its documented interface. Internals that are replaced are declared here, others are
+used through `ray_internal`: both fail with Ray's version where one is missing.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import EnvironmentBroken, InputError
+from ..rank.patching import Patch, declare, declare_all
 from ..system import processes
 from ..system.limits import check_limits, check_space
 from .cleanup import open_session, session_variables
 from .cluster_check import SAME_HINT, START_HINT, check_cluster, format_address, parse_address
 
-_SERVICES = "ray._private.services"
 _VARIABLES = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # keep CUDA_VISIBLE_DEVICES as the user set it
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -45,9 +45,20 @@ _SHUTDOWN_S = 30.0
 _HEAD_ANSWERS_S = 10.0
 _TASK_S = 60.0
 _SESSION_BYTES = 2**24  # of Ray's logs and sockets in /tmp, amply
-# Services of a Ray of our own that no trial needs: the autoscaler, the logs' way to the driver, and the dashboard's
-# server, which Ray starts without a dashboard, too. They take two seconds of a processor, memory and ports.
-_UNUSED_SERVICES = ("start_monitor", "start_log_monitor", "start_api_server")
+# A signal for our process group (from `timeout`, scancel or a closing terminal) then meets us alone, and Ray is there
+# until the ranks are gone. Ray binds its processes to our life in another way.
+_OWN_SESSIONS = declare("ray._private.services.ConsolePopen", "Ray's processes begin in sessions of their own")
+_LOOPBACK = declare(
+    "ray._private.services.resolve_ip_for_localhost",
+    "Ray would take this machine's outer address instead of loopback, open to the network",
+)
+# The autoscaler, the logs' way to the driver, and the dashboard's server, which Ray starts without a dashboard, too.
+_UNUSED = declare_all(
+    "ray._private.node.Node",
+    ("start_monitor", "start_log_monitor", "start_api_server"),
+    "no trial needs them; they take two seconds of a processor, memory and ports",
+    optional=True,
+)
 _SPT_NOENV = {"SPT_NOENV": "1"}  # Ray's processes keep their environment when they change their title
 
 
@@ -284,32 +295,19 @@ def use_token() -> None:
 
 
 def init_ray(ray: Any, host: str, **options: Any) -> None:
-    """Call `ray.init`, which is to leave our handler of SIGTERM, our sessions and loopback addresses alone.
-
-    Ray's processes begin in sessions of their own. A signal for our process group (from `timeout`, scancel or a closing
-    terminal) then meets us alone, and Ray is there until the ranks are gone. Ray binds its processes to our life in
-    another way. A `host` on loopback stays: Ray would take this machine's outer address instead, open to the network.
-    """
-    popen, resolve = (ray_internal(_SERVICES, name) for name in ("ConsolePopen", "resolve_ip_for_localhost"))
-    node = ray_internal("ray._private.node", "Node")
-    starts = {name: getattr(node, name) for name in _UNUSED_SERVICES if hasattr(node, name)}
-    services: Any = sys.modules[_SERVICES]
+    """Call `ray.init`, which is to leave our handler of SIGTERM and loopback alone. Raises SymbolMissing."""
     handler = signal.getsignal(signal.SIGTERM)
-    services.ConsolePopen = functools.partial(popen, start_new_session=True)
+    patches: dict[Patch, Any] = {_OWN_SESSIONS: functools.partial(_OWN_SESSIONS.original(), start_new_session=True)}
+    patches |= {patch: lambda self, **options: None for patch in _UNUSED.values()}
     if host in ("localhost", "::1") or host.startswith("127."):
-        services.resolve_ip_for_localhost = lambda name: name
-    for name in starts:
-        setattr(node, name, lambda self, **options: None)
-    try:
+        patches[_LOOPBACK] = lambda name: name
+    with contextlib.ExitStack() as stack:
+        for patch, replacement in patches.items():
+            stack.enter_context(patch.installed(replacement))
+        if threading.current_thread() is threading.main_thread():
+            stack.callback(signal.signal, signal.SIGTERM, handler)
         quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
         ray.init(namespace="autods", **quiet, **options)
-    finally:
-        for name, start in starts.items():
-            setattr(node, name, start)
-        services.ConsolePopen = popen
-        services.resolve_ip_for_localhost = resolve
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)
 
 
 def import_ray() -> Any:

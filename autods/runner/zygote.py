@@ -77,8 +77,8 @@ def main(argv: list[str]) -> None:
 def _load(source: WorkloadSource, argv: list[str], agent: socket.socket) -> tuple[Ready | LoadFailed, Workload | None]:
     """Import everything that ranks need. A script imports its packages itself, after what it sets for them.
 
-    A module of the user's can make this process unfit to fork. Then it begins again without that module, and each
-    rank imports it. Where the module changed this process so that it must not go on, the agent starts another one.
+    A module of the user's can make this process unfit to fork, or to go on at all. Then the process ends, the agent
+    starts another one without that module, and each rank imports it.
     """
     gc.disable()  # nearly all that imports make stays
     # DeepSpeed compiles a file to see what there is. Should we be killed meanwhile, the session removes it.
@@ -97,9 +97,6 @@ def _load(source: WorkloadSource, argv: list[str], agent: socket.socket) -> tupl
         except BaseException as error:
             traceback.print_exc()  # into our log, where the user is sent
             return _describe_failure(error, source), None
-        reason = preload.find_fork_hazard()
-        if reason is not None:
-            os.execv(sys.executable, [*processes.python_command("autods.runner.zygote"), *argv, "--plain"])
     gc.enable()
     preload.freeze()
     return Ready(pid=os.getpid(), spawn_because=reason), workload
@@ -110,7 +107,7 @@ def _load_workload(source: WorkloadSource, agent: socket.socket) -> Workload:
     state = preload.read_process_state(agent.fileno())
     with in_one_process(lambda error: agent.sendall(encode(_describe_failure(error, source)))):
         workload = load(source)
-    if (change := preload.find_change(state, agent.fileno())) is not None:
+    if (change := preload.find_change(state, agent.fileno()) or preload.find_fork_hazard()) is not None:
         print(f"each rank imports the workload by itself: {change}", file=sys.stderr, flush=True)
         os._exit(UNFIT_EXIT)
     return workload

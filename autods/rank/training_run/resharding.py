@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..patching import SymbolMissing
+
 FP32 = "fp32"  # the key of the weights beside the optimizer's states
 _STEP = "step"
 
@@ -151,18 +153,28 @@ def _take(states: SavedStates, base: Mapping[str, Any], identity: int, count: in
 
 
 def write_states(engine: Any, states: SavedStates, names: Mapping[Any, str]) -> None:
-    """Give a new engine the states. `names` maps its parameters to their names."""
+    """Give a new engine the states. `names` maps its parameters to their names.
+
+    It uses private parts of DeepSpeed's optimizers. Raises SymbolMissing where this release lacks one.
+    """
     import torch
+    from deepspeed import __version__
 
     stage = int(engine.zero_optimization_stage())
-    with torch.no_grad():
-        _write_whole(engine, states)
-        if stage == 3:
-            _write_stage_3(engine.optimizer, states, names)
-        elif stage:
-            _write_stages_1_2(engine.optimizer, states, names)
-        else:
-            _write_stage_0(engine, states, names)
+    try:
+        with torch.no_grad():
+            _write_whole(engine, states)
+            if stage == 3:
+                _write_stage_3(engine.optimizer, states, names)
+            elif stage:
+                _write_stages_1_2(engine.optimizer, states, names)
+            else:
+                _write_stage_0(engine, states, names)
+    except AttributeError as error:
+        raise SymbolMissing(
+            f"a checkpoint cannot be read into an engine of DeepSpeed {__version__}: {error}\n"
+            "  install the versions of constraints.txt, or go on with the rung and the number of ranks that wrote it"
+        ) from error
     if engine.lr_scheduler is not None and states.counters.get("lr_scheduler") is not None:
         engine.lr_scheduler.load_state_dict(states.counters["lr_scheduler"])
     for name in ("global_steps", "global_samples", "skipped_steps"):
