@@ -6,9 +6,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
-from itertools import chain
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -18,25 +16,9 @@ from ..requests import ConfigSource, show_value
 from ..schema import check_plain, parse_json
 from ..types import MOST_RANKS, Device, WorkloadSource
 from ..units import parse_bytes
-from .deepspeed import BATCH_KEYS, enabled_half_precision, get_key, merge, read_known_keys
+from .deepspeed import BATCH_KEYS, enabled_half_precision, get_key, merge
+from .validator import SEARCH_RULES, Question, find_problems, find_unfilled_auto
 
-_AUTO_SECTIONS = ("optimizer.params", "scheduler.params", "bf16", "fp16")
-# Sections that decide what a trial has to decide: key → the conflict, the way out.
-_DECIDE_THEMSELVES = {
-    "zero_optimization.zenflow": (
-        "ZenFlow sets the accumulation itself (update_interval) and needs an offloaded optimizer, so rungs with and "
-        "without it do not train the same",
-        "leave it out here, and add it to the config that is found",
-    ),
-    "elasticity.enabled": (
-        "elastic training solves for the batch itself, against the one that a trial asks for",
-        "leave it out here, and give --global-batch",
-    ),
-    "autotuning.enabled": (
-        "DeepSpeed Autotuning is a search of its own: its engines end after their measurement",
-        "leave it out",
-    ),
-}
 # Strings, which stay, and comments; then strings and trailing commas. DeepSpeed reads its files as Hjson.
 # A string or comment without an end is one match, too: a search for each end would take minutes in a large file.
 _NOT_JSON = re.compile(r'"(?:\\.|[^"\\\n])*"?|//[^\n]*|\#[^\n]*|/\*.*?(?:\*/|\Z)', re.DOTALL)
@@ -86,113 +68,9 @@ def check_base_config(
 
     `filled_in` allows "auto", because a library will replace it by the values of its own arguments.
     """
-    for problem, hint in chain(_find_problems(config, world_size), () if filled_in else _find_auto(config)):
-        raise InputError(problem, place=place, hint=hint)
-
-
-# A problem and the way out of it.
-Problem = tuple[str, str | None]
-_MAY_BE_NULL = ("optimizer", "scheduler")
-# Keys whose value is an object. DeepSpeed fails on another one with an error that does not name the key.
-_SECTIONS = (
-    *("fp16", "bf16", "amp", "zero_optimization", "optimizer", "scheduler", "activation_checkpointing", "aio"),
-    *("autotuning", "bfloat16", "checkpoint", "comms_logger", "compile", "compression_training", "csv_monitor"),
-    *("curriculum_learning", "data_efficiency", "data_types", "elasticity", "flops_profiler", "progressive_layer_drop"),
-    *("sparse_attention", "tensor_parallel", "tensorboard", "torch_autocast", "wandb"),
-)
-# Numbers and their least value, on which DeepSpeed or an optimizer fails in the middle of a step, or not at all.
-_NUMBERS = {
-    "gradient_clipping": float("-inf"), "steps_per_print": 1, "optimizer.params.lr": 0, "optimizer.params.eps": 0,
-    "optimizer.params.weight_decay": 0,
-}  # fmt: skip
-
-
-def _shorten(value: Any) -> str:
-    """A value in a message: as JSON writes it, and not too long."""
-    text = json.dumps(value, default=repr)
-    return text if len(text) <= 60 else f"{text[:59]}…"
-
-
-def _find_problems(config: Mapping[str, Any], world_size: int) -> Iterator[Problem]:
-    """Yield problems. A later check relies on the earlier ones, so only the first problem is certain."""
-    for key in _SECTIONS:
-        absent = key not in config or (config[key] is None and key in _MAY_BE_NULL)
-        if not absent and not isinstance(config[key], Mapping):
-            yield f'"{key}" must be an object, not {_shorten(config[key])}', None
-    for key in ("optimizer", "scheduler"):
-        if (params := get_key(config, f"{key}.params")) is not None and not isinstance(params, Mapping):
-            yield f'"{key}.params" must be an object, not {_shorten(params)}', None
-        if (name := get_key(config, f"{key}.type")) is not None and not isinstance(name, str):
-            yield f'"{key}.type" must be a name, not {_shorten(name)}', None
-    for key in ("fp16", "bf16", "amp"):  # DeepSpeed takes "false" for False, and every other reader for True
-        if (enabled := get_key(config, f"{key}.enabled")) not in (None, "auto") and not isinstance(enabled, bool):
-            yield f'"{key}.enabled" is {_shorten(enabled)}; it must be true or false', None
-    on = [key for key in ("fp16", "bf16", "amp") if get_key(config, f"{key}.enabled") is True]
-    if "amp" in on:
-        why = "amp excludes ZeRO, and every rung but ddp is ZeRO"
-        if "zero_optimization" in config:
-            why = "amp and ZeRO exclude each other: Apex AMP keeps its own copies of what ZeRO shards"
-        yield why, 'remove "amp" and use "bf16": {"enabled": true}'
-    if len(on) > 1:
-        yield (
-            f"{on[0]} and {on[1]} are both enabled; a model trains in one precision",
-            'set "enabled": false in one of them',
-        )
-    for key, (why, hint) in _DECIDE_THEMSELVES.items():
-        if get_key(config, key):
-            yield f'"{key.removesuffix(".enabled")}": {why}', hint
-    for key, least in _NUMBERS.items():
-        number = get_key(config, key)
-        is_number = isinstance(number, int | float) and not isinstance(number, bool)
-        if number not in (None, "auto") and not (is_number and number >= least):
-            yield (
-                f'"{key}" is {_shorten(number)}; it must be a number{f", at least {least}" if least >= 0 else ""}',
-                None,
-            )
-    stage = get_key(config, "zero_optimization.stage")
-    if stage not in (None, "auto") and (type(stage) is not int or stage not in range(4)):
-        yield f'"zero_optimization.stage" is {_shorten(stage)}; ZeRO has the stages 0 to 3', None
-
-    sizes = {key: config[key] for key in BATCH_KEYS if config.get(key) not in (None, "auto")}
-    for key, value in sizes.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            yield f'"{key}" is {_shorten(value)}; it must be a whole number above 0', None
-    total, micro, accumulation = (sizes.get(key) for key in BATCH_KEYS)
-    each = (micro or 1) * (accumulation or 1)
-    is_whole = bool(micro and accumulation)
-    if total and not keeps_batch_identity(total, micro, accumulation, world_size):
-        product = f"micro batch {micro or '?'} × accumulation {accumulation or '?'} × {world_size} ranks"
-        ranks, rest = divmod(total, each)
-        meant = f"those sizes are for {ranks} rank{'s' if ranks > 1 else ''}; " if is_whole and not rest else ""
-        hint = f"{meant}keep train_batch_size alone: autods solves for the other two"
-        yield f"train_batch_size {total} ≠ {product}", hint
-
-
-def keeps_batch_identity(total: int, micro: int | None, accumulation: int | None, ranks: int) -> bool:
-    """Whether train batch = micro batch × accumulation × ranks holds, or can where one of the two is left open."""
-    each = (micro or 1) * (accumulation or 1) * ranks
-    return total == each if micro and accumulation else total % each == 0
-
-
-def _find_auto(config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield a problem for each "auto" that only the Hugging Face Trainer would replace by a value."""
-    inside = [f"{section}.{name}" for section in _AUTO_SECTIONS for name in get_key(config, section) or ()]
-    for key in (*(key for key in config if key not in BATCH_KEYS), *inside):
-        if get_key(config, key) == "auto":
-            problem = f'"{key}" is "auto", which only the Hugging Face Trainer fills in'
-            yield problem, "give the value to train with, or leave the key out"
-
-
-def find_misspelt_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return sentences about unknown keys, which DeepSpeed ignores silently, that resemble one of its own."""
-    keys = read_known_keys()
-    known = (*BATCH_KEYS, "zero_optimization", *keys.scalars, *keys.sections, *keys.others)
-    near = {key: get_close_matches(key, known, n=1, cutoff=0.85) for key in config if key not in known}
-    return tuple(
-        f'DeepSpeed knows no "{key}", so it does nothing: did you mean "{names[0]}"?'
-        for key, names in near.items()
-        if names
-    )
+    rules = SEARCH_RULES if filled_in else (*SEARCH_RULES, find_unfilled_auto)
+    for problem in find_problems(Question(config=config, ranks=world_size), rules):
+        raise InputError(problem.problem, place=place, hint=problem.hint or None)
 
 
 def resolve_base_config(

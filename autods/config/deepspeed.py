@@ -31,9 +31,21 @@ class KnownKeys:
     scalars: tuple[str, ...]
     sections: tuple[str, ...]
     others: tuple[str, ...]
+    other_values: tuple[str, ...]
+    inside: Mapping[str, tuple[str, ...]]
     zero_optimization: Mapping[str, tuple[int, ...]]
     offload: Mapping[str, tuple[str, ...]]
     instead: Mapping[str, str]
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """The keys at the top whose value is an object."""
+        return (*self.sections, *self.others, "zero_optimization")
+
+    @property
+    def top(self) -> tuple[str, ...]:
+        """All keys at the top."""
+        return (*BATCH_KEYS, *self.tables, *self.scalars, *self.other_values)
 
 
 @cache
@@ -62,8 +74,10 @@ def get_key(config: Mapping[str, Any], dotted: str) -> Any:
 
 
 def enabled_half_precision(config: Mapping[str, Any]) -> str | None:
-    """Return 'bf16' or 'fp16', whichever is enabled; None: fp32."""
-    return next((kind for kind in ("bf16", "fp16") if get_key(config, f"{kind}.enabled")), None)
+    """Return 'bf16' or 'fp16', whichever is enabled; None: fp32. DeepSpeed reads bf16's old name, too."""
+    if get_key(config, "bf16.enabled") or ("bf16" not in config and get_key(config, "bfloat16.enabled")):
+        return "bf16"
+    return "fp16" if get_key(config, "fp16.enabled") else None
 
 
 def nest_key(dotted: str, value: Any) -> dict[str, Any]:

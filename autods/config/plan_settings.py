@@ -15,7 +15,6 @@ from ..types import Device, ModelFacts, WorkloadSource
 from ..units import parse_amount
 from .base_config import (
     check_ranks,
-    find_misspelt_keys,
     merge_script_config,
     parse_device,
     parse_size,
@@ -27,6 +26,7 @@ from .catalogue import ASKED, HERE, Machine, describe_this_machine, find_by_driv
 from .profiles import read_profile
 from .rungs import Rung
 from .settings import parse_time, select_ladder
+from .validator import find_misspelt_keys
 
 _ASSUMED = ", assumed"  # at the end of the name of a network in the catalogue
 _MOST_IN_A_NODE = 16  # cards; DGX-2 and AWS p2.16xlarge have them

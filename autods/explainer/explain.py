@@ -12,6 +12,7 @@ from ..config.base_config import read_base_config
 from ..config.deepspeed import BATCH_KEYS, get_key, merge, nest_key, read_known_keys
 from ..config.plan_settings import PlanSettings, resolve_plan
 from ..config.rungs import Needs, Rung, State
+from ..config.validator import EXPLAIN_RULES, Question, find_problems, walk_keys
 from ..errors import InputError
 from ..forecast.values import ForecastListener, RungForecast, StartSimulator
 from ..planner.plan import plan
@@ -20,8 +21,7 @@ from ..requests import ExplainRequest, PlanRequest
 from ..schema import read_checked, read_toml
 from ..system.host import Hardware, data_folder
 from ..types import TIERS, Tier, WorkloadSource
-from .rules import Question, find_problems, walk_keys
-from .schema import Schema, read_schema
+from .installed import ask_deepspeed
 
 _CONFIG = "this config"
 # Keys whose bytes the simulated engine can show: beside a tenth of the value, or the opposite of a switch.
@@ -98,15 +98,16 @@ def explain(settings: ExplainSettings, listen: ForecastListener, start: StartSim
 
     Raises InputError when the workload is at fault, EnvironmentBroken when it cannot be simulated here.
     """
-    schema = read_schema(settings.config)
-    problems = find_problems(Question(config=settings.config, schema=schema, ranks=settings.ranks))
+    installed = ask_deepspeed(settings.config)
+    question = Question(config=settings.config, installed=installed, ranks=settings.ranks)
+    problems = find_problems(question, EXPLAIN_RULES)
     memory, costs = None, dict[str, KeyCost]()
     if settings.plan is not None and not any(problem.severity == "error" for problem in problems):
         memory, costs = _simulate(settings.config, settings.plan, listen, start)
     return Explanation(
         config=settings.name,
-        deepspeed=schema.version,
-        keys=tuple(_explain_keys(settings.config, schema, costs)),
+        deepspeed=installed.version,
+        keys=tuple(_explain_keys(settings.config, installed.defaults, costs)),
         findings=problems,
         memory=memory,
     )
@@ -120,16 +121,17 @@ def read_meanings() -> Meanings:
     )
 
 
-def _explain_keys(config: Mapping[str, Any], schema: Schema, costs: Mapping[str, KeyCost]) -> Iterator[ExplainedKey]:
+def _explain_keys(
+    config: Mapping[str, Any], defaults: Mapping[str, Any], costs: Mapping[str, KeyCost]
+) -> Iterator[ExplainedKey]:
     texts = read_meanings()
     for name, value in walk_keys(config):
-        key = schema.keys.get(name)
         yield ExplainedKey(
             key=name,
             value=value,
-            default=None if key is None else key.default,
-            has_default=key is not None and key.has_default and key.default is not None,
-            meaning=texts.means.get(name) or ("" if key is None else key.help),
+            default=defaults.get(name),
+            has_default=defaults.get(name) is not None,
+            meaning=texts.means.get(name, ""),
             cost=texts.costs.get(name, ""),
             measured=costs.get(name),
         )

@@ -5,28 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from ..config.validator import Problem, Severity
 from ..types import Tier
 from ..units import format_bytes
 from .text import TIER_NAMES
 
-Severity = Literal["error", "warning", "note"]
 _STYLES: Mapping[Severity, str] = {"error": "red", "warning": "yellow", "note": "cyan"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """Something about a key. `error`: DeepSpeed refuses it, or trains something else. `hint` is the way out."""
-
-    severity: Severity
-    key: str
-    problem: str
-    hint: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +59,7 @@ class Explanation:
     config: str
     deepspeed: str
     keys: tuple[ExplainedKey, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[Problem, ...]
     memory: NeededMemory | None = None
 
     @property
@@ -126,7 +116,7 @@ def _format_value(value: Any) -> str:
 
 
 def _format_meaning(key: ExplainedKey) -> Text:
-    text = Text(key.meaning or "DeepSpeed does not describe it.")
+    text = Text(key.meaning or "No description.")
     if key.has_default and key.default != key.value:
         text.append(f" Default: {_format_value(key.default)}.", style="dim")
     if key.measured is not None:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..config.base_config import find_misspelt_keys, precision_name
+from ..config.base_config import precision_name
 from ..config.settings import Settings, apply_survey
+from ..config.validator import find_misspelt_keys
 from ..diagnosis.trial_outcome import make_input_error
 from ..errors import EnvironmentBroken, InputError
 from ..events import Listener, Note, SearchStarted

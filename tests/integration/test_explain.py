@@ -9,24 +9,24 @@ import pytest
 
 from autods.cli.main import main
 from autods.errors import EnvironmentBroken
-from autods.explainer import schema
-from autods.explainer.schema import describe, read_schema
+from autods.explainer import installed
+from autods.explainer.installed import ask_deepspeed, describe
 from tests.support.ds_configs import GUIDE
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt.py"
 
 
 def test_another_process_answers_as_this_one_does() -> None:
-    answer = read_schema(GUIDE)
+    answer = ask_deepspeed(GUIDE)
     assert answer == describe(GUIDE)
-    assert json.dumps(answer.keys["fp16.loss_scale"].default) == "0"
+    assert json.dumps(answer.defaults["fp16.loss_scale"]) == "0"
 
 
 def test_without_deepspeed_the_environment_is_at_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "deepspeed.py").write_text("raise ImportError('no DeepSpeed here')")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(schema.__file__).parents[2]}")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(installed.__file__).parents[2]}")
     with pytest.raises(EnvironmentBroken, match="no DeepSpeed here"):
-        read_schema({})
+        ask_deepspeed({})
 
 
 def test_a_real_model_shows_what_a_bucket_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from autods.config.base_config import check_base_config, find_misspelt_keys, read_base_config
+from autods.config.base_config import check_base_config, read_base_config
 from autods.errors import InputError
 
 ON = {"enabled": True}
@@ -143,13 +143,3 @@ def test_auto_is_refused_where_only_the_hf_trainer_fills_it_in(config: dict[str,
 def test_auto_is_accepted_for_what_the_rungs_and_growing_decide() -> None:
     zero = {"stage": "auto", "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
     check_base_config({"train_batch_size": "auto", "zero_optimization": zero}, world_size=2)
-
-
-def test_a_key_that_deepspeed_would_pass_over_without_a_word_is_told() -> None:
-    said = find_misspelt_keys(
-        {"gradient_cliping": 1.0, "zero_optimisation": {}, "fp16": ON, "project": "mine", "optimizer": {}}
-    )
-    assert said == (
-        'DeepSpeed knows no "gradient_cliping", so it does nothing: did you mean "gradient_clipping"?',
-        'DeepSpeed knows no "zero_optimisation", so it does nothing: did you mean "zero_optimization"?',
-    )

@@ -18,7 +18,7 @@ from autods.config.deepspeed import get_key
 from autods.errors import InputError
 from autods.explainer import explain as explainer
 from autods.explainer.explain import ExplainSettings, explain, make_rung, resolve_explain
-from autods.explainer.schema import describe
+from autods.explainer.installed import describe
 from autods.forecast.testing import ScriptedSimulator, simulate_peaks
 from autods.forecast.values import EngineSpec, Simulation
 from autods.report.explanation import Explanation, print_explanation
@@ -41,8 +41,8 @@ SIZED: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that imports DeepSpeed takes seconds; one test of `read_schema` has it."""
-    monkeypatch.setattr(explainer, "read_schema", describe)
+    """A process that imports DeepSpeed takes seconds; one test of `ask_deepspeed` has it."""
+    monkeypatch.setattr(explainer, "ask_deepspeed", describe)
 
 
 def explained(config: dict[str, Any], **asked: Any) -> tuple[Explanation, list[EngineSpec]]:
@@ -125,7 +125,7 @@ def test_the_command_ends_with_1_where_the_config_is_wrong(tmp_path: Path, capsy
     keys = json.loads(capsys.readouterr().out)["keys"]
     assert {"key", "value", "default", "meaning", "cost"} <= set(keys[0])
     assert main(["explain", str(path), "--gpus", "8"]) == 1
-    assert "24 ≠ micro batch 1 × accumulation 1 × 8 GPUs" in " ".join(capsys.readouterr().out.split())
+    assert "24 ≠ micro batch 1 × accumulation 1 × 8 ranks" in " ".join(capsys.readouterr().out.split())
     path.write_text("[]")
     assert main(["explain", str(path)]) == 2
 

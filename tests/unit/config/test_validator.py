@@ -1,4 +1,4 @@
-"""Mistakes in DeepSpeed configs are found, and right configs are left alone."""
+"""Mistakes in DeepSpeed configs are named, and right configs are left alone."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 
 from autods.config.deepspeed import merge, nest_key
-from autods.explainer.rules import Question, find_problems
-from autods.explainer.schema import describe
-from autods.report.explanation import Finding
+from autods.config.validator import EXPLAIN_RULES, Problem, Question, find_misspelt_keys, find_problems
+from autods.explainer.installed import describe
 from tests.support.ds_configs import GUIDE, PRETRAINING, TRAINER
 
 
-def judge(config: dict[str, Any], ranks: int | None = None) -> tuple[Finding, ...]:
-    return find_problems(Question(config=config, schema=describe(config), ranks=ranks))
+def judge(config: dict[str, Any], ranks: int | None = None) -> tuple[Problem, ...]:
+    return find_problems(Question(config=config, installed=describe(config), ranks=ranks), EXPLAIN_RULES)
 
 
 def errors(config: dict[str, Any], ranks: int | None = None) -> dict[str, str]:
@@ -30,7 +29,7 @@ def test_published_configs_have_no_errors(config: dict[str, Any]) -> None:
 def test_sizes_that_go_together_depend_on_the_gpus() -> None:
     assert errors(PRETRAINING, ranks=1) == {}
     assert errors(PRETRAINING, ranks=2) == {
-        "train_batch_size": "144 ≠ micro batch 24 × accumulation 6 × 2 GPUs",
+        "train_batch_size": "train_batch_size 144 ≠ micro batch 24 × accumulation 6 × 2 ranks",
     }
     assert errors(GUIDE, ranks=24) == {}
 
@@ -104,6 +103,33 @@ def test_a_planted_mistake_is_found(name: str, key: str, value: Any, severity: s
     assert [finding.severity for finding in about] == [severity], found
 
 
+# Config → (severity, key) of each problem, besides the batch.
+READ_BY_DEEPSPEED: dict[str, tuple[dict[str, Any], set[tuple[str, str]]]] = {
+    "fields by their names": ({"zero_optimization": {"stage": 3, "max_live_parameters": 10**9}}, set()),
+    "an open section": ({"data_efficiency": {"data_routing": {"random_ltd": {"model_type": "decoder"}}}}, set()),
+    "the old name of bf16": ({"bfloat16": {"enabled": True}, "bf16": None}, {("warning", "bfloat16")}),
+    "a search of its own": ({"autotuning": {"enabled": True}, "sequence_parallel_size": 2}, set()),
+    "a stage as text": (
+        {"zero_optimization": {"stage": "3", "offload_param": {"device": "cpu"}}},
+        {("error", "zero_optimization.stage")},
+    ),
+    "a comment": ({"_comment": "ours"}, {("warning", "_comment")}),
+}
+
+
+@pytest.mark.parametrize("name", READ_BY_DEEPSPEED)
+def test_a_key_that_deepspeed_reads_is_not_unknown(name: str) -> None:
+    config, expected = READ_BY_DEEPSPEED[name]
+    whole = {"train_batch_size": 8, "gradient_clipping": 1.0, "bf16": {"enabled": True}, **config}
+    whole = {key: value for key, value in whole.items() if value is not None}
+    assert {(problem.severity, problem.key) for problem in judge(whole)} == expected
+
+
+def test_a_comment_resembles_no_key() -> None:
+    (problem,) = [each for each in judge({"train_batch_size": 8, "_comment": "ours"}) if each.key == "_comment"]
+    assert problem.hint == "leave it out"
+
+
 def test_keys_that_the_stage_ignores_are_named() -> None:
     ignored = {finding.key for finding in judge(GUIDE) if "ignores it" in finding.problem}
     assert ignored == {
@@ -122,10 +148,20 @@ def test_keys_that_another_one_turns_off_are_named() -> None:
 def test_a_default_that_surprises_is_told() -> None:
     config = {key: value for key, value in PRETRAINING.items() if key != "gradient_clipping"}
     (about,) = [finding for finding in judge(config) if finding.key == "gradient_clipping"]
-    default = describe(config).keys["gradient_clipping"].default
+    default = describe(config).defaults["gradient_clipping"]
     assert f"clips at {default}" in about.problem
 
 
 def test_an_object_that_is_no_object_is_an_error() -> None:
     assert "must be an object" in errors({"train_batch_size": 8, "fp16": True})["fp16"]
     assert "needs train_batch_size" in errors({"bf16": {"enabled": True}})["train_batch_size"]
+
+
+def test_a_key_that_deepspeed_would_pass_over_without_a_word_is_told() -> None:
+    said = find_misspelt_keys(
+        {"gradient_cliping": 1.0, "zero_optimisation": {}, "fp16": {}, "project": "mine", "optimizer": {}}
+    )
+    assert said == (
+        'DeepSpeed knows no "gradient_cliping", so it does nothing: did you mean "gradient_clipping"?',
+        'DeepSpeed knows no "zero_optimisation", so it does nothing: did you mean "zero_optimization"?',
+    )

@@ -1,0 +1,455 @@
+"""What is wrong with a DeepSpeed config: refused, ignored, contradicted, harmful or misspelt keys.
+
+`fit`, `plan`, `run` and `probe` refuse a base config by the first error of `SEARCH_RULES`; `explain` shows every
+problem of `EXPLAIN_RULES`. A rule is a function of the config that yields problems.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any, Literal, TypeGuard
+
+from .deepspeed import BATCH_KEYS, enabled_half_precision, get_key, read_known_keys
+
+Severity = Literal["error", "warning", "note"]
+# Sections that hold the arguments of a class, which DeepSpeed looks up by name.
+OPEN_SECTIONS = ("optimizer.params", "scheduler.params")
+_ZERO = "zero_optimization"
+_PARTS = ("param", "optimizer")
+_HALVES = ("fp16", "bf16")
+_MAY_BE_NULL = ("optimizer", "scheduler")
+# Numbers and their least value, on which DeepSpeed or an optimizer fails in the middle of a step, or not at all.
+_LEAST = {
+    "gradient_clipping": float("-inf"), "steps_per_print": 1, "optimizer.params.lr": 0, "optimizer.params.eps": 0,
+    "optimizer.params.weight_decay": 0,
+}  # fmt: skip
+# Sections that decide what a trial has to decide: key → the conflict, the way out.
+_DECIDED_BY_TRIALS = {
+    "zero_optimization.zenflow": (
+        "ZenFlow sets the accumulation itself (update_interval) and needs an offloaded optimizer, so rungs with and "
+        "without it do not train the same",
+        "leave it out here, and add it to the config that is found",
+    ),
+    "elasticity.enabled": (
+        "elastic training solves for the batch itself, against the one that a trial asks for",
+        "leave it out here, and give --global-batch",
+    ),
+    "autotuning.enabled": (
+        "DeepSpeed Autotuning is a search of its own: its engines end after their measurement",
+        "leave it out",
+    ),
+}
+# Where "auto" needs a library that fills it in. Of ZeRO's keys the rungs and the growing decide.
+_AUTO_SECTIONS = ("optimizer.params", "scheduler.params", "bf16", "fp16")
+_SMALL_BUCKET = 1_000_000  # elements: 2 MB a message; NCCL reaches its bandwidth from some MB on
+_LARGE_BUCKET = 1_000_000_000
+# Arguments of the optimizers that DeepSpeed creates (runtime/config.py, engine.py) and of torch's Adam.
+_OPTIMIZER_ARGUMENTS = (
+    "lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "dampening", "amsgrad", "bias_correction",
+    "torch_adam", "adam_w_mode", "fused", "foreach", "capturable", "differentiable", "maximize", "freeze_step",
+    "cuda_aware", "comm_backend_name", "max_coeff", "min_coeff", "max_grad_norm", "fp32_optimizer_states", "alpha",
+)  # fmt: skip
+_SLOW_SWITCHES = {
+    "wall_clock_breakdown": "it waits for the GPU several times a step",
+    "memory_breakdown": "it waits for the GPU several times a step",
+    "comms_logger.enabled": "it waits for the GPU after each collective",
+    "flops_profiler.enabled": "it turns wall_clock_breakdown on, which waits for the GPU several times a step",
+}
+_DYNAMIC_SCALE = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
+_ONLY_NVME = (
+    "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write", "fast_init",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Something about a key. `error`: DeepSpeed refuses it, or trains something else. `hint` is the way out."""
+
+    severity: Severity
+    key: str
+    problem: str
+    hint: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstalledKeys:
+    """What the installed DeepSpeed, of this version, says about a config.
+
+    `defaults` has every dotted key that it reads, such as 'zero_optimization.stage'; its value is None where nothing is
+    set, or where DeepSpeed does not say. `strict` are the sections in which it refuses unknown keys. `replaced` maps
+    deprecated keys to their successors. `complaints` are pairs of a dotted key and what DeepSpeed says against it.
+    `schedule_arguments` are those of the config's learning-rate schedule; None where DeepSpeed has none of that name.
+    `has_optimizer` is False where neither DeepSpeed nor torch has the config's optimizer.
+    """
+
+    version: str
+    defaults: Mapping[str, Any]
+    strict: tuple[str, ...] = ()
+    replaced: Mapping[str, str] = field(default_factory=dict)
+    complaints: tuple[tuple[str, str], ...] = ()
+    schedule_arguments: tuple[str, ...] | None = None
+    has_optimizer: bool = True
+
+
+_NOT_ASKED = InstalledKeys(version="", defaults={})  # a search does not wait for the import of DeepSpeed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """The config to judge. `ranks` is None where the number of GPUs is not known."""
+
+    config: Mapping[str, Any]
+    ranks: int | None = None
+    installed: InstalledKeys = _NOT_ASKED
+
+    def get(self, dotted: str) -> Any:
+        """The value at a dotted key; None where there is none."""
+        return get_key(self.config, dotted)
+
+    @property
+    def zero(self) -> Mapping[str, Any]:
+        """The section of ZeRO."""
+        section = self.config.get(_ZERO)
+        return section if isinstance(section, Mapping) else {}
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage; 0 where none or no valid one is given. DeepSpeed reads text as a number."""
+        stage = str(self.zero.get("stage"))
+        return int(stage) if stage in ("0", "1", "2", "3") else 0
+
+    def offload_device(self, part: str) -> str:
+        """Where 'param' or 'optimizer' is offloaded to: 'none', 'cpu' or 'nvme'."""
+        return str(self.get(f"{_ZERO}.offload_{part}.device") or "none")
+
+
+Rule = Callable[[Question], Iterator[Problem]]
+
+
+def find_problems(question: Question, rules: Iterable[Rule]) -> tuple[Problem, ...]:
+    """Return all problems, errors first. The first error about a key hides everything else about it."""
+    problems = [problem for rule in rules for problem in rule(question)]
+    errors = {each.key: each for each in reversed(problems) if each.severity == "error"}
+    kept = [each for each in problems if errors.get(each.key, each) is each]
+    return tuple(sorted(kept, key=lambda problem: ("error", "warning", "note").index(problem.severity)))
+
+
+def find_misspelt_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return sentences about unknown keys, which DeepSpeed ignores silently, that resemble one of its own."""
+    known = read_known_keys().top
+    return tuple(
+        f'DeepSpeed knows no "{key}", so it does nothing: did you mean "{near}"?'
+        for key in config
+        if key not in known and (near := _find_near(key, known))
+    )
+
+
+def walk_keys(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each (dotted key, value) that is no section, in order. An empty section counts as a value."""
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from walk_keys(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def keeps_batch_identity(total: int, micro: int | None, accumulation: int | None, ranks: int) -> bool:
+    """Whether train batch = micro batch × accumulation × ranks holds, or can where one of the two is left open."""
+    each = (micro or 1) * (accumulation or 1) * ranks
+    return total == each if micro and accumulation else total % each == 0
+
+
+def _error(key: str, problem: str, hint: str = "") -> Problem:
+    return Problem(severity="error", key=key, problem=problem, hint=hint)
+
+
+def _warning(key: str, problem: str, hint: str = "") -> Problem:
+    return Problem(severity="warning", key=key, problem=problem, hint=hint)
+
+
+def _note(key: str, problem: str, hint: str = "") -> Problem:
+    return Problem(severity="note", key=key, problem=problem, hint=hint)
+
+
+def _find_near(name: str, known: Iterable[str], section: str = "") -> str | None:
+    """The known name that another one may mean. At the top, where libraries have keys of their own, it is nearer."""
+    return next(iter(get_close_matches(name, list(known), n=1, cutoff=0.7 if section else 0.85)), None)
+
+
+def _shorten(value: Any) -> str:
+    """A value in a message: as JSON writes it, and not too long."""
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= 60 else f"{text[:59]}…"
+
+
+def _is_number(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _find_ill_typed(question: Question) -> Iterator[Problem]:
+    """Values of the wrong type or range. DeepSpeed fails on most of them with an error that does not name the key."""
+    config = question.config
+    for key in read_known_keys().tables:
+        if key in config and not (isinstance(config[key], Mapping) or (config[key] is None and key in _MAY_BE_NULL)):
+            yield _error(key, f'"{key}" must be an object, not {_shorten(config[key])}')
+    for key in ("optimizer", "scheduler"):
+        if (params := question.get(f"{key}.params")) is not None and not isinstance(params, Mapping):
+            yield _error(f"{key}.params", f'"{key}.params" must be an object, not {_shorten(params)}')
+        if (name := question.get(f"{key}.type")) is not None and not isinstance(name, str):
+            yield _error(f"{key}.type", f'"{key}.type" must be a name, not {_shorten(name)}')
+    for half in (*_HALVES, "amp"):  # DeepSpeed takes "false" for False, and every other reader for True
+        key = f"{half}.enabled"
+        if (enabled := question.get(key)) not in (None, "auto") and not isinstance(enabled, bool):
+            yield _error(key, f'"{key}" is {_shorten(enabled)}; it must be true or false')
+    for key, least in _LEAST.items():
+        number = question.get(key)
+        if number not in (None, "auto") and not (_is_number(number) and number >= least):
+            bound = f", at least {least}" if least >= 0 else ""
+            yield _error(key, f'"{key}" is {_shorten(number)}; it must be a number{bound}')
+    key, stage = f"{_ZERO}.stage", question.get(f"{_ZERO}.stage")
+    if stage not in (None, "auto") and (type(stage) is not int or stage not in range(4)):
+        yield _error(key, f'"{key}" is {_shorten(stage)}; ZeRO has the stages 0 to 3')
+    for key in BATCH_KEYS:
+        if (size := config.get(key)) not in (None, "auto") and not _is_count(size):
+            yield _error(key, f'"{key}" is {_shorten(size)}; it must be a whole number above 0')
+
+
+def _find_two_precisions(question: Question) -> Iterator[Problem]:
+    on = [key for key in (*_HALVES, "amp") if question.get(f"{key}.enabled") is True]
+    if "amp" in on and _ZERO in question.config:
+        problem = "amp and ZeRO exclude each other: Apex AMP keeps its own copies of what ZeRO shards"
+        yield _error("amp", problem, 'remove "amp" and use "bf16": {"enabled": true}')
+    if len(on) > 1:
+        problem = f"{on[0]} and {on[1]} are both enabled; a model trains in one precision"
+        yield _error(on[0], problem, 'set "enabled": false in one of them')
+
+
+def _find_wrong_batch(question: Question) -> Iterator[Problem]:
+    """The identity of sizes: train batch = micro batch × accumulation × ranks."""
+    key, ranks = BATCH_KEYS[0], question.ranks
+    total, micro, accumulation = (size if _is_count(size) else None for size in map(question.config.get, BATCH_KEYS))
+    if total is None:
+        return
+    each = (micro or 1) * (accumulation or 1)
+    fitting_ranks, rest = divmod(total, each)
+    is_whole = bool(micro and accumulation and not rest)
+    if ranks is None:
+        if rest:
+            problem = f"{total} is no multiple of micro batch × accumulation = {each}, so no number of GPUs gives it"
+            yield _error(key, problem)
+        elif is_whole:
+            problem = f"{total} = {micro} × {accumulation} × {fitting_ranks} GPUs; another number of GPUs is refused"
+            yield _note(key, problem)
+    elif not keeps_batch_identity(total, micro, accumulation, ranks):
+        product = f"micro batch {micro or '?'} × accumulation {accumulation or '?'} × {ranks} ranks"
+        meant = f"those sizes are for {fitting_ranks} rank{'s' if fitting_ranks > 1 else ''}; " if is_whole else ""
+        hint = f"{meant}keep train_batch_size alone: autods solves for the other two"
+        yield _error(key, f"{key} {total} ≠ {product}", hint)
+
+
+def _find_decided_by_trials(question: Question) -> Iterator[Problem]:
+    """Settings with which a search cannot work."""
+    if question.get("amp.enabled") is True and _ZERO not in question.config:
+        problem = "amp excludes ZeRO, and every rung but ddp is ZeRO"
+        yield _error("amp", problem, 'remove "amp" and use "bf16": {"enabled": true}')
+    for key, (why, hint) in _DECIDED_BY_TRIALS.items():
+        if question.get(key):
+            yield _error(key, f'"{key.removesuffix(".enabled")}": {why}', hint)
+
+
+def find_unfilled_auto(question: Question) -> Iterator[Problem]:
+    """Each "auto" that only the Hugging Face Trainer would replace by a value, where it does not run."""
+    sections = [(section, question.get(section)) for section in _AUTO_SECTIONS]
+    inside = [f"{name}.{key}" for name, section in sections if isinstance(section, Mapping) for key in section]
+    for key in (*(key for key in question.config if key not in BATCH_KEYS), *inside):
+        if question.get(key) == "auto":
+            problem = f'"{key}" is "auto", which only the Hugging Face Trainer fills in'
+            yield _error(key, problem, "give the value to train with, or leave the key out")
+
+
+def _find_complaints(question: Question) -> Iterator[Problem]:
+    """What DeepSpeed's own models say, and the features that it has removed."""
+    for key, complaint in question.installed.complaints:
+        yield _error(key, complaint, "leave it out" if "has been removed" in complaint else "")
+
+
+def _find_unknown(question: Question) -> Iterator[Problem]:
+    """Keys that DeepSpeed does not know. It refuses them in some sections, and ignores them elsewhere."""
+    installed = question.installed
+    sections = {_section(name) for name in installed.defaults}
+    for name in _all_names(question.config):
+        section, _, last = name.rpartition(".")
+        if name in installed.defaults or section not in sections or name.startswith(OPEN_SECTIONS):
+            continue  # an unknown section itself is reported, or DeepSpeed does not say what belongs there
+        known = [key.rpartition(".")[2] for key in installed.defaults if _section(key) == section]
+        near = _find_near(last, known, section)
+        homes = [_section(key) or "the top" for key in installed.defaults if key.rpartition(".")[2] == last]
+        hint = f'did you mean "{near}"?' if near else "leave it out"
+        hint = f'it belongs into "{homes[0]}"' if homes else hint
+        if section in installed.strict:
+            yield _error(name, "DeepSpeed refuses a key that it does not know", hint)
+        else:
+            yield _warning(name, "DeepSpeed knows no such key and ignores it", hint)
+    for section, arguments in zip(
+        OPEN_SECTIONS, (_OPTIMIZER_ARGUMENTS, installed.schedule_arguments or ()), strict=True
+    ):
+        for name in question.get(section) or () if arguments else ():
+            if name not in arguments and (near := _find_near(name, arguments, section)):
+                problem = f"{question.get(section.replace('params', 'type'))} takes no such argument"
+                yield _error(f"{section}.{name}", problem, f'did you mean "{near}"?')
+
+
+def _section(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _all_names(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Each dotted name, those of sections too."""
+    for key, value in config.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _all_names(value, f"{prefix}{key}.")
+
+
+def _find_contradictions(question: Question) -> Iterator[Problem]:
+    if all(question.config.get(key) is None for key in BATCH_KEYS):
+        yield _error(BATCH_KEYS[0], "DeepSpeed needs train_batch_size or train_micro_batch_size_per_gpu")
+    for part in _PARTS:
+        if question.offload_device(part) == "nvme" and not question.get(f"{_ZERO}.offload_{part}.nvme_path"):
+            yield _error(f"{_ZERO}.offload_{part}", "NVMe has no nvme_path", "name a folder on the disk")
+    if question.offload_device("optimizer") == "nvme" and question.stage in (1, 2):
+        problem = "only stage 3 swaps optimizer states to NVMe"
+        yield _error(f"{_ZERO}.offload_optimizer.device", problem, "take cpu, or stage 3")
+    optimizer, schedule = question.get("optimizer.type"), question.get("scheduler.type")
+    if not question.installed.has_optimizer:
+        yield _error("optimizer.type", f"neither DeepSpeed nor torch.optim has {optimizer!r}", "AdamW, say")
+    if schedule is not None and question.installed.schedule_arguments is None:
+        yield _error("scheduler.type", f"DeepSpeed has no schedule {schedule!r}")
+    lr, top = question.get("optimizer.params.lr"), question.get("scheduler.params.warmup_max_lr")
+    if isinstance(lr, int | float) and isinstance(top, int | float) and lr != top:
+        problem = f"the schedule goes to {top}, whatever optimizer.params.lr ({lr}) says"
+        yield _warning("scheduler.params.warmup_max_lr", problem, "give one value to both")
+    warm, total = (question.get(f"scheduler.params.{name}") for name in ("warmup_num_steps", "total_num_steps"))
+    if isinstance(warm, int) and isinstance(total, int) and warm >= total:
+        problem = f"the warm-up ({warm}) is as long as the training ({total})"
+        yield _error("scheduler.params.warmup_num_steps", problem)
+
+
+def _find_deprecated(question: Question) -> Iterator[Problem]:
+    for name, _ in walk_keys(question.config):
+        if successor := question.installed.replaced.get(name):
+            yield _warning(name, "DeepSpeed has deprecated it", f'give "{successor}" instead')
+    if "bfloat16" in question.config:
+        yield _warning("bfloat16", "the old name of bf16", 'write "bf16"')
+
+
+def _find_ignored(question: Question) -> Iterator[Problem]:
+    """Keys that have no effect because of another one."""
+    stages, stage = read_known_keys().zero_optimization, question.stage
+    for name in question.zero:
+        if name in stages and stage not in stages[name]:
+            obeying = ", ".join(str(each) for each in stages[name])
+            yield _note(f"{_ZERO}.{name}", f"stage {stage} ignores it; it is for stage {obeying}", "leave it out")
+    for part, least in (("param", 3), ("optimizer", 1)):
+        if question.offload_device(part) != "none" and stage < least:
+            hint = f"take stage {least}" + (" or more" if least < 3 else "")
+            judge = _error if stage else _warning
+            yield judge(f"{_ZERO}.offload_{part}", f"stage {stage} has nothing to offload here", hint)
+    fp16 = question.get("fp16")
+    if isinstance(fp16, Mapping):
+        off, fixed = not fp16.get("enabled"), fp16.get("loss_scale") not in (None, 0, "auto")
+        for name in fp16:
+            if off and name != "enabled":
+                yield _note(f"fp16.{name}", "fp16 is off, so it has no effect")
+            elif fixed and name in _DYNAMIC_SCALE:
+                problem = f"loss_scale {fp16['loss_scale']} is fixed, so it has no effect"
+                yield _note(f"fp16.{name}", problem, "give loss_scale 0 to adapt it")
+    devices = {part: question.offload_device(part) for part in _PARTS}
+    for part, device in devices.items():
+        section = question.get(f"{_ZERO}.offload_{part}")
+        if isinstance(section, Mapping) and device != "nvme":
+            for name in section:
+                if name in _ONLY_NVME:
+                    yield _note(f"{_ZERO}.offload_{part}.{name}", f"only NVMe uses it, and the device is {device}")
+    if "aio" in question.config and "nvme" not in devices.values():
+        yield _note("aio", "nothing is offloaded to NVMe, so it has no effect")
+
+
+def _find_auto(question: Question) -> Iterator[Problem]:
+    names = [name for name, value in walk_keys(question.config) if value == "auto"]
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        problem = '"auto" is filled in by the Hugging Face Trainer and accelerate only'
+        yield _note(f"{names[0]}{more}", problem, "elsewhere give a value")
+
+
+def _find_sizes_that_hurt(question: Question) -> Iterator[Problem]:
+    """Buckets that are too small or too large."""
+    stages, stage = read_known_keys().zero_optimization, question.stage
+    for name in ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size"):
+        size = question.zero.get(name)
+        if not _is_number(size) or stage not in stages[name]:
+            continue
+        problem = None
+        if 0 < size < _SMALL_BUCKET:
+            problem = f"{size:,.0f} elements make many small messages, whose latency decides"
+        elif size > _LARGE_BUCKET:
+            problem = f"a buffer of {size:,.0f} elements is more than most GPUs can spare"
+        if problem is not None:
+            yield _warning(f"{_ZERO}.{name}", problem, "1e7 to 5e8 are usual")
+    name = "stage3_param_persistence_threshold"
+    if stage == 3 and question.zero.get(name) == 0:
+        problem = "even biases and norms are collected for each use, in many tiny messages"
+        yield _warning(f"{_ZERO}.{name}", problem, "1e4 to 1e6 are usual")
+
+
+def _find_harmful(question: Question) -> Iterator[Problem]:
+    """Switches that DeepSpeed takes, and that hurt speed or memory."""
+    stage = question.stage
+    for part in _PARTS:
+        name = f"{_ZERO}.offload_{part}.pin_memory"
+        if question.offload_device(part) != "none" and question.get(name) is False:
+            problem = "copies from unpinned memory are slower, and wait for each other"
+            yield _warning(name, problem, "true, if host memory allows it")
+    if stage and question.zero.get("contiguous_gradients") is False:
+        problem = "gradients of all sizes stay where they appear, which fragments the device's memory"
+        yield _warning(f"{_ZERO}.contiguous_gradients", problem, "leave it true")
+    if stage in (1, 2) and question.zero.get("reduce_scatter") is False:
+        problem = "each GPU receives all averaged gradients, about twice the bytes"
+        yield _warning(f"{_ZERO}.reduce_scatter", problem, "leave it true")
+    for name, problem in _SLOW_SWITCHES.items():
+        if question.get(name) is True:
+            yield _warning(name, problem, "turn it off for real training")
+    halves = [question.get(f"{name}.enabled") for name in (*_HALVES, "torch_autocast")]
+    if enabled_half_precision(question.config) is None and True not in halves and "auto" not in halves:
+        problem = "no half precision is enabled: fp32 takes twice the memory, and is several times slower"
+        yield _warning("bf16", problem, 'give "bf16": {"enabled": true}')
+    if stage == 0 and _ZERO in question.config:
+        yield _note(f"{_ZERO}.stage", "stage 0 is plain data parallelism: every GPU holds all states")
+    clips_at = question.installed.defaults.get("gradient_clipping")
+    if "gradient_clipping" not in question.config and clips_at:
+        problem = f"it is not given, and this DeepSpeed clips at {clips_at} then"
+        yield _note("gradient_clipping", problem, "0 turns clipping off")
+
+
+SEARCH_RULES: tuple[Rule, ...] = (_find_ill_typed, _find_decided_by_trials, _find_two_precisions, _find_wrong_batch)
+EXPLAIN_RULES: tuple[Rule, ...] = (
+    _find_complaints,
+    _find_ill_typed,
+    _find_unknown,
+    _find_two_precisions,
+    _find_wrong_batch,
+    _find_contradictions,
+    _find_ignored,
+    _find_deprecated,
+    _find_sizes_that_hurt,
+    _find_harmful,
+    _find_auto,
+)

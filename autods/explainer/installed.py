@@ -1,0 +1,184 @@
+"""What the installed DeepSpeed says about a config: the keys that it reads, their defaults, and its complaints.
+
+Some sections are pydantic models, whose fields are read here. The keys that functions read stand in
+`configs/deepspeed/keys.toml`; their defaults are constants of DeepSpeed. Nothing is trained or initialised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import json
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any, get_args
+
+from ..config.deepspeed import get_key, read_known_keys
+from ..config.validator import OPEN_SECTIONS, InstalledKeys
+from ..errors import EnvironmentBroken
+from ..schema import read_as
+from ..system.processes import ask_module
+
+# Sections whose keys are the fields of a pydantic model: section → module and class.
+_MODELS = {
+    "zero_optimization": ("deepspeed.runtime.zero.config", "DeepSpeedZeroConfig"),
+    "fp16": ("deepspeed.runtime.precision_config", "DeepSpeedFP16Config"),
+    "bf16": ("deepspeed.runtime.precision_config", "DeepSpeedBF16Config"),
+    "bfloat16": ("deepspeed.runtime.precision_config", "DeepSpeedBF16Config"),
+    "tensorboard": ("deepspeed.monitor.config", "TensorBoardConfig"),
+    "wandb": ("deepspeed.monitor.config", "WandbConfig"),
+    "csv_monitor": ("deepspeed.monitor.config", "CSVConfig"),
+    "comet": ("deepspeed.monitor.config", "CometConfig"),
+    "comms_logger": ("deepspeed.comm.config", "CommsLoggerConfig"),
+}
+# Modules with a constant for each key of a section, and one of the same name and _DEFAULT. "" is the top.
+_CONSTANTS = {
+    "": "deepspeed.runtime.constants",
+    "activation_checkpointing": "deepspeed.runtime.activation_checkpointing.config",
+    "aio": "deepspeed.runtime.swap_tensor.constants",
+    "flops_profiler": "deepspeed.profiling.constants",
+}
+_LIMIT_S = 300.0
+
+
+def ask_deepspeed(config: Mapping[str, Any]) -> InstalledKeys:
+    """Ask the installed DeepSpeed about a config, in a process of its own; that takes some seconds.
+
+    The import of DeepSpeed chooses a device for its whole process, which must not be the caller's.
+    Raises EnvironmentBroken where DeepSpeed cannot be imported.
+    """
+    try:
+        answer = ask_module(__name__, stdin=json.dumps(config), variables={"DS_ACCELERATOR": "cpu"}, limit_s=_LIMIT_S)
+    except RuntimeError as error:
+        raise EnvironmentBroken(
+            f"DeepSpeed cannot be asked for its config schema: {error}\n  python -c 'import deepspeed'"
+        ) from None
+    return read_as(InstalledKeys, answer)
+
+
+def main() -> None:
+    """Answer for the config on standard input, with one line of JSON on standard output."""
+    print(json.dumps(asdict(describe(json.load(sys.stdin)))))
+
+
+def describe(config: Mapping[str, Any]) -> InstalledKeys:
+    """What DeepSpeed, as this process imports it, says about a config."""
+    import deepspeed
+
+    models = {section: getattr(importlib.import_module(module), name) for section, (module, name) in _MODELS.items()}
+    defaults: dict[str, Any] = dict.fromkeys((*read_known_keys().top, *models, *OPEN_SECTIONS))
+    for section, names in {"": read_known_keys().top, **read_known_keys().inside}.items():
+        known = _read_constants(_CONSTANTS[section]) if section in _CONSTANTS else {}
+        defaults |= {f"{section}.{name}".lstrip("."): known.get(name) for name in names}
+    strict: list[str] = []
+    replaced: dict[str, str] = {}
+    for section, model in models.items():
+        _read_model(section, model, defaults, strict, replaced)
+    complaints = [
+        complaint for section, model in models.items() for complaint in _check_section(section, model, config)
+    ]
+    return InstalledKeys(
+        version=str(deepspeed.__version__),
+        defaults=defaults,
+        strict=tuple(strict),
+        replaced=replaced,
+        complaints=(*_find_removed(config), *complaints),
+        schedule_arguments=_find_schedule_arguments(get_key(config, "scheduler.type")),
+        has_optimizer=_has_optimizer(get_key(config, "optimizer.type")),
+    )
+
+
+def _read_constants(module: str) -> dict[str, Any]:
+    """Key → default, from pairs of constants such as AIO_QUEUE_DEPTH and AIO_QUEUE_DEPTH_DEFAULT."""
+    constants = vars(importlib.import_module(module))
+    pairs = [(constants.get(name.removesuffix("_DEFAULT")), name) for name in constants if name.endswith("_DEFAULT")]
+    return {key: _as_json(constants[name]) for key, name in pairs if isinstance(key, str)}
+
+
+def _as_json(default: Any) -> bool | int | float | str | None:
+    default = getattr(default, "value", default)  # of an enum
+    return default if isinstance(default, bool | int | float | str) else None
+
+
+def _read_model(
+    section: str, model: Any, defaults: dict[str, Any], strict: list[str], replaced: dict[str, str]
+) -> None:
+    """Add the keys of a pydantic model of DeepSpeed's, and of the models in it. A key may have two names."""
+    from pydantic import BaseModel
+
+    if model.model_config.get("extra") == "forbid":
+        strict.append(section)
+    for field, info in model.model_fields.items():
+        default = _as_json(info.get_default(call_default_factory=True))
+        extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
+        for name in {info.alias or field, field}:
+            defaults[f"{section}.{name}"] = default
+            if extra.get("deprecated"):
+                replaced[f"{section}.{name}"] = str(extra.get("new_param", ""))
+        for part in (info.annotation, *get_args(info.annotation)):
+            if inspect.isclass(part) and issubclass(part, BaseModel):
+                _read_model(f"{section}.{field}", part, defaults, strict, replaced)
+
+
+def _check_section(section: str, model: Any, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, complaint) for each value of the section that DeepSpeed's model refuses, but unknown keys."""
+    from pydantic import ValidationError
+
+    values = config.get(section)
+    if not isinstance(values, Mapping):
+        return
+    try:
+        with _quiet():
+            model(**values)
+    except ValidationError as refused:
+        for error in refused.errors():
+            if error["type"] != "extra_forbidden":
+                yield ".".join(map(str, (section, *error["loc"]))), error["msg"].removeprefix("Value error, ")
+    except Exception as error:  # a check of the model's own, of any type
+        yield section, str(error)
+
+
+def _find_removed(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (key, DeepSpeed's first sentence about it) for each key whose feature DeepSpeed has removed."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    for key, value in config.items():
+        try:
+            with _quiet():
+                DeepSpeedConfig({key: value})
+        except Exception as error:  # mostly that a batch size is missing
+            if "has been removed" in str(error):
+                yield key, str(error).split(". ")[0].rstrip(".")
+
+
+def _find_schedule_arguments(name: Any) -> tuple[str, ...] | None:
+    """The arguments of a learning-rate schedule of DeepSpeed's, without the optimizer."""
+    from deepspeed.runtime import lr_schedules
+
+    if name not in lr_schedules.VALID_LR_SCHEDULES:
+        return None
+    return tuple(inspect.signature(getattr(lr_schedules, name)).parameters)[1:]
+
+
+def _has_optimizer(name: Any) -> bool:
+    import torch
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+
+    return name is None or str(name).lower() in DEEPSPEED_OPTIMIZERS or hasattr(torch.optim, str(name))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep DeepSpeed's log lines about the probed configs out of the answer."""
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+if __name__ == "__main__":
+    main()
