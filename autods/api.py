@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
+from .arguments import PathText, describe_arguments
 from .config.base_config import check_ranks
 from .config.plan_settings import PlanSettings, resolve_plan
 from .config.rehearsal import resolve_rehearsal
@@ -24,13 +25,11 @@ from .requests import (
     DoctorRequest,
     ExplainRequest,
     FitRequest,
-    PathText,
     PlanRequest,
     ProbeRequest,
     RunRequest,
     SearchRequest,
     WorkloadRequest,
-    describe_arguments,
 )
 from .types import WorkloadSource
 

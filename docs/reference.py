@@ -9,12 +9,12 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from autods.arguments import Option, list_options
 from autods.cli import commands
-from autods.requests import Option
 
 PAGE = Path(__file__).with_name("cli.md")
 COMMANDS = ("fit", "run", "report", "plan", "probe", "explain", "doctor", "diagnose")
@@ -35,7 +35,7 @@ def render() -> str:
 def _render_command(name: str) -> Iterator[str]:
     run = getattr(commands, f"run_{name}")
     request = get_type_hints(run)["request"]
-    options = [(each, each.metadata["option"]) for each in fields(request) if each.metadata["option"].panel]
+    options = [(each, each.metadata["option"]) for each in list_options(request)]
     positional = " ".join(
         option.metavar for _, option in options if option.positional and not option.metavar.startswith("--")
     )
@@ -64,7 +64,7 @@ def _render_row(field: Field[Any], option: Option) -> str:
         spellings = option.flags or ((spelling, f"--no-{spelling[2:]}") if field.default is True else (spelling,))
         metavar = f" {option.metavar}" if option.metavar else ""
         name = ", ".join(f"`{spelling}{metavar}`" for spelling in spellings)
-    default = option.default
+    default = option.shown_default
     if default is None:
         usual = field.default
         default = "" if usual in (MISSING, None, (), False) else "on" if usual is True else str(usual)

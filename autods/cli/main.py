@@ -9,15 +9,16 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from ..arguments import Option, field_types, find_argument_type, list_options
 from ..errors import InputError
-from ..requests import Option, TrialRequest, WorkloadRequest, field_types, find_kind
+from ..requests import TrialRequest, WorkloadRequest
 from .commands import (
     EPILOGS,
     Module,
@@ -148,9 +149,7 @@ def make_command(run: Callable[..., int]) -> Callable[..., int]:
             return end_with_error(error, call, as_json=given["as_json"], resumes=resumes)
 
     types = field_types(request)
-    options = {
-        each.name: _parameter(each, types[each.name]) for each in fields(request) if each.metadata["option"].panel
-    }
+    options = {each.name: _parameter(each, types[each.name]) for each in list_options(request)}
     context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
     signature = inspect.Signature([context, *options.values(), *flags], return_annotation=int)
     command.__doc__ = request.__doc__
@@ -170,7 +169,7 @@ def _check_current_folder() -> None:
 def _parameter(field: Field[Any], hint: Any) -> inspect.Parameter:
     """A field as a parameter that Typer understands."""
     option: Option = field.metadata["option"]
-    kind = find_kind(hint)
+    kind = find_argument_type(hint)
     cli = str if kind is None else kind.cli
     required = field.default is MISSING
     default = None if required or field.default == () else field.default
@@ -184,7 +183,7 @@ def _parameter(field: Field[Any], hint: Any) -> inspect.Parameter:
             *(option.flags or (spelling,)),
             metavar="" if cli is bool and not default else option.metavar,
             help=option.help,
-            show_default=True if option.default is None else option.default or False,
+            show_default=True if option.shown_default is None else option.shown_default or False,
             rich_help_panel=option.panel,
         )
     return inspect.Parameter(

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast, get_args
 
+from ..arguments import ConfigSource, show_value
 from ..errors import InputError
 from ..files import read_text
-from ..requests import ConfigSource, show_value
 from ..schema import check_plain, parse_json
 from ..types import MOST_RANKS, Device, WorkloadSource
 from ..units import parse_bytes

@@ -11,8 +11,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from ..arguments import check_count, show_value
 from ..errors import InputError
-from ..requests import check_count, show_value
 from ..types import Action, Tier
 from ..units import format_signal
 from .lines import BLOCK_BYTES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,25 +68,13 @@ def resolve_explain(
         name, config = str(request.config), read_base_config(Path(request.config))
     if request.workload is None:
         return ExplainSettings(name=name, config=config, ranks=request.gpus)
-    question = PlanRequest(
-        workload=os.fspath(request.workload),
-        script_args=request.script_args,
-        kind=request.kind,
-        task=request.task,
-        seq_len=request.seq_len,
-        target_len=request.target_len,
-        base_config=_without_batch(config),
-        micro_batch=request.micro_batch or _read_micro_batch(config),
-        gpus=request.gpus,
-        nodes=request.nodes,
-        on=request.on,
-        gpu_memory=request.gpu_memory,
-        host_memory=request.host_memory,
-        nvme=request.nvme,
-        device=request.device,
-        as_written=True,
-        largest=False,
-    )
+    shared = {each.name for each in fields(PlanRequest)} & {each.name for each in fields(ExplainRequest)}
+    options = {name: getattr(request, name) for name in shared}
+    options |= {
+        "workload": os.fspath(request.workload),
+        "micro_batch": request.micro_batch or _read_micro_batch(config),
+    }
+    question = PlanRequest(**options, base_config=_without_batch(config), as_written=True, largest=False)
     settings = resolve_plan(question, make_source(question), hardware=hardware)
     if len(settings.sites) > 1:
         raise InputError("a config is explained on one machine", place=f"--on {request.on}", hint="name one")

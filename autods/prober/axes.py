@@ -11,11 +11,11 @@ from itertools import islice
 from math import isfinite
 from typing import Any
 
+from ..arguments import MOST_COUNT, show_value
 from ..config.deepspeed import get_key, read_known_keys
 from ..config.profiles import find_toml
 from ..config.rungs import Rung
 from ..errors import InputError
-from ..requests import MOST_COUNT, show_value
 from ..schema import check_name, read_checked, read_toml
 from ..system.host import data_folder
 from ..types import Scalar

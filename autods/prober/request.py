@@ -13,6 +13,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import cast
 
+from ..arguments import check_count, show_value
 from ..config.base_config import check_ranks, parse_device, resolve_base_config, resolve_global_batch
 from ..config.catalogue import Machine
 from ..config.plan_settings import choose_machines, nvme_place
@@ -21,7 +22,7 @@ from ..config.rungs import Rung, read_rungs
 from ..config.settings import Settings, resolve_fit, select_ladder
 from ..errors import InputError
 from ..files import as_folder_name
-from ..requests import FitRequest, ProbeRequest, TrialRequest, check_count, show_value
+from ..requests import FitRequest, ProbeRequest, TrialRequest
 from ..system.gpus import Card
 from ..system.host import Hardware, data_folder
 from ..types import Steps, WorkloadSource

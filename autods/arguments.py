@@ -1,0 +1,208 @@
+"""How an argument of a command is declared and checked: its type, its option on the command line, its help.
+
+A request (`requests`) is a frozen dataclass of such fields.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
+from itertools import islice
+from numbers import Integral, Real
+from typing import Annotated, Any, cast, get_args, get_origin, get_type_hints
+
+from .errors import InputError
+from .files import check_path
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentType:
+    """The values that an argument accepts: their Python types, and the same in words for a message.
+
+    `cli` is the type of the option on the command line. `items` are the values of a list, or the keys of a dict.
+    """
+
+    types: tuple[type, ...]
+    words: str
+    cli: Any = str
+    items: ArgumentType | None = None
+
+    def accepts(self, value: Any) -> bool:
+        """Whether the value has one of the types. True and False are no numbers, and text is no list."""
+        if isinstance(value, bool):
+            return bool in self.types or object in self.types
+        if isinstance(value, str | bytes | os.PathLike):  # Python can iterate over text
+            return isinstance(value, tuple(each for each in self.types if each is not Iterable))
+        return isinstance(value, self.types)
+
+
+MOST_COUNT = 10**9  # of any number that counts something
+_MOST_ITEMS = 10_000  # of a list
+
+_WHOLE = ArgumentType((Integral,), "a whole number", int)
+_TEXT = ArgumentType((str,), "text")
+_PATH = ArgumentType((str, os.PathLike), "a path")
+
+Count = Annotated[int, _WHOLE]
+Text = Annotated[str, _TEXT]
+Switch = Annotated[bool, ArgumentType((bool,), "True or False", bool)]
+Size = Annotated[str | int, ArgumentType((str, Real), "a size such as '16GiB', or bytes")]
+Duration = Annotated[str | float, ArgumentType((str, Real), "a time such as '20m', or seconds")]
+PathText = Annotated[str | os.PathLike[str], _PATH]
+ConfigSource = Annotated[
+    str | os.PathLike[str] | Mapping[str, Any], ArgumentType((str, os.PathLike, Mapping), "a path or a dict")
+]
+Texts = Annotated[Sequence[str], ArgumentType((Iterable,), "a list", list[str], items=_TEXT)]
+Paths = Annotated[Sequence[str | os.PathLike[str]], ArgumentType((Iterable,), "a list", list[str], items=_PATH)]
+Names = Annotated[str | Sequence[str], ArgumentType((str, Iterable), "text such as 'a,b', or a list", items=_TEXT)]
+Amount = Annotated[str | float, ArgumentType((str, Real), "an amount such as '300B', or a number")]
+Prices = Annotated[
+    str | float | Mapping[str, float],
+    ArgumentType((str, Real, Mapping), "a price, or a dict of machines and prices"),
+]
+OnOff = Annotated[str | bool, ArgumentType((str, bool), "'on', 'off', True or False")]
+Counts = Annotated[int | str | Sequence[int], ArgumentType((object,), "a number, or several")]
+Axes = Annotated[
+    Sequence[str] | Mapping[str, Iterable[Any]],
+    ArgumentType((Mapping, Iterable), "a list or a dict", list[str], items=_TEXT),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """How the command line spells a field, and its help text.
+
+    `panel` is the group in which help shows the option; an option of the Python API alone has none. Help shows
+    `shown_default` where the real default depends on something. `flags` are spellings other than --name. `most` is the
+    largest value of a number.
+    """
+
+    panel: str
+    help: str
+    metavar: str | None = None
+    shown_default: str | None = None
+    flags: tuple[str, ...] = ()
+    positional: bool = False
+    most: int = MOST_COUNT
+
+
+def option(panel: str, help: str, metavar: str | None = None, *, default: Any = None, **more: Any) -> Any:
+    """A field that is an option; see `Option`."""
+    return field(default=default, metadata={"option": Option(panel, help, metavar, **more)})
+
+
+def argument(help: str, metavar: str) -> Mapping[str, Option]:
+    """The metadata of a field that the command line takes by its position."""
+    return {"option": Option("Workload", help, metavar, positional=True)}
+
+
+def listener(help: str) -> Any:
+    """A field that only the Python API has."""
+    return field(default=None, compare=False, repr=False, metadata={"option": Option("", help)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    def __post_init__(self) -> None:
+        """Raises InputError for a value of another type or size, and for empty text.
+
+        Numbers become Python's own, numpy's too.
+        """
+        for each in fields(self):
+            _refuse_empty_text(each, getattr(self, each.name))
+        hints = field_types(type(self))
+        for each in fields(self):
+            name, value = each.name, getattr(self, each.name)
+            option: Option = each.metadata["option"]
+            if not option.panel and not (value is None or callable(value)):
+                raise InputError(f"{name}={show_value(value)}: a function is needed, not {type(value).__name__}")
+            kind = find_argument_type(hints[name])
+            if kind is None or (value is None and type(None) in get_args(hints[name])):
+                continue
+            value = check_value(name, value, kind)
+            if kind is _WHOLE and abs(value) > option.most:
+                raise InputError(f"{_spell(name)} {show_value(value)}: {option.most:,} is the most")
+            object.__setattr__(self, name, value)
+
+
+def _refuse_empty_text(field: Field[Any], value: Any) -> None:
+    """Raises InputError that names an option of empty text, which a shell makes of a variable that is not set.
+
+    As a path it would mean the current folder. A script's own arguments may be empty.
+    """
+    option: Option = field.metadata["option"]
+    values = value if isinstance(value, list | tuple) and field.name != "script_args" else [value]
+    if any(isinstance(item, str) and not item for item in values):
+        name = (option.metavar or "").rstrip(".") if option.positional else f"--{field.name.replace('_', '-')}"
+        raise InputError(f"{name} is empty", hint="give it a value, or leave it out")
+
+
+def field_types(request: type) -> Mapping[str, Any]:
+    """The type of each field, with its `ArgumentType`; types of higher layers become Any."""
+    above = {"Workload": Any, "Listener": Any}
+    return get_type_hints(request, localns=above, include_extras=True)
+
+
+def list_options(request: type) -> list[Field[Any]]:
+    """The fields that are options of the command line, first those that it takes by position."""
+    options = [each for each in fields(request) if each.metadata["option"].panel]
+    return sorted(options, key=lambda each: each.kw_only is True)
+
+
+def find_argument_type(hint: Any) -> ArgumentType | None:
+    """The `ArgumentType` in a field's type, such as Count | None. None means that any value is accepted."""
+    if get_origin(hint) is Annotated:
+        return next((each for each in hint.__metadata__ if isinstance(each, ArgumentType)), None)
+    return next((kind for part in get_args(hint) if (kind := find_argument_type(part)) is not None), None)
+
+
+def check_value(name: str, value: Any, kind: ArgumentType) -> Any:
+    """Return the value as a request keeps it. Raises InputError that names an argument of another type.
+
+    No text has a NUL character. A path is one that a file can have. A list is a tuple, of limited length.
+    """
+    if not kind.accepts(value):
+        raise InputError(f"{name}={show_value(value)}: {kind.words} is needed, not {type(value).__name__}")
+    if kind is _WHOLE:
+        return int(value)
+    if isinstance(value, str | os.PathLike):
+        if os.PathLike in kind.types:
+            check_path(value, _spell(name))
+        if isinstance(value, str) and "\0" in value:
+            raise InputError(f"{_spell(name)} has a NUL character")
+        return value
+    if Iterable not in kind.types:
+        return value
+    values = tuple(islice(value, _MOST_ITEMS + 1))
+    if len(values) > _MOST_ITEMS:
+        raise InputError(f"{_spell(name)} has more than {_MOST_ITEMS:,} values")
+    if kind.items is not None:
+        for number, item in enumerate(values):
+            check_value(f"{name}[{number}]", item, kind.items)
+    return value if isinstance(value, Mapping) else values
+
+
+def show_value(value: Any) -> str:
+    """A wrong value as a message repeats it: at most 80 characters, whatever it is."""
+    try:
+        text = repr(value)
+    except Exception:  # a number of thousands of digits, an object whose __repr__ raises
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 80 else text[:79] + "…"
+
+
+def _spell(name: str) -> str:
+    return f"--{name.replace('_', '-')}" if name.isidentifier() and name not in ("workload", "logs") else name
+
+
+def check_count(name: str, value: Any) -> int:
+    """Return a whole number. Raises InputError for a value of another type."""
+    return cast(int, check_value(name, value, _WHOLE))
+
+
+def describe_arguments(request: Callable[..., Any]) -> str:
+    """The docstring of a function of the Python API that takes these arguments."""
+    lines = [f"{each.name}: {each.metadata['option'].help}" for each in fields(cast(Any, request))]
+    return "\n".join([inspect.cleandoc(request.__doc__ or ""), "", *lines])
