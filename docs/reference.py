@@ -11,13 +11,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, Field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from autods.arguments import Option, list_options
-from autods.cli import commands
+from autods.cli.synopsis import COMMANDS
 
 PAGE = Path(__file__).with_name("cli.md")
-COMMANDS = ("fit", "run", "report", "plan", "probe", "explain", "doctor", "diagnose")
 INTRODUCTION = """# Command line
 
 <!-- Written by docs/reference.py: change the requests in autods/requests.py instead. -->
@@ -33,8 +32,8 @@ def render() -> str:
 
 
 def _render_command(name: str) -> Iterator[str]:
-    run = getattr(commands, f"run_{name}")
-    request = get_type_hints(run)["request"]
+    synopsis = COMMANDS[name]
+    request = synopsis.request
     options = [(each, each.metadata["option"]) for each in list_options(request)]
     positional = " ".join(
         option.metavar for _, option in options if option.positional and not option.metavar.startswith("--")
@@ -45,15 +44,14 @@ def _render_command(name: str) -> Iterator[str]:
     panels: dict[str, list[str]] = {}
     for each, option in options:
         panels.setdefault(option.panel, []).append(_render_row(each, option))
-    for parameter in inspect.signature(run, eval_str=True).parameters.values():
-        if parameter.kind == parameter.KEYWORD_ONLY:
-            flag = parameter.annotation.__metadata__[0]
-            spelling = ", ".join(f"`{text}`" for text in (flag.default, *flag.param_decls))
-            panels.setdefault("Output", []).append(f"| {spelling} | {flag.help} | |")
+    for annotation in synopsis.flags.values():
+        flag = annotation.__metadata__[0]
+        spelling = ", ".join(f"`{text}`" for text in (flag.default, *flag.param_decls))
+        panels.setdefault("Output", []).append(f"| {spelling} | {flag.help} | |")
     for panel, rows in panels.items():
         yield f"**{panel}**\n\n| option | meaning | default |\n|---|---|---|"
         yield "\n".join(rows) + "\n"
-    yield from _render_examples(commands.EPILOGS[name])
+    yield from _render_examples(synopsis.epilog)
 
 
 def _render_row(field: Field[Any], option: Option) -> str:

@@ -1,6 +1,7 @@
 """The commands. Each shows its result and returns its exit code. `ending` shows their errors.
 
-A command of the command line is made of each function: `main` adds an option for every field of the request.
+`main` loads this module when a command runs: help and completion do not wait for its imports. `synopsis` has a row for
+each function, with its request and flags.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-import typer
 from rich.console import Console
 
 from ..api import DOCTOR, EXPLAIN, FIT, PLAN, PROBE, RUN
@@ -67,27 +67,8 @@ from .ending import Call
 Result = TypeVar("Result")
 
 
-def _flag(*spellings: str, help: str, metavar: str = "", panel: str = "Output") -> Any:
-    return typer.Option(*spellings, help=help, metavar=metavar, rich_help_panel=panel)
-
-
-_MODULE_HELP = "WORKLOAD is a module, package.module, and is started as with python -m."
-Module = Annotated[
-    bool, _flag("--module", "-m", help=_MODULE_HELP, panel="Workload")
-]  # of each command with a workload
-AsJson = Annotated[bool, _flag("--json", help="Print the result as JSON.")]
-Quiet = Annotated[bool, _flag("--quiet", "-q", help="No progress, only the result.")]
-Verbose = Annotated[bool, _flag("--verbose", "-v", help="Also the reasons, the certificate, and all ways to launch.")]
-VerboseFit = Annotated[
-    bool, _flag("--verbose", "-v", help="Also what the ranks print, the reasons, the certificate, and all launchers.")
-]
-Markdown = Annotated[bool, _flag("--markdown", help="Print a Markdown table, for a pull request.")]
-Html = Annotated[str | None, _flag("--html", metavar="FILE", help="Write the forecast there as a page, too.")]
-Csv = Annotated[str | None, _flag("--csv", metavar="FILE", help="Write the table there as well; - prints it.")]
-
-
 def run_fit(
-    call: Call, request: FitRequest, *, as_json: AsJson = False, quiet: Quiet = False, verbose: VerboseFit = False
+    call: Call, request: FitRequest, *, as_json: bool = False, quiet: bool = False, verbose: bool = False
 ) -> int:
     """Find the fastest config."""
     command = call.fit or FIT
@@ -106,7 +87,7 @@ def run_fit(
     return 0 if report.status == "fit" else 1
 
 
-def run_run(call: Call, request: RunRequest, *, as_json: AsJson = False, quiet: Quiet = False) -> int:
+def run_run(call: Call, request: RunRequest, *, as_json: bool = False, quiet: bool = False) -> int:
     """Train for real, and keep the run alive."""
     command = call.run or RUN
     with _checking(request, quiet):
@@ -126,9 +107,9 @@ def run_report(
     call: Call,
     request: ReportRequest,
     *,
-    markdown: Markdown = False,
-    as_json: AsJson = False,
-    verbose: Verbose = False,
+    markdown: bool = False,
+    as_json: bool = False,
+    verbose: bool = False,
 ) -> int:
     """Show a finished fit, probe or run again."""
     folders = [Path(folder) for folder in (request.folder, request.compare) if folder is not None]
@@ -167,7 +148,7 @@ def _show_probe_again(folder: Path, as_json: bool) -> int:
 
 
 def run_plan(
-    call: Call, request: PlanRequest, *, html: Html = None, as_json: AsJson = False, quiet: Quiet = False
+    call: Call, request: PlanRequest, *, html: str | None = None, as_json: bool = False, quiet: bool = False
 ) -> int:
     """Forecast every rung. A page of it is also written to the file `html`."""
     if html is not None:
@@ -186,7 +167,7 @@ def run_plan(
 
 
 def run_probe(
-    call: Call, request: ProbeRequest, *, csv: Csv = None, as_json: AsJson = False, quiet: Quiet = False
+    call: Call, request: ProbeRequest, *, csv: str | None = None, as_json: bool = False, quiet: bool = False
 ) -> int:
     """Measure every cell. The table is also written to the file `csv`."""
     if csv == "-" and as_json:
@@ -218,7 +199,7 @@ def run_probe(
     return 0 if report.status == "done" else 1
 
 
-def run_explain(call: Call, request: ExplainRequest, *, as_json: AsJson = False, quiet: Quiet = False) -> int:
+def run_explain(call: Call, request: ExplainRequest, *, as_json: bool = False, quiet: bool = False) -> int:
     """Explain a DeepSpeed config."""
     with _checking(request, quiet):
         settings = EXPLAIN.resolve(request)
@@ -229,7 +210,7 @@ def run_explain(call: Call, request: ExplainRequest, *, as_json: AsJson = False,
     return 1 if explanation.has_errors else 0
 
 
-def run_doctor(call: Call, request: DoctorRequest, *, as_json: AsJson = False, quiet: Quiet = False) -> int:
+def run_doctor(call: Call, request: DoctorRequest, *, as_json: bool = False, quiet: bool = False) -> int:
     """Check this machine."""
     with _checking(request, quiet):
         settings = DOCTOR.resolve(request)
@@ -240,7 +221,7 @@ def run_doctor(call: Call, request: DoctorRequest, *, as_json: AsJson = False, q
     return 3 if checkup.is_broken else 0
 
 
-def run_diagnose(call: Call, request: DiagnoseRequest, *, as_json: AsJson = False) -> int:
+def run_diagnose(call: Call, request: DiagnoseRequest, *, as_json: bool = False) -> int:
     """Say why a run died."""
     if not request.logs and request.exit_code is None:
         raise InputError("neither a log nor an exit code is given", hint="give one: autods diagnose train.log")
@@ -286,137 +267,3 @@ class DifferenceFromFirst:
         if self.recomputes is None:
             self.recomputes = trial.knobs.checkpointing
         return unusual_knobs(trial.knobs, recomputes=self.recomputes)
-
-
-EPILOGS = {
-    "fit": """
-Examples:
-
-autods fit model.py --gpus 8
-
-autods fit model.py --gpus 8 --gpu-memory 16GiB --global-batch 64 --config quick
-
-autods fit model.py --gpus 8 --stop first-fit      the first rung that fits is enough
-
-autods fit examples/gpt.py --device cpu --gpus 2 --gpu-memory 416MiB      without a GPU
-
-autods fit model.py --gpus 8 --nodes 2 --address auto      on two nodes of a Ray cluster
-
-autods fit train.py --gpus 8 -- --deepspeed_config {ds_config} --micro-batch {micro_batch_size}      your own script
-
-Exit codes: 0 done, 1 nothing fits, 2 wrong input, 3 broken environment, 130 interrupted (the same command goes on).
-""",
-    "run": """
-Examples:
-
-autods run model.py --gpus 8 --global-batch 64 --steps 10000
-
-autods run model.py --gpus 8 --global-batch 64 --data corpus/ --checkpoint-every 500
-
-autods run train.py --gpus 8 --global-batch 64 -- --deepspeed_config {ds_config}      your script, with autods.session
-
-autods run examples/gpt.py --device cpu --gpus 2 --gpu-memory 416MiB --global-batch 8 --steps 50      without a GPU
-
-Exit codes: 0 done, 1 no config is left that fits, 2 wrong input or code, 3 broken environment, 130 interrupted,
-143 ended by SIGTERM (the same command goes on).
-""",
-    "plan": """
-Examples:
-
-autods plan model.py --gpus 8 --gpu-memory 80GiB --host-memory 1TiB
-
-autods plan Llama-2-7b/config.json --gpus 8 --on a100-80gb --seq-len 4096
-
-autods plan t5-3b --task seq2seq --gpus 1 --gpu-memory 16GiB --host-memory 64GiB --nvme 1TiB
-
-autods plan train.py --gpus 8 --on a100-80gb -- --deepspeed_config {ds_config} --micro-batch {micro_batch_size}
-
-autods plan model.py --gpus 8 --on all      which machine do I need?
-
-autods plan model.py --gpus 8 --on a100-80gb --html plan.html      a page to send to somebody
-
-autods plan model.py --gpus 8 --on a100-80gb --tokens 300B      days of a training
-
-autods plan model.py --gpus 8 --on a100-80gb --timeline step.json      a step for ui.perfetto.dev
-
-Exit codes: 0 something fits or may (tight, not forecast), 1 nothing fits, 2 wrong input, 3 broken environment,
-130 interrupted.
-""",
-    "probe": """
-Examples:
-
-autods probe model.py --gpus 8 --vary rung=zero1,zero2,zero3 --vary micro_batch=1,2,4
-
-autods probe model.py --gpus 8 --vary rung=zero3-offload --vary pin_memory=true,false --vary env.NCCL_P2P_DISABLE=0,1
-
-autods probe model.py --gpus 1,2,4,8 --vary seq_len=1024,2048 --capacity      the largest micro batch of each
-
-autods probe model.py --gpus 2 --vary rung=ddp,zero2,zero3 --capacity --parallel-trials 4      8 cards: four at a time
-
-autods probe model.py --gpus 4,8 --nodes 2 --address auto --vary rung=zero2,zero3      one node, and two
-
-autods probe model.py --gpus 8 --on a100-80gb --forecast-only      the same for a machine that is not here
-
-autods probe train.py --gpus 8 --vary args.length=128,256 -- --deepspeed {ds_config} --max_length {length}
-
-autods probe model.py --gpus 2 --device cpu --gpu-memory 1GiB --experiment stages      see configs/experiments
-
-Exit codes: 0 done, 1 no cell fits, 2 wrong input, 3 broken environment, 130 interrupted (the same command goes on).
-""",
-    "report": """
-Examples:
-
-autods report autods-out/model
-
-autods report autods-out/model --markdown      a table for a pull request
-
-autods report autods-out/before --compare autods-out/after
-
-autods report autods-out/model-probe      a probe's table and page
-
-autods report autods-out/model-run      a run's attempts
-
-Exit codes: 0 done, 2 the folder holds no report.
-""",
-    "explain": """
-Examples:
-
-autods explain ds_config.json
-
-autods explain ds_config.json --gpus 8      does the batch go together?
-
-autods explain ds_config.json model.py --gpus 8 --gpu-memory 16GiB      what does each key cost here?
-
-autods explain ds_config.json Llama-2-7b/config.json --gpus 8 --on a100-80gb --seq-len 4096
-
-Exit codes: 0 nothing is wrong, 1 the config has errors, 2 wrong input, 3 broken environment, 130 interrupted.
-""",
-    "doctor": """
-Examples:
-
-autods doctor
-
-autods doctor --fix      build DeepSpeed's ops now, some minutes
-
-autods doctor --nvme-path /local_nvme      how fast is this disk?
-
-autods doctor --ray      does Ray start?
-
-Exit codes: 0 nothing is broken (there may be warnings), 2 wrong input, 3 something is broken, 130 interrupted.
-""",
-    "diagnose": """
-Examples:
-
-autods diagnose train.log
-
-autods diagnose slurm-1234.out --exit-code 137
-
-autods diagnose rank_0.log rank_1.log        one file a rank; a folder of logs works too
-
-dmesg -T | autods diagnose train.log -        - is what the pipe holds
-
-zstdcat train.log.zst | autods diagnose -        gzip is read as it is
-
-Exit codes: 0 diagnosed, 2 wrong input.
-""",
-}

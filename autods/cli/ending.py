@@ -11,21 +11,22 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..api import UseCase
-from ..config.plan_settings import PlanSettings
-from ..config.settings import Settings
 from ..errors import AutodsError, EnvironmentBroken, InputError, Interrupted, describe_broken_machine
-from ..events import Event, RunEvent
-from ..forecast.values import ForecastEvent
-from ..prober.request import ProbeSettings
-from ..report.results import Forecast, ProbeReport, Report
-from ..report.run_view import RunReport
-from ..report.serialize import SO_FAR
-from ..requests import FitRequest, PlanRequest, ProbeRequest, RunRequest
 from ..units import escape_controls
-from .streams import find_loss
+from .startup import find_loss
+
+if TYPE_CHECKING:  # help and completion do not wait for these imports
+    from ..api import UseCase
+    from ..config.plan_settings import PlanSettings
+    from ..config.settings import Settings
+    from ..events import Event, RunEvent
+    from ..forecast.values import ForecastEvent
+    from ..prober.request import ProbeSettings
+    from ..report.results import Forecast, ProbeReport, Report
+    from ..report.run_view import RunReport
+    from ..requests import FitRequest, PlanRequest, ProbeRequest, RunRequest
 
 _MOST = 400  # characters of one line
 _MOST_OF_PLACE = 250  # of them, for a path
@@ -119,6 +120,8 @@ def _format_error(error: BaseException) -> list[str]:
 
 def _describe_interruption(error: BaseException, call: Call) -> list[str]:
     """What is left of an interrupted command, and how to go on."""
+    from ..report.serialize import SO_FAR
+
     out, kept, best = call.out, False, []
     if out is not None:
         with contextlib.suppress(OSError):  # there is no journal yet

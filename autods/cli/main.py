@@ -11,27 +11,16 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, Field
 from pathlib import Path
-from types import FrameType
-from typing import Annotated, Any, get_type_hints
+from types import FrameType, ModuleType
+from typing import Annotated, Any
 
 import typer
 
 from ..arguments import Option, field_types, find_argument_type, list_options
-from ..errors import InputError
+from ..errors import EnvironmentBroken, InputError, describe_failed_import
 from ..requests import TrialRequest, WorkloadRequest
-from .commands import (
-    EPILOGS,
-    Module,
-    run_diagnose,
-    run_doctor,
-    run_explain,
-    run_fit,
-    run_plan,
-    run_probe,
-    run_report,
-    run_run,
-)
 from .ending import Call, end_output, end_with_error
+from .synopsis import COMMANDS, Module, Synopsis
 
 # Typer names only BadParameter; its base is the error of every wrong command line.
 UsageError: Any = typer.BadParameter.__base__
@@ -69,7 +58,7 @@ def parse_and_run(call: Call, args: list[str]) -> int:
         code = _parser().main(args=args, prog_name="autods", standalone_mode=False, obj=call)
         return int(code or 0)
     except UsageError as error:
-        command = f"{args[0]} " if args[0] in EPILOGS else ""
+        command = f"{args[0]} " if args[0] in COMMANDS else ""
         wrong = InputError(error.format_message(), hint=f"see: autods {command}--help")
         return end_with_error(wrong, call, as_json="--json" in ours, resumes=False)
     except typer.Abort:  # a Ctrl-C before the command began
@@ -121,18 +110,20 @@ def _root(
     pass
 
 
-def make_command(run: Callable[..., int]) -> Callable[..., int]:
-    """A function for Typer that calls `run(call, request, **flags)` and shows how it ended.
+def make_command(name: str, synopsis: Synopsis) -> Callable[..., int]:
+    """A function for Typer that calls `commands.run_NAME(call, request, **flags)` and shows how it ended.
 
-    Its options are the fields of the request, --module where a workload is given, and the flags: the keyword arguments
-    of `run`. Its help is the request's docstring.
+    Its options are the fields of the request, --module where a workload is given, and the flags. Its help is the
+    request's docstring.
     """
-    request = get_type_hints(run)["request"]
+    request, keyword = synopsis.request, inspect.Parameter.KEYWORD_ONLY
+    annotations = {"module": Module} if issubclass(request, WorkloadRequest) else {}
     flags = [
-        each for each in inspect.signature(run, eval_str=True).parameters.values() if each.kind == each.KEYWORD_ONLY
+        inspect.Parameter(
+            flag, keyword, default=False if annotation.__origin__ is bool else None, annotation=annotation
+        )
+        for flag, annotation in {**annotations, **synopsis.flags}.items()
     ]
-    if issubclass(request, WorkloadRequest):
-        flags.insert(0, inspect.Parameter("module", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Module))
 
     def command(context: typer.Context, **given: Any) -> int:
         call: Call = context.obj
@@ -143,6 +134,7 @@ def make_command(run: Callable[..., int]) -> Callable[..., int]:
         call.out = Path(values["out"]) if values.get("out") else None
         try:
             _check_current_folder()
+            run: Callable[..., int] = getattr(_load_commands(), f"run_{name}")
             return run(call, request(**{name: value for name, value in values.items() if value is not None}), **given)
         except (Exception, KeyboardInterrupt) as error:
             resumes = issubclass(request, TrialRequest)
@@ -156,6 +148,17 @@ def make_command(run: Callable[..., int]) -> Callable[..., int]:
     command.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
     command.__dict__["__signature__"] = signature
     return command
+
+
+def _load_commands() -> ModuleType:
+    """The module of the commands. Raises EnvironmentBroken where something that it imports is broken or hidden."""
+    try:
+        from . import commands
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:
+        raise EnvironmentBroken(describe_failed_import(error)) from error
+    return commands
 
 
 def _check_current_folder() -> None:
@@ -194,6 +197,5 @@ def _parameter(field: Field[Any], hint: Any) -> inspect.Parameter:
     )
 
 
-for _run in (run_fit, run_run, run_report, run_plan, run_probe, run_explain, run_doctor, run_diagnose):
-    _name = _run.__name__.removeprefix("run_")
-    app.command(_name, epilog=EPILOGS[_name], context_settings=_HELP_OPTIONS)(make_command(_run))
+for _name, _synopsis in COMMANDS.items():
+    app.command(_name, epilog=_synopsis.epilog, context_settings=_HELP_OPTIONS)(make_command(_name, _synopsis))

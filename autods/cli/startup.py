@@ -1,18 +1,25 @@
-"""What the command does before its imports, and how it names a file of the user's that hides a module.
+"""What the command does before its imports: standard streams, signals, encoding, where modules come from.
 
 A shell, a scheduler or a container may start the command with closed streams, ignored or blocked signals, an encoding
-without most characters, or warnings that are errors. Only the standard library is imported here.
+without most characters, or warnings that are errors. A reader of its output that leaves early, as `| head` does, is no
+failure, and neither is progress that nobody can see. A result that could not be written, on a full disk say, is a
+failure: see `find_loss`. Only the standard library is imported here.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
 import os
+import select
 import signal
 import sys
 import warnings
 from pathlib import Path
+from typing import Any, TextIO
 
-from .streams import open_standard_streams
+_CAN_PRINT_ALL = "utf-8"
 
 
 def prepare_process() -> None:
@@ -56,3 +63,79 @@ def _print_warnings() -> None:
         warnings.simplefilter("ignore")
         kept = [each for each in os.environ.get("PYTHONWARNINGS", "").split(",") if not each.startswith("e")]
         os.environ["PYTHONWARNINGS"] = ",".join(kept)
+
+
+class Output(io.FileIO):
+    """A descriptor whose `write` raises no OSError. What it cannot write goes nowhere; `failure` is the first error.
+
+    A terminal that was closed is a reader that left, as the other end of a pipe: BrokenPipeError.
+    """
+
+    failure: OSError | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.was_terminal = self.isatty()
+
+    def write(self, data: Any, /) -> int:
+        """Write everything, waiting for the reader of a descriptor that another program made non-blocking."""
+        rest = memoryview(data).cast("B")
+        size = len(rest)
+        try:
+            while rest and self.failure is None:
+                count = super().write(rest)
+                if count is None:
+                    select.select([], [self], [])
+                else:
+                    rest = rest[count:]
+        except OSError as error:
+            self.failure = BrokenPipeError() if self.was_terminal and error.errno == errno.EIO else error
+            with contextlib.suppress(OSError):  # libraries in C that print, and child processes, meet no error either
+                _open_null(self.fileno())
+        return size
+
+
+def open_standard_streams() -> None:
+    """Make the descriptors 0 to 2 and `sys.stdout` and `sys.stderr` fit for use. Call it before any file is opened.
+
+    A closed descriptor is opened on /dev/null: the next file or socket would take its number, and get what is printed.
+    `sys.stdin` stays None where standard input was closed.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            _open_null(number)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        setattr(sys, name, _wrap(number, getattr(sys, name), name))
+
+
+def find_loss(stream: TextIO | None) -> str | None:
+    """Return why a part of what was printed to the stream is lost; None where it is not, or where its reader left."""
+    try:
+        if stream is not None:
+            stream.flush()
+    except OSError as error:
+        failure: OSError | None = error
+    else:
+        failure = getattr(getattr(getattr(stream, "buffer", None), "raw", None), "failure", None)
+    return None if failure is None or isinstance(failure, BrokenPipeError) else failure.strerror or str(failure)
+
+
+def _wrap(number: int, stream: TextIO | None, name: str) -> io.TextIOWrapper:
+    raw = Output(number, "w", closefd=False)
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw),
+        encoding=getattr(stream, "encoding", None) or _CAN_PRINT_ALL,
+        errors="replace",  # a terminal without × or ≥ is no reason to die
+        line_buffering=name == "stderr" or raw.isatty(),
+        write_through=name == "stderr",
+    )
+
+
+def _open_null(number: int) -> None:
+    """Open /dev/null as the descriptor of this number."""
+    null = os.open(os.devnull, os.O_RDWR)
+    if null != number:
+        os.dup2(null, number)
+        os.close(null)

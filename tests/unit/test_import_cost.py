@@ -44,6 +44,13 @@ def test_import_autods_alone_loads_no_room_of_it() -> None:
     assert done.stdout.strip() == ""
 
 
+@pytest.mark.parametrize("line", [["--help"], ["fit", "--help"]])
+def test_help_loads_no_command(line: list[str]) -> None:
+    code = f"import sys; from autods.cli.main import main; main({line}); print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert {"autods.api", "autods.cli.commands", "jinja2"} & set(done.stderr.split()) == set()
+
+
 SMALL = ("cloudpickle", "jinja2", "psutil", "rich", "typer")  # all that these commands need, as docs/limits.md says
 
 WITHOUT = """

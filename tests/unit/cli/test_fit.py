@@ -14,7 +14,7 @@ from autods.api import UseCase
 from autods.cli import ending
 from autods.cli.commands import DifferenceFromFirst
 from autods.cli.main import main
-from autods.cli.streams import Output
+from autods.cli.startup import Output
 from autods.config.settings import Settings, resolve_fit
 from autods.errors import EnvironmentBroken, InputError, Interrupted
 from autods.events import Listener, Note, TrialFinished
