@@ -51,7 +51,14 @@ def test_help_loads_no_command(line: list[str]) -> None:
     assert {"autods.api", "autods.cli.commands", "jinja2"} & set(done.stderr.split()) == set()
 
 
-SMALL = ("cloudpickle", "jinja2", "psutil", "rich", "typer")  # all that these commands need, as docs/limits.md says
+SMALL = (
+    "cloudpickle",
+    "jinja2",
+    "psutil",
+    "pydantic",
+    "rich",
+    "typer",
+)  # all that these commands need, as docs/limits.md says
 
 WITHOUT = """
 import sys
