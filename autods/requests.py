@@ -250,10 +250,7 @@ class RunRequest(SearchRequest):
     """
 
     steps: Count | None = option(
-        "Run",
-        "Optimizer steps, after which the run ends.",
-        "N",
-        shown_default="the script or the dataset decides",
+        "Run", "Optimizer steps, after which the run ends.", "N", shown_default="the script or the dataset decides"
     )
     checkpoint_every: Count | None = option(
         "Run", "Optimizer steps between checkpoints.", "N", shown_default="about ten minutes of steps"

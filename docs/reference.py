@@ -51,7 +51,9 @@ def _render_command(name: str) -> Iterator[str]:
     for panel, rows in panels.items():
         yield f"**{panel}**\n\n| option | meaning | default |\n|---|---|---|"
         yield "\n".join(rows) + "\n"
-    yield from _render_examples(synopsis.epilog)
+    examples = [line.split("      ")[0] for line in synopsis.examples.splitlines()]
+    yield "```\n" + "\n".join(examples) + "\n```\n"
+    yield f"Exit codes: {synopsis.exit_codes}\n"
 
 
 def _render_row(field: Field[Any], option: Option) -> str:
@@ -68,14 +70,6 @@ def _render_row(field: Field[Any], option: Option) -> str:
         default = "" if usual in (MISSING, None, (), False) else "on" if usual is True else str(usual)
     text = option.help.replace("|", "\\|")
     return f"| {name.replace('|', chr(92) + '|')} | {text} | {default} |"
-
-
-def _render_examples(epilog: str) -> Iterator[str]:
-    """The examples as one block, and the sentence about exit codes."""
-    paragraphs = [" ".join(part.split("\n")) for part in epilog.strip().split("\n\n")]
-    examples = [text for text in paragraphs if text.startswith(("autods ", "dmesg"))]
-    yield "```\n" + "\n".join(text.split("      ")[0] for text in examples) + "\n```\n"
-    yield next(text for text in paragraphs if text.startswith("Exit codes")) + "\n"
 
 
 if __name__ == "__main__":

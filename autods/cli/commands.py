@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
+from .. import requests
 from ..api import DOCTOR, EXPLAIN, FIT, PLAN, PROBE, RUN
 from ..diagnosis.logs import find_logs
 from ..diagnosis.root_cause import Diagnosis, diagnose_logs
@@ -49,16 +50,6 @@ from ..report.serialize import (
 )
 from ..report.serialize import read as read_report
 from ..report.text import format_ranks
-from ..requests import (
-    DiagnoseRequest,
-    DoctorRequest,
-    ExplainRequest,
-    FitRequest,
-    PlanRequest,
-    ProbeRequest,
-    ReportRequest,
-    RunRequest,
-)
 from ..tuner.candidates import unusual_knobs
 from ..types import Trial
 from ..units import format_bytes
@@ -68,7 +59,7 @@ Result = TypeVar("Result")
 
 
 def run_fit(
-    call: Call, request: FitRequest, *, as_json: bool = False, quiet: bool = False, verbose: bool = False
+    call: Call, request: requests.FitRequest, *, as_json: bool = False, quiet: bool = False, verbose: bool = False
 ) -> int:
     """Find the fastest config."""
     command = call.fit or FIT
@@ -87,7 +78,7 @@ def run_fit(
     return 0 if report.status == "fit" else 1
 
 
-def run_run(call: Call, request: RunRequest, *, as_json: bool = False, quiet: bool = False) -> int:
+def run_run(call: Call, request: requests.RunRequest, *, as_json: bool = False, quiet: bool = False) -> int:
     """Train for real, and keep the run alive."""
     command = call.run or RUN
     with _checking(request, quiet):
@@ -105,7 +96,7 @@ def run_run(call: Call, request: RunRequest, *, as_json: bool = False, quiet: bo
 
 def run_report(
     call: Call,
-    request: ReportRequest,
+    request: requests.ReportRequest,
     *,
     markdown: bool = False,
     as_json: bool = False,
@@ -148,7 +139,7 @@ def _show_probe_again(folder: Path, as_json: bool) -> int:
 
 
 def run_plan(
-    call: Call, request: PlanRequest, *, html: str | None = None, as_json: bool = False, quiet: bool = False
+    call: Call, request: requests.PlanRequest, *, html: str | None = None, as_json: bool = False, quiet: bool = False
 ) -> int:
     """Forecast every rung. A page of it is also written to the file `html`."""
     if html is not None:
@@ -167,7 +158,7 @@ def run_plan(
 
 
 def run_probe(
-    call: Call, request: ProbeRequest, *, csv: str | None = None, as_json: bool = False, quiet: bool = False
+    call: Call, request: requests.ProbeRequest, *, csv: str | None = None, as_json: bool = False, quiet: bool = False
 ) -> int:
     """Measure every cell. The table is also written to the file `csv`."""
     if csv == "-" and as_json:
@@ -199,7 +190,7 @@ def run_probe(
     return 0 if report.status == "done" else 1
 
 
-def run_explain(call: Call, request: ExplainRequest, *, as_json: bool = False, quiet: bool = False) -> int:
+def run_explain(call: Call, request: requests.ExplainRequest, *, as_json: bool = False, quiet: bool = False) -> int:
     """Explain a DeepSpeed config."""
     with _checking(request, quiet):
         settings = EXPLAIN.resolve(request)
@@ -210,7 +201,7 @@ def run_explain(call: Call, request: ExplainRequest, *, as_json: bool = False, q
     return 1 if explanation.has_errors else 0
 
 
-def run_doctor(call: Call, request: DoctorRequest, *, as_json: bool = False, quiet: bool = False) -> int:
+def run_doctor(call: Call, request: requests.DoctorRequest, *, as_json: bool = False, quiet: bool = False) -> int:
     """Check this machine."""
     with _checking(request, quiet):
         settings = DOCTOR.resolve(request)
@@ -221,7 +212,7 @@ def run_doctor(call: Call, request: DoctorRequest, *, as_json: bool = False, qui
     return 3 if checkup.is_broken else 0
 
 
-def run_diagnose(call: Call, request: DiagnoseRequest, *, as_json: bool = False) -> int:
+def run_diagnose(call: Call, request: requests.DiagnoseRequest, *, as_json: bool = False) -> int:
     """Say why a run died."""
     if not request.logs and request.exit_code is None:
         raise InputError("neither a log nor an exit code is given", hint="give one: autods diagnose train.log")
