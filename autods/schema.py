@@ -182,24 +182,27 @@ def check_plain(data: object, *, finite: bool = True) -> None:
                 raise ValueError(f"{value!s:.80} is {type(value).__name__}, which a config cannot hold")
 
 
-def read_checked(
+def read_toml_as(
     kind: type[T],
-    data: object,
-    check: Callable[[T], None],
+    path: Path,
     *,
     name: str,
-    place: str,
-    hint: str,
+    check: Callable[[T], None] = lambda file: None,
+    flatten: Callable[[dict[str, Any]], Mapping[str, Any]] = lambda data: data,
+    hint: str = "reinstall autods",
     refusal: str | None = None,
 ) -> T:
-    """Read the data of a file as a `kind`. Raises InputError for wrong types, and where `check` raises ValueError.
+    """Read a TOML file as a `kind`. Raises InputError for wrong types, and where `check` raises ValueError.
 
-    `name` is the content of the file, such as 'rung'. The message begins with `refusal`, or else with 'is not a rung'.
+    `name` is the content of the file, such as 'rung'. `flatten` makes the fields of a dataclass of the file's tables.
+    The message begins with `refusal`, or else with 'is not a rung'.
     """
+    data = read_toml(path)
     try:
-        file = read_as(kind, data, name=name)
+        file = read_as(kind, flatten(data), name=name)
         check(file)
     except ValueError as error:
         article = "an" if name[0] in "aeiou" else "a"
-        raise InputError(f"{refusal or f'is not {article} {name}'}: {error}", place=place, hint=hint) from None
+        problem = f"{refusal or f'is not {article} {name}'}: {error}"
+        raise InputError(problem, place=str(path), hint=hint) from None
     return file

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from ..schema import check_name, read_checked, read_toml
+from ..schema import check_name, read_toml_as
 from ..system.gpus import Card
 from ..system.host import Hardware, data_folder
 from ..types import MOST_RANKS
@@ -189,15 +189,19 @@ def find_by_driver_name(name: str) -> Machine | None:
 
 
 def _read_machine(path: Path) -> Machine:
-    """Read a file; its tables `device` and `node` hold fields of the machine."""
+    hint = "compare with configs/hardware/a100-80gb.toml"
+    return read_toml_as(Machine, path, name="machine", check=_check, flatten=_flatten, hint=hint)
+
+
+def _flatten(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a machine; the tables `device` and `node` of its file hold some."""
     flat: dict[str, Any] = {}
-    for key, value in read_toml(path).items():
+    for key, value in tables.items():
         if key in ("device", "node") and isinstance(value, dict):
             flat |= {"device_bytes" if name == "bytes" else name: item for name, item in value.items()}
         else:
             flat[key] = value
-    hint = "compare with configs/hardware/a100-80gb.toml"
-    return read_checked(Machine, flat, _check, name="machine", place=str(path), hint=hint)
+    return flat
 
 
 def _check(machine: Machine) -> None:

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..schema import read_checked, read_toml
+from ..schema import read_toml_as
 from ..system.host import data_folder
 from ..types import Knobs, ModelFacts, Scalar
 from .rungs import Rung
@@ -51,9 +51,7 @@ class KnownKeys:
 @cache
 def read_known_keys() -> KnownKeys:
     path = data_folder("configs") / "deepspeed" / "keys.toml"
-    return read_checked(
-        KnownKeys, read_toml(path), lambda keys: None, name="list of keys", place=str(path), hint="reinstall autods"
-    )
+    return read_toml_as(KnownKeys, path, name="list of keys")
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

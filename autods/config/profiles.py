@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import InputError
-from ..schema import check_name, read_checked, read_toml
+from ..schema import check_name, read_toml_as
 from ..system.host import data_folder
 from ..types import Steps
 from ..units import MOST_SECONDS
@@ -129,7 +129,7 @@ def read_profile(name: str) -> Profile:
     """Read a shipped profile by name, or any TOML file by path. Raises InputError."""
     path = find_toml(name, data_folder("configs"), "config")
     hint = "compare with configs/default.toml"
-    return read_checked(Profile, read_toml(path), _check, name="config", place=str(path), hint=hint)
+    return read_toml_as(Profile, path, name="config", check=_check, hint=hint)
 
 
 def find_toml(name: str, folder: Path, kind: str) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ..errors import InputError
-from ..schema import check_name, read_checked, read_toml
+from ..schema import check_name, read_toml_as
 from ..system.host import data_folder
 from ..types import ModelFacts, Scalar, Tier
 
@@ -131,7 +131,7 @@ def read_rungs(folders: tuple[Path, ...] = ()) -> Mapping[str, Rung]:
             raise InputError(problem, place=str(folder), hint="give --strategies a folder of .toml files") from None
         for path in paths:
             hint = "compare with strategies/zero3.toml"
-            rung = read_checked(Rung, read_toml(path), _check, name="rung", place=str(path), hint=hint)
+            rung = read_toml_as(Rung, path, name="rung", check=_check, hint=hint)
             rungs[rung.name] = rung
     return dict(sorted(rungs.items(), key=lambda item: item[1].order))
 

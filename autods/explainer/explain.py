@@ -18,7 +18,7 @@ from ..forecast.values import ForecastListener, RungForecast, StartSimulator
 from ..planner.plan import plan
 from ..report.explanation import ExplainedKey, Explanation, KeyCost, NeededMemory
 from ..requests import ExplainRequest, PlanRequest
-from ..schema import read_checked, read_toml
+from ..schema import read_toml_as
 from ..system.host import Hardware, data_folder
 from ..types import TIERS, Tier, WorkloadSource
 from .installed import ask_deepspeed
@@ -103,10 +103,7 @@ def explain(settings: ExplainSettings, listen: ForecastListener, start: StartSim
 
 def read_meanings() -> Meanings:
     """Read the texts that ship with the package."""
-    path = data_folder("configs") / "deepspeed" / "meanings.toml"
-    return read_checked(
-        Meanings, read_toml(path), lambda texts: None, name="texts", place=str(path), hint="reinstall autods"
-    )
+    return read_toml_as(Meanings, data_folder("configs") / "deepspeed" / "meanings.toml", name="list of texts")
 
 
 def _explain_keys(

@@ -16,7 +16,7 @@ from ..config.deepspeed import get_key, read_known_keys
 from ..config.profiles import find_toml
 from ..config.rungs import Rung
 from ..errors import InputError
-from ..schema import check_name, read_checked, read_toml
+from ..schema import check_name, read_toml_as
 from ..system.host import data_folder
 from ..types import Scalar
 from ..workload.protocol import FUNCTIONS
@@ -210,4 +210,4 @@ def read_experiment(name: str) -> Experiment:
         if not experiment.vary or not all(experiment.vary.values()):
             raise ValueError("vary needs an axis, and each axis a value")
 
-    return read_checked(Experiment, read_toml(path), check, name="experiment", place=str(path), hint=hint)
+    return read_toml_as(Experiment, path, name="experiment", check=check, hint=hint)

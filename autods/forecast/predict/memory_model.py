@@ -10,7 +10,7 @@ from typing import Literal
 
 from ...config.catalogue import parse_capability
 from ...config.deepspeed import enabled_half_precision, get_key
-from ...schema import read_checked, read_toml
+from ...schema import read_toml_as
 from ...system.host import data_folder
 from ...types import Device, Tier
 from ...units import parse_bytes
@@ -103,15 +103,8 @@ class Overheads:
 def read_overheads(path: Path | None = None) -> Overheads:
     """Read the shipped rows or another file. Raises InputError that says which row is wrong."""
     path = path or data_folder("configs") / "forecast" / "constants.toml"
-    return read_checked(
-        Overheads,
-        read_toml(path),
-        _check,
-        name="constants",
-        place=str(path),
-        hint="compare with the shipped file",
-        refusal="does not hold the forecast's constants",
-    )
+    hint, refusal = "compare with the shipped file", "does not hold the forecast's constants"
+    return read_toml_as(Overheads, path, name="constants", check=_check, hint=hint, refusal=refusal)
 
 
 def _check(overheads: Overheads) -> None:

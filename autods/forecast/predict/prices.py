@@ -9,7 +9,7 @@ from math import inf
 from pathlib import Path
 
 from ...config.catalogue import Machine, Rates
-from ...schema import read_checked, read_toml
+from ...schema import read_toml_as
 from ...system.host import data_folder
 from .schedule import Work
 
@@ -89,15 +89,8 @@ class Constants:
 def read_constants(path: Path | None = None) -> Constants:
     """Read the shipped constants or another file. Raises InputError that says what is wrong."""
     path = path or data_folder("configs") / "forecast" / "step_time.toml"
-    return read_checked(
-        Constants,
-        read_toml(path),
-        _check,
-        name="constants of step time",
-        place=str(path),
-        hint="compare with the shipped file",
-        refusal="does not hold the constants of step time",
-    )
+    hint, refusal = "compare with the shipped file", "does not hold the constants of step time"
+    return read_toml_as(Constants, path, name="constants of step time", check=_check, hint=hint, refusal=refusal)
 
 
 def _check(constants: Constants) -> None:
