@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from .arguments import PathText, describe_arguments
 from .config.base_config import check_ranks
@@ -16,7 +16,13 @@ from .config.rehearsal import resolve_rehearsal
 from .config.settings import Settings, check_exported, check_nodes, resolve_fit
 from .errors import InputError
 from .events import Event, Listener, Note, RunEvent, RunListener
-from .forecast.values import ForecastEvent, ForecastListener
+from .explainer.explain import ExplainSettings, resolve_explain
+from .explainer.explain import explain as explain_config
+from .forecast.values import ForecastEvent
+from .inspector.examine import DoctorSettings, examine, resolve_doctor
+from .inspector.ladder import check_ladder, format_warning
+from .planner.plan import plan as forecast_rungs
+from .prober.request import ProbeSettings, count_most_ranks, resolve_probe
 from .report.checkup import Checkup
 from .report.explanation import Explanation
 from .report.results import Forecast, ProbeReport, Report
@@ -31,14 +37,10 @@ from .requests import (
     SearchRequest,
     WorkloadRequest,
 )
+from .supervisor.run_settings import RunSettings, resolve_run
+from .system.host import Hardware, read_hardware
 from .types import WorkloadSource
-
-if TYPE_CHECKING:
-    from .explainer.explain import ExplainSettings
-    from .inspector.examine import DoctorSettings
-    from .prober.request import ProbeSettings
-    from .supervisor.run_settings import RunSettings
-    from .system.host import Hardware
+from .workload.load import make_source
 
 P = ParamSpec("P")
 Request = TypeVar("Request")
@@ -82,15 +84,11 @@ def _run_fit(settings: Settings, listen: Listener) -> Report:
 
 def _warn(settings: Settings, listen: Listener) -> None:
     """Say before the first trial what of this machine breaks or slows its rungs."""
-    from .inspector.ladder import check_ladder, format_warning
-
     for check in check_ladder(settings):
         listen(Note(text=format_warning(check)))
 
 
 def _resolve_run(request: RunRequest) -> RunSettings:
-    from .supervisor.run_settings import resolve_run
-
     hardware = _find_hardware(request, request.gpus)
     source = _make_source(request, out=request.out, zero_init=request.zero_init)
     return resolve_run(request, source, hardware=hardware)
@@ -103,22 +101,12 @@ def _run_run(settings: RunSettings, listen: RunListener) -> RunReport:
 
 
 def _resolve_plan(request: PlanRequest) -> PlanSettings:
-    from .system.host import read_hardware
-
     recompute = False if request.checkpointing in ("off", False) else None
     source = _make_source(request, recompute=recompute)
     return resolve_plan(request, source, hardware=read_hardware())
 
 
-def _run_plan(settings: PlanSettings, listen: Callable[[ForecastEvent], None]) -> Forecast:
-    from .planner.plan import plan
-
-    return plan(settings, listen=listen)
-
-
 def _resolve_probe(request: ProbeRequest) -> ProbeSettings:
-    from .prober.request import count_most_ranks, resolve_probe
-
     ranks = count_most_ranks(request) if request.address else None
     source = _make_source(request, out=request.out, zero_init=request.zero_init)
     return resolve_probe(request, source, hardware=_find_hardware(request, ranks))
@@ -133,34 +121,11 @@ def _run_probe(settings: ProbeSettings, listen: Listener) -> ProbeReport:
 
 
 def _resolve_explain(request: ExplainRequest) -> ExplainSettings:
-    from .explainer.explain import resolve_explain
-    from .system.host import read_hardware
-
     return resolve_explain(request, _make_source, hardware=read_hardware())
-
-
-def _run_explain(settings: ExplainSettings, listen: ForecastListener) -> Explanation:
-    from .explainer.explain import explain
-
-    return explain(settings, listen)
-
-
-def _resolve_doctor(request: DoctorRequest) -> DoctorSettings:
-    from .inspector.examine import resolve_doctor
-
-    return resolve_doctor(request)
-
-
-def _run_doctor(settings: DoctorSettings, listen: Listener) -> Checkup:
-    from .inspector.examine import examine
-
-    return examine(settings, listen)
 
 
 def _find_hardware(request: SearchRequest | ProbeRequest, ranks: int | None) -> Hardware:
     """This machine, or the weakest node that may be used in the cluster at `address`."""
-    from .system.host import read_hardware
-
     if request.address is None or getattr(request, "forecast_only", False):
         return read_hardware()
     from .runner.placement import weakest_of
@@ -174,8 +139,6 @@ def _find_hardware(request: SearchRequest | ProbeRequest, ranks: int | None) -> 
 
 def _make_source(request: WorkloadRequest, *, out: PathText | None = None, **options: Any) -> WorkloadSource:
     """The workload of a request; a pickled one goes into the output folder."""
-    from .workload.load import make_source
-
     workload = request.workload
     return make_source(
         Path(workload) if isinstance(workload, str | os.PathLike) else workload,
@@ -191,9 +154,13 @@ def _make_source(request: WorkloadRequest, *, out: PathText | None = None, **opt
 
 FIT: UseCase[FitRequest, Settings, Event, Report] = UseCase(_resolve_fit, _run_fit)
 RUN: UseCase[RunRequest, RunSettings, RunEvent, RunReport] = UseCase(_resolve_run, _run_run)
-PLAN: UseCase[PlanRequest, PlanSettings, ForecastEvent, Forecast] = UseCase(_resolve_plan, _run_plan)
-DOCTOR: UseCase[DoctorRequest, DoctorSettings, Event, Checkup] = UseCase(_resolve_doctor, _run_doctor)
-EXPLAIN: UseCase[ExplainRequest, ExplainSettings, ForecastEvent, Explanation] = UseCase(_resolve_explain, _run_explain)
+PLAN: UseCase[PlanRequest, PlanSettings, ForecastEvent, Forecast] = UseCase(
+    _resolve_plan, lambda settings, listen: forecast_rungs(settings, listen=listen)
+)
+DOCTOR: UseCase[DoctorRequest, DoctorSettings, Event, Checkup] = UseCase(resolve_doctor, examine)
+EXPLAIN: UseCase[ExplainRequest, ExplainSettings, ForecastEvent, Explanation] = UseCase(
+    _resolve_explain, explain_config
+)
 PROBE: UseCase[ProbeRequest, ProbeSettings, Event, ProbeReport] = UseCase(_resolve_probe, _run_probe)
 
 
