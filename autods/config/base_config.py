@@ -22,7 +22,7 @@ from .validator import SEARCH_RULES, Question, find_problems, find_unfilled_auto
 # Strings, which stay, and comments; then strings and trailing commas. DeepSpeed reads its files as Hjson.
 # A string or comment without an end is one match, too: a search for each end would take minutes in a large file.
 _NOT_JSON = re.compile(r'"(?:\\.|[^"\\\n])*"?|//[^\n]*|\#[^\n]*|/\*.*?(?:\*/|\Z)', re.DOTALL)
-_GIVE_JSON = "give --base-config a DeepSpeed JSON file"
+_GIVE_JSON = "give a DeepSpeed JSON file"
 _TRAILING_COMMA = re.compile(r'"(?:\\.|[^"\\\n])*"?|,(?=\s*[}\]])')
 
 

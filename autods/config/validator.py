@@ -20,6 +20,7 @@ OPEN_SECTIONS = ("optimizer.params", "scheduler.params")
 _ZERO = "zero_optimization"
 _PARTS = ("param", "optimizer")
 _HALVES = ("fp16", "bf16")
+_STAGES: Mapping[str, Literal[0, 1, 2, 3]] = {"0": 0, "1": 1, "2": 2, "3": 3}
 _MAY_BE_NULL = ("optimizer", "scheduler")
 # Numbers and their least value, on which DeepSpeed or an optimizer fails in the middle of a step, or not at all.
 _LEAST = {
@@ -116,10 +117,9 @@ class Question:
         return section if isinstance(section, Mapping) else {}
 
     @property
-    def stage(self) -> int:
+    def stage(self) -> Literal[0, 1, 2, 3]:
         """The ZeRO stage; 0 where none or no valid one is given. DeepSpeed reads text as a number."""
-        stage = str(self.zero.get("stage"))
-        return int(stage) if stage in ("0", "1", "2", "3") else 0
+        return _STAGES.get(str(self.zero.get("stage")), 0)
 
     def offload_device(self, part: str) -> str:
         """Where 'param' or 'optimizer' is offloaded to: 'none', 'cpu' or 'nvme'."""

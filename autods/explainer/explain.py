@@ -162,9 +162,9 @@ def _simulate(
 
 def make_rung(name: str, config: Mapping[str, Any]) -> Rung:
     """A rung of the ladder that is this config: its stage, its offloads, and all of its ZeRO section."""
-    zero = get_key(config, "zero_optimization") or {}
-    stage = zero.get("stage", 0)
-    devices = {part: str(get_key(zero, f"offload_{part}.device") or "none") for part in ("param", "optimizer")}
+    question = Question(config=config)
+    stage, zero = question.stage, question.zero
+    devices = {part: question.offload_device(part) for part in ("param", "optimizer")}
     optimizer = _TIER_OF.get(devices["optimizer"], "device")
     return Rung(
         name=name,
@@ -184,7 +184,7 @@ def make_rung(name: str, config: Mapping[str, Any]) -> Rung:
 
 def _other_values(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """(dotted key, another value) for each sized key of the config that its stage obeys."""
-    stages, stage = read_known_keys().zero_optimization, get_key(config, "zero_optimization.stage") or 0
+    stages, stage = read_known_keys().zero_optimization, Question(config=config).stage
     for key in _SIZED:
         name = f"zero_optimization.{key}"
         value = get_key(config, name)

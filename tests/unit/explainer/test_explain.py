@@ -100,6 +100,7 @@ def test_a_rung_of_a_config_places_its_states() -> None:
     assert rung.places == {"parameters": "host", "gradients": "host", "optimizer": "host"}
     assert make_rung("this config", PRETRAINING).places["optimizer"] == "device"
     assert make_rung("this config", {}).stage == 0
+    assert make_rung("this config", {"zero_optimization": {"stage": "auto"}}).shards == ()
 
 
 def test_a_config_is_explained_on_one_machine() -> None:
