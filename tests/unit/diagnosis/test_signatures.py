@@ -87,6 +87,7 @@ def test_a_download_without_network_is_no_rendezvous_failure() -> None:
         "RuntimeError: could not open store",
         "TokenizerError: token is invalid: '<unk>'",
         "ConfigMissing: pcie bandwidth config missing",
+        "KeyError: could not parse entry 'exited with exit code 0' of the manifest",
     ],
 )
 def test_words_in_the_users_own_exception_are_theirs(said: str) -> None:
