@@ -30,48 +30,46 @@ def data_parallel_ranks(model: Any) -> Ranks:
     return Ranks(grid.get_data_parallel_rank(), grid.get_data_parallel_world_size())
 
 
-def engine_steps(
-    engine: Any, batches: Sequence[Any], observe: Callable[[Phase, int], None]
-) -> tuple[Callable[[int], list[Any]], Callable[[bool], float]]:
-    """Return two functions.
+class PipelineSteps:
+    """The steps of a pipeline's engine. They take the batches in turn, as many as a step accumulates.
 
-    The first runs one optimizer step by its index, and returns its losses.
-    The second returns the mean loss of a step's micro batches without a gradient; its argument keeps dropout on.
-    Both take the batches in turn, as many as a step accumulates. Raises WorkloadError if a batch is no pair.
+    Raises WorkloadError if a batch is no pair.
     """
-    for batch in batches:
-        if not isinstance(batch, tuple | list) or len(batch) != 2:
-            kind = f"{len(batch)} things" if isinstance(batch, tuple | list) else type(batch).__name__
-            raise WorkloadError(
-                f"build_batch returned {kind}, and a PipelineModule takes two: inputs and labels",
-                hint="return (inputs, labels); each may be a tensor or a tuple of tensors",
-            )
-    running: list[int] = []  # the index of the step that runs, if one does
 
-    def report(phase: Phase) -> None:
-        for index in running:
-            observe(phase, index)
+    def __init__(self, engine: Any, batches: Sequence[Any], observe: Callable[[Phase, int], None]) -> None:
+        for batch in batches:
+            if not isinstance(batch, tuple | list) or len(batch) != 2:
+                kind = f"{len(batch)} things" if isinstance(batch, tuple | list) else type(batch).__name__
+                raise WorkloadError(
+                    f"build_batch returned {kind}, and a PipelineModule takes two: inputs and labels",
+                    hint="return (inputs, labels); each may be a tensor or a tuple of tensors",
+                )
+        self._engine, self._batches, self._observe = engine, batches, observe
+        self._index: int | None = None  # of the step that runs
+        # Micro batches alternate in a pipeline: everything between two forward passes is reported as backward.
+        engine.module.register_forward_pre_hook(lambda *_: self._report("forward"))
+        engine.module.register_forward_hook(lambda *_: self._report("backward"))
+        engine.basic_optimizer.register_step_pre_hook(lambda *_: self._report("step"))
 
-    # Micro batches alternate in a pipeline: everything between two forward passes is reported as backward.
-    engine.module.register_forward_pre_hook(lambda *_: report("forward"))
-    engine.module.register_forward_hook(lambda *_: report("backward"))
-    engine.basic_optimizer.register_step_pre_hook(lambda *_: report("step"))
+    def _report(self, phase: Phase) -> None:
+        if self._index is not None:
+            self._observe(phase, self._index)
 
-    def train_step(index: int) -> list[Any]:
-        running.append(index)
-        loss = engine.train_batch(itertools.cycle(batches))
-        running.clear()
+    def train(self, index: int) -> Sequence[Any]:
+        self._index = index
+        loss = self._engine.train_batch(itertools.cycle(self._batches))
+        self._index = None
         return [loss]
 
-    def compute_loss(training: bool) -> float:
-        if training:
+    def compute_loss(self, *, keep_dropout: bool) -> float:
+        """Return the mean loss of a step's micro batches."""
+        engine = self._engine
+        if keep_dropout:
             engine.module.eval = engine.module.train  # eval_batch calls it first
-        loss = engine.eval_batch(itertools.cycle(batches))
+        loss = engine.eval_batch(itertools.cycle(self._batches))
         vars(engine.module).pop("eval", None)
         engine.train()
         return float(loss)
-
-    return train_step, compute_loss
 
 
 def build_whole(build_model: Callable[[], Any]) -> Any:

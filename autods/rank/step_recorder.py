@@ -11,6 +11,7 @@ from typing import Any
 from ..types import Steps
 from ..workload.protocol import WorkloadError
 from .distributed import Ranks
+from .result import RankResult
 
 _MOST_SKIPPED = 40  # in a row; the largest first loss scale of DeepSpeed is 2**32, and each skipped step halves it
 
@@ -69,6 +70,16 @@ class StepRecorder:
         return ranks.agree(
             len(timed) >= steps.timed
             and (len(timed) >= steps.most_timed or is_enough(timed, steps, elapsed_s=self.steps_s))
+        )
+
+    def result(self, **others: Any) -> RankResult:
+        """Return what was measured, with `others` of its fields."""
+        return RankResult(
+            step_s=self.timed,
+            steps_s=self.steps_s,
+            losses=tuple(self.losses),
+            skipped_steps=self.skipped,
+            **others,
         )
 
     def _skip(self) -> None:

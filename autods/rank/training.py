@@ -7,13 +7,14 @@ device alone.
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
-from ..types import Examined, Phase, Steps
+from ..types import Exam, Examined, Phase
 from ..workload.protocol import Workload, WorkloadError
 from . import loss_parity, pipeline
 from .distributed import Ranks, Traffic
@@ -28,11 +29,130 @@ from .weights import drawing_in_parallel
 Observe = Callable[[Phase, int], None]
 
 
+class EngineSteps(Protocol):
+    """The steps of an engine on the batches of a trial."""
+
+    def train(self, index: int) -> Sequence[Any]:
+        """Run the optimizer step with this index; return the losses of its batches."""
+
+    def compute_loss(self, *, keep_dropout: bool) -> float | None:
+        """Return the loss without a gradient; None if the model returns none."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Training:
+    """One rank's training on the batches of its trial."""
+
+    ranks: Ranks
+    meter: Meter
+    engine: Any
+    batches: Sequence[Any]  # on the engine's device
+    steps: EngineSteps
+    traffic: Traffic
+    recorder: StepRecorder
+
+    def step(self, index: int, *, alone: bool = False) -> Sequence[Any]:
+        """Run an optimizer step; return its losses. With `alone` each collective runs alone, and is timed."""
+        with self.traffic.step(alone=alone):
+            return self.steps.train(index)
+
+
+class SpeedTrial:
+    """What a trial does besides its steps. This one measures speed; the exams of a winner derive from it."""
+
+    def __init__(self, job: RankJob, observe: Observe) -> None:
+        self.job, self.observe = job, observe
+
+    def draw(self, workload: Workload, replicas: Ranks) -> list[Any]:
+        """Return the batches of an optimizer step."""
+        return [check_batch(workload.build_batch(self.job.micro_batch), self.job.micro_batch)]
+
+    def make_config(self) -> Mapping[str, Any]:
+        """Return the DeepSpeed config of the engine."""
+        return self.job.ds_config
+
+    def begin(self, engine: Any) -> None:
+        """Prepare the engine for the steps."""
+
+    def conclude(self, training: Training) -> RankResult:
+        """Return the result after the steps. Here each collective of one more step runs alone, and is timed."""
+        recorder, traffic, steps = training.recorder, training.traffic, self.job.steps
+        has_time = recorder.steps_s + 2 * statistics.median(recorder.timed) <= steps.budget_s
+        if training.ranks.agree(traffic.can_be_timed and steps.most_timed > 1 and has_time):
+            training.step(len(recorder.losses), alone=True)
+        return recorder.result()
+
+
+class WorstCaseTrial(SpeedTrial):
+    """Trains on the longest batch, evaluates it, saves a checkpoint and loads it."""
+
+    draws = 1  # among which the batch is the longest
+
+    def draw(self, workload: Workload, replicas: Ranks) -> list[Any]:
+        batch, self.draws = longest_batch(workload, self.job.micro_batch)
+        return [batch]
+
+    def make_config(self) -> Mapping[str, Any]:
+        return allow_gathering(self.job.ds_config)
+
+    def conclude(self, training: Training) -> RankResult:
+        def evaluate() -> float | None:
+            seed_all(self.job.seed)  # layers of experts choose tokens at random in evaluation, too
+            return training.steps.compute_loss(keep_dropout=False)
+
+        exam = WorstCaseExam(
+            engine=training.engine,
+            ranks=training.ranks,
+            evaluate=evaluate,
+            observe=self.observe,
+            meter=training.meter,
+            folder=self.job.shared_folder / "checkpoint",
+            index=len(training.recorder.losses),
+            examined=Examined(batch_shape=largest_shape(training.batches[0]), draws=self.draws),
+            held_bytes=training.recorder.held_bytes,
+        )
+        while exam.advance():
+            training.step(exam.index)
+        return training.recorder.result(examined=exam.examined)
+
+
+class ParityTrial(SpeedTrial):
+    """Trains on samples that every config gets alike, so that the losses of two configs can be compared."""
+
+    def __init__(self, job: RankJob, observe: Observe) -> None:
+        self.watch = loss_parity.RandomnessWatch(observe)
+        self.updates = loss_parity.UpdateMeter()
+        super().__init__(job, self.watch)
+
+    def draw(self, workload: Workload, replicas: Ranks) -> list[Any]:
+        job = self.job
+        return loss_parity.draw_share(
+            workload, replicas, micro_batch=job.micro_batch, accumulation=job.accumulation, seed=job.seed
+        )
+
+    def begin(self, engine: Any) -> None:
+        loss_parity.make_comparable(engine)
+        self.updates.watch(engine.basic_optimizer)
+
+    def conclude(self, training: Training) -> RankResult:
+        ranks, forward = training.ranks, functools.partial(training.steps.compute_loss, keep_dropout=True)
+        losses = tuple(ranks.mean(loss) for loss in training.recorder.losses)
+        result = replace(training.recorder.result(update_size=self.updates.mean(ranks)), losses=losses)
+        loss_parity.check_deterministic(self.watch.drew, forward, ranks)
+        return result
+
+
+_TRIALS: Mapping[Exam | None, type[SpeedTrial]] = {
+    None: SpeedTrial,
+    "worst_case": WorstCaseTrial,
+    "parity": ParityTrial,
+}
+
+
 def train(workload: Workload, job: RankJob, *, observe: Observe, meter: Meter, ranks: Ranks) -> RankResult:
     """Train one rank of the job, and pass its exam if it has one.
 
-    A trial that measures speed ends with one more step, in which each collective runs alone and is timed. Exceptions
-    of the user's code are passed on; WorkloadError says where the workload breaks its contract.
+    Exceptions of the user's code are passed on; WorkloadError says where the workload breaks its contract.
     """
     observe("build", 0)
     with drawing_in_parallel() if job.source.kind == "hf_config" else contextlib.nullcontext():
@@ -41,78 +161,31 @@ def train(workload: Workload, job: RankJob, *, observe: Observe, meter: Meter, r
     if pipeline.is_pipeline(model):
         replicas = pipeline.data_parallel_ranks(model)
         seed_all(job.seed + replicas.rank)  # the stages of a replica draw the same batches
-    draws = 1
-    match job.exam:
-        case "worst_case":
-            batch, draws = longest_batch(workload, job.micro_batch)
-            batches = [batch]
-            del batch
-        case "parity":
-            batches = loss_parity.draw_share(
-                workload, replicas, micro_batch=job.micro_batch, accumulation=job.accumulation, seed=job.seed
-            )
-            observe = watch = loss_parity.RandomnessWatch(observe)
-        case None:
-            batches = [check_batch(workload.build_batch(job.micro_batch), job.micro_batch)]
+    trial = _TRIALS[job.exam](job, observe)
+    batches = trial.draw(workload, replicas)
     if job.only_build:
         return RankResult()
 
     observe("init", 0)
-    engine = initialize(workload, model, allow_gathering(job.ds_config) if job.exam == "worst_case" else job.ds_config)
+    engine = initialize(workload, model, trial.make_config())
     del model
     batches = [place(batch, engine) for batch in batches]
-    updates = loss_parity.UpdateMeter()
-    if job.exam == "parity":
-        loss_parity.make_comparable(engine)
-        updates.watch(engine.basic_optimizer)
-    traffic = Traffic(meter.synchronize)
-    traffic.listen()
-    train_step, compute_loss = _engine_steps(workload, engine, batches, job.accumulation, observe)
-
-    def step(index: int, *, alone: bool = False) -> list[Any]:
-        with traffic.step(alone=alone):
-            return train_step(index)
-
-    def evaluate() -> float | None:
-        seed_all(job.seed)  # layers of experts choose tokens at random in evaluation, too
-        return compute_loss(False)
-
-    recorder = run_steps(step, job.steps, meter, ranks, lambda: was_skipped(engine))
-    index = len(recorder.losses)
-    result = RankResult(
-        step_s=recorder.timed,
-        steps_s=recorder.steps_s,
-        losses=tuple(recorder.losses),
-        skipped_steps=recorder.skipped,
+    trial.begin(engine)
+    training = Training(
+        ranks=ranks,
+        meter=meter,
+        engine=engine,
+        batches=batches,
+        steps=make_steps(workload, engine, batches, job.accumulation, trial.observe),
+        traffic=Traffic(meter.synchronize),
+        recorder=StepRecorder(job.steps),
     )
-    match job.exam:
-        case "worst_case":
-            exam = WorstCaseExam(
-                engine=engine,
-                ranks=ranks,
-                evaluate=evaluate,
-                observe=observe,
-                meter=meter,
-                folder=job.shared_folder / "checkpoint",
-                index=index,
-                examined=Examined(batch_shape=largest_shape(batches[0]), draws=draws),
-                held_bytes=recorder.held_bytes,
-            )
-            while exam.advance():
-                step(exam.index)
-            result = replace(result, examined=exam.examined)
-        case "parity":
-            losses = tuple(ranks.mean(loss) for loss in result.losses)
-            result = replace(result, losses=losses, update_size=updates.mean(ranks))
-            loss_parity.check_deterministic(watch.drew, lambda: compute_loss(True), ranks)
-        case None:
-            has_time = result.steps_s + 2 * statistics.median(result.step_s) <= job.steps.budget_s
-            if ranks.agree(traffic.can_be_timed and job.steps.most_timed > 1 and has_time):
-                step(index, alone=True)
-    communication = traffic.describe()
-    observe("done", index)
-    steps_s = result.steps_s + (communication.step_s or 0.0)
-    return replace(result, communication=communication, steps_s=steps_s)
+    training.traffic.listen()
+    run_steps(training.step, training.recorder, meter, ranks, lambda: was_skipped(engine))
+    result = trial.conclude(training)
+    communication = training.traffic.describe()
+    observe("done", len(result.losses))
+    return replace(result, communication=communication, steps_s=result.steps_s + (communication.step_s or 0.0))
 
 
 def build(workload: Workload, *, checkpointing: bool) -> Any:
@@ -149,17 +222,16 @@ def optimizer_step(workload: Workload, engine: Any, batch: Any, accumulation: in
 
 def run_steps(
     step: Callable[[int], Sequence[Any]],
-    steps: Steps,
+    recorder: StepRecorder,
     meter: Meter,
     ranks: Ranks,
     skipped: Callable[[], bool] = lambda: False,
-) -> StepRecorder:
+) -> None:
     """Run warm-up steps, and timed steps until their spread is small or their number or time is spent.
 
     `step` returns the losses of a step's batches. `skipped` tells whether the optimizer did not run in it.
     Raises WorkloadError as `StepRecorder.record`.
     """
-    recorder = StepRecorder(steps)
     while not recorder.has_enough(ranks):
         meter.synchronize()
         began = time.perf_counter()
@@ -167,34 +239,42 @@ def run_steps(
         meter.synchronize()
         seconds = time.perf_counter() - began
         recorder.record(seconds, [loss.detach() for loss in losses], meter.held_bytes(), skipped=skipped())
-    return recorder
 
 
-def _engine_steps(
-    workload: Workload, engine: Any, batches: Sequence[Any], accumulation: int, observe: Observe
-) -> tuple[Callable[[int], list[Any]], Callable[[bool], float | None]]:
-    """Return two functions.
+@dataclass(slots=True)
+class ModelSteps:
+    """The steps of DeepSpeed's engine of a plain model."""
 
-    The first runs one optimizer step by its index, and returns the losses of its batches.
-    The second returns the loss without a gradient, None if the model returns none; its argument keeps dropout on.
-    """
-    if pipeline.is_pipeline(engine.module):
-        return pipeline.engine_steps(engine, batches, observe)
+    workload: Workload
+    engine: Any
+    batches: Sequence[Any]
+    accumulation: int
+    observe: Observe
 
-    def train_step(index: int) -> list[Any]:
-        repeats = accumulation // len(batches)
-        return [optimizer_step(workload, engine, batch, repeats, index, observe) for batch in batches]
+    def train(self, index: int) -> Sequence[Any]:
+        repeats = self.accumulation // len(self.batches)
+        return [
+            optimizer_step(self.workload, self.engine, batch, repeats, index, self.observe) for batch in self.batches
+        ]
 
-    def compute_loss(training: bool) -> float | None:
+    def compute_loss(self, *, keep_dropout: bool) -> float | None:
+        """Return the loss of the first batch."""
         import torch
 
-        engine.train(training)
+        self.engine.train(keep_dropout)
         with torch.no_grad():
-            loss = _forward(workload, engine, batches[0])
-        engine.train()
+            loss = _forward(self.workload, self.engine, self.batches[0])
+        self.engine.train()
         return float(loss) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
 
-    return train_step, compute_loss
+
+def make_steps(
+    workload: Workload, engine: Any, batches: Sequence[Any], accumulation: int, observe: Observe
+) -> EngineSteps:
+    """Return the steps of an engine, which may be that of a pipeline."""
+    if pipeline.is_pipeline(engine.module):
+        return pipeline.PipelineSteps(engine, batches, observe)
+    return ModelSteps(workload, engine, batches, accumulation, observe)
 
 
 def _forward(workload: Workload, engine: Any, batch: Any) -> Any:

@@ -17,7 +17,7 @@ from ..exam import WorstCaseExam
 from ..job import RankJob
 from ..loss_parity import UpdateMeter, generator_state, make_comparable
 from ..model_facts import shifts_labels
-from ..result import RankResult, ScriptEnd
+from ..result import ScriptEnd
 from ..step_recorder import StepRecorder, was_skipped
 from .data import Batches, find_loss, iter_tensors
 from .engine_config import EngineConfig
@@ -261,11 +261,7 @@ class Session:
         if self._facts is not None:
             return self._facts
         samples = self.steps * self.job.micro_batch * self.job.accumulation  # of this rank
-        return RankResult(
-            step_s=self.recorder.timed,
-            steps_s=self.recorder.steps_s,
-            losses=tuple(self.recorder.losses),
-            skipped_steps=self.recorder.skipped,
+        return self.recorder.result(
             examined=None if self._exam is None else self._exam.examined,
             trained=self._trained,
             update_size=self._update_size,
