@@ -56,13 +56,14 @@ class PipelineSteps:
             self._observe(phase, self._index)
 
     def train(self, index: int) -> Sequence[Any]:
+        """Run the optimizer step with this index; return its loss."""
         self._index = index
         loss = self._engine.train_batch(itertools.cycle(self._batches))
         self._index = None
         return [loss]
 
     def compute_loss(self, *, keep_dropout: bool) -> float:
-        """Return the mean loss of a step's micro batches."""
+        """Return the mean loss of a step's micro batches without a gradient."""
         engine = self._engine
         if keep_dropout:
             engine.module.eval = engine.module.train  # eval_batch calls it first

@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from ..types import Exam, Examined, Phase
 from ..workload.protocol import Workload, WorkloadError
@@ -29,17 +29,7 @@ from .weights import drawing_in_parallel
 Observe = Callable[[Phase, int], None]
 
 
-class EngineSteps(Protocol):
-    """The steps of an engine on the batches of a trial."""
-
-    def train(self, index: int) -> Sequence[Any]:
-        """Run the optimizer step with this index; return the losses of its batches."""
-
-    def compute_loss(self, *, keep_dropout: bool) -> float | None:
-        """Return the loss without a gradient; None if the model returns none."""
-
-
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Training:
     """One rank's training on the batches of its trial."""
 
@@ -47,7 +37,7 @@ class Training:
     meter: Meter
     engine: Any
     batches: Sequence[Any]  # on the engine's device
-    steps: EngineSteps
+    steps: ModelSteps | pipeline.PipelineSteps
     traffic: Traffic
     recorder: StepRecorder
 
@@ -171,15 +161,12 @@ def train(workload: Workload, job: RankJob, *, observe: Observe, meter: Meter, r
     del model
     batches = [place(batch, engine) for batch in batches]
     trial.begin(engine)
-    training = Training(
-        ranks=ranks,
-        meter=meter,
-        engine=engine,
-        batches=batches,
-        steps=make_steps(workload, engine, batches, job.accumulation, trial.observe),
-        traffic=Traffic(meter.synchronize),
-        recorder=StepRecorder(job.steps),
-    )
+    steps: ModelSteps | pipeline.PipelineSteps
+    if pipeline.is_pipeline(engine.module):
+        steps = pipeline.PipelineSteps(engine, batches, trial.observe)
+    else:
+        steps = ModelSteps(workload, engine, batches, job.accumulation, trial.observe)
+    training = Training(ranks, meter, engine, batches, steps, Traffic(meter.synchronize), StepRecorder(job.steps))
     training.traffic.listen()
     run_steps(training.step, training.recorder, meter, ranks, lambda: was_skipped(engine))
     result = trial.conclude(training)
@@ -252,13 +239,14 @@ class ModelSteps:
     observe: Observe
 
     def train(self, index: int) -> Sequence[Any]:
+        """Run the optimizer step with this index; return the losses of its batches."""
         repeats = self.accumulation // len(self.batches)
         return [
             optimizer_step(self.workload, self.engine, batch, repeats, index, self.observe) for batch in self.batches
         ]
 
     def compute_loss(self, *, keep_dropout: bool) -> float | None:
-        """Return the loss of the first batch."""
+        """Return the loss of the first batch without a gradient; None if the model returns none."""
         import torch
 
         self.engine.train(keep_dropout)
@@ -266,15 +254,6 @@ class ModelSteps:
             loss = _forward(self.workload, self.engine, self.batches[0])
         self.engine.train()
         return float(loss) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
-
-
-def make_steps(
-    workload: Workload, engine: Any, batches: Sequence[Any], accumulation: int, observe: Observe
-) -> EngineSteps:
-    """Return the steps of an engine, which may be that of a pipeline."""
-    if pipeline.is_pipeline(engine.module):
-        return pipeline.PipelineSteps(engine, batches, observe)
-    return ModelSteps(workload, engine, batches, accumulation, observe)
 
 
 def _forward(workload: Workload, engine: Any, batch: Any) -> Any:

@@ -67,7 +67,7 @@ class RayRunner:
             check_ready=self.check_ready,
             room_within_s=_ROOM_WITHIN_S if number else None,
         )
-        self.results: Sequence[NodeResult] = ()  # of the last job
+        self.results: Sequence[NodeResult] = ()  # of the last trial
         self.sample_s = 0.0  # that a rank's sample took in the slowest trial so far
 
     def __enter__(self) -> RayRunner:
@@ -112,8 +112,8 @@ class RayRunner:
         outcome: Outcome | None = self._build_ops(job)
         if outcome is None:
             training_began = time.monotonic()
-            outcome = self._execute(job, id) or judge_trial(
-                self.results,
+            outcome = judge_trial(
+                self._execute(job, id),
                 job,
                 wall_s=time.monotonic() - training_began,
                 tokens_per_sample=self._surveyed.tokens_per_sample,
@@ -134,11 +134,10 @@ class RayRunner:
 
     def run_attempt(self, job: RankJob, on_progress: Callable[[Heartbeat], None]) -> RunResult | OutOfMemory | Failed:
         """Train as the job of a run says; return rank 0's result, or why the ranks failed."""
-        failure = self._build_ops(job)
-        if failure is None:
-            self.results = self.workers.run(job, on_progress)
-            failure = find_failure(self.results, job)
-        return failure or result_of_rank_0(self.results, RunResult)
+        if (failure := self._build_ops(job)) is not None:
+            return failure
+        results = self.workers.run(job, on_progress)
+        return find_failure(results, job) or result_of_rank_0(results, RunResult)
 
     def final_config(self, trial: Trial) -> dict[str, Any]:
         """Return the DeepSpeed config of a trial as the user gets it."""
@@ -254,17 +253,18 @@ class RayRunner:
 
     def _survey(self) -> Survey:
         job = self.survey_job()
-        failure = self._execute(job)
-        if failure is not None and self.settings.gpus > 1 and may_need_all_ranks(self.results, job):
+        results = self._execute(job)
+        if self.settings.gpus > 1 and may_need_all_ranks(results, job):
             self._note("the script does not run on one rank alone, so the survey repeats it on all ranks")
             job = self.survey_job(ranks=self.settings.gpus)
-            failure = self._execute(job)
-        while isinstance(failure, Failed) and failure.wants_larger_batch and job.micro_batch < _LARGEST_SURVEY_BATCH:
+            results = self._execute(job)
+        while (failure := find_failure(results, job)) is not None:
+            wants_larger_batch = isinstance(failure, Failed) and failure.wants_larger_batch
+            if not wants_larger_batch or job.micro_batch >= _LARGEST_SURVEY_BATCH:
+                raise make_error(failure, job)
             job = self.survey_job(ranks=job.world_size, micro_batch=2 * job.micro_batch)
-            failure = self._execute(job)
-        if failure is not None:
-            raise make_error(failure, job)
-        result = result_of_rank_0(self.results, SurveyResult)
+            results = self._execute(job)
+        result = result_of_rank_0(results, SurveyResult)
         return result.facts, result.op_problems
 
     def _build_ops(self, job: RankJob) -> OutOfMemory | Failed | None:
@@ -274,13 +274,13 @@ class RayRunner:
         """
         ops = [op for op in required_ops(job.ds_config) if op not in self.workers.built_ops]
         build = replace(job, job="train", order=None, only_build=True)
-        if self.workers.needs_build(ops) and (failure := self._execute(build)) is not None:
+        if self.workers.needs_build(ops) and (failure := find_failure(self._execute(build), build)) is not None:
             return failure
         for op in ops:
             if self.workers.needs_build([op]):
                 self._note(f"building DeepSpeed's {op}: about {USUAL_BUILD_S[op]} s on two cores, once on this machine")
             build = self.building_job(op)
-            failure = self._execute(build, everywhere=True)
+            failure = find_failure(self._execute(build, everywhere=True), build)
             if failure is not None:
                 evidence = failure.evidence if isinstance(failure, Failed) else "memory ran out"
                 return Failed(
@@ -290,8 +290,8 @@ class RayRunner:
             self.workers.built_ops.add(op)
         return None
 
-    def _execute(self, job: RankJob, id: int | None = None, *, everywhere: bool = False) -> OutOfMemory | Failed | None:
-        """Run the job and keep its `results`; return why it failed, if so. A trial's progress is reported meanwhile."""
+    def _execute(self, job: RankJob, id: int | None = None, *, everywhere: bool = False) -> Sequence[NodeResult]:
+        """Run the job; return what the nodes report. The progress of the trial `id` is reported meanwhile."""
 
         def report(heartbeat: Heartbeat) -> None:
             if id is not None:
@@ -301,7 +301,7 @@ class RayRunner:
         for result in self.results:
             for text in result.notes if isinstance(result, NodeReport) else ():
                 self._note(text)
-        return find_failure(self.results, job)
+        return self.results
 
     def _note(self, text: str) -> None:
         self.listen(Note(text=text))

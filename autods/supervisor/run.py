@@ -175,8 +175,8 @@ class Supervisor:
 
     def _report_lost_checkpoints(self) -> None:
         """Warn where checkpoints are gone that the last attempt still had: its steps are done once more."""
-        saved, history = self._latest(), self.history
-        step, known = (saved.step if saved is not None else 0), max(history.saved_steps, default=0)
+        history, step = self.history, self._saved_step
+        known = max(history.saved_steps, default=0)
         if history.attempts and step < known <= history.attempts[-1].last_step:
             self._warn(f"the checkpoint of step {known} is gone or torn: the run goes on at step {step}")
 
@@ -226,12 +226,11 @@ class Supervisor:
         if config in history.failed:
             used = [each.config for each in history.decisions if each.config.world_size == config.world_size]
             config = used[-1]
-        saved = self._latest()
         decision = Decision(
             config=config,
             changed=f"world size {config.world_size} instead of {last.config.world_size}",
             after_attempt=len(history.attempts),
-            step=saved.step if saved is not None else 0,
+            step=self._saved_step,
             growth_bytes=last.growth_bytes,
         )
         self.journal.decide(decision)
@@ -246,8 +245,7 @@ class Supervisor:
         may_be_mended = last.number <= self.earlier  # since the command ended with it
         if isinstance(last.cause, Failed) and may_be_mended:
             return decision.config
-        saved = self._latest()
-        saved_step = saved.step if saved is not None else 0
+        saved, saved_step = self._latest(), self._saved_step
         before = max((each.step for each in history.decisions), default=0)
         situation = Situation(
             config=decision.config,
@@ -296,9 +294,7 @@ class Supervisor:
         """Train with this config until it ends, and write down how it did."""
         for torn in remove_torn(self.settings.out / "checkpoints"):
             self.listen(Note(text=f"{torn.path.name} was removed: {torn.reason}"))
-        saved = self._latest()
-        first_step = saved.step if saved is not None else 0
-        number, began = len(self.history.attempts) + 1, time.monotonic()
+        number, first_step, began = len(self.history.attempts) + 1, self._saved_step, time.monotonic()
         self.journal.start_attempt(
             Attempt(number=number, config=config, first_step=first_step, began=time.time(), last_step=first_step)
         )
@@ -306,7 +302,7 @@ class Supervisor:
             self._attempt_folder(number), first_step, settings=self.settings, journal=self.journal, listen=self.listen
         )
         try:
-            result = self._train(config, number, saved, progress)
+            result = self._train(config, number, progress)
         except EnvironmentBroken as error:
             result = self._lose_session(error)
         progress.finish()
@@ -317,28 +313,11 @@ class Supervisor:
             self._ranks_left = self._count_ranks_left(end.cause, config)
         return end
 
-    def _train(
-        self, config: RunConfig, number: int, saved: Checkpoint | None, progress: AttemptProgress
-    ) -> RunResult | OutOfMemory | Failed:
+    def _train(self, config: RunConfig, number: int, progress: AttemptProgress) -> RunResult | OutOfMemory | Failed:
         """Start the ranks and wait for their end. Raises EnvironmentBroken where they cannot be started."""
-        settings, first_step = self._settings_for(config), saved.step if saved is not None else 0
-        launcher = self.session.open(settings, allocator=config.allocator, facts=self._facts)
-        order = self._make_order(config, number, saved)
-        job = launcher.run_job(order, config.rung, config.knobs)
-        job.write()
-        batch = f"{config.knobs.micro_batch} × {config.knobs.accumulation} × {config.world_size}"
-        self.listen(
-            Note(text=f"attempt {number}: {config.rung}, {batch} = {config.global_batch}, from step {first_step}")
-        )
-        self.listen(AttemptStarted(number=number, first_step=first_step, steps=self.settings.steps))
-        with self.stopping.during(order, self._stop_limit(saved)):
-            result = launcher.run_attempt(job, progress.look)
-        if isinstance(result, RunResult) and result.step is None:
-            self.journal.warn(NO_SESSION)  # the rank has said so when it began
-        return result
-
-    def _make_order(self, config: RunConfig, number: int, saved: Checkpoint | None) -> RunOrder:
-        return RunOrder(
+        launcher = self.session.open(self._settings_for(config), allocator=config.allocator, facts=self._facts)
+        saved = self._latest()
+        order = RunOrder(
             folder=str(self.settings.out),
             attempt=number,
             steps=self.settings.steps,
@@ -347,6 +326,18 @@ class Supervisor:
             restore=None if saved is None else str(saved.path),
             data=self.settings.data,
         )
+        job = launcher.run_job(order, config.rung, config.knobs)
+        job.write()
+        batch = f"{config.knobs.micro_batch} × {config.knobs.accumulation} × {config.world_size}"
+        batch = f"{batch} = {config.global_batch}, from step {progress.step}"
+        self.listen(Note(text=f"attempt {number}: {config.rung}, {batch}"))
+        self.listen(AttemptStarted(number=number, first_step=progress.step, steps=self.settings.steps))
+        save_s = saved.manifest.save_s if saved is not None else 0.0
+        with self.stopping.during(order, _STOP_WITHIN_S + 2 * save_s):
+            result = launcher.run_attempt(job, progress.look)
+        if isinstance(result, RunResult) and result.step is None:
+            self.journal.warn(NO_SESSION)  # the rank has said so when it began
+        return result
 
     def _lose_session(self, error: EnvironmentBroken) -> Failed:
         """The failure of an attempt whose Ray or nodes are gone. Raises the error where none of them ever ran."""
@@ -369,9 +360,6 @@ class Supervisor:
             base = {**base, **dict(zip(BATCH_KEYS, sizes, strict=True))}
         return replace(fit, gpus=config.world_size, nodes=nodes, base=base, out=self.settings.out)
 
-    def _stop_limit(self, saved: Checkpoint | None) -> float:
-        return _STOP_WITHIN_S + (2 * saved.manifest.save_s if saved is not None else 0.0)
-
     def _count_ranks_left(self, cause: OutOfMemory | Failed, config: RunConfig) -> int | None:
         """The ranks that the machines still hold after a failure that a lost card or node could explain; None: all."""
         if isinstance(cause, OutOfMemory) or cause.failure not in ("infrastructure", "communication", "unknown"):
@@ -388,6 +376,12 @@ class Supervisor:
 
     def _latest(self) -> Checkpoint | None:
         return list_checkpoints(self.settings.out / "checkpoints").latest
+
+    @property
+    def _saved_step(self) -> int:
+        """The optimizer step of the last checkpoint; 0 without one."""
+        saved = self._latest()
+        return saved.step if saved is not None else 0
 
     def _attempt_folder(self, number: int) -> Path:
         return self.settings.out / "attempts" / str(number)
@@ -408,27 +402,27 @@ class Supervisor:
         return find_obstacle(saved, layout)
 
     def _summarize(self, status: Any, exit_code: int, reason: str = "", advice: str = "") -> RunReport:
-        history, saved = self.history, self._latest()
-        config = history.attempts[-1].config if history.attempts else None
-        ds_config: Mapping[str, Any] = {}
+        history, saved, of_config = self.history, self._latest(), dict[str, Any]()
+        if history.attempts:
+            config = history.attempts[-1].config
+            of_config = {
+                "global_batch": config.global_batch, "rung": config.rung, "knobs": config.knobs,
+                "world_size": config.world_size,
+            }  # fmt: skip
         with contextlib.suppress(WorkloadError):
-            ds_config = read_job(self._attempt_folder(len(history.attempts)) / JOB_FILE).ds_config
+            of_config["ds_config"] = read_job(self._attempt_folder(len(history.attempts)) / JOB_FILE).ds_config
         return RunReport(
             status=status,
             exit_code=exit_code,
             reason=reason,
             advice=advice,
-            step=saved.step if saved is not None else 0,
+            step=self._saved_step,
             steps=self.settings.steps,
-            global_batch=config.global_batch if config is not None else 0,
-            rung=config.rung if config is not None else None,
-            knobs=config.knobs if config is not None else None,
-            world_size=config.world_size if config is not None else 0,
-            ds_config=ds_config,
             attempts=list_rows(history),
             rescues=len(history.rescues),
             warnings=tuple(history.warnings),
             checkpoint=str(saved.path) if saved is not None else None,
             fit=str(self.settings.fit.out),
             out=str(self.settings.out),
+            **of_config,
         )
