@@ -30,7 +30,7 @@ Observe = Callable[[Phase, int], None]
 
 
 @dataclass(slots=True)
-class Training:
+class RankTraining:
     """One rank's training on the batches of its trial."""
 
     ranks: Ranks
@@ -64,7 +64,7 @@ class SpeedTrial:
     def begin(self, engine: Any) -> None:
         """Prepare the engine for the steps."""
 
-    def conclude(self, training: Training) -> RankResult:
+    def conclude(self, training: RankTraining) -> RankResult:
         """Return the result after the steps. Here each collective of one more step runs alone, and is timed."""
         recorder, traffic, steps = training.recorder, training.traffic, self.job.steps
         has_time = recorder.steps_s + 2 * statistics.median(recorder.timed) <= steps.budget_s
@@ -85,7 +85,7 @@ class WorstCaseTrial(SpeedTrial):
     def make_config(self) -> Mapping[str, Any]:
         return allow_gathering(self.job.ds_config)
 
-    def conclude(self, training: Training) -> RankResult:
+    def conclude(self, training: RankTraining) -> RankResult:
         def evaluate() -> float | None:
             seed_all(self.job.seed)  # layers of experts choose tokens at random in evaluation, too
             return training.steps.compute_loss(keep_dropout=False)
@@ -124,7 +124,7 @@ class ParityTrial(SpeedTrial):
         loss_parity.make_comparable(engine)
         self.updates.watch(engine.basic_optimizer)
 
-    def conclude(self, training: Training) -> RankResult:
+    def conclude(self, training: RankTraining) -> RankResult:
         ranks, forward = training.ranks, functools.partial(training.steps.compute_loss, keep_dropout=True)
         losses = tuple(ranks.mean(loss) for loss in training.recorder.losses)
         result = replace(training.recorder.result(update_size=self.updates.mean(ranks)), losses=losses)
@@ -166,7 +166,7 @@ def train(workload: Workload, job: RankJob, *, observe: Observe, meter: Meter, r
         steps = pipeline.PipelineSteps(engine, batches, trial.observe)
     else:
         steps = ModelSteps(workload, engine, batches, job.accumulation, trial.observe)
-    training = Training(ranks, meter, engine, batches, steps, Traffic(meter.synchronize), StepRecorder(job.steps))
+    training = RankTraining(ranks, meter, engine, batches, steps, Traffic(meter.synchronize), StepRecorder(job.steps))
     training.traffic.listen()
     run_steps(training.step, training.recorder, meter, ranks, lambda: was_skipped(engine))
     result = trial.conclude(training)

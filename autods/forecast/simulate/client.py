@@ -26,7 +26,7 @@ from ...system.waiting import Loading, Wait
 from ...types import Device, ModelFacts, WorkloadSource
 from .. import values
 from ..values import EngineSpec, Simulation
-from .protocol import Failure, ModelRequest, Ready, Request, receive, send
+from .protocol import Failure, ModelRequest, Request, WorkloadReady, receive, send
 
 _PRIVATE = "autods-sim-"
 _NO_VARIABLES: Mapping[str, str] = {}
@@ -34,7 +34,7 @@ LIMIT_S = 900.0  # of loading, and of one simulation; a workload's own code may 
 _GONE_S = 5.0  # the longest that killed engines take to end, on a very busy machine
 _POLL_MS = 250
 _LONGER = "mend it; where it was only slow, a longer --stall-limit allows more"
-_Answer = TypeVar("_Answer", Ready, ModelFacts, Simulation)
+_Answer = TypeVar("_Answer", WorkloadReady, ModelFacts, Simulation)
 
 
 class SimulationFailed(AutodsError):
@@ -212,7 +212,7 @@ class _Worker:
                 except SimulationFailed as failed:
                     self._late = failed
                     raise
-            _check(self._first_answer, Ready, self.log)
+            _check(self._first_answer, WorkloadReady, self.log)
 
     def wait_for(self, connection: socket.socket) -> None:
         """Wait until the other end has sent something or is gone, and report long waits.

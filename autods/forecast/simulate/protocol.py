@@ -24,7 +24,7 @@ class ModelRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
+class WorkloadReady:
     """The worker has loaded the workload."""
 
 
@@ -40,7 +40,7 @@ class Failure:
 
 # A process is forked for each request. That of an engine then takes micro batches, as ints, and answers each.
 Request = ModelRequest | EngineSpec
-Answer = Ready | Failure | ModelFacts | Simulation
+Answer = WorkloadReady | Failure | ModelFacts | Simulation
 
 
 def send(connection: socket.socket, message: Request | Answer | int) -> None:

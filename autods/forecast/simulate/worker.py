@@ -29,7 +29,7 @@ from ...rank.patching import SymbolMissing
 from ...system import processes, stacks
 from ...types import Device, WorkloadSource
 from ..values import EngineSpec
-from .protocol import Answer, Ready, Refused, Request, failure_of, receive, send
+from .protocol import Answer, Refused, Request, WorkloadReady, failure_of, receive, send
 
 if TYPE_CHECKING:
     from ...workload.protocol import Workload
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> None:
     except BaseException as error:
         send(client, failure_of(error, source.path))
         return
-    send(client, Ready())
+    send(client, WorkloadReady())
     _serve(client, prepared)
     shutil.rmtree(scratch, ignore_errors=True)  # for a client that was killed
 

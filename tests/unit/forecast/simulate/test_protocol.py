@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from autods.forecast.simulate.protocol import Answer, Failure, ModelRequest, Ready, Request, receive, send
+from autods.forecast.simulate.protocol import Answer, Failure, ModelRequest, Request, WorkloadReady, receive, send
 from autods.forecast.values import EngineSpec, Simulation, Trace
 from autods.types import ModelFacts
 
@@ -39,7 +39,7 @@ def pair() -> Iterator[Pair]:
 @pytest.mark.parametrize(
     "message",
     [
-        Ready(), ModelRequest(ranks=2), SPEC, FACTS, RESULT,
+        WorkloadReady(), ModelRequest(ranks=2), SPEC, FACTS, RESULT,
         Failure(kind="engine", problem="AssertionError: no", place="model.py:3", hint="yes"),
     ],
     ids=lambda message: type(message).__name__,
