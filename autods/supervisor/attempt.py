@@ -1,4 +1,4 @@
-"""The parts of one attempt of a run: the launcher of its ranks, a request to stop them, and how it ended."""
+"""The parts of one attempt of a run: the runner of its ranks, a request to stop them, and how it ended."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from ..config.settings import Settings
 from ..events import RunListener
-from ..rank.job import RankJob, RunOrder
+from ..rank.job import RunOrder
 from ..rank.result import RunResult
-from ..types import Failed, Knobs, ModelFacts, OutOfMemory
+from ..runner.runner import RayRunner
+from ..types import Failed, ModelFacts, OutOfMemory
 from ..units import format_signal
 from .run_journal import AttemptEnd
 
@@ -23,56 +23,37 @@ ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 _END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
 
-class Launcher(Protocol):
-    """Runs the attempts of one number of ranks and one environment. `runner.runner.RayRunner` is the real one."""
-
-    def survey(self) -> tuple[ModelFacts, Mapping[str, str]]:
-        """The facts of the model, and DeepSpeed op → the reason that it cannot be built here."""
-
-    def adopt(self, facts: ModelFacts) -> None:
-        """Take the facts of an earlier survey."""
-
-    def run_config(self, rung: str, knobs: Knobs) -> dict[str, Any]:
-        """The DeepSpeed config of a rung with these knobs."""
-
-    def run_job(self, order: RunOrder, rung: str, knobs: Knobs) -> RankJob:
-        """The job of an attempt."""
-
-    def run_attempt(self, job: RankJob, on_progress: Callable[[Any], None]) -> RunResult | OutOfMemory | Failed:
-        """Train; return rank 0's result, or why the ranks failed. `on_progress` is called now and then."""
-
-
-StartLauncher = Callable[[Settings, Mapping[str, str], RunListener], AbstractContextManager[Launcher]]
+StartRunner = Callable[[Settings, Mapping[str, str], RunListener], RayRunner]
 
 
 @dataclass(slots=True)
-class LauncherSession:
-    """The launcher of one number of ranks and one allocator; None while there is none."""
+class RunnerSession:
+    """The runner of one number of ranks and one allocator; None while there is none."""
 
-    start: StartLauncher
+    start: StartRunner
     listen: RunListener
-    launcher: Launcher | None = None
+    runner: RayRunner | None = None
     _key: tuple[Any, ...] = ()
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
-    def open(self, settings: Settings, *, allocator: str | None = None, facts: ModelFacts | None = None) -> Launcher:
-        """Return the launcher for these ranks; another one is ended first. A new one takes the facts, if there are."""
+    def open(self, settings: Settings, *, allocator: str | None = None, facts: ModelFacts | None = None) -> RayRunner:
+        """Return the runner of these ranks; another one is ended first. A new one takes the facts, if there are."""
         key = (settings.gpus, settings.nodes, allocator)
-        if self.launcher is None or key != self._key:
+        if self.runner is None or key != self._key:
             self.close()
             environment = {}
             if allocator is not None:
                 given = os.environ.get(ALLOCATOR)
                 environment[ALLOCATOR] = f"{given},{allocator}" if given else allocator
-            self.launcher = self._stack.enter_context(self.start(settings, environment, self.listen))
+            self.runner = self._stack.enter_context(self.start(settings, environment, self.listen))
             self._key = key
             if facts is not None:
-                self.launcher.adopt(facts)
-        return self.launcher
+                self.runner.adopt(facts)
+        return self.runner
 
     def close(self) -> None:
-        """End the launcher, its ranks and Ray."""
-        self.launcher = None
+        """End the runner, its ranks and Ray."""
+        self.runner = None
         self._stack.close()
 
 

@@ -11,7 +11,6 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,15 +28,16 @@ from ..report.results import Report
 from ..report.run_page import RUN_PAGE, write_run_page
 from ..report.run_view import RunReport, write_run
 from ..report.text import format_outcome
+from ..runner.placement import count_ranks
+from ..runner.runner import RayRunner
 from ..tuner.candidates import list_candidates
 from ..tuner.fit import fit
 from ..types import Failed, ModelFacts, OutOfMemory
 from ..workload.protocol import WorkloadError
 from .attempt import (
     ALLOCATOR,
-    Launcher,
-    LauncherSession,
-    StartLauncher,
+    RunnerSession,
+    StartRunner,
     StopRequest,
     describe_lost_session,
     judge_attempt,
@@ -52,19 +52,17 @@ _STOP_WITHIN_S = 120.0  # beyond twice the time of the last save: then a run tha
 CountRanks = Callable[[Settings], int | None]
 
 
-def _count_ranks(settings: Settings) -> int | None:
-    from ..runner.placement import count_ranks
-
-    return count_ranks(settings)
+def _start_runner(settings: Settings, environment: Mapping[str, str], listen: RunListener) -> RayRunner:
+    return RayRunner(settings, listen, environment=environment)
 
 
 def run(
     settings: RunSettings,
     *,
     listen: RunListener,
-    start: StartLauncher | None = None,
+    start: StartRunner = _start_runner,
     find_fit: FindFit = lambda settings, listen: fit(settings, listen=listen),
-    count_ranks: CountRanks = _count_ranks,
+    count_ranks: CountRanks = count_ranks,
 ) -> RunReport:
     """Train until the run is done, is stopped, or cannot go on; return its report. run.json and run.html hold it, too.
 
@@ -92,7 +90,7 @@ def run(
             journal=journal,
             report=report,
             listen=listen,
-            session=LauncherSession(start or _start_ray_runner, listen),
+            session=RunnerSession(start, listen),
             count_ranks=count_ranks,
         )
         with supervisor.stopping.listen(), contextlib.closing(supervisor.session):
@@ -110,14 +108,6 @@ def _forget(out: Path) -> None:
         shutil.rmtree(out / name, ignore_errors=True)
 
 
-def _start_ray_runner(
-    settings: Settings, environment: Mapping[str, str], listen: RunListener
-) -> AbstractContextManager[Launcher]:
-    from ..runner.runner import RayRunner
-
-    return RayRunner(settings, listen, environment=environment)
-
-
 @dataclass(slots=True, kw_only=True)
 class Supervisor:
     """One call of the command. `stopping` is the request to stop, by a signal."""
@@ -126,7 +116,7 @@ class Supervisor:
     journal: RunJournal
     report: Report
     listen: RunListener
-    session: LauncherSession
+    session: RunnerSession
     count_ranks: CountRanks
     stopping: StopRequest = field(default_factory=StopRequest)
     last_hang: str | None = None
@@ -197,8 +187,8 @@ class Supervisor:
         assert report.rung is not None
         assert report.knobs is not None
         if self.history.prepared is None:
-            launcher = self.session.open(replace(fit, out=self.settings.out))
-            facts, problems = launcher.survey()
+            runner = self.session.open(replace(fit, out=self.settings.out))
+            facts, problems = runner.survey()
             self.journal.prepare(Prepared(facts=facts, op_problems=problems, fit=str(fit.out)))
         elif self.history.prepared.fit != str(fit.out):
             self.journal.prepare(replace(self.history.prepared, fit=str(fit.out)))
@@ -315,7 +305,7 @@ class Supervisor:
 
     def _train(self, config: RunConfig, number: int, progress: AttemptProgress) -> RunResult | OutOfMemory | Failed:
         """Start the ranks and wait for their end. Raises EnvironmentBroken where they cannot be started."""
-        launcher = self.session.open(self._settings_for(config), allocator=config.allocator, facts=self._facts)
+        runner = self.session.open(self._settings_for(config), allocator=config.allocator, facts=self._facts)
         saved = self._latest()
         order = RunOrder(
             folder=str(self.settings.out),
@@ -326,7 +316,7 @@ class Supervisor:
             restore=None if saved is None else str(saved.path),
             data=self.settings.data,
         )
-        job = launcher.run_job(order, config.rung, config.knobs)
+        job = runner.run_job(order, config.rung, config.knobs)
         job.write()
         batch = f"{config.knobs.micro_batch} × {config.knobs.accumulation} × {config.world_size}"
         batch = f"{batch} = {config.global_batch}, from step {progress.step}"
@@ -334,16 +324,14 @@ class Supervisor:
         self.listen(AttemptStarted(number=number, first_step=progress.step, steps=self.settings.steps))
         save_s = saved.manifest.save_s if saved is not None else 0.0
         with self.stopping.during(order, _STOP_WITHIN_S + 2 * save_s):
-            result = launcher.run_attempt(job, progress.look)
+            result = runner.run_attempt(job, progress.look)
         if isinstance(result, RunResult) and result.step is None:
             self.journal.warn(NO_SESSION)  # the rank has said so when it began
         return result
 
     def _lose_session(self, error: EnvironmentBroken) -> Failed:
         """The failure of an attempt whose Ray or nodes are gone. Raises the error where none of them ever ran."""
-        if self.session.launcher is None and not any(
-            each.last_step > each.first_step for each in self.history.attempts
-        ):
+        if self.session.runner is None and not any(each.last_step > each.first_step for each in self.history.attempts):
             first_step = self.history.attempts[-1].first_step
             self.journal.end_attempt(AttemptEnd(ending="interrupted", last_step=first_step, seconds=0.0))
             raise error
@@ -396,8 +384,8 @@ class Supervisor:
         if saved is None:
             return None
         layout = replace(saved.layout, world_size=config.world_size)  # all that is known where the session is lost
-        if self.session.launcher is not None:
-            ds_config = self.session.launcher.run_config(config.rung, config.knobs)
+        if self.session.runner is not None:
+            ds_config = self.session.runner.run_config(config.rung, config.knobs)
             layout = Layout.from_config(ds_config, config.world_size, divided=saved.layout.divided)
         return find_obstacle(saved, layout)
 
