@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from ..events import Note, RankPrinted, RunListener, StepDone
 from ..rank.training_run.checkpoints import list_checkpoints
@@ -23,30 +21,19 @@ _LOOK_EVERY_S = 0.5  # for lines of the ranks and new checkpoints
 _WATCH_EVERY_S = 1.0
 
 
-@dataclass(slots=True)
-class StepTail:
-    """Reads the lines that rank 0 appends to steps.jsonl."""
-
-    path: Path
-    offset: int = 0
-
-    def read(self) -> Iterator[dict[str, Any]]:
-        """Yield the whole lines since the last call."""
-        with contextlib.suppress(OSError), open(self.path, "rb") as file:
-            file.seek(self.offset)
-            data = file.read()
-            end = data.rfind(b"\n") + 1
-            self.offset += end
-            for line in data[:end].splitlines():
-                with contextlib.suppress(ValueError):
-                    yield json.loads(line)
-
-    def changed_at(self) -> float:
-        """When the file was written last, in seconds since 1970; 0 where it is missing."""
-        try:
-            return self.path.stat().st_mtime
-        except OSError:
-            return 0.0
+def parse_steps(lines: Iterable[str]) -> Iterator[StepDone]:
+    """Yield the optimizer steps in lines that rank 0 wrote to steps.jsonl; others and torn ones are left out."""
+    for text in lines:
+        with contextlib.suppress(ValueError):
+            line = json.loads(text)
+            if "loss" in line:
+                yield StepDone(
+                    step=int(line["step"]),
+                    loss=line["loss"],
+                    seconds=line["seconds"],
+                    device_peak_bytes=line.get("device_peak_bytes"),
+                    steps=line.get("steps"),
+                )
 
 
 class AttemptProgress:
@@ -60,7 +47,7 @@ class AttemptProgress:
     ) -> None:
         self.step = first_step
         self._settings, self._journal, self._listen = settings, journal, listen
-        self._steps = StepTail(folder / "steps.jsonl")
+        self._steps = LogTail(folder / "steps.jsonl")
         self._log = LogTail(folder / "ranks" / "rank0.log")
         self._looked_s = self._watched_s = 0.0
         self._watched: dict[tuple[Tier, str], Watched] = {}  # by tier and node
@@ -81,17 +68,9 @@ class AttemptProgress:
     def _read(self, *, ended: bool = False) -> None:
         for text in self._log.read(ended=ended):
             self._listen(RankPrinted(text=text))
-        done = None
-        for line in self._steps.read():
-            if "loss" in line:
-                done = StepDone(
-                    step=int(line["step"]),
-                    loss=line["loss"],
-                    seconds=line["seconds"],
-                    device_peak_bytes=line.get("device_peak_bytes"),
-                    steps=line.get("steps"),
-                )
-                self._listen(done)
+        done: StepDone | None = None
+        for done in parse_steps(self._steps.read(ended=ended)):
+            self._listen(done)
         if done is not None:
             self.step = max(self.step, done.step)
             if time.monotonic() - self._watched_s >= _WATCH_EVERY_S:

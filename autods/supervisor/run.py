@@ -43,7 +43,7 @@ from .attempt import (
     judge_attempt,
 )
 from .known_rungs import KnownRung, gather_known_rungs
-from .progress import AttemptProgress, StepTail
+from .progress import AttemptProgress, parse_steps
 from .rescue import NextConfig, RunFailure, Situation, decide
 from .run_journal import Attempt, AttemptEnd, Decision, Prepared, RunConfig, RunHistory, RunJournal, list_rows
 from .run_settings import FindFit, RunSettings, take_fit
@@ -154,14 +154,12 @@ class Supervisor:
     def _close_interrupted(self) -> None:
         """Write down the end of an attempt during which the driver was killed or interrupted."""
         if self.history.attempts and (last := self.history.attempts[-1]).ending is None:
-            tail = StepTail(self._attempt_folder(last.number) / "steps.jsonl")
-            steps = [line["step"] for line in tail.read() if "loss" in line]
-            end = AttemptEnd(
-                ending="interrupted",
-                last_step=max(steps, default=last.first_step),
-                seconds=max(0.0, tail.changed_at() - last.began),
-            )
-            self.journal.end_attempt(end)
+            file, step, seconds = self._attempt_folder(last.number) / "steps.jsonl", last.first_step, 0.0
+            with contextlib.suppress(OSError):
+                seconds = max(0.0, file.stat().st_mtime - last.began)
+                steps = parse_steps(file.read_text(errors="replace").splitlines())
+                step = max((done.step for done in steps), default=step)
+            self.journal.end_attempt(AttemptEnd(ending="interrupted", last_step=step, seconds=seconds))
 
     def _report_lost_checkpoints(self) -> None:
         """Warn where checkpoints are gone that the last attempt still had: its steps are done once more."""
