@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 from ...plain_text import read_text
 from .kernel_buffers import BUFFERS
 from .ledger import PINNED, Ledger
-from .padding import Masks
 from .shape_cache import ShapeCache
 from .torch_patches import FAKE_DEVICE
+from .unknown_values import Masks
 
 
 def join_world(world_size: int, ranks_per_node: int) -> None:

@@ -18,7 +18,7 @@ from ...types import ModelFacts, Phase
 from ...workload.protocol import Workload
 from ..predict.memory_model import estimate_outside_bytes
 from ..values import KINDS, EngineSpec, ForecastPhase, Simulation
-from . import attribution, deepspeed_patches, fake_gpu, padding, torch_patches
+from . import attribution, deepspeed_patches, fake_gpu, torch_patches, unknown_values
 from .dispatch import Recorder, join_world
 from .ledger import DEFAULT_CAPABILITY, DEVICE, PINNED, Ledger
 from .protocol import explain_optimizer_errors
@@ -37,7 +37,7 @@ class SimulationContext:
         if not cpu:
             fake_gpu.install(self.ledger)
         torch_patches.install(self.ledger, self._fake, Recorder)
-        padding.install()
+        unknown_values.install()
         deepspeed_patches.install(self.ledger)
         self.recorder = Recorder(self.ledger, self._fake)
 
@@ -133,7 +133,7 @@ class Engine:
 
         with self._context.active():
             batch = check_batch(self._workload.build_batch(micro_batch), micro_batch)
-            self._context.recorder.masks = padding.inspect_masks(self._workload.build_batch, batch)
+            self._context.recorder.masks = unknown_values.inspect_masks(self._workload.build_batch, batch)
             batch = place(batch, engine)
             with explain_optimizer_errors(self._config):
                 for index in range(_STEPS):

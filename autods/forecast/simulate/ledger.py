@@ -11,7 +11,7 @@ from typing import Any
 
 from ...types import Tier
 from ..values import ForecastPhase, Trace
-from .choices import Choices
+from .unknown_values import Choices
 from .work_log import WorkLog
 
 DEVICE, HOST, PINNED, _SUM = 0, 1, 2, 3

@@ -25,8 +25,8 @@ from ...rank.memory import Meter
 from ...rank.result import ScriptEnd
 from ...rank.script.run import run
 from ...rank.script.session import Session
-from ...rank.user_frames import find_raiser
 from ...system import processes, stacks
+from ...system.stacks import find_raiser
 from ...types import ModelFacts, Phase, Steps, WorkloadSource
 from ...units import format_signal
 from ...workload.protocol import WorkloadError

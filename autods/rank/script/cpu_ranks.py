@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from ...system.stacks import find_caller
 from ..distributed import choose_store
 from ..job import RankJob
 from ..patching import declare, declare_all
-from ..user_frames import find_caller
 from .user_errors import script_error
 
 _LOCAL_RANK = ("--local_rank", "--local-rank")

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...system.stacks import Place, find_caller
 from ..model_facts import seed_all, text_shapes
 from ..patching import declare
-from ..user_frames import Place, find_caller
 from .user_errors import script_error
 
 _LOADER = declare(

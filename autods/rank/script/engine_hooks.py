@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from ...config.deepspeed import get_key, without_monitors
+from ...system.stacks import Place, find_caller
 from ...types import ModelFacts, Phase
 from .. import pipeline
 from ..model_facts import count_parameters
 from ..patching import declare
-from ..user_frames import Place, find_caller
 from .engine_config import read_config
 from .session import Session
 from .user_errors import script_error

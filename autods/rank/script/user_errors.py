@@ -11,9 +11,9 @@ import sys
 from typing import Any
 
 from ...plain_text import read_text
+from ...system.stacks import Place, find_caller, find_raiser
 from ...types import Device
 from ...workload.protocol import WorkloadError
-from ..user_frames import Place, find_caller, find_raiser
 
 # Messages of torch and other libraries on a machine without CUDA.
 _NO_CUDA = re.compile(

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from autods.forecast.simulate import deepspeed_patches, fake_gpu, padding, torch_patches
+from autods.forecast.simulate import deepspeed_patches, fake_gpu, torch_patches, unknown_values
 from autods.forecast.simulate.dispatch import Recorder
 from autods.forecast.simulate.ledger import DEVICE, PINNED, Ledger
 from tests.support.cards.runtime import Runtime
@@ -32,7 +32,7 @@ def install(runtime: Runtime) -> None:
     fake_gpu.install_streams(ledger.work)
     torch.cuda.nccl.version = lambda: (2, 27, 0)
     torch_patches.install(ledger, fake, CardRecorder)
-    padding.install()
+    unknown_values.install()
     deepspeed_patches.install(ledger)
     _replace_nccl(runtime)
     _save_without_values()

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from ....config.deepspeed import to_trainer_config
+from ....system.stacks import find_caller
 from ....workload.script_source import has_placeholder
 from ...patching import declare
-from ...user_frames import find_caller
 from ..engine_config import LibraryConfig, read_config
 from ..engine_hooks import skip_methods
 from ..session import Session

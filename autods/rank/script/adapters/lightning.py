@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ....config.deepspeed import to_lightning_config
+from ....system.stacks import find_caller
 from ...patching import declare_all
-from ...user_frames import find_caller
 from ..data import Batches
 from ..engine_config import LibraryConfig
 from ..engine_hooks import skip_methods

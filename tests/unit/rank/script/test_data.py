@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from autods.rank.script.data import Batches, Loader
-from autods.rank.user_frames import Place
+from autods.system.stacks import Place
 from autods.workload import WorkloadError
 
 PLACE = Place("train.py", 31, "loader = DataLoader(data, batch_size=8)")

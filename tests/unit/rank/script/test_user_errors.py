@@ -8,7 +8,7 @@ import tempfile
 import pytest
 
 from autods.rank.script.user_errors import cause_of_exit, explain, last_log_line
-from autods.rank.user_frames import library_folders
+from autods.system.stacks import library_folders
 from autods.workload import WorkloadError
 
 

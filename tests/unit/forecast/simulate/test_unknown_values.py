@@ -6,7 +6,7 @@ import gc
 
 import torch
 
-from autods.forecast.simulate.choices import Choices
+from autods.forecast.simulate.unknown_values import Choices
 
 
 def test_experts_share_the_choices_of_all_tokens() -> None:
