@@ -40,11 +40,6 @@ _DUPLICATES = declare(
     "it searches lists of all parameters for each parameter, which takes minutes for a large model",
     optional=True,
 )
-_COMPILE_PASS = declare(
-    "deepspeed.runtime.engine.DeepSpeedEngine.register_compile_pass",
-    "it imports torch's compiler for passes that only `engine.compile` uses",
-    optional=True,
-)
 _REDUCE_SCATTER = declare(
     "deepspeed.runtime.zero.stage3.reduce_scatter_coalesced", "it makes a view for each rank of the world"
 )
@@ -79,7 +74,6 @@ def install(ledger: Ledger) -> None:
     _SAME_ON_ALL_RANKS["assert_lst_len_same_as_other_ranks"].install(lambda values: None)
     _SAME_ON_ALL_RANKS["get_lst_from_rank0"].install(lambda values: values)
     _NVTX.install(False)
-    _COMPILE_PASS.install(lambda *args, **kwargs: None)
     if (iterate := _ITER_PARAMS.original()) is not None:
         _ITER_PARAMS.install(functools.partial(_iter_parameters, iterate), everywhere=True)
     _IS_LEAF.install(lambda module: module.__dict__.get("_z3_leaf", False), everywhere=True)
