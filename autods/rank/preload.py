@@ -20,6 +20,7 @@ from typing import Any
 
 from ..plain_text import read_text
 from ..system import processes
+from ..types import WorkloadSource
 from .patching import declare
 
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
@@ -114,6 +115,21 @@ def remember_processor() -> None:
     with contextlib.suppress(Exception):  # a rank meets it, too, and reports it
         answer()
     PROCESSOR.install(answer)
+
+
+# What the adapter of a script's trainer imports before the script begins.
+_TRAINERS: Mapping[str | None, tuple[str, ...]] = {
+    "hf_trainer": ("transformers.trainer",),
+    "accelerate": ("accelerate",),
+    "lightning": ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"),
+}
+
+
+def preload_trainer(source: WorkloadSource) -> None:
+    """Import the library that trains in a script, if an adapter changes it. What else the script imports is its own."""
+    for name in _TRAINERS.get(source.script_kind, ()):
+        with contextlib.suppress(Exception):  # the adapter's own import reports the error
+            importlib.import_module(name)
 
 
 def freeze() -> None:

@@ -120,7 +120,7 @@ class NodeAgent:
                 self.environment = {**self.environment, **session_variables()}
         message = self._load_zygote()
         is_workloads = isinstance(message, ZygoteDied) and not message.how.startswith(_BY_OTHERS)
-        if is_workloads and not self.plain and self.source.kind != "script":
+        if is_workloads and not self.plain:
             self.plain = True  # the rank that imports the workload finds out how it ended the zygote, and where
             message = self._load_zygote()
         return message

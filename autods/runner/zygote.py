@@ -75,7 +75,7 @@ def main(argv: list[str]) -> None:
 
 
 def _load(source: WorkloadSource, argv: list[str], agent: socket.socket) -> tuple[Ready | LoadFailed, Workload | None]:
-    """Import everything that ranks need. A script imports its packages itself, after what it sets for them.
+    """Import everything that ranks need. Of a script, that is the library that trains, not what else it imports.
 
     A module of the user's can make this process unfit to fork, or to go on at all. Then the process ends, the agent
     starts another one without that module, and each rank imports it.
@@ -91,12 +91,16 @@ def _load(source: WorkloadSource, argv: list[str], agent: socket.socket) -> tupl
         sys.exit(1)
     reason = preload.find_fork_hazard()
     workload = None
-    if "--plain" not in argv and reason is None and source.kind != "script":
+    if "--plain" not in argv and reason is None:
         try:
-            workload = _load_workload(source, agent)
+            if source.kind == "script":
+                preload.preload_trainer(source)
+            else:
+                workload = _load_workload(source, agent)
         except BaseException as error:
             traceback.print_exc()  # into our log, where the user is sent
             return _describe_failure(error, source), None
+        _check_fit(preload.find_fork_hazard())
     gc.enable()
     preload.freeze()
     return Ready(pid=os.getpid(), spawn_because=reason), workload
@@ -107,10 +111,15 @@ def _load_workload(source: WorkloadSource, agent: socket.socket) -> Workload:
     state = preload.read_process_state(agent.fileno())
     with in_one_process(lambda error: agent.sendall(encode(_describe_failure(error, source)))):
         workload = load(source)
-    if (change := preload.find_change(state, agent.fileno()) or preload.find_fork_hazard()) is not None:
-        print(f"each rank imports the workload by itself: {change}", file=sys.stderr, flush=True)
-        os._exit(UNFIT_EXIT)
+    _check_fit(preload.find_change(state, agent.fileno()))
     return workload
+
+
+def _check_fit(reason: str | None) -> None:
+    """End this process for a reason that the import of the workload has brought; the agent starts another one."""
+    if reason is not None:
+        print(f"each rank imports the workload by itself: {reason}", file=sys.stderr, flush=True)
+        _exit(UNFIT_EXIT)
 
 
 def _describe_failure(error: BaseException, source: WorkloadSource) -> LoadFailed:

@@ -76,12 +76,15 @@ def _prepare(device: Device, source: WorkloadSource, scratch: str, client: socke
         raise
     except Exception as error:  # nothing of the user's was imported on purpose so far
         raise Refused("environment", *describe_failed_import(error).split("\n  ")) from error
+    from ...rank import preload
     from ...workload.load import in_one_process, load
     from .engine import SimulationContext
 
     context = SimulationContext(cpu=device == "cpu")
     workload = None
-    if source.kind != "script":
+    if source.kind == "script":
+        preload.preload_trainer(source)
+    else:
         with in_one_process(lambda error: send(client, failure_of(error, source.path))):
             workload = load(source)
     gc.freeze()

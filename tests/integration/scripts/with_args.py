@@ -3,10 +3,14 @@
 import argparse
 import os
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # counts if nobody has imported huggingface_hub before
+
 import deepspeed
 import torch
+from huggingface_hub.constants import HF_HUB_OFFLINE
 from torch.utils.data import DataLoader, TensorDataset
 
+assert HF_HUB_OFFLINE
 parser = argparse.ArgumentParser()
 parser.add_argument("--local_rank", type=int, required=True)
 parser.add_argument("--epochs", type=int, default=3)

@@ -1,14 +1,7 @@
 """The HF Trainer, as people use it: all by TrainingArguments. A small GPT-2 with random weights on made-up tokens."""
 
-import os
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # counts if nobody has imported huggingface_hub before
-
 import torch
-from huggingface_hub.constants import HF_HUB_OFFLINE
 from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, Trainer, TrainingArguments
-
-assert HF_HUB_OFFLINE
 
 
 class Tokens(torch.utils.data.Dataset):
