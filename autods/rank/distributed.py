@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ..types import Collective, Communication
@@ -169,21 +169,11 @@ _OPS: Mapping[str, _Op] = {
 
 
 @dataclass(slots=True)
-class _Count:
-    """The fields of `types.Collective`; `seconds` is None where it is not measured."""
-
-    seconds: float | None
-    calls: int = 0
-    bytes: int = 0
-    sent_bytes: int = 0
-
-
-@dataclass(slots=True)
 class Traffic:
     """Counts the collectives of each optimizer step; `describe` returns those of the last one."""
 
     synchronize: Callable[[], None]
-    _counts: dict[str, _Count] = field(default_factory=dict)
+    _counts: dict[str, Collective] = field(default_factory=dict)
     _counting: bool = False
     _alone: bool = False
     _step_s: float | None = None
@@ -229,23 +219,22 @@ class Traffic:
 
     def describe(self) -> Communication:
         """Return the collectives of this rank's last step."""
-        ops = {name: Collective(**asdict(count)) for name, count in self._counts.items()}
-        return Communication(ops=ops, step_s=self._step_s)
+        return Communication(ops=dict(self._counts), step_s=self._step_s)
 
     def _count(self, original: Callable[..., Any], op: _Op, /, *args: Any, **kwargs: Any) -> Any:
         """Call the method and count it; in a step that runs alone, time it as well."""
         if not self._counting:
             return original(*args, **kwargs)
         timed = self._alone and op.waits
-        count = self._counts.setdefault(op.name, _Count(seconds=0.0 if timed else None))
+        count = self._counts.get(op.name) or Collective(calls=0, bytes=0, sent_bytes=0, seconds=0.0 if timed else None)
         whole = args[op.position] if len(args) > op.position else kwargs[op.whole]
         tensors = whole if isinstance(whole, list | tuple) else [whole]
         size = sum(int(tensor.numel()) * int(tensor.element_size()) for tensor in tensors)
         groups = [value for value in (kwargs.get("group"), *args) if hasattr(value, "rank") and hasattr(value, "size")]
         ranks = int(groups[0].size()) if groups else self._world_size
-        count.calls += 1
-        count.bytes += size
-        count.sent_bytes += round(size * _SENT_SHARE[op.sends](ranks))
+        sent_bytes = count.sent_bytes + round(size * _SENT_SHARE[op.sends](ranks))
+        count = replace(count, calls=count.calls + 1, bytes=count.bytes + size, sent_bytes=sent_bytes)
+        self._counts[op.name] = count
         if not timed:
             return original(*args, **kwargs)
         self.synchronize()
@@ -256,5 +245,5 @@ class Traffic:
                 handle.wait()  # the caller may wait once more, which returns at once
         self.synchronize()
         if count.seconds is not None:
-            count.seconds += time.perf_counter() - began
+            self._counts[op.name] = replace(count, seconds=count.seconds + time.perf_counter() - began)
         return result
