@@ -35,6 +35,7 @@ from .arguments import (
     listener,
     option,
 )
+from .devices import DEVICES
 from .files import check_path
 from .types import MOST_RANKS
 
@@ -88,7 +89,7 @@ class _WorkloadOptions(Request):
         "Workload", "Tokens of a sample; a model.py takes it as build_batch(…, seq_len).", "N"
     )
     target_len: Count | None = option("Workload", "Tokens of a target, for seq2seq.", "N", shown_default="--seq-len")
-    device: Text = option("Machine", "cpu: CPU ranks stand in for GPUs.", "cuda|cpu", default="cuda")
+    device: Text = option("Machine", "cpu: CPU ranks stand in for GPUs.", "|".join(DEVICES), default="cuda")
 
 
 @dataclass(frozen=True, kw_only=True)

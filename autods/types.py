@@ -219,7 +219,6 @@ def first_line(text: str, most: int = 160) -> str:
     return line if len(line) <= most else line[: most - 1].rstrip() + "…"
 
 
-Device = Literal["cuda", "cpu"]
 MOST_RANKS = 100_000  # of a job, and of a machine of the catalogue
 # The part of the search that a trial belongs to, or "probe".
 Purpose = Literal["walk", "shortfall", "grow", "race", "tune", "verify", "certify", "probe"]

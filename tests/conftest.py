@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from autods.system.gpus import read_nvml
+from autods.devices.cuda import read_nvml
 
 # Started in the background of a script, we ignore Ctrl-C and would hand that on to the fits that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

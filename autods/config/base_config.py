@@ -8,13 +8,13 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any
 
 from ..arguments import ConfigSource, show_value
 from ..errors import InputError
 from ..files import read_text
 from ..schema import check_plain, parse_json
-from ..types import MOST_RANKS, Device, WorkloadSource
+from ..types import MOST_RANKS, WorkloadSource
 from ..units import parse_bytes
 from .deepspeed import BATCH_KEYS, enabled_half_precision, get_key, merge
 from .validator import SEARCH_RULES, Question, find_problems, find_unfilled_auto
@@ -173,13 +173,6 @@ def parse_size(given: str | int | None, option: str) -> int | None:
         return parse_bytes(str(given))
     except ValueError as error:
         raise InputError(f"{option} {error}") from None
-
-
-def parse_device(device: str) -> Device:
-    """Return the kind of device. Raises InputError for another word."""
-    if device not in get_args(Device):
-        raise InputError(f"there is no device {device!r}", hint="give --device cuda or --device cpu")
-    return cast(Device, device)
 
 
 def check_ranks(gpus: int, nodes: int = 1) -> int:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from ..devices import Card
 from ..errors import InputError
 from ..schema import check_name, read_toml_as
-from ..system.gpus import Card
 from ..system.host import Hardware, data_folder
 from ..types import MOST_RANKS
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..devices import Device, find_device
 from ..errors import InputError
 from ..requests import PlanRequest, ProbeRequest
 from ..system.host import Hardware
-from ..types import Device, ModelFacts, WorkloadSource
+from ..types import ModelFacts, WorkloadSource
 from ..units import parse_amount
 from .base_config import (
     check_ranks,
     merge_script_config,
-    parse_device,
     parse_size,
     precision_name,
     resolve_base_config,
@@ -73,7 +73,7 @@ class PlanSettings:
     source: WorkloadSource
     sites: tuple[Site, ...]
     ladder: tuple[Rung, ...]
-    device: Device = "cuda"
+    device: str = "cuda"
     checkpointing: bool | None = None
     largest: bool = True
     zero_init: bool = False
@@ -93,7 +93,7 @@ def resolve_plan(request: PlanRequest, source: WorkloadSource, *, hardware: Hard
     if checkpointing not in (None, True, False, "on", "off"):
         raise InputError(f"--checkpointing {checkpointing!r}: it is on or off", hint="give --checkpointing on")
     rungs = select_ladder(request, read_profile("default").ladder)
-    kind = parse_device(request.device)
+    device = find_device(request.device)
     for option, given in {"--checkpointing": checkpointing is not None, "--zero-init": request.zero_init}.items():
         if given and source.kind == "script":
             raise InputError(
@@ -105,12 +105,12 @@ def resolve_plan(request: PlanRequest, source: WorkloadSource, *, hardware: Hard
         raise InputError(f"--micro-batch {request.micro_batch}: at least one sample is needed")
     nvme_bytes = parse_size(request.nvme, "--nvme")
     tokens = _parse_tokens(request.tokens)
-    machines = choose_machines(request, kind, hardware)
+    machines = choose_machines(request, device, hardware)
     prices = _read_prices(request, [machine.name for machine in machines])
     sites = []
     for named in machines:
         machine = replace(named, nvme_bytes=nvme_bytes or named.nvme_bytes)
-        ranks, per_node = spread_ranks(request.gpus, request.nodes, machine, kind)
+        ranks, per_node = spread_ranks(request.gpus, request.nodes, machine, device)
         base = resolve_base_config(source, request.base_config, request.precision, world_size=ranks, bf16=machine.bf16)
         site = Site(
             machine=machine,
@@ -127,7 +127,7 @@ def resolve_plan(request: PlanRequest, source: WorkloadSource, *, hardware: Hard
         source=source,
         sites=tuple(sites),
         ladder=rungs,
-        device=kind,
+        device=device.name,
         checkpointing=checkpointing == "on" if isinstance(checkpointing, str) else checkpointing,
         largest=request.largest,
         zero_init=request.zero_init,
@@ -135,7 +135,7 @@ def resolve_plan(request: PlanRequest, source: WorkloadSource, *, hardware: Hard
         stall_s=None if request.stall_limit is None else parse_time(request.stall_limit, "--stall-limit"),
         tokens=tokens,
         timeline=_check_timeline(request.timeline, machines),
-        assumed=tuple(_list_assumptions(sites, kind, request)),
+        assumed=tuple(_list_assumptions(sites, device, request)),
     )
 
 
@@ -143,22 +143,22 @@ def choose_machines(request: PlanRequest | ProbeRequest, device: Device, hardwar
     """Return the machines that a forecast is for: of the catalogue, with cards as asked, or this one."""
     device_bytes = parse_size(request.gpu_memory, "--gpu-memory")
     host_bytes = parse_size(request.host_memory, "--host-memory")
-    cards = hardware.cards if device == "cuda" else ()
+    cards = hardware.cards if device.has_cards else ()
     machines: tuple[Machine, ...]
     if request.on is not None:
-        if device_bytes is not None or device == "cpu":
-            other = "--gpu-memory" if device_bytes is not None else "--device cpu"
+        if device_bytes is not None or not device.has_cards:
+            other = "--gpu-memory" if device_bytes is not None else f"--device {device.name}"
             raise InputError(f"--on names a card, so {other} has no effect", hint="drop one of the two")
         machines = find_machines(request.on)
     elif device_bytes is not None:
         machines = (Machine(name=ASKED, title="as asked", device_bytes=device_bytes, gpus=len(cards) or None),)
     elif cards:
         machines = (describe_this_machine(cards, hardware),)
-    elif device == "cpu":
-        raise InputError("--device cpu has no card", hint="give --gpu-memory 80GiB")
+    elif not device.has_cards:
+        raise InputError(f"--device {device.name} has no card", hint="give --gpu-memory 80GiB")
     else:
         raise InputError(
-            "no CUDA GPU is visible, so say which to forecast for",
+            f"no {device.card_noun} is visible, so say which to forecast for",
             hint="give --gpu-memory 80GiB, --on a100-80gb or --on all",
         )
     return tuple(replace(machine, host_bytes=host_bytes or machine.host_bytes) for machine in machines)
@@ -261,7 +261,7 @@ def spread_ranks(gpus: int | None, nodes: int | None, machine: Machine, device: 
     check_ranks(gpus, nodes or 1)
     if nodes is None:
         catalogued = machine.links is not None and machine.gpus is not None and machine.name != HERE
-        if not catalogued and device == "cuda" and gpus > _MOST_IN_A_NODE:
+        if not catalogued and device.has_cards and gpus > _MOST_IN_A_NODE:
             return gpus, machine.gpus or _USUAL_IN_A_NODE
         return gpus, min(gpus, machine.gpus or gpus) if catalogued else gpus
     return gpus, gpus // nodes
@@ -291,7 +291,7 @@ def _list_assumptions(sites: Sequence[Site], device: Device, request: PlanReques
             assumptions.append(f"{network.removesuffix(_ASSUMED)} between the nodes of {names} (--on FILE.toml)")
     if request.micro_batch is None and len({site.micro_batch for site in sites}) == 1:
         assumptions.append(f"micro batch {sites[0].micro_batch} (--micro-batch)")
-    if device == "cuda" and any(site.machine.host_bytes is None for site in sites):
+    if not device.shares_host_memory and any(site.machine.host_bytes is None for site in sites):
         assumptions.append("host memory without a limit (--host-memory)")
     here = next((site.machine for site in sites if site.machine.name == HERE), None)
     if here is not None and here.rates is not None and (known := find_by_driver_name(here.title)) is not None:

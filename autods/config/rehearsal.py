@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from ..devices import find_device
 from ..errors import InputError
 from ..files import as_folder_name
 from ..requests import FitRequest
@@ -18,8 +19,9 @@ def resolve_rehearsal(request: FitRequest, source: WorkloadSource) -> Settings:
     """Return the settings of a fit that is rehearsed on a machine of the catalogue. Raises InputError."""
     if request.on is None:
         raise InputError("--rehearse needs a machine", hint="give --on h100-80gb, say; `autods plan --on` lists them")
-    if request.device != "cuda" or request.address is not None:
-        other = "--device cpu" if request.device != "cuda" else "--address"
+    device = find_device(request.device)
+    if not device.has_cards or request.address is not None:
+        other = "--address" if device.has_cards else f"--device {device.name}"
         raise InputError(f"--rehearse runs on simulated GPUs, so {other} has no effect", hint="drop one of the two")
     if not request.forecast:
         raise InputError("--rehearse answers from the forecast, so --no-forecast leaves it without answers")
@@ -30,7 +32,7 @@ def resolve_rehearsal(request: FitRequest, source: WorkloadSource) -> Settings:
     if machine.rates is None or machine.links is None:
         lacking = "the card's rates" if machine.rates is None else "the links between its cards"
         raise InputError(f"{machine.name} lacks {lacking}, so no time can be forecast", place=machine.source)
-    ranks, per_node = spread_ranks(request.gpus, request.nodes, machine, "cuda")
+    ranks, per_node = spread_ranks(request.gpus, request.nodes, machine, device)
     host_only = replace(request, nodes=None, nvme_path=None, gpus=ranks)
     settings = resolve_fit(host_only, source, hardware=make_hardware(machine, ranks))
     settings = replace(

@@ -11,17 +11,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+from ..devices import Card, Device, find_device
 from ..errors import EnvironmentBroken, InputError
 from ..files import as_folder_name
 from ..requests import SearchRequest, WorkloadRequest
-from ..system.gpus import Card
 from ..system.host import Hardware, installed_versions, requested_threads
-from ..types import Device, ModelFacts, WorkloadSource
+from ..types import ModelFacts, WorkloadSource
 from ..units import format_bytes, parse_seconds
 from .base_config import (
     check_ranks,
     merge_script_config,
-    parse_device,
     parse_precisions,
     parse_size,
     resolve_base_config,
@@ -35,20 +34,19 @@ _PROCESS_BYTES = 2**30  # private memory of a rank before its trial begins, roun
 SPARE_HOST = 0.2  # share of the free host memory that CPU ranks without a given size leave to others
 _MEASURING_SOFTWARE = ("autods", "torch", "deepspeed", "transformers")
 _VARIABLE = re.compile(r"[A-Za-z_*?\[][\w*?\[\]!-]*", re.ASCII)  # or a pattern of several
-_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-def resolve_device(device: str, hardware: Hardware) -> Device:
-    """Return the kind of device that ranks run on. Raises EnvironmentBroken for cards that cannot be used."""
-    kind = parse_device(device)
-    if kind == "cuda" and hardware.unusable is not None:
+def resolve_device(name: str, hardware: Hardware) -> Device:
+    """Return the device that ranks run on. Raises EnvironmentBroken for cards that cannot be used."""
+    device = find_device(name)
+    if device.has_cards and hardware.unusable is not None:
         raise EnvironmentBroken(hardware.unusable)
-    if kind == "cuda" and not hardware.cards:
+    if device.has_cards and not hardware.cards:
         raise InputError(
-            "no CUDA GPU is visible on this machine",
+            f"no {device.card_noun} is visible on this machine",
             hint="use --device cpu --gpu-memory 2GiB to let CPU ranks with a memory budget stand in for GPUs",
         )
-    return kind
+    return device
 
 
 def check_nodes(nodes: int | None, address: str | None) -> int:
@@ -85,25 +83,25 @@ def check_exported(names: str | Sequence[str], address: str | None) -> tuple[str
 
 
 def resolve_ranks(gpus: int | None, device: Device, hardware: Hardware, nodes: int) -> int:
-    """Return the ranks of all nodes together: on CUDA all visible cards, unless `gpus` is given."""
+    """Return the ranks of all nodes together: one on each visible card, unless `gpus` is given."""
     cards = len(hardware.cards)
     if gpus is None:
-        if device == "cpu":
-            raise InputError("--device cpu needs the number of ranks", hint="give --gpus 2, say")
+        if not device.has_cards:
+            raise InputError(f"--device {device.name} needs the number of ranks", hint="give --gpus 2, say")
         return cards * nodes
     check_ranks(gpus, nodes)
-    if gpus // nodes > cards and device == "cuda":
+    if gpus // nodes > cards and device.has_cards:
         reason = f"this machine shows {cards} GPUs"
         if nodes > 1:
             reason = f"that is {gpus // nodes} on each of {nodes} nodes, and one of them shows {cards} GPUs"
-        hint = f"give --gpus {cards * nodes} or fewer (CUDA_VISIBLE_DEVICES is honoured)"
+        hint = f"give --gpus {cards * nodes} or fewer ({device.visible_variable} is honoured)"
         raise InputError(f"--gpus {gpus}: {reason}", hint=hint)
     return gpus
 
 
 def resolve_device_bytes(given: int | None, device: Device, ranks: int, hardware: Hardware) -> int:
     """Return the memory of a rank's device, in bytes: `given`, else the card's, or a share of free memory."""
-    if device == "cuda":
+    if not device.shares_host_memory:
         card = min(hardware.cards[:ranks], key=lambda card: card.usable_bytes)
         if given is not None and given > card.usable_bytes:
             shared = f", of which other processes hold {format_bytes(card.others_bytes)}" if card.others_bytes else ""
@@ -134,10 +132,10 @@ def describe_platform(device: Device, cards: Sequence[Card], hardware: Hardware)
     """Return the names and versions of all that measures: trials of another platform answer another question."""
     versions = installed_versions()
     software = tuple(f"{name} {versions[name]}" for name in _MEASURING_SOFTWARE)
-    if device == "cpu":
+    if not device.has_cards:
         return hardware.cpu, *software
     names = sorted({f"{card.name}, {round(card.total_bytes / 2**30)} GiB" for card in cards})
-    allocator = (f"{name}={os.environ[name]}" for name in _ALLOCATOR_VARIABLES if os.environ.get(name))
+    allocator = (f"{name}={os.environ[name]}" for name in device.allocator_variables if os.environ.get(name))
     return *names, *software, *allocator
 
 
@@ -162,7 +160,7 @@ class Settings:
 
     source: WorkloadSource
     gpus: int
-    device: Device
+    device: str
     device_bytes: int
     device_bytes_asked: bool
     out: Path
@@ -188,7 +186,7 @@ class Settings:
     @property
     def is_limited(self) -> bool:
         """Whether ranks are held to `device_bytes`: a part of their card, or of the host for CPU ranks."""
-        return self.device_bytes_asked or self.device == "cpu"
+        return self.device_bytes_asked or find_device(self.device).shares_host_memory
 
     @property
     def ranks_per_node(self) -> int:
@@ -241,12 +239,12 @@ def resolve_fit(request: SearchRequest, source: WorkloadSource, *, hardware: Har
         stall_s = parse_time(request.stall_limit, "--stall-limit")
         profile = replace(profile, limits=profile.limits.allow_silence(stall_s))
     rungs = select_ladder(request, profile.ladder)
-    kind = resolve_device(request.device, hardware)
+    device = resolve_device(request.device, hardware)
     nodes = check_nodes(request.nodes, request.address)
-    ranks = resolve_ranks(request.gpus, kind, hardware, nodes)
+    ranks = resolve_ranks(request.gpus, device, hardware, nodes)
     asked_bytes = parse_size(request.gpu_memory, "--gpu-memory")
     precision, *others = parse_precisions(request.precision)
-    cards = hardware.cards[: ranks // nodes] if kind == "cuda" else ()
+    cards = hardware.cards[: ranks // nodes] if device.has_cards else ()
     bf16 = all(card.bf16 for card in cards)
     base = resolve_base_config(source, request.base_config, precision, world_size=ranks, bf16=bf16)
     global_batch = resolve_global_batch(request.global_batch, base, ranks)
@@ -260,8 +258,8 @@ def resolve_fit(request: SearchRequest, source: WorkloadSource, *, hardware: Har
     settings = Settings(
         source=source,
         gpus=ranks,
-        device=kind,
-        device_bytes=resolve_device_bytes(asked_bytes, kind, ranks // nodes, hardware),
+        device=device.name,
+        device_bytes=resolve_device_bytes(asked_bytes, device, ranks // nodes, hardware),
         device_bytes_asked=asked_bytes is not None,
         out=Path(),
         profile=profile,
@@ -279,10 +277,10 @@ def resolve_fit(request: SearchRequest, source: WorkloadSource, *, hardware: Har
         nodes=nodes,
         address=request.address,
         exported=check_exported(request.export, request.address),
-        platform=describe_platform(kind, cards, hardware),
+        platform=describe_platform(device, cards, hardware),
         fresh=request.fresh,
     )
-    name = f"{as_folder_name(source.name)}-{ranks}x{kind}-{settings.fingerprint()[:6]}"
+    name = f"{as_folder_name(source.name)}-{ranks}x{device.name}-{settings.fingerprint()[:6]}"
     out = Path(request.out) if request.out is not None else Path("autods-out") / name
     return replace(settings, out=out.absolute())
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from ..plain_text import clean
 from ..system.stacks import Frame, find_hang
-from ..types import Device, Phase
+from ..types import Phase
 from ..units import format_bytes, format_signal
 
 LostBecause = Literal["stopped", "stuck", "wall limit"]
@@ -92,7 +92,7 @@ class RankEnd:
 class Evidence(RankEnd):
     """The end of a rank, with its device, the limit of that, and the memory of its node."""
 
-    device: Device
+    device: str
     limit_bytes: int | None = None
     host: HostUsage | None = None
 

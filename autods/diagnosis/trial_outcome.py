@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..devices import find_device
 from ..errors import InputError
 from ..types import Action, Failed, OutOfMemory, Tier
 from ..units import format_bytes
@@ -114,10 +115,10 @@ def _matching_row(evidence: Evidence) -> Signature | None:
     if evidence.error.user_frame and row.kind not in ("out_of_memory", "memory_pressure"):
         if "KeyboardInterrupt" in evidence.error.types:  # no Ctrl-C reaches a rank
             return None
-        if evidence.device == "cpu" and row.kind == "toolchain" and not row.killed:
+        if find_device(evidence.device).stands_in and row.kind == "toolchain" and not row.killed:
             return None
     host_is_full = evidence.host is not None and evidence.host.is_exhausted
-    if row.budget and evidence.device == "cpu" and not host_is_full:
+    if row.budget and find_device(evidence.device).shares_host_memory and not host_is_full:
         # The memory of the process, which has a budget, stands for the device.
         return replace(row, kind="out_of_memory", tier="device", action="leaner_rung")
     if row.killed and evidence.host and not evidence.host.oom_kill_evidence:
@@ -193,8 +194,8 @@ def _verdict_without_row(cause: Evidence) -> Verdict:
             if (frame := cause.hang) is not None:
                 text += f", and it was at {frame}, in {frame.function}"
             advice = "its stack is at the end of its log; where it was only slow, --stall-limit allows more"
-            if cause.device == "cuda":
-                advice += "; where it waits for the GPU, look for NCCL's reason with NCCL_DEBUG=INFO"
+            if hint := find_device(cause.device).hang_advice:
+                advice += f"; {hint}"
             return Verdict("communication", "retry", text, advice)
         case Evidence(signal_name="SIGKILL"):
             return _verdict_on_sigkill(cause)

@@ -14,10 +14,11 @@ from dataclasses import asdict, dataclass, field, replace
 from ..config.catalogue import Machine
 from ..config.deepspeed import BATCH_KEYS
 from ..config.rungs import Rung
+from ..devices import find_device
 from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import AutodsError
 from ..system.host import count_cores, find_memory_groups, read_host_memory
-from ..types import Device, Fit, Outcome, Tier, Trial
+from ..types import Fit, Outcome, Tier, Trial
 from .predict.allocator import Replay
 from .predict.calibration import (
     Observation,
@@ -144,9 +145,9 @@ class Limits:
     host_bytes: int | None = None
     nvme_bytes: int | None = None
 
-    def by_tier(self, device: Device) -> dict[Tier, int]:
-        """Return the limits that are known. CPU ranks have a budget for the device's part only."""
-        host_bytes = self.host_bytes if device == "cuda" else None
+    def by_tier(self, device: str) -> dict[Tier, int]:
+        """Return the limits that are known. A device that shares host memory has a budget for its own part only."""
+        host_bytes = None if find_device(device).shares_host_memory else self.host_bytes
         limits: dict[Tier, int | None] = {"device": self.device_bytes, "host": host_bytes, "nvme": self.nvme_bytes}
         return {tier: limit for tier, limit in limits.items() if limit is not None}
 

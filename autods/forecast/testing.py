@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import cast
 
-from ..types import Device, ModelFacts
+from ..types import ModelFacts
 from .simulate.client import SimulationFailed
 from .values import Engine, EngineSpec, ForecastPhase, Simulation, Simulator, Trace
 
@@ -42,7 +42,7 @@ class ScriptedSimulator(Simulator):
     engines: list[EngineSpec] = field(default_factory=list)
     measured: list[tuple[str, int]] = field(default_factory=list)
 
-    def facts(self, device: Device = "cuda", *, ranks: int = 1) -> ModelFacts:
+    def facts(self, device: str = "cuda", *, ranks: int = 1) -> ModelFacts:
         return self.known
 
     @contextmanager

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 from ..config.catalogue import Machine
 from ..events import Note
-from ..types import Device, ModelFacts, Tier, WorkloadSource
+from ..types import ModelFacts, Tier, WorkloadSource
 from ..units import format_bytes
 from .predict.schedule import Schedule
 from .predict.step_time import Speed
@@ -96,7 +96,7 @@ class EngineSpec:
     world_size: int
     ranks_per_node: int
     device_bytes: int
-    device: Device = "cuda"
+    device: str = "cuda"
     checkpointing: bool = True
     zero_init: bool = False
     capability: tuple[int, int] | None = None
@@ -237,7 +237,7 @@ class Engine(Protocol):
 class Simulator(Protocol):
     """Simulates engines of one workload. Thread-safe; calls raise SimulationFailed with a message for the user."""
 
-    def facts(self, device: Device = "cuda", *, ranks: int = 1) -> ModelFacts: ...
+    def facts(self, device: str = "cuda", *, ranks: int = 1) -> ModelFacts: ...
 
     def engine(self, ask: EngineSpec) -> AbstractContextManager[Engine]: ...
 

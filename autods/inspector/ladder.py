@@ -13,15 +13,15 @@ from pathlib import Path
 from ..config.deepspeed import compose, required_ops
 from ..config.rungs import Rung
 from ..config.settings import Settings
+from ..devices import find_device
 from ..rank.ops import is_cached
 from ..report.checkup import Check
 from ..types import Knobs
 from . import machine, toolchain
 
-# Beginnings of the variables that matter only between ranks, only between nodes, and only on cards.
+# Beginnings of the variables that matter only between ranks, and only between nodes.
 _OF_RANKS = ("NCCL_", "TORCH_DISTRIBUTED_")
 _OF_NODES = ("NCCL_IB_", "NCCL_NET_")
-_OF_CARDS = ("NCCL_", "CUDA_", "PYTORCH_NO_CUDA_")
 _HEADER_FOLDERS = ("/usr/include", "/usr/local/include", f"{sys.prefix}/include")
 _HEADER_PATHS = ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")
 
@@ -50,8 +50,8 @@ def check_ladder(
         name = check.name
         alone = settings.gpus == 1 and name.startswith(_OF_RANKS)
         one_node = settings.nodes == 1 and name.startswith(_OF_NODES)
-        no_card = settings.device == "cpu" and name.startswith(_OF_CARDS)
-        if check.status != "ok" and not (alone or one_node or no_card):
+        idle = name.startswith(find_device(settings.device).idle_variables)
+        if check.status != "ok" and not (alone or one_node or idle):
             yield check
 
 

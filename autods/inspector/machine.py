@@ -9,10 +9,10 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from ..devices import describe_shared_cards
 from ..files import find_existing
 from ..report.checkup import Check
 from ..system import landlock
-from ..system.gpus import describe_shared_cards
 from ..system.host import Hardware, read_cpu_quota
 from ..units import format_bytes
 

@@ -67,7 +67,7 @@ def plan(settings: PlanSettings, *, listen: ForecastListener, start: StartSimula
                 )
             settings = apply_script_config_to_plan(settings, facts)
             checkpointing = choose_checkpointing(settings, facts)
-            allocator = read_alloc_conf(os.environ) if settings.device == "cuda" else AllocConf()
+            allocator = read_alloc_conf(os.environ, settings.device)
             run = PlanRun(settings, facts, simulator, listen, expandable=allocator.expandable)
             _forecast_all(run)
             sites = tuple(_site_forecast(run, site) for site in settings.sites)

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from ..config.deepspeed import compose
 from ..config.plan_settings import NVME_PLACE, spread_ranks
 from ..config.settings import Settings
+from ..devices import find_device
 from ..events import Listener, Note
 from ..forecast.forecaster import MOST_MICRO_BATCH, PARALLEL_ENGINES, Forecaster, Limits
 from ..forecast.predict.allocator import read_alloc_conf
@@ -87,7 +88,7 @@ def forecast_cells(
         else:
             source = source_under_conditions(question, trial.conditions)
             by_source.setdefault(source.digest, (source, []))[1].append(number)
-    expandable = question.settings.device == "cuda" and read_alloc_conf(os.environ).expandable
+    expandable = read_alloc_conf(os.environ, question.settings.device).expandable
     for source, numbers in by_source.values():
         forecaster = Forecaster(simulators.get(source), expandable)
         pool = ThreadPoolExecutor(PARALLEL_ENGINES, thread_name_prefix="forecast")
@@ -120,7 +121,7 @@ def _forecast_cell(
     trial = shorten_accumulation(settings, trial)
     spec = engine_spec(settings, trial, compose_cell_config(question, trial, facts))
     if machine is not None:
-        _, per_node = spread_ranks(settings.gpus, None, machine, settings.device)
+        _, per_node = spread_ranks(settings.gpus, None, machine, find_device(settings.device))
         spec = replace(spec, ranks_per_node=per_node)
     limits = Limits(
         device_bytes=settings.device_bytes,

@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import cast
 
 from ..arguments import check_count, show_value
-from ..config.base_config import check_ranks, parse_device, resolve_base_config, resolve_global_batch
+from ..config.base_config import check_ranks, resolve_base_config, resolve_global_batch
 from ..config.catalogue import Machine
 from ..config.plan_settings import choose_machines, nvme_place
 from ..config.profiles import read_profile
 from ..config.rungs import Rung, read_rungs
 from ..config.settings import Settings, resolve_fit, select_ladder
+from ..devices import Card, find_device
 from ..errors import InputError
 from ..files import as_folder_name
 from ..requests import FitRequest, ProbeRequest, TrialRequest
-from ..system.gpus import Card
 from ..system.host import Hardware, data_folder
 from ..types import Steps, WorkloadSource
 from ..workload.conditions import ARGS, LENGTHS, argument_names
@@ -98,7 +98,7 @@ def resolve_probe(request: ProbeRequest, source: WorkloadSource, *, hardware: Ha
     shared = {option.name: getattr(request, option.name) for option in fields(TrialRequest)}
     if machine is not None:
         shared["nvme_path"] = None  # the folder need not be here
-        if request.device == "cuda":
+        if find_device(request.device).has_cards:
             shared["gpu_memory"] = None  # the machine's card is of that size
             hardware = _describe_hardware(machine, max(ranks), hardware)
     fit = FitRequest(**{**shared, "gpus": max(ranks, default=None), "ladder": named["rung"]})
@@ -186,11 +186,11 @@ def _choose_machine(request: ProbeRequest, hardware: Hardware, ranks: tuple[int,
         )
     if not request.forecast:
         raise InputError("--forecast-only and --no-forecast contradict each other", hint="drop one of the two")
-    device = parse_device(request.device)
+    device = find_device(request.device)
     machines = choose_machines(request, device, hardware)
     if len(machines) > 1:
         raise InputError("--on names several machines", hint="a probe forecasts for one; `autods plan` compares them")
-    if not ranks and device == "cuda":
+    if not ranks and device.has_cards:
         raise InputError("say how many ranks to forecast for", hint="give --gpus 8, or --gpus 1,2,4,8")
     return machines[0]
 
@@ -298,12 +298,13 @@ def list_notes(question: ProbeSettings) -> tuple[str, ...]:
     if not question.capacity and "micro_batch" not in names:
         micro_batch = question.settings.base.get("train_micro_batch_size_per_gpu")
         notes += [] if isinstance(micro_batch, int) else ["assumed: micro batch 1 (--vary micro_batch=…)"]
-    if question.settings.device != "cpu" or question.machine is not None:
+    device = find_device(question.settings.device)
+    if question.machine is not None:
         return tuple(notes)
-    if any(name.startswith("env.NCCL_") for name in names):
+    if any(name.startswith("env.NCCL_") for name in names) and "NCCL_" in device.idle_variables:
         notes.append("CPU ranks talk through gloo: NCCL's variables change nothing here")
-    if any("pin_memory" in name for name in names):
+    if any("pin_memory" in name for name in names) and not device.has_cards:
         notes.append("on CPU ranks no memory is pinned for the CPU's Adam: pin_memory shows on GPUs")
-    if any("host" in rung.places.values() for rung in question.settings.ladder):
+    if any("host" in rung.places.values() for rung in question.settings.ladder) and device.shares_host_memory:
         notes.append("on CPU ranks the device's memory is host memory: offloading to the CPU saves nothing here")
     return tuple(notes)

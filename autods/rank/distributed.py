@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from ..devices import find_device
 from ..types import Collective, Communication
 from .job import RankJob
 from .patching import declare
@@ -31,7 +32,7 @@ def join(job: RankJob, store: socket.socket | None) -> None:
     import deepspeed
 
     choose_store(job, store)
-    deepspeed.init_distributed(dist_backend="gloo" if job.device == "cpu" else "nccl", verbose=False)
+    deepspeed.init_distributed(dist_backend=find_device(job.device).backend, verbose=False)
 
 
 def choose_store(job: RankJob, listening: socket.socket | None) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..schema import read_as
-from ..types import PHASES, Device, Exam, Phase, Steps, WorkloadSource
+from ..types import PHASES, Exam, Phase, Steps, WorkloadSource
 from ..workload.protocol import WorkloadError
 
 JobKind = Literal["train", "survey", "ops", "run"]
@@ -77,7 +77,7 @@ class RankJob:
 
     job: JobKind
     source: WorkloadSource
-    device: Device
+    device: str
     folder: str
     scratch: str
     private: str = ""

@@ -8,6 +8,7 @@ import functools
 import gc
 import importlib
 import os
+import pkgutil
 import re
 import resource
 import statistics
@@ -18,7 +19,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..system.gpus import read_process_bytes, read_used_bytes
+from ..devices import find_device
+from ..devices.cuda import read_process_bytes, read_used_bytes
 from ..units import format_bytes
 from .patching import declare
 
@@ -96,6 +98,7 @@ class CpuMeter(Meter):
     """The meter of a CPU rank: `limit_bytes` becomes a hard limit of the process's private memory."""
 
     limit_bytes: int | None
+    local_rank: int = 0
     _hard_limit: int = resource.RLIM_INFINITY  # only root may raise it
     _data_at_start: int = 0
     _anon_at_start: int = 0
@@ -326,6 +329,12 @@ class CudaMeter(Meter):
         """Return what NVML tells of this rank's card; None if it does not."""
         sizes = read(os.environ.get("CUDA_VISIBLE_DEVICES"), self.nvml)
         return sizes[self.local_rank] if sizes is not None and self.local_rank < len(sizes) else None
+
+
+def make_meter(device: str, limit_bytes: int | None, local_rank: int) -> Meter:
+    """Return the meter of a rank on this device, which names its class."""
+    meter: Meter = pkgutil.resolve_name(find_device(device).meter)(limit_bytes, local_rank)
+    return meter
 
 
 def growth_per_step(held_bytes: Sequence[int]) -> int | None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..devices import find_device
 from ..plain_text import read_text
 from ..system import processes
 from ..types import WorkloadSource
@@ -86,10 +87,9 @@ def preload() -> None:
     from deepspeed.accelerator import get_accelerator
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    if get_accelerator().device_name() == "cpu":
-        # They stand in for GPUs and use gloo; DeepSpeed's shared-memory op would take 20 s to build and leave files.
-        # CUDA ranks have no such op, and this access looks at all ops, which can initialise CUDA.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # A device without such ops accesses nothing: DeepSpeed would look at all ops, which can initialise CUDA.
+    for op in find_device(get_accelerator().device_name()).omitted_ops:
+        deepspeed.ops.__compatible_ops__[op] = False
     for name in _LATE:
         with contextlib.suppress(ImportError):  # other versions of DeepSpeed may lack it
             importlib.import_module(name)

@@ -36,7 +36,7 @@ def drawing_in_parallel() -> Iterator[None]:
 def _in_parallel(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def draw(tensor: torch.Tensor, *bounds: float, generator: Any = None, **named: float) -> torch.Tensor:
         is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.dtype == torch.float32
-        is_usual = generator is None and tensor.device.type == "cpu" and tensor.is_contiguous()
+        is_usual = generator is None and tensor.is_cpu and tensor.is_contiguous()
         if not is_plain or not is_usual or tensor.numel() < _LEAST:
             return original(tensor, *bounds, generator=generator, **named)
         seed = int(torch.randint(2**62, ()).item())

@@ -30,7 +30,7 @@ from ..workload.hf_config import partition_at_build
 from ..workload.load import bind_options, check_process, in_one_process, load
 from ..workload.protocol import Workload
 from .job import RUN_VARIABLE, Heartbeats, JobKind, RankJob
-from .memory import CpuMeter, CudaMeter, Meter
+from .memory import Meter, make_meter
 from .model_facts import seed_all
 from .preload import preload
 from .result import JobResult, OpsResult, RankResult, ScriptEnd, SurveyResult, describe_error
@@ -175,7 +175,7 @@ def run_rank(job: RankJob, slot: int, board: Heartbeats, store: socket.socket | 
     processes.put_pid_into_names()
     board.beat(slot, "start", 0)
     torch.set_num_threads(_threads(job))  # it inherited one thread from the zygote, which has to stay single-threaded
-    meter: Meter = CpuMeter(job.limit_bytes) if job.device == "cpu" else CudaMeter(job.limit_bytes, slot)
+    meter = make_meter(job.device, job.limit_bytes, slot)
     observer = Observer(board, slot, meter)
     observer.watch_compiles()
     context = RankContext(job=job, slot=slot, observer=observer, store=store, workload=workload)

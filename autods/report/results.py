@@ -11,7 +11,7 @@ from ..config.profiles import Budget
 from ..forecast.predict.step_time import Speed
 from ..forecast.values import RungForecast
 from ..system.host import Hardware
-from ..types import Device, Knobs, ModelFacts, Record, Scalar, Skipped, Steps, Tier, TierUse, WorkloadSource
+from ..types import Knobs, ModelFacts, Record, Scalar, Skipped, Steps, Tier, TierUse, WorkloadSource
 from ..workload.script_source import ScriptLaunch
 
 
@@ -119,7 +119,7 @@ class FitQuestion:
     nodes: int = 1
     pipeline_stages: int | None = None
     experts: int = 0
-    device: Device = "cuda"
+    device: str = "cuda"
     device_bytes: int | None = None
     threads: int | None = None
     global_batch: int | None = None
@@ -296,7 +296,7 @@ class Forecast:
     sites: tuple[SiteForecast, ...]
     source: WorkloadSource
     facts: ModelFacts
-    device: Device = "cuda"
+    device: str = "cuda"
     checkpointing: bool = True
     zero_init: bool = False
     tokens: float | None = None
@@ -413,7 +413,7 @@ class ProbeQuestion:
     workload: str
     gpus: int
     nodes: int
-    device: Device
+    device: str
     device_bytes: int
     global_batch: int | None
     precision: str

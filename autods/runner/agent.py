@@ -23,7 +23,7 @@ from ..rank.ops import is_cached
 from ..system import private, processes, stacks
 from ..system.host import find_memory_groups, installed_versions, read_hardware
 from ..system.waiting import Loading, Wait
-from ..types import Device, WorkloadSource
+from ..types import WorkloadSource
 from ..units import format_signal
 from .cleanup import find_note, has_session, open_session, remove_leftovers, session_variables
 from .environment import join_node_environment, zygote_environment
@@ -68,7 +68,7 @@ class NodeAgent:
     def __init__(
         self,
         source: WorkloadSource,
-        device: Device,
+        device: str,
         driver_pid: int,
         driver_machine: str,
         log: str,
@@ -293,7 +293,7 @@ class ZygoteProcess:
 
 def start_zygote(
     source: WorkloadSource,
-    device: Device,
+    device: str,
     driver_pid: int,
     log: str,
     environment: Mapping[str, str],

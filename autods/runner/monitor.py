@@ -17,9 +17,8 @@ from ..files import find_existing
 from ..rank.job import Beat, Heartbeats, RankJob
 from ..schema import read_known
 from ..system import processes, stacks
-from ..system.gpus import read_used_bytes
 from ..system.host import MemoryGroup, find_memory_groups, machine_oom_kills, read_host_memory
-from ..types import Device, Tier
+from ..types import Tier
 from ..units import format_bytes
 from .protocol import RankExit, TierLevel
 
@@ -264,22 +263,18 @@ _FREED_S = 3.0  # a driver frees a dead process's memory a little after the proc
 _GPU_EVERY_S = 0.05
 
 
-def _read_used() -> tuple[int, ...] | None:
-    return read_used_bytes(os.environ.get("CUDA_VISIBLE_DEVICES"))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMonitor:
     """Call `begin` before the ranks start, `check_freed` when they are gone. `ranks` is their number: one a GPU."""
 
     before: tuple[int, ...]
     ranks: int
-    read_used: ReadUsed = _read_used
+    read_used: ReadUsed
 
     @classmethod
-    def begin(cls, device: Device, ranks: int, read_used: ReadUsed = _read_used) -> GpuMonitor:
+    def begin(cls, ranks: int, read_used: ReadUsed) -> GpuMonitor:
         """Note the bytes in use on each GPU. CPU ranks have none."""
-        return cls(before=(read_used() if device == "cuda" else None) or (), ranks=ranks, read_used=read_used)
+        return cls(before=read_used() or (), ranks=ranks, read_used=read_used)
 
     def check_freed(self, sleep: Callable[[float], None] = time.sleep) -> list[str]:
         """A sentence for each GPU that does not return to the bytes it held before, within some seconds."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config.settings import Settings
+from ..devices import find_device
 from ..errors import AutodsError, EnvironmentBroken
 from ..system.host import Hardware, read_hardware
 from ..units import format_bytes
@@ -26,36 +27,29 @@ class NoRoom(EnvironmentBroken):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """The resources of each of `nodes` nodes. `cpus` is one a CPU rank on a shared cluster, else one for the agent."""
+    """What the ranks need of Ray: `bundle` on each of `nodes` nodes. `resource` is Ray's name of what ranks take."""
 
     nodes: int
-    cpus: int
-    gpus: int
+    resource: str
+    bundle: Mapping[str, float]
 
     @classmethod
     def of_settings(cls, settings: Settings) -> Need:
-        """What the ranks of a node need. A Ray of our own has nobody else to share CPUs with."""
-        ranks, is_shared = settings.ranks_per_node, settings.address is not None
-        return cls(
-            nodes=settings.nodes,
-            cpus=ranks if is_shared and settings.device == "cpu" else 1,
-            gpus=ranks if settings.device == "cuda" else 0,
-        )
-
-    @property
-    def bundle(self) -> dict[str, float]:
-        """A bundle of a Ray placement group: its resources lie on one node."""
-        return {"CPU": float(self.cpus)} | ({"GPU": float(self.gpus)} if self.gpus else {})
-
-    @property
-    def resource(self) -> str:
-        """Ray's name of the resource that ranks take."""
-        return "GPU" if self.gpus else "CPU"
+        """What the ranks of these settings need. A Ray of our own has nobody else to share CPUs with."""
+        device = find_device(settings.device)
+        bundle = device.list_resources(settings.ranks_per_node, shared=settings.address is not None)
+        return cls(nodes=settings.nodes, resource=device.ray_resource, bundle=bundle)
 
     @property
     def count(self) -> int:
         """How many of `resource` each node needs."""
-        return self.gpus or self.cpus
+        return int(self.bundle[self.resource])
+
+    @property
+    def actor_options(self) -> dict[str, Any]:
+        """The options of a Ray actor that takes all of a bundle."""
+        others = {name: size for name, size in self.bundle.items() if name not in ("CPU", "GPU")}
+        return {"num_cpus": self.bundle["CPU"], "num_gpus": self.bundle.get("GPU", 0.0), "resources": others}
 
     def __str__(self) -> str:
         each = _format_count(self.count, self.resource)
@@ -139,7 +133,7 @@ def reserve_nodes(
     Raises EnvironmentBroken when the cluster never can hold the ranks, NoRoom when it does not hold them `within_s`.
     """
     _check_possible(cluster, need)
-    group = cluster.reserve([need.bundle] * need.nodes, "STRICT_SPREAD" if need.nodes > 1 else "STRICT_PACK")
+    group = cluster.reserve([dict(need.bundle)] * need.nodes, "STRICT_SPREAD" if need.nodes > 1 else "STRICT_PACK")
     try:
         began, reported_s = time.monotonic(), -_REPORT_EVERY_S
         while not cluster.is_ready(group, _LOOK_EVERY_S):
@@ -206,7 +200,7 @@ def count_ranks(settings: Settings) -> int | None:
     they are its cards.
     """
     if settings.address is None:
-        return (len(read_hardware().cards) or None) if settings.device == "cuda" else None
+        return (len(read_hardware().cards) or None) if find_device(settings.device).has_cards else None
     try:
         with session(cpus=1, address=settings.address) as ray:
             if find_head_problem(ray.get_runtime_context().gcs_address) is not None:
@@ -253,7 +247,7 @@ def weakest_of(address: str, *, gpus: int | None, nodes: int, device: str) -> Ha
     A rank's limit has to hold on every node that the rank may come to. Nothing of the nodes needs to be free.
     Raises InputError when no cluster answers.
     """
-    resource = "GPU" if device == "cuda" else "CPU"
+    kind = find_device(device)
     with session(cpus=1, address=address) as ray:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -261,7 +255,7 @@ def weakest_of(address: str, *, gpus: int | None, nodes: int, device: str) -> Ha
         alive = RayCluster(ray).nodes()
         references = [
             task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)).remote()
-            for node in [node for node in alive if node.total.get(resource)] or alive[:1]
+            for node in [node for node in alive if node.total.get(kind.ray_resource)] or alive[:1]
         ]
         try:
             hardware = ray.get(references, timeout=_ANSWERS_S)
@@ -270,7 +264,7 @@ def weakest_of(address: str, *, gpus: int | None, nodes: int, device: str) -> Ha
                 f"a node of the Ray cluster does not answer: {format_ray_error(error)}\n"
                 "  `ray status` lists the nodes that are alive"
             ) from None
-    return weakest(hardware, nodes=nodes, gpus_per_node=(gpus or 0) // nodes if device == "cuda" else 0)
+    return weakest(hardware, nodes=nodes, gpus_per_node=(gpus or 0) // nodes if kind.has_cards else 0)
 
 
 def weakest(hardware: Sequence[Hardware], *, nodes: int, gpus_per_node: int) -> Hardware:

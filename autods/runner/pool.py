@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
 from ..config.settings import Settings
+from ..devices import find_device
 from ..events import Event, Note
 from ..types import Fit, Outcome, OutOfMemory, Record, Scalar, Trial
 from ..units import format_bytes
@@ -204,7 +205,7 @@ def check_memory(settings: Settings, hosts: Sequence[frozenset[str]], free_bytes
     """
     most = max(sum(host in machines for machines in hosts) for host in hosts[-1])
     need_bytes = most * settings.ranks_per_node * settings.device_bytes
-    if settings.device == "cpu" and most > 1 and need_bytes > free_bytes:
+    if find_device(settings.device).shares_host_memory and most > 1 and need_bytes > free_bytes:
         raise NoRoom(
             f"{most} trials on one machine may take {format_bytes(need_bytes)} of its memory, and "
             f"{format_bytes(free_bytes)} are free"

@@ -353,8 +353,7 @@ class WorkerGroup:
 
         log = f"{path_of_node(str(self.settings.out / 'logs' / 'zygote'), number)}.log"
         actor = self.ray.remote(
-            num_cpus=need.cpus,
-            num_gpus=need.gpus,
+            **need.actor_options,
             # `progress`, `locate` and `abort` must get through while `run` waits for the ranks.
             max_concurrency=4,
             scheduling_strategy=PlacementGroupSchedulingStrategy(

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..config.deepspeed import required_ops
+from ..devices import find_device
 from ..diagnosis.evidence import RESULT_UNWRITTEN_EXIT
 from ..rank import ops, preload
 from ..rank.job import Beat, Heartbeats, RankJob
@@ -171,8 +172,9 @@ class Zygote:
         `aborted` means that the job was ended before it began.
         """
         began = time.monotonic()
-        hazard = preload.find_fork_hazard() if job.device == "cuda" and not self.spawn else None
-        gpus, host = GpuMonitor.begin(job.device, len(job.local_ranks)), HostMonitor.begin()
+        device = find_device(job.device)
+        hazard = None if device.survives_fork or self.spawn else preload.find_fork_hazard()
+        gpus, host = GpuMonitor.begin(len(job.local_ranks), device.read_used_bytes), HostMonitor.begin()
         if {"cpu_adam", "async_io"} & {*(job.ops if job.job == "ops" else required_ops(job.ds_config))}:
             preload.remember_processor()  # the ranks will ask for it
         _make_folders(job)
@@ -193,7 +195,7 @@ class Zygote:
         remove_folders(job)
         if not left:
             remove_leftovers(note)
-        if job.job == "ops" and job.device == "cpu" and all(rank.exit_code == 0 for rank in monitor.exits):
+        if job.job == "ops" and device.survives_fork and all(rank.exit_code == 0 for rank in monitor.exits):
             # Every later rank inherits them. On CUDA DeepSpeed asks each GPU for its architecture, which would
             # initialise CUDA here.
             with contextlib.redirect_stdout(sys.stderr):

@@ -44,7 +44,7 @@ class Situation:
     device_bytes: int | None = None
     growth_bytes: float = 0.0
     can_recompute: bool = False
-    on_cuda: bool = True
+    may_expand: bool = True  # the allocator could grow its segments, and the user has not decided whether
     last_hang: str | None = None  # the line of the user's code where the attempt before was stuck
     find_obstacle: Callable[[RunConfig], str | None] = lambda config: None
 
@@ -237,9 +237,9 @@ def _shrink(situation: Situation, ranks: int) -> NextConfig | RunFailure:
 
 
 def _defragment(situation: Situation, cause: Cause) -> NextConfig | None:
-    """Let the allocator of CUDA grow its segments, once: what it reserved would have been enough, but in pieces."""
+    """Let the caching allocator grow its segments, once: what it reserved would have been enough, but in pieces."""
     config = situation.config
-    if not situation.on_cuda or config.allocator is not None or not isinstance(cause, OutOfMemory):
+    if not situation.may_expand or config.allocator is not None or not isinstance(cause, OutOfMemory):
         return None
     if not cause.fragmented:
         return None

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..config.deepspeed import BATCH_KEYS
 from ..config.settings import Settings, apply_survey, count_nodes
+from ..devices import find_device
 from ..errors import EnvironmentBroken
 from ..events import AttemptStarted, Note, RunListener
 from ..journal import workspace
@@ -248,7 +249,8 @@ class Supervisor:
             device_bytes=self.settings.fit.device_bytes,
             growth_bytes=decision.growth_bytes,
             can_recompute=self._facts.checkpointing,
-            on_cuda=self.settings.fit.device == "cuda" and "expandable_segments" not in os.environ.get(ALLOCATOR, ""),
+            may_expand=find_device(self.settings.fit.device).has_caching_allocator
+            and "expandable_segments" not in os.environ.get(ALLOCATOR, ""),
             last_hang=self.last_hang,
             find_obstacle=lambda config: self._find_obstacle(config, saved),
         )

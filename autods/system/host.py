@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import platform
-import re
 import resource
 import stat
 from collections.abc import Sequence
@@ -16,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from ..devices import Card, read_cards
 from ..errors import EnvironmentBroken, InputError
-from .gpus import Card, NvmlReading, read_nvml
 
 _NO_LIMIT = 2**60  # version 1 has a number near 2^63 where there is no limit
 
@@ -175,9 +173,6 @@ def cache_folder() -> Path:
     return folder
 
 
-_VERSION = re.compile(r"^(__version__|cuda|hip)\b[^=\n]*= *'([^'\n]*)'", re.MULTILINE)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """One node.
@@ -207,9 +202,9 @@ class HostMemory:
 
 
 def read_hardware() -> Hardware:
-    """Read this node: memory from psutil and cgroups, cards from NVML. CUDA_VISIBLE_DEVICES is honoured."""
+    """Read this node: memory from psutil and cgroups, cards from their driver. CUDA_VISIBLE_DEVICES is honoured."""
     memory = read_host_memory(find_memory_groups())
-    seen = read_nvml(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    seen = read_cards()
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     return Hardware(
         cpu=_cpu_name(),
@@ -218,8 +213,8 @@ def read_hardware() -> Hardware:
         host_free_bytes=memory.free_bytes,
         cards=seen.cards,
         driver=seen.driver,
-        cuda=None if seen.cuda is None else ".".join(map(str, seen.cuda)),
-        unusable=_unusable(seen, torch_build()),
+        cuda=seen.cuda,
+        unusable=seen.unusable,
         process_bytes=None if most == resource.RLIM_INFINITY else most,
     )
 
@@ -237,52 +232,6 @@ def find_interface(address: str) -> str | None:
     for name, addresses in psutil.net_if_addrs().items():
         if any(known.address.partition("%")[0] == address for known in addresses):
             return name
-    return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TorchBuild:
-    """The installed torch. `cuda` is the CUDA that it was built with, such as (13, 0); None without CUDA."""
-
-    version: str
-    cuda: tuple[int, int] | None
-
-
-def torch_build(folder: Path | None = None) -> TorchBuild | None:
-    """Read torch's version.py, because importing torch takes seconds. None where there is no such file."""
-    if folder is None:
-        spec = importlib.util.find_spec("torch")
-        if spec is None or spec.origin is None:
-            return None
-        folder = Path(spec.origin).parent
-    try:
-        text = (folder / "version.py").read_text()
-    except OSError:
-        return None
-    values = {name: value for name, value in _VERSION.findall(text) if value}
-    if "__version__" not in values or "hip" in values:  # a ROCm build needs no CUDA
-        return None
-    major, _, minor = values.get("cuda", "").partition(".")
-    cuda = (int(major), int(minor or 0)) if major.isdigit() else None
-    return TorchBuild(version=values["__version__"], cuda=cuda)
-
-
-def _unusable(seen: NvmlReading, torch: TorchBuild | None) -> str | None:
-    """Return why torch cannot use the cards. A driver runs all minor versions of its major version of CUDA."""
-    if seen.problem is not None:
-        return (
-            f"{seen.problem}\n  see what nvidia-smi says; after an update of the driver the machine has to be restarted"
-        )
-    if not seen.cards or torch is None:
-        return None
-    if torch.cuda is None:
-        return f"torch {torch.version} is built without CUDA\n  install a CUDA build of torch: pytorch.org/get-started"
-    if seen.cuda is not None and torch.cuda[0] > seen.cuda[0]:
-        needs, runs = (".".join(map(str, version)) for version in (torch.cuda, seen.cuda))
-        return (
-            f"torch {torch.version} needs CUDA {needs}, and the driver {seen.driver} runs {runs} at most\n"
-            f"  update the driver, or install a build of torch for CUDA {seen.cuda[0]}"
-        )
     return None
 
 

@@ -5,7 +5,6 @@ Read this module first. `fit` opens the journal, the runner and the forecaster; 
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -16,6 +15,7 @@ from typing import Any, Protocol
 from ..config.base_config import precision_name
 from ..config.settings import Settings, apply_survey
 from ..config.validator import find_misspelt_keys
+from ..devices import find_device
 from ..diagnosis.trial_outcome import make_input_error
 from ..errors import EnvironmentBroken, InputError
 from ..events import Listener, Note, SearchStarted
@@ -24,7 +24,6 @@ from ..rank.ops import ops_folder
 from ..report import serialize, text
 from ..report.page import write_page
 from ..report.results import ClosestRung, FitQuestion, Report, Throughput
-from ..system.gpus import describe_card_names, describe_shared_cards
 from ..system.host import installed_versions, threads_per_rank
 from ..types import Failed, Fit, ModelFacts, Record, Trial, is_machines_fault
 from ..workload.script_source import KIND_DESCRIPTIONS, describe_launch
@@ -298,10 +297,10 @@ def _make_question(context: FitContext, fingerprint: str) -> FitQuestion:
 def _start_ray_runner(settings: Settings, listen: Listener) -> AbstractContextManager[Runner]:
     from ..runner.runner import RayRunner
 
-    if settings.device == "cuda" and settings.address is None:
+    device = find_device(settings.device)
+    if device.has_cards and settings.address is None:
         cards = settings.hardware.cards[: settings.gpus]
-        names = describe_card_names(os.environ.get("CUDA_VISIBLE_DEVICES"))
-        for note in (*describe_shared_cards(cards), *names):
+        for note in device.describe_cards(cards):
             listen(Note(text=note))
         if precision_name(settings.base) == "bf16" and (older := [card.name for card in cards if not card.bf16]):
             listen(Note(text=f"{older[0]} only emulates bf16: try --precision fp16, in which it computes by itself"))

@@ -12,10 +12,11 @@ from typing import Any, Protocol
 from ..config.catalogue import describe_this_machine
 from ..config.deepspeed import without_monitors
 from ..config.settings import Settings
+from ..devices import find_device
 from ..events import Listener, Note
 from ..forecast.forecaster import Forecaster as ForecastService
 from ..forecast.forecaster import Limits, StepForecast, TrialForecaster, enough_accumulation
-from ..forecast.predict.allocator import AllocConf, read_alloc_conf
+from ..forecast.predict.allocator import read_alloc_conf
 from ..forecast.predict.calibration import Observation, StepFactors
 from ..forecast.simulate.client import Simulator
 from ..forecast.values import EngineSpec, RungForecast, StartSimulator
@@ -81,7 +82,7 @@ def lacking_bytes(forecast: RungForecast) -> int:
 
 def engine_spec(settings: Settings, trial: Trial, ds_config: Mapping[str, Any]) -> EngineSpec:
     """The engine to simulate for a trial of these settings with this DeepSpeed config."""
-    cards = settings.hardware.cards if settings.device == "cuda" else ()
+    cards = settings.hardware.cards if find_device(settings.device).has_cards else ()
     return EngineSpec(
         rung=trial.rung,
         ds_config=without_monitors(ds_config),
@@ -129,14 +130,14 @@ def open_forecaster(
     if not settings.forecast:
         yield NO_FORECASTER
         return
-    on_cuda = settings.device == "cuda"
-    cards = settings.hardware.cards if on_cuda else ()
+    device = find_device(settings.device)
+    cards = settings.hardware.cards if device.has_cards else ()
     machine = describe_this_machine(cards, settings.hardware) if cards else None
     machine = None if machine is None or machine.rates is None else machine
     kept_as = None
     if machine is not None:
         kept_as = identify(machine, ranks_per_node=settings.ranks_per_node, nodes=settings.nodes)
-    allocator = read_alloc_conf(os.environ) if on_cuda else AllocConf()
+    allocator = read_alloc_conf(os.environ, settings.device)
     if allocator.warning is not None:
         listen(Note(text=allocator.warning))
 
@@ -154,7 +155,8 @@ def open_forecaster(
             if key in past.forecasts:
                 forecaster.observations[key] = read_as(Observation, past.forecasts[key])
             return None
-        if on_cuda and isinstance(record.outcome, Fit) and record.outcome.examined is not None:
+        is_saved = isinstance(record.outcome, Fit) and record.outcome.examined is not None
+        if is_saved and not device.shares_host_memory:  # there, a checkpoint passes beside the device's budget
             return None  # its peak includes saving a checkpoint, which is not forecast
         observation = forecaster.learn(record.trial, record.outcome)
         return None if observation is None else asdict(observation)

@@ -52,7 +52,7 @@ def rehearse(settings: Settings, *, listen: Listener, start: StartSimulator | No
     machine = settings.rehearsed_on
     assert machine is not None
     listen(Note(text=f"a rehearsal on {machine.title}: simulated GPUs answer each trial, and nothing is proven"))
-    allocator = read_alloc_conf(os.environ)
+    allocator = read_alloc_conf(os.environ, settings.device)
     with (start or start_processes(settings, listen))(settings.source) as simulator:
         service = ForecastService(simulator, allocator.expandable)
         runner = RehearsalRunner(settings, machine, service, lambda: simulator.facts("cuda", ranks=settings.gpus))

@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from ..config.settings import SPARE_HOST, Settings
+from ..devices import find_device
 from ..errors import InputError
 from ..events import Listener, Note, TrialForecasted
 from ..forecast.values import RungForecast
@@ -34,7 +35,7 @@ def open_journal(settings: Settings, fingerprint: str, listen: Listener) -> tupl
     """
     journal = Journal(settings.out / JOURNAL)
     past = journal.open(fingerprint=fingerprint, device_bytes=settings.device_bytes)
-    spare = SPARE_HOST if settings.device == "cpu" else settings.profile.memory.headroom
+    spare = SPARE_HOST if find_device(settings.device).shares_host_memory else settings.profile.memory.headroom
     then, now = past.device_bytes, settings.device_bytes
     if now < (1 - spare) * then:
         raise InputError(

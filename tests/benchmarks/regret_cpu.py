@@ -67,7 +67,7 @@ from autods.system.host import installed_versions, read_hardware
 from autods.tuner.fit import FitResult, fit, search
 from autods.tuner.forecasts import open_forecaster
 from autods.tuner.trials import FitContext
-from autods.types import Device, Fit, ModelFacts, OutOfMemory, Record, Steps, Trial
+from autods.types import Fit, ModelFacts, OutOfMemory, Record, Steps, Trial
 from autods.units import format_bytes
 from autods.workload import make_source
 from tests.support.settings import fit_settings
@@ -374,7 +374,7 @@ class Remembered:
         self.simulator = simulator
         self.known: dict[tuple[str, int], Simulation] = {}
 
-    def facts(self, device: Device = "cuda", *, ranks: int = 1) -> ModelFacts:
+    def facts(self, device: str = "cuda", *, ranks: int = 1) -> ModelFacts:
         return self.simulator.facts(device)
 
     @contextlib.contextmanager

@@ -12,7 +12,7 @@ from gpu_ranks import Ranks
 
 from autods.config.deepspeed import compose, required_ops, start_settings
 from autods.config.rungs import Rung, read_rungs
-from autods.types import PHASES, Device, Fit, Knobs, ModelFacts, Steps, WorkloadSource
+from autods.types import PHASES, Fit, Knobs, ModelFacts, Steps, WorkloadSource
 from autods.workload import make_source
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,7 +82,7 @@ class Cell:
 class Site:
     """Where it is measured. usable_bytes: of a rank's device as it is. native: ops of DeepSpeed that could be built."""
 
-    device: Device
+    device: str
     ranks: int
     usable_bytes: int
     precision: str

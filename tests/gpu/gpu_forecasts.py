@@ -20,7 +20,7 @@ from autods.forecast.predict.verdict import judge_memory
 from autods.forecast.simulate import SimulationFailed, Simulator
 from autods.forecast.values import EngineSpec, Simulation
 from autods.schema import read_as
-from autods.types import Device, Fit, ModelFacts
+from autods.types import Fit, ModelFacts
 from autods.units import format_bytes
 
 Row = dict[str, Any]
@@ -34,7 +34,7 @@ def machine_of(device: Mapping[str, Any]) -> Machine | None:
 
 
 def foreseen(
-    cells: Sequence[Mapping[str, Any]], device: Device, usable_bytes: int, machine: Machine | None = None
+    cells: Sequence[Mapping[str, Any]], device: str, usable_bytes: int, machine: Machine | None = None
 ) -> Iterator[Row]:
     """Each cell with its forecast, those of one engine together. usable_bytes: of a rank's device as it is.
 
@@ -52,7 +52,7 @@ def foreseen(
 
 
 def _of_engine(
-    simulator: Simulator, cells: Sequence[Mapping[str, Any]], device: Device, usable_bytes: int, machine: Machine | None
+    simulator: Simulator, cells: Sequence[Mapping[str, Any]], device: str, usable_bytes: int, machine: Machine | None
 ) -> Iterator[Row]:
     asks = [ask_of(cell, device, usable_bytes) for cell in cells]
     try:
@@ -66,7 +66,7 @@ def _of_engine(
         yield from ({**cell, "forecast": problem} for cell in cells)
 
 
-def ask_of(cell: Mapping[str, Any], device: Device, usable_bytes: int) -> EngineSpec:
+def ask_of(cell: Mapping[str, Any], device: str, usable_bytes: int) -> EngineSpec:
     """The engine that the trial ran."""
     facts = ModelFacts(**cell["facts"])
     return EngineSpec(

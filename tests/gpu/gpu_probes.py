@@ -18,8 +18,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from autods.devices.cuda import read_used_bytes
 from autods.rank.memory import CudaMeter, read_private_bytes, status_bytes
-from autods.system.gpus import read_used_bytes
 from autods.system.landlock import confine_writes
 
 MIB = 2**20

@@ -14,7 +14,7 @@ from autods.rank.result import RankResult, SurveyResult
 from autods.runner.agent import ZygoteProcess, start_zygote
 from autods.runner.outcome import find_failure, judge_trial, result_of_rank_0
 from autods.runner.protocol import LoadFailed, NodeReport, NodeResult, Ready, ZygoteDied
-from autods.types import PHASES, Device, ModelFacts, Outcome, WorkloadSource
+from autods.types import PHASES, ModelFacts, Outcome, WorkloadSource
 
 
 class NoRanks(Exception):
@@ -25,7 +25,7 @@ class Ranks:
     """A context manager. `survey` once, then `run` trials one at a time; said: what a person should know of them."""
 
     def __init__(
-        self, source: WorkloadSource, device: Device, ranks: int, out: Path, said: Callable[[str], None] = print
+        self, source: WorkloadSource, device: str, ranks: int, out: Path, said: Callable[[str], None] = print
     ) -> None:
         self.source, self.device, self.ranks, self.out, self.said = source, device, ranks, out, said
         self.zygote: ZygoteProcess | None = None

@@ -82,7 +82,7 @@ import gpu_results as results
 from gpu_cells import PARTS, Cell, Site, cells, rungs_for, source, too_large, tried
 from gpu_ranks import NoRanks, Ranks
 
-from autods.system.gpus import describe_shared_cards
+from autods.devices import describe_shared_cards
 from autods.system.host import Hardware, installed_versions, read_hardware
 from autods.units import format_bytes, parse_bytes
 

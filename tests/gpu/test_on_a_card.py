@@ -18,7 +18,7 @@ import measure
 from gpu_cells import Cell, Site, config_of, source
 from gpu_ranks import Ranks
 
-from autods.system.gpus import read_used_bytes
+from autods.devices.cuda import read_used_bytes
 from autods.system.host import read_hardware
 from autods.types import Fit, OutOfMemory, Steps
 

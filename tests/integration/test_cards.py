@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(not (shutil.which("cc") and shutil.which("g++"))
 _SEE = """
 import json, sys
 from dataclasses import asdict
-from autods.system.gpus import read_nvml
+from autods.devices.cuda import read_nvml
 print(json.dumps([asdict(read_nvml(visible)) for visible in json.loads(sys.argv[1])]))
 """
 

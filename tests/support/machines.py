@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from autods.config.settings import Settings
+from autods.devices import Card
 from autods.runner.placement import NodeDescription, NodeState
-from autods.system.gpus import Card
 from autods.system.host import Hardware
 from autods.types import WorkloadSource
 from tests.support.settings import fit_settings

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from autods.config.settings import Settings
+from autods.devices import Card
 from autods.events import Listener
 from autods.prober.request import ProbeSettings, resolve_probe
 from autods.prober.run import probe
 from autods.report.results import ProbeReport
 from autods.requests import ProbeRequest
 from autods.runner.testing import Answer, ScriptedRunner
-from autods.system.gpus import Card
 from autods.system.host import Hardware
 from autods.types import ModelFacts, Record, Scalar, Trial, WorkloadSource
 

@@ -14,10 +14,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from ...devices import find_device
 from ..values import ForecastPhase, Trace
 
-# torch 2.9 and later read the second variable where the first is not set.
-_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _SETTING = re.compile(r"(\w+)\s*:\s*(\[[^\]]*\]|[^,\]]*)")
 _HARMLESS = ("expandable_segments", "pinned_use_cuda_host_register", "pinned_num_register_threads")
 
@@ -42,9 +41,9 @@ class AllocConf:
         return f"the forecast does not model these settings of {self.variable}: {', '.join(self.unmodelled)}"
 
 
-def read_alloc_conf(environment: Mapping[str, str]) -> AllocConf:
-    """The settings as torch reads them: the new variable replaces the old one as a whole."""
-    variable = next((name for name in _VARIABLES if environment.get(name)), None)
+def read_alloc_conf(environment: Mapping[str, str], device: str) -> AllocConf:
+    """The settings as torch reads them for this device: the new variable replaces the old one as a whole."""
+    variable = next((name for name in find_device(device).allocator_variables if environment.get(name)), None)
     if variable is None:
         return AllocConf()
     settings = {key: value.strip() for key, value in _SETTING.findall(environment[variable])}

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ...devices import find_device
 from ...types import Fit, Outcome, OutOfMemory
 from ..values import EngineSpec, Interval, Ratios, Simulation
 from .allocator import replay
@@ -116,7 +117,8 @@ def calibrate_forecast(
 ) -> Calibration:
     """Return the calibration of a machine with this kind of device after its trials."""
     overheads, trials = overheads or read_overheads(), tuple(observations)
-    calibration = fit_calibration(trials, spread=overheads.spread[spec.device], least=overheads.least[spec.device])
+    constants = find_device(spec.device).constants
+    calibration = fit_calibration(trials, spread=overheads.spread[constants], least=overheads.least[constants])
     sizes = [trial.beside_bytes for trial in trials if trial.beside_bytes is not None]
     if not sizes:
         return calibration
@@ -169,7 +171,7 @@ def observe_trial(
         case Fit(card=card):
             use = outcome.memory["device"]
             measured = use.peak_bytes - outside.peak_bytes if card is None else card.reserved_bytes
-            if spec.device == "cuda":
+            if find_device(spec.device).has_caching_allocator:
                 limit = (use.limit_bytes or spec.device_bytes) - (use.peak_bytes - measured)
                 beside_tensors = predicted - need.tensors_bytes
                 trace = simulation.traces["device"]

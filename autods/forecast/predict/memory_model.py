@@ -10,9 +10,10 @@ from typing import Literal
 
 from ...config.catalogue import parse_capability
 from ...config.deepspeed import enabled_half_precision, get_key
+from ...devices import DEVICES, find_device
 from ...schema import read_toml_as
 from ...system.host import data_folder
-from ...types import Device, Tier
+from ...types import Tier
 from ...units import parse_bytes
 from ..values import EngineSpec, ForecastPhase, Interval, Simulation, Trace
 from .allocator import find_least_limit, replay
@@ -22,7 +23,6 @@ from .prices import PriceList, Unpriced, read_constants
 
 Place = Literal["inside", "outside"]  # of the memory that torch allocates
 ShareOf = Literal["tensors", "activations", "reduce_bucket"]
-_DEVICES = ("cuda", "cpu")
 _UNKNOWN_CARD = (9, 0)  # the compute capability that an engine is simulated with where the machine does not say
 
 
@@ -38,7 +38,7 @@ class Overhead:
 
     name: str
     tier: Tier
-    device: Device
+    device: str
     held: Place
     source: str
     least_world_size: int = 1
@@ -55,7 +55,9 @@ class Overhead:
     def applies_to(self, spec: EngineSpec) -> bool:
         zero = spec.ds_config.get("zero_optimization") or {}
         stage = zero.get("stage", 0)
-        if self.device != spec.device or spec.world_size < self.least_world_size or stage < self.least_stage:
+        if self.device != find_device(spec.device).constants:
+            return False
+        if spec.world_size < self.least_world_size or stage < self.least_stage:
             return False
         capability = spec.capability or _UNKNOWN_CARD
         if self.least_capability is not None and capability < parse_capability(self.least_capability):
@@ -108,7 +110,10 @@ def read_overheads(path: Path | None = None) -> Overheads:
 
 
 def _check(overheads: Overheads) -> None:
+    measured = dict.fromkeys(device.constants for device in DEVICES.values())
     for row in overheads.constant:
+        if row.device not in measured:
+            raise ValueError(f"{row.name!r} is for {row.device!r}, which is none of {', '.join(measured)}")
         for bound in (row.least_capability, row.below_capability):
             if bound is not None:
                 parse_capability(bound)
@@ -118,8 +123,8 @@ def _check(overheads: Overheads) -> None:
         if not 0 <= interval.low_bytes <= interval.peak_bytes <= interval.high_bytes:
             raise ValueError(f"{row.name!r}: low, typical and high are not in order")
     for name, table in (("spread", overheads.spread), ("least", overheads.least)):
-        if any(not 0 < table.get(device, 0) < 1 for device in _DEVICES):
-            raise ValueError(f"{name} needs a number between 0 and 1 for each of {', '.join(_DEVICES)}")
+        if any(not 0 < table.get(device, 0) < 1 for device in measured):
+            raise ValueError(f"{name} needs a number between 0 and 1 for each of {', '.join(measured)}")
 
 
 def estimate_outside_bytes(spec: EngineSpec) -> int:
@@ -221,7 +226,7 @@ def _replay_device(
 
     Blocks that another stream holds count as cache: at its limit torch waits for the stream and gives them out.
     """
-    if spec.device == "cpu":
+    if not find_device(spec.device).has_caching_allocator:
         best = replay_process(trace)
         least = unlimited = best.peak_reserved_bytes
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 
+from ...devices import find_device
 from ...types import Tier
 from ...units import format_bytes
 from ..values import EngineSpec, ForecastPhase, Interval, RungForecast, Simulation, TierForecast, Trace, Verdict
@@ -52,7 +53,8 @@ def judge_memory(
     device = need.device.times(calibration.ratios(spec.rung)) + (
         calibration.outside_allocator or need.outside_allocator
     )
-    host = device if spec.device == "cpu" else need.host  # the device of a CPU rank is the node's memory
+    kind = find_device(spec.device)
+    host = device if kind.shares_host_memory else need.host
     ranks = min(spec.ranks_per_node, spec.world_size)
     intervals: dict[Tier, Interval] = {
         "device": device, "host": host.times(ranks), "pinned": need.pinned, "nvme": need.nvme,
@@ -71,7 +73,7 @@ def judge_memory(
     if tier == "device" and by_phase:
         reason += f"; {_PHASE_WORDS[max(by_phase, key=by_phase.__getitem__)]} decides"
         in_lower_half = limit is not None and device.low_bytes <= limit < device.peak_bytes
-        if advise and limit is not None and in_lower_half and spec.device == "cuda":
+        if advise and limit is not None and in_lower_half and kind.has_caching_allocator:
             left_bytes = limit - (device.peak_bytes - need.tensors_bytes)
             reason += _advise_on_allocator(simulation.traces["device"], left_bytes, need.tensors_bytes, expandable)
     return RungForecast(

@@ -23,7 +23,7 @@ from ...plain_text import clean
 from ...system import private, processes, stacks
 from ...system.processes import python_command
 from ...system.waiting import Loading, Wait
-from ...types import Device, ModelFacts, WorkloadSource
+from ...types import ModelFacts, WorkloadSource
 from .. import values
 from ..values import EngineSpec, Simulation
 from .protocol import Failure, ModelRequest, Request, WorkloadReady, receive, send
@@ -106,7 +106,7 @@ class Simulator(values.Simulator):
         self._source, self._limit_s, self._report, self._variables = source, limit_s, report, variables
         self._free = threading.BoundedSemaphore(processes)
         self._lock = threading.Lock()
-        self._workers: dict[Device, _Worker] = {}
+        self._workers: dict[str, _Worker] = {}
         self._ended = False
         self._stuck: SimulationFailed | None = None
 
@@ -120,7 +120,7 @@ class Simulator(values.Simulator):
         for worker in workers:
             worker.stop()
 
-    def facts(self, device: Device = "cuda", *, ranks: int = 1) -> ModelFacts:
+    def facts(self, device: str = "cuda", *, ranks: int = 1) -> ModelFacts:
         """Facts of the model, without allocating weights; a script sees itself on `ranks` ranks.
 
         Raises SimulationFailed.
@@ -135,7 +135,7 @@ class Simulator(values.Simulator):
             yield engine
 
     @contextlib.contextmanager
-    def _process(self, request: Request, device: Device) -> Iterator[SimulatedEngine]:
+    def _process(self, request: Request, device: str) -> Iterator[SimulatedEngine]:
         with self._free:
             if self._stuck is not None:  # it took minutes to find out; do not repeat that for each rung
                 raise self._stuck
@@ -171,7 +171,7 @@ class _Worker:
     def __init__(
         self,
         source: WorkloadSource,
-        device: Device,
+        device: str,
         limit_s: float,
         report: Callable[[str], None],
         variables: Mapping[str, str],

@@ -163,7 +163,7 @@ class _SwapFiles:
         return True  # the ledger notices the end of the tensor
 
     def is_pinned(self, tensor: Any) -> bool:
-        return tensor.device.type == "cpu" and (self._ledger.one_memory or self._ledger.is_pinned(tensor))
+        return tensor.is_cpu and (self._ledger.one_memory or self._ledger.is_pinned(tensor))
 
     def sync_pwrite(self, tensor: Any, path: str, offset: int = 0, *args: Any) -> int:
         """Enter the file's size."""

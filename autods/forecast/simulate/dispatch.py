@@ -133,7 +133,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _factory(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if (device := kwargs.get("device")) is not None and device.type == "cpu" and device.index is not None:
+        if (device := kwargs.get("device")) is not None and device.type == _CPU.type and device.index is not None:
             kwargs = {**kwargs, "device": _CPU}  # accelerate asks for cpu:0, and a real tensor's device is cpu
         if not kwargs.get("pin_memory"):
             return self._cache.call(func, args, kwargs)

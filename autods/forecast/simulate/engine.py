@@ -11,6 +11,7 @@ from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ...devices import Device
 from ...rank.model_facts import check_batch, describe_model, place
 from ...rank.pipeline import build_whole
 from ...rank.training import build, initialize, optimizer_step
@@ -30,11 +31,12 @@ _PHASES: Mapping[Phase, ForecastPhase] = {"forward": "forward", "backward": "bac
 class SimulationContext:
     """The simulated device of this process: patched libraries, and the modes that make tensors fake and record them."""
 
-    def __init__(self, *, cpu: bool) -> None:
-        self.ledger = Ledger(one_memory=cpu)
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.ledger = Ledger(one_memory=device.shares_host_memory)
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._fake.cache_enabled = False  # the recorder has its own, see `shape_cache`
-        if not cpu:
+        if device.has_cards:
             fake_gpu.install(self.ledger)
         torch_patches.install(self.ledger, self._fake, Recorder)
         unknown_values.install()

@@ -92,13 +92,12 @@ class Ledger:
 
     def enter_new(self, tensor: Any, size: int, device: Any, tier: int | None = None) -> None:
         """Enter a storage of `size` bytes that is known to be new."""
-        kind = device.type
-        if kind == "meta":
+        if device.type == "meta":
             return
         if self.one_memory:
             tier = DEVICE
         elif tier is None:
-            tier = DEVICE if kind == "cuda" else HOST
+            tier = HOST if tensor.is_cpu else DEVICE
         storage = tensor.untyped_storage()
         watch = _Watch(storage, self._on_gone)
         watch.key = key = storage._cdata

@@ -97,7 +97,7 @@ def _unsharded(context: SimulationContext, source: WorkloadSource, ranks: int) -
     config = merge({"zero_optimization": {"stage": 0}, "optimizer": DEFAULT_OPTIMIZER}, strip_rung_keys(base))
     return EngineSpec(
         rung="", ds_config=config, world_size=ranks, ranks_per_node=ranks, device_bytes=1 << 40,
-        device="cpu" if context.ledger.one_memory else "cuda",
+        device=context.device.name,
     )  # fmt: skip
 
 

@@ -227,7 +227,7 @@ def _attend_on_gpu(
 
     After torch 2.13's sdp_utils.cpp. cuDNN's kernel, which torch may prefer on Hopper, counts as flash does.
     """
-    if query.device.type != "cuda":
+    if not query.is_cuda:
         return None
     pad = torch.nn.functional.pad
     half, size = query.dtype in (torch.bfloat16, torch.float16), query.shape[-1]
@@ -272,7 +272,7 @@ def _attend_on_cpu(
     """The result of the CPU's flash kernel; None where a CPU would not take it."""
     if not _are_fusible(query, key, value):
         return None
-    if query.device.type != "cpu" or dropout or (mask is not None and mask.requires_grad):
+    if not query.is_cpu or dropout or (mask is not None and mask.requires_grad):
         return None
     return _aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, causal, attn_mask=_as_bias(mask, query.dtype), scale=scale

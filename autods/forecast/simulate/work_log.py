@@ -166,7 +166,7 @@ class WorkLog:
 
     def read_back(self, tensor: Any) -> None:
         """Enter that the host reads a value of the tensor."""
-        if tensor.device.type == "cuda":
+        if tensor.is_cuda:
             self.events.append(self._code(schedule.RUN, Work(kind="copy", name="item", bytes=tensor.element_size())))
             self.host_waits_for_stream(self.current)
 
@@ -174,7 +174,7 @@ class WorkLog:
         """Enter an optimizer's compiled step on these parameters, gradients and states."""
         tensors = [leaf for leaf in tree_leaves(list(args)) if isinstance(leaf, torch.Tensor)]
         size = int(_OPTIMIZER_BYTES * sum(map(_bytes, tensors)))
-        if any(tensor.device.type == "cuda" for tensor in tensors):
+        if any(tensor.is_cuda for tensor in tensors):
             self.events.append(self._code(schedule.RUN, Work(kind="kernel", name="optimizer", bytes=size)))
         elif tensors:
             self.events.append(self._code(schedule.HOST, Work(kind="host_optimizer", name="optimizer", bytes=size)))
@@ -211,7 +211,7 @@ class WorkLog:
 
     def _copy(self, name: str, args: Any, kwargs: Any, out: Any) -> None:
         target, source = (args[0], args[1]) if name == "copy_" else (out, args[0])
-        host = target if target.device.type == "cpu" else source
+        host = target if target.is_cpu else source
         asynchronous = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
         pinned = self.is_pinned(host)
         if target.dtype != source.dtype:  # torch converts where the source is, into memory that is not page-locked

@@ -24,10 +24,11 @@ from dataclasses import dataclass, replace
 from os import _exit  # the workload may replace it
 from typing import TYPE_CHECKING, NoReturn
 
+from ...devices import CUDA, Device, find_device
 from ...errors import describe_failed_import
 from ...rank.patching import SymbolMissing
 from ...system import processes, stacks
-from ...types import Device, WorkloadSource
+from ...types import WorkloadSource
 from ..values import EngineSpec
 from .protocol import Answer, Refused, Request, WorkloadReady, failure_of, receive, send
 
@@ -58,7 +59,7 @@ def main(argv: list[str]) -> None:
     faulthandler.enable()
     try:
         with processes.die_with_peer(client):
-            prepared = _prepare("cpu" if device == "cpu" else "cuda", source, scratch, client)
+            prepared = _prepare(find_device(device), source, scratch, client)
     except BaseException as error:
         send(client, failure_of(error, source.path))
         return
@@ -69,7 +70,8 @@ def main(argv: list[str]) -> None:
 
 def _prepare(device: Device, source: WorkloadSource, scratch: str, client: socket.socket) -> _Prepared:
     gc.disable()  # nearly all objects that imports make stay alive, so a search for garbage finds next to nothing
-    os.environ.update(DS_ACCELERATOR=device, DS_IGNORE_CUDA_DETECTION="1", CUDA_VISIBLE_DEVICES="")
+    accelerator = CUDA if device.has_cards else device  # the simulated GPU is one of CUDA
+    os.environ.update(DS_ACCELERATOR=accelerator.name, DS_IGNORE_CUDA_DETECTION="1", CUDA_VISIBLE_DEVICES="")
     try:
         _import_libraries(device)
     except (Refused, SymbolMissing):
@@ -80,7 +82,7 @@ def _prepare(device: Device, source: WorkloadSource, scratch: str, client: socke
     from ...workload.load import in_one_process, load
     from .engine import SimulationContext
 
-    context = SimulationContext(cpu=device == "cpu")
+    context = SimulationContext(device)
     workload = None
     if source.kind == "script":
         preload.preload_trainer(source)
@@ -94,7 +96,7 @@ def _prepare(device: Device, source: WorkloadSource, scratch: str, client: socke
 
 def _import_libraries(device: Device) -> None:
     """Import torch and DeepSpeed, with the simulated GPU below them where that is asked for."""
-    if device == "cuda":
+    if device.has_cards:
         from .gpu_library import load as load_library
 
         library = load_library()
@@ -105,7 +107,7 @@ def _import_libraries(device: Device) -> None:
     from ...rank import preload
     from .fake_gpu import no_gpu_visible
 
-    with no_gpu_visible() if device == "cuda" else contextlib.nullcontext():
+    with no_gpu_visible() if device.has_cards else contextlib.nullcontext():
         preload.preload()
     # Torch replaces its thread pool in a child at the pool's first use (caffe2/utils/threadpool/pthreadpool-cpp.cc).
     # The threads of the first backward pass would race for it, and one aborts with "Invalid thread pool!".

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from ...devices import find_device
 from ...system.stacks import find_caller
 from ..distributed import choose_store
 from ..job import RankJob
@@ -33,9 +34,9 @@ _PARSER_ERROR = declare("argparse.ArgumentParser.error", "a refused command line
 def install(job: RankJob, slot: int, store: socket.socket | None, stand_ins: list[str]) -> None:
     """Prepare this process for a script. `stand_ins` collects its uses of GPUs that a CPU rank does without."""
     choose_store(job, store)
-    if job.device == "cpu":
+    if (device := find_device(job.device)).stands_in:
         for patch in _BACKENDS.values():
-            patch.wrap(_replace_nccl, stand_ins, everywhere=True)
+            patch.wrap(_replace_nccl, device.backend, stand_ins, everywhere=True)
         ignore_cuda_calls(stand_ins)
     _PARSE.wrap(_pass_local_rank, slot)
     _PARSER_ERROR.install(_refuse_arguments)
@@ -57,10 +58,10 @@ def _note(stand_ins: list[str], use: str) -> None:
         stand_ins.append(place)
 
 
-def _replace_nccl(stand_ins: list[str], original: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _replace_nccl(backend: str, stand_ins: list[str], original: Any, /, *args: Any, **kwargs: Any) -> Any:
     given = inspect.signature(original).bind(*args, **kwargs)
     if "nccl" in str(given.arguments.get("backend")).lower():
-        given.arguments["backend"] = "gloo"
+        given.arguments["backend"] = backend
         _note(stand_ins, "nccl")
     given.arguments.pop("device_id", None)
     return original(*given.args, **given.kwargs)

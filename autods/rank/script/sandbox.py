@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ...devices import find_device
 from ...system.host import cache_folder
 from ...system.landlock import confine_writes
 from ..job import RankJob
@@ -100,12 +101,11 @@ def list_free_folders(job: RankJob) -> Iterator[str]:
 
     Missing caches are made: where the kernel refuses writes, nobody could make them later. Links in them count as well.
     """
-    home = Path.home()
-    at_home = (".cache", ".triton", ".nv") if job.device == "cuda" else (".cache",)
+    at_home = [str(Path.home() / name) for name in find_device(job.device).cache_folders]
     named = [folder for name in _CACHES if (folder := os.environ.get(name))]
     # Inductor decides at import where it compiles headers, whatever TORCHINDUCTOR_CACHE_DIR says later.
     headers = getattr(sys.modules.get("torch._inductor.codecache"), "_HEADER_DIR", None)
-    named += [str(cache_folder()), *(str(home / name) for name in at_home), *([headers] if headers else [])]
+    named += [str(cache_folder()), *at_home, *([headers] if headers else [])]
     caches = [os.path.join(job.source.folder or "", folder) for folder in named]
     for folder in caches:
         with contextlib.suppress(OSError):

@@ -10,9 +10,9 @@ import subprocess
 import sys
 from typing import Any
 
+from ...devices import find_device
 from ...plain_text import read_text
 from ...system.stacks import Place, find_caller, find_raiser
-from ...types import Device
 from ...workload.protocol import WorkloadError
 
 # Messages of torch and other libraries on a machine without CUDA.
@@ -43,7 +43,7 @@ def cause_of_exit(error: BaseException, engine_failure: BaseException | None) ->
     return cause if isinstance(cause, Exception) else error
 
 
-def explain(error: BaseException, device: Device, *, writes_confined: bool = False) -> BaseException:
+def explain(error: BaseException, device: str, *, writes_confined: bool = False) -> BaseException:
     """An error in the user's terms where the exception alone does not tell enough; else the exception itself.
 
     `writes_confined`: the kernel refuses the script's writes outside the trial's folders.
@@ -52,8 +52,8 @@ def explain(error: BaseException, device: Device, *, writes_confined: bool = Fal
     code = "" if place is None else place.code
     divides_by_gpus = isinstance(error, ZeroDivisionError) and "device_count" in code
     match error:
-        case Exception() if device == "cpu" and (divides_by_gpus or _NO_CUDA.search(read_text(error))):
-            problem = f"needs CUDA, and --device cpu has none: {(read_text(error).splitlines() or [''])[0]}"
+        case Exception() if find_device(device).stands_in and (divides_by_gpus or _NO_CUDA.search(read_text(error))):
+            problem = f"needs CUDA, and --device {device} has none: {(read_text(error).splitlines() or [''])[0]}"
             hint = "use engine.device or deepspeed.get_accelerator().device_name(), or run it with --device cuda"
         case Exception() if writes_confined and (line := _find_refusal(error)):
             problem = f"it may write only in the trial's own folders and in caches: {line}"

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...config.deepspeed import merge, strip_rung_keys, to_trainer_config
+from ...devices import find_device
 from ...workload.protocol import WorkloadError
 from ..job import RankJob, RunOrder
 from ..model_facts import seed_all
@@ -84,7 +85,7 @@ def _set_arguments(job: RankJob, original: Any, arguments: Any, /, *args: Any, *
         if job.order is not None and job.order.loads_in_ranks:
             arguments.dataloader_num_workers = 0
             arguments.dataloader_prefetch_factor, arguments.dataloader_persistent_workers = None, False
-        if job.device == "cpu":
+        if find_device(job.device).stands_in:
             arguments.use_cpu = True
     original(arguments, *args, **kwargs)
 

@@ -195,7 +195,7 @@ def average(losses: Sequence[Any]) -> Any:
 
     if not losses:
         return None
-    if not isinstance(losses[0], torch.Tensor) or losses[0].device.type == "cpu":
+    if not isinstance(losses[0], torch.Tensor) or losses[0].is_cpu:
         return sum(map(float, losses)) / len(losses)
     return torch.stack([loss.float().reshape(()) for loss in losses]).mean()
 

@@ -19,11 +19,11 @@ from tests.support.cards.machine import VARIABLE, Machine
 _for_ever = contextlib.ExitStack()
 
 
-def claim_cuda_build(host: Any) -> None:
-    """`autods.system.host`: let it take a CPU build of torch for one with CUDA."""
-    build = host.torch_build()
+def claim_cuda_build(cuda: Any) -> None:
+    """`autods.devices.cuda`: let it take a CPU build of torch for one with CUDA."""
+    build = cuda.read_torch_build()
     if build is not None and build.cuda is None:
-        host.torch_build = lambda folder=None: host.TorchBuild(version=build.version, cuda=(12, 8))
+        cuda.read_torch_build = lambda folder=None: cuda.TorchBuild(version=build.version, cuda=(12, 8))
 
 
 def preload_on_a_card(preload: Any) -> None:

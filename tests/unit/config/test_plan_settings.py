@@ -9,8 +9,9 @@ import pytest
 from autods.config.catalogue import read_catalogue
 from autods.config.plan_settings import PlanSettings
 from autods.config.plan_settings import apply_script_config_to_plan as with_config_of
+from autods.devices import Card
+from autods.devices.cuda import read_nvml
 from autods.errors import InputError
-from autods.system.gpus import Card, read_nvml
 from autods.system.host import Hardware
 from autods.types import ModelFacts, WorkloadSource
 from tests.support.scripted_nvml import FakeCard, FakeNvml

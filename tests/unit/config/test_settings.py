@@ -8,8 +8,8 @@ import pytest
 from autods.config import settings as settings_module
 from autods.config.profiles import Budget, TimeLimits, read_profile
 from autods.config.settings import Settings, apply_survey
+from autods.devices import Card
 from autods.errors import EnvironmentBroken, InputError
-from autods.system.gpus import Card
 from autods.system.host import Hardware, data_folder, installed_versions
 from autods.types import ModelFacts, WorkloadSource
 from tests.support.settings import fit_settings

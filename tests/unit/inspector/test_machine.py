@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from autods.devices import Card
 from autods.inspector import machine
 from autods.inspector.disk import check_nvme
 from autods.report.checkup import Check
-from autods.system.gpus import Card
 from autods.system.host import Hardware
 
 GIB = 2**30

@@ -11,12 +11,12 @@ import pytest
 from autods.rank.job import Beat, Heartbeats, RankJob
 from autods.rank.memory import Meter
 from autods.rank.worker import Observer, environment
-from autods.types import PHASES, Device, WorkloadSource
+from autods.types import PHASES, WorkloadSource
 
 SOURCE = WorkloadSource(kind="file", path="/home/me/model.py", name="model", digest="abc")
 
 
-def job(device: Device, ranks: int = 2) -> RankJob:
+def job(device: str, ranks: int = 2) -> RankJob:
     return RankJob(
         job="train", source=SOURCE, device=device, folder="/f", scratch="/s", world_size=ranks,
         local_ranks=tuple(range(ranks)),

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from autods.devices import Card
 from autods.events import Event, Note, TrialFinished, TrialMoved, TrialStarted
 from autods.report import Report, text
 from autods.report.fit_view import describe_shortage, ladder_rows, remedies
 from autods.report.live import Progress
 from autods.report.results import Certificate
-from autods.system.gpus import Card
 from autods.types import Examined, Failed, Knobs, Record, Skipped, TierUse
 from tests.support.reports import HARDWARE, fit, fitting_report, hopeless_report, memory, oom, record
 from tests.support.reports import failed as failure

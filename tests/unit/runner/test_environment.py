@@ -10,13 +10,13 @@ import pytest
 
 from autods.runner import agent, environment
 from autods.runner.environment import choose_exported, join_node_environment, zygote_environment
-from autods.types import Device, WorkloadSource
+from autods.types import WorkloadSource
 from tests.support.scripted_nvml import four
 
 SOURCE = WorkloadSource(kind="file", path="/home/me/model.py", name="model", digest="abc")
 
 
-def start_environment(device: Device, monkeypatch: pytest.MonkeyPatch, **users: str) -> dict[str, str]:
+def start_environment(device: str, monkeypatch: pytest.MonkeyPatch, **users: str) -> dict[str, str]:
     """Return the environment in which a zygote is started."""
     seen: dict[str, str] = {}
 

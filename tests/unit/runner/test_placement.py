@@ -23,7 +23,13 @@ from autods.runner.placement import (
 )
 from tests.support.machines import a_machine, describe, settings_of
 
-CPUS = Need(nodes=2, cpus=2, gpus=0)
+
+def a_need(nodes: int, *, cpus: int = 1, gpus: int = 0) -> Need:
+    bundle = {"CPU": float(cpus), **({"GPU": float(gpus)} if gpus else {})}
+    return Need(nodes=nodes, resource="GPU" if gpus else "CPU", bundle=bundle)
+
+
+CPUS = a_need(2, cpus=2)
 
 
 def a_node(number: int, *, cpus: float = 8, gpus: float = 0, free: float | None = None) -> NodeState:
@@ -68,20 +74,20 @@ def silence(text: str) -> None:
 
 def test_the_bundles_of_two_nodes_lie_on_different_nodes() -> None:
     cluster = Scripted([a_node(1, gpus=4), a_node(2, gpus=4)], on=["id1", "id2"])
-    reserve_nodes(cluster, Need(nodes=2, cpus=1, gpus=4), report=silence)
+    reserve_nodes(cluster, a_need(2, gpus=4), report=silence)
     assert cluster.asked == [([{"CPU": 1.0, "GPU": 4.0}] * 2, "STRICT_SPREAD")]
 
 
 def test_cpu_ranks_of_one_node_reserve_no_gpu() -> None:
     cluster = Scripted([a_node(1)], on=["id1"])
-    reserve_nodes(cluster, Need(nodes=1, cpus=2, gpus=0), report=silence)
+    reserve_nodes(cluster, a_need(1, cpus=2), report=silence)
     assert cluster.asked == [([{"CPU": 2.0}], "STRICT_PACK")]
 
 
 def test_the_drivers_node_comes_first_then_the_addresses() -> None:
     nodes = [a_node(number) for number in (10, 9, 2)]
     _, places = reserve_nodes(
-        Scripted(nodes, on=["id10", "id9", "id2"]), Need(nodes=3, cpus=1, gpus=0), report=silence, first="id9"
+        Scripted(nodes, on=["id10", "id9", "id2"]), a_need(3, cpus=1), report=silence, first="id9"
     )
     in_order = [(node.address, bundle) for bundle, node in places.items()]
     assert in_order == [("10.0.0.9", 1), ("10.0.0.2", 2), ("10.0.0.10", 0)]
@@ -109,10 +115,10 @@ def test_a_short_wait_is_not_reported() -> None:
         ([a_node(1, cpus=8)], CPUS, ("--nodes 1 --gpus 4 would find room",)),
         (
             [a_node(1, gpus=4), a_node(2, gpus=2)],
-            Need(nodes=2, cpus=1, gpus=4),
+            a_need(2, gpus=4),
             ("4 GPUs on each of 2 nodes", "10.0.0.1 4, 10.0.0.2 2", "fewer ranks"),
         ),
-        ([a_node(1), a_node(2)], Need(nodes=1, cpus=1, gpus=1), ("1 GPU on one node", "GPUs: 10.0.0.1 0, 10.0.0.2 0")),
+        ([a_node(1), a_node(2)], a_need(1, gpus=1), ("1 GPU on one node", "GPUs: 10.0.0.1 0, 10.0.0.2 0")),
     ],
 )
 def test_an_impossible_need_fails_at_once_in_two_lines(
@@ -199,7 +205,7 @@ def test_a_node_that_goes_ends_the_wait_and_frees_the_group() -> None:
 )
 def test_cpu_ranks_need_a_cpu_each_on_a_shared_cluster(options: dict[str, Any], cpus: int, gpus: int) -> None:
     need = Need.of_settings(settings_of(**options))
-    assert (need.cpus, need.gpus) == (cpus, gpus)
+    assert (need.bundle["CPU"], need.bundle.get("GPU", 0)) == (cpus, gpus)
 
 
 def test_software_that_no_rank_uses_may_differ() -> None:

@@ -82,7 +82,7 @@ def test_fragments_change_the_allocator_once():
     chosen = decide(cause, situation(*LADDER))
     assert chosen.config == replace(CONFIG, allocator=EXPANDABLE)
     assert decide(cause, situation(*LADDER, config=chosen.config)).config.knobs.micro_batch == 2
-    assert decide(cause, situation(*LADDER, on_cuda=False)).config.allocator is None
+    assert decide(cause, situation(*LADDER, may_expand=False)).config.allocator is None
 
 
 def test_activations_are_recomputed_before_a_leaner_rung():

@@ -14,12 +14,12 @@ import pytest
 
 from autods.config.profiles import TuneLimits
 from autods.config.settings import Settings
+from autods.devices import Card
 from autods.errors import InputError, Interrupted
 from autods.events import Event, Note
 from autods.journal import JOURNAL, trial_key, workspace
 from autods.report.results import Report
 from autods.report.serialize import REPORT
-from autods.system.gpus import Card
 from autods.system.host import Hardware
 from autods.tuner.fit import fit
 from autods.tuner.forecasts import NO_FORECASTER

@@ -9,6 +9,7 @@ import copy
 import os
 from typing import Any
 
+from ....devices import find_device
 from ...patching import declare
 from ..engine_config import LibraryConfig, read_config
 from ..engine_hooks import skip_methods
@@ -32,8 +33,8 @@ def install(session: Session) -> None:
         _PREPARE.wrap(_name_dummy_optimizer, config)
     skip_methods(session, "accelerate.Accelerator", "save_state", "save_model", "init_trackers", "log")
     _HALVE_BATCH.install(lambda error: False, everywhere=True)
-    if session.job.device == "cpu":
-        _BACKEND.wrap(_default_to_gloo)
+    if (device := find_device(session.job.device)).stands_in:
+        _BACKEND.wrap(_choose_backend, device.backend)
 
 
 def _fill_plugin(config: LibraryConfig, original: Any, plugin: Any, /, *args: Any, **kwargs: Any) -> None:
@@ -59,7 +60,7 @@ def _name_dummy_optimizer(config: LibraryConfig, original: Any, accelerator: Any
     return original(accelerator, *args)
 
 
-def _default_to_gloo(original: Any, state: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _choose_backend(backend: str, original: Any, state: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Without a backend, accelerate takes each rank without a GPU for a single process."""
-    backend, kind = original(state, *args, **kwargs)
-    return (backend or "gloo"), kind
+    chosen, kind = original(state, *args, **kwargs)
+    return (chosen or backend), kind

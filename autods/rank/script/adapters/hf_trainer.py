@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ....config.deepspeed import to_trainer_config
+from ....devices import find_device
 from ....system.stacks import find_caller
 from ....workload.script_source import has_placeholder
 from ...patching import declare
@@ -73,13 +74,14 @@ def _check_arguments(session: Session, original: Any, arguments: Any, /, *args: 
         arguments._autods_made = find_caller(), suggest_argument("deepspeed", "ds_config")
         original(arguments, *args, **kwargs)
         return
-    if job.device == "cpu" and not arguments.use_cpu:
+    stands_in = find_device(job.device).stands_in
+    if stands_in and not arguments.use_cpu:
         if _parses_arguments():
-            problem = "its TrainingArguments look for a GPU, and --device cpu has none"
+            problem = f"its TrainingArguments look for a GPU, and --device {job.device} has none"
             raise script_error(problem, hint="add --use_cpu after --")
         arguments.use_cpu = True
         session.stand_ins.append(f"a GPU for its TrainingArguments ({find_caller()})")
-    if job.device == "cuda" and arguments.use_cpu:
+    if not stands_in and arguments.use_cpu:
         problem = "its TrainingArguments train on the CPU"
         raise script_error(problem, hint="drop --use_cpu after --, or give --device cpu")
     for name, needed, placeholder in (

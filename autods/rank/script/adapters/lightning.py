@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ....config.deepspeed import to_lightning_config
+from ....devices import find_device
 from ....system.stacks import find_caller
 from ...patching import declare_all
 from ..data import Batches
@@ -72,7 +73,7 @@ def install(session: Session) -> None:
             if entry == "Trainer":
                 patches[initial].wrap(_skip_validation)
                 skip_methods(session, f"{package}.Trainer", "save_checkpoint")
-            if session.job.device == "cpu":
+            if find_device(session.job.device).stands_in:
                 patches[initial].wrap(use_cpu_ranks, session.stand_ins)
                 # The strategy only takes GPUs, and gives the engine arguments with the index of one.
                 patches[_CPU_COUNT].install(staticmethod(lambda: int(os.environ["WORLD_SIZE"])))

@@ -32,7 +32,7 @@ if os.environ.get("AUTODS_TEST_CARDS"):
     sys.meta_path.insert(
         0,
         _After(
-            autods__system__host="claim_cuda_build",
+            autods__devices__cuda="claim_cuda_build",
             autods__rank__preload="preload_on_a_card",
             autods__rank__worker="run_ranks_on_a_card",
         ),

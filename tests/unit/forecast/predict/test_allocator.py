@@ -425,18 +425,20 @@ def test_the_fast_model_agrees_with_the_rules_written_plainly(seed: int) -> None
 
 @pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_expandable_segments_are_read_from_either_variable(variable: str) -> None:
-    assert read_alloc_conf({variable: "expandable_segments:True"}) == AllocConf(variable=variable, expandable=True)
-    assert not read_alloc_conf({variable: "expandable_segments:False"}).expandable
+    assert read_alloc_conf({variable: "expandable_segments:True"}, "cuda") == AllocConf(
+        variable=variable, expandable=True
+    )
+    assert not read_alloc_conf({variable: "expandable_segments:False"}, "cuda").expandable
 
 
 def test_the_new_variable_replaces_the_old_one() -> None:
     both = {"PYTORCH_ALLOC_CONF": "backend:native", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    assert not read_alloc_conf(both).expandable
+    assert not read_alloc_conf(both, "cuda").expandable
 
 
 def test_settings_that_are_not_modelled_cause_a_warning() -> None:
     settings = "max_split_size_mb:128, roundup_power2_divisions:[256:1,>:8],expandable_segments: True"
-    conf = read_alloc_conf({"PYTORCH_CUDA_ALLOC_CONF": settings})
+    conf = read_alloc_conf({"PYTORCH_CUDA_ALLOC_CONF": settings}, "cuda")
     assert conf.expandable
     assert conf.unmodelled == ("max_split_size_mb", "roundup_power2_divisions")
     assert conf.warning is not None
@@ -444,12 +446,12 @@ def test_settings_that_are_not_modelled_cause_a_warning() -> None:
 
 
 def test_an_empty_variable_is_as_if_it_were_not_set() -> None:
-    assert read_alloc_conf({"PYTORCH_ALLOC_CONF": ""}) == AllocConf()
+    assert read_alloc_conf({"PYTORCH_ALLOC_CONF": ""}, "cuda") == AllocConf()
     assert AllocConf().warning is None
 
 
 def test_another_allocator_causes_a_warning() -> None:
-    assert "backend" in str(read_alloc_conf({"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}).warning)
+    assert "backend" in str(read_alloc_conf({"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}, "cuda").warning)
 
 
 TWO_STEPS: tuple[tuple[int, ForecastPhase], ...] = (

@@ -22,6 +22,7 @@ class Storage:
 class Tensor:
     def __init__(self, key: int, size: int, device: str = "cuda") -> None:
         self.storage, self.device = Storage(key, size), SimpleNamespace(type=device)
+        self.is_cpu = device == "cpu"
 
     def untyped_storage(self) -> Storage:
         return self.storage

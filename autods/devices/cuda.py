@@ -1,18 +1,22 @@
-"""The cards as NVML reports them: memory, other processes, driver. It starts no CUDA.
+"""NVIDIA's GPUs: the device, and what NVML reports of its cards: memory, other processes, driver. It starts no CUDA.
 
-NVML lists all cards in the order of the PCI bus; this module finds those that CUDA shows. Every function takes the
-`pynvml` module, so that tests can pass a scripted one.
+NVML lists all cards in the order of the PCI bus; this module finds those that CUDA shows. Functions that ask NVML take
+the `pynvml` module, so that tests can pass a scripted one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+import importlib.util
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from ..units import format_bytes
+from .base import Card, CardReading, Device
 
 # Below this only the driver uses the card; a process with a CUDA context holds more.
 _IDLE_BYTES = 64 * 2**20
@@ -21,30 +25,61 @@ _LOST = 15  # NVML_ERROR_GPU_IS_LOST
 _COMPUTES_BF16 = (8, 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
-    """One GPU or MIG slice that CUDA shows.
+class CudaDevice(Device):
+    """NVIDIA's GPUs. The driver is asked through NVML."""
 
-    `index` is NVML's number, or the place of a slice on its card. `total_bytes` is the memory for programs, without the
-    driver's reserve, as CUDA counts it. Other processes hold `others_bytes`. `pids` are those that this user may see.
-    `bf16` is False for a card that computes in fp16 and only emulates bf16. `capability` is its compute capability.
-    """
+    def complete_environment(self, variables: Mapping[str, str], assigned: str | None) -> dict[str, str]:
+        complete = super().complete_environment(variables, assigned)
+        if assigned is not None:
+            named = complete[VISIBLE]
+            complete[VISIBLE] = uuids_to_indices(named)
+            if complete[VISIBLE] != named:
+                complete[_ORDER] = _NVML_ORDER  # the order that those indices count in
+        return complete
 
-    index: int
-    name: str
-    total_bytes: int
-    free_bytes: int
-    others_bytes: int = 0
-    pids: tuple[int, ...] = ()
-    uuid: str | None = None
-    slice: bool = False
-    bf16: bool = True
-    capability: tuple[int, int] | None = None
+    def read_cards(self) -> CardReading:
+        seen = read_nvml(os.environ.get(VISIBLE))
+        return CardReading(
+            cards=seen.cards,
+            driver=seen.driver,
+            cuda=None if seen.cuda is None else ".".join(map(str, seen.cuda)),
+            unusable=_explain_unusable(seen, read_torch_build()),
+        )
 
-    @property
-    def usable_bytes(self) -> int:
-        """Bytes that a rank may use."""
-        return self.total_bytes - self.others_bytes
+    def read_used_bytes(self) -> tuple[int, ...] | None:
+        return read_used_bytes(os.environ.get(VISIBLE))
+
+    def describe_cards(self, cards: Iterable[Card]) -> tuple[str, ...]:
+        return (*super().describe_cards(cards), *describe_card_names(os.environ.get(VISIBLE)))
+
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_ORDER, _NVML_ORDER = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
+
+CUDA = CudaDevice(
+    name="cuda",
+    backend="nccl",
+    has_cards=True,
+    card_noun="CUDA GPU",
+    ray_resource="GPU",
+    shares_host_memory=False,
+    has_caching_allocator=True,
+    # torch 2.9 and later read the second where the first is not set.
+    allocator_variables=("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
+    constants="cuda",
+    meter="autods.rank.memory:CudaMeter",
+    # Neither torch nor DeepSpeed may initialise CUDA before the fork. DeepSpeed counts the cards to find its
+    # accelerator, and torch cannot count a MIG slice without CUDA. Older releases of DeepSpeed ask the card for its
+    # capability, too.
+    variables={"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "DS_ACCELERATOR": "cuda", "DS_IGNORE_CUDA_DETECTION": "1"},
+    default_variables={
+        _ORDER: _NVML_ORDER,  # CUDA's default puts the fastest GPU first
+        "NCCL_DEBUG": "WARN",  # else NCCL does not report why it failed, for example that memory ran out
+    },
+    visible_variable=VISIBLE,
+    cache_folders=(".cache", ".triton", ".nv"),
+    hang_advice="where it waits for the GPU, look for NCCL's reason with NCCL_DEBUG=INFO",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,19 +114,6 @@ def read_nvml(visible: str | None, nvml: Any = None) -> NvmlReading:
             driver=_text(_query(api, "nvmlSystemGetDriverVersion")),
             cuda=None if version is None else (int(version) // 1000, int(version) % 1000 // 10),
         )
-
-
-def describe_shared_cards(cards: Iterable[Card]) -> tuple[str, ...]:
-    """Return a sentence for each card that other processes use as well."""
-    sentences = []
-    for card in cards:
-        if card.others_bytes:
-            pids = f" (pid {', '.join(map(str, card.pids))})" if card.pids else ""
-            sentences.append(
-                f"card {card.index} ({card.name}): other processes{pids} hold {format_bytes(card.others_bytes)} of its "
-                f"{format_bytes(card.total_bytes)}, {format_bytes(card.usable_bytes)} are left for a rank"
-            )
-    return tuple(sentences)
 
 
 def uuids_to_indices(visible: str, nvml: Any = None) -> str:
@@ -251,3 +273,52 @@ def _query(api: Any, name: str, *arguments: Any) -> Any:
 
 def _text(value: str | bytes | None) -> str | None:
     return value.decode() if isinstance(value, bytes) else value
+
+
+_VERSION = re.compile(r"^(__version__|cuda|hip)\b[^=\n]*= *'([^'\n]*)'", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchBuild:
+    """The installed torch. `cuda` is the CUDA that it was built with, such as (13, 0); None without CUDA."""
+
+    version: str
+    cuda: tuple[int, int] | None
+
+
+def read_torch_build(folder: Path | None = None) -> TorchBuild | None:
+    """Read torch's version.py, because importing torch takes seconds. None where there is no such file."""
+    if folder is None:
+        spec = importlib.util.find_spec("torch")
+        if spec is None or spec.origin is None:
+            return None
+        folder = Path(spec.origin).parent
+    try:
+        text = (folder / "version.py").read_text()
+    except OSError:
+        return None
+    values = {name: value for name, value in _VERSION.findall(text) if value}
+    if "__version__" not in values or "hip" in values:  # a ROCm build needs no CUDA
+        return None
+    major, _, minor = values.get("cuda", "").partition(".")
+    cuda = (int(major), int(minor or 0)) if major.isdigit() else None
+    return TorchBuild(version=values["__version__"], cuda=cuda)
+
+
+def _explain_unusable(seen: NvmlReading, torch: TorchBuild | None) -> str | None:
+    """Return why torch cannot use the cards. A driver runs all minor versions of its major version of CUDA."""
+    if seen.problem is not None:
+        return (
+            f"{seen.problem}\n  see what nvidia-smi says; after an update of the driver the machine has to be restarted"
+        )
+    if not seen.cards or torch is None:
+        return None
+    if torch.cuda is None:
+        return f"torch {torch.version} is built without CUDA\n  install a CUDA build of torch: pytorch.org/get-started"
+    if seen.cuda is not None and torch.cuda[0] > seen.cuda[0]:
+        needs, runs = (".".join(map(str, version)) for version in (torch.cuda, seen.cuda))
+        return (
+            f"torch {torch.version} needs CUDA {needs}, and the driver {seen.driver} runs {runs} at most\n"
+            f"  update the driver, or install a build of torch for CUDA {seen.cuda[0]}"
+        )
+    return None

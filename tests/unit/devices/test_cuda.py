@@ -1,6 +1,18 @@
+import sys
+from pathlib import Path
+
 import pytest
 
-from autods.system.gpus import describe_card_names, describe_shared_cards, read_nvml, read_used_bytes, uuids_to_indices
+from autods.devices import describe_shared_cards
+from autods.devices.cuda import (
+    TorchBuild,
+    describe_card_names,
+    read_nvml,
+    read_torch_build,
+    read_used_bytes,
+    uuids_to_indices,
+)
+from autods.system.host import Hardware, read_hardware
 from tests.support.scripted_nvml import GIB, FakeCard, FakeNvml, NVMLError, four
 
 
@@ -131,3 +143,54 @@ def test_used_bytes_are_those_of_the_cards_that_cuda_shows() -> None:
     assert read_used_bytes("2,0", nvml) == (3 * GIB, 0)
     assert read_used_bytes(None, FakeNvml(problem=NVMLError("no", 9))) is None
     assert not nvml.open
+
+
+@pytest.mark.parametrize(
+    ("lines", "version", "cuda"),
+    [
+        ("__version__ = '2.11.0+cu130'\ndebug = False\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n",
+         "2.11.0+cu130", (13, 0)),
+        ("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n", "2.13.0+cpu", None),
+        ("__version__ = '2.9.1+cu126'\ncuda: str | None = '12.6'\n", "2.9.1+cu126", (12, 6)),
+    ],
+)  # fmt: skip
+def test_torch_says_which_cuda_it_was_built_with(
+    tmp_path: Path, lines: str, version: str, cuda: tuple[int, int] | None
+) -> None:
+    (tmp_path / "version.py").write_text(lines)
+    build = read_torch_build(tmp_path)
+    assert build is not None
+    assert (build.version, build.cuda) == (version, cuda)
+
+
+def test_an_unreadable_or_rocm_torch_is_no_problem(tmp_path: Path) -> None:
+    assert read_torch_build(tmp_path) is None
+    (tmp_path / "version.py").write_text(
+        "__version__ = '2.11.0+rocm7'\ncuda: str | None = None\nhip: str | None = '7'\n"
+    )
+    assert read_torch_build(tmp_path) is None
+
+
+def looked(monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml, build: TorchBuild) -> Hardware:
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)  # type: ignore[arg-type]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("autods.devices.cuda.read_torch_build", lambda: build)
+    return read_hardware()
+
+
+def test_cards_with_a_driver_that_runs_torchs_cuda_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = looked(monkeypatch, FakeNvml([FakeCard()], cuda=13000), TorchBuild(version="2.13.0", cuda=(13, 2)))
+    assert (here.unusable, here.cuda, here.driver, len(here.cards)) == (None, "13.0", "580.95.05", 1)
+
+
+def test_a_driver_too_old_for_torch_is_named_with_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml([FakeCard()], driver="535.54.03", cuda=12020)
+    here = looked(monkeypatch, nvml, TorchBuild(version="2.11.0+cu130", cuda=(13, 0)))
+    assert here.unusable is not None
+    assert "torch 2.11.0+cu130 needs CUDA 13.0, and the driver 535.54.03 runs 12.2 at most" in here.unusable
+
+
+def test_a_torch_without_cuda_beside_a_card_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = TorchBuild(version="2.13.0+cpu", cuda=None)
+    assert "built without CUDA" in str(looked(monkeypatch, FakeNvml([FakeCard()]), build).unusable)
+    assert looked(monkeypatch, FakeNvml(problem=NVMLError("none", 12)), build).unusable is None
