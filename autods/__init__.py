@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .errors import InputError as InputError
     from .errors import Interrupted as Interrupted
     from .rank.training_run.session import session as session
-    from .report import Report as Report
+    from .report import FitReport as FitReport
     from .workload import Workload as Workload
 
 _HOMES = {
@@ -35,7 +35,7 @@ _HOMES = {
     "probe": "api",
     "run": "api",
     "session": "rank.training_run.session",
-    "Report": "report",
+    "FitReport": "report",
     "Workload": "workload",
     "AutodsError": "errors",
     "InputError": "errors",

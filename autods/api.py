@@ -23,10 +23,12 @@ from .inspector.examine import DoctorSettings, examine, resolve_doctor
 from .inspector.ladder import check_ladder, format_warning
 from .planner.plan import plan as forecast_rungs
 from .prober.request import ProbeSettings, count_most_ranks, resolve_probe
-from .report.checkup import Checkup
-from .report.explanation import Explanation
-from .report.results import Forecast, ProbeReport, Report
-from .report.run_view import RunReport
+from .report.results.doctor import Checkup
+from .report.results.explain import Explanation
+from .report.results.fit import FitReport
+from .report.results.plan import PlanReport
+from .report.results.probe import ProbeReport
+from .report.results.run import RunReport
 from .requests import (
     DoctorRequest,
     ExplainRequest,
@@ -71,7 +73,7 @@ def _resolve_fit(request: FitRequest) -> Settings:
     return resolve_fit(request, source, hardware=hardware)
 
 
-def _run_fit(settings: Settings, listen: Listener) -> Report:
+def _run_fit(settings: Settings, listen: Listener) -> FitReport:
     if settings.rehearsed_on is not None:
         from .tuner.rehearsal import rehearse
 
@@ -152,9 +154,9 @@ def _make_source(request: WorkloadRequest, *, out: PathText | None = None, **opt
     )
 
 
-FIT: UseCase[FitRequest, Settings, Event, Report] = UseCase(_resolve_fit, _run_fit)
+FIT: UseCase[FitRequest, Settings, Event, FitReport] = UseCase(_resolve_fit, _run_fit)
 RUN: UseCase[RunRequest, RunSettings, RunEvent, RunReport] = UseCase(_resolve_run, _run_run)
-PLAN: UseCase[PlanRequest, PlanSettings, ForecastEvent, Forecast] = UseCase(
+PLAN: UseCase[PlanRequest, PlanSettings, ForecastEvent, PlanReport] = UseCase(
     _resolve_plan, lambda settings, listen: forecast_rungs(settings, listen=listen)
 )
 DOCTOR: UseCase[DoctorRequest, DoctorSettings, Event, Checkup] = UseCase(resolve_doctor, examine)
@@ -190,7 +192,7 @@ find_best_config = _make_function(
     "find_best_config",
     FitRequest,
     FIT,
-    "Returns the Report, which is also written to `out`. That nothing fits is a result: its status is 'nothing_fits'.",
+    "Returns the FitReport, which is also written to `out`. That nothing fits is a result, too: see its `status`.",
 )
 run = _make_function(
     "run",

@@ -24,11 +24,12 @@ from rich.text import Text
 
 from autods.cli.commands import DifferenceFromFirst
 from autods.events import Event, SearchStarted, TrialFinished, TrialForecasted, TrialMoved, TrialStarted
-from autods.report import Report, serialize
-from autods.report.explanation import Explanation, print_explanation
+from autods.report import FitReport, serialize
+from autods.report.explanation import print_explanation
 from autods.report.fit_progress import FitState, advance, render_search, render_status
 from autods.report.fit_view import print_fit
-from autods.report.live import Progress
+from autods.report.live import TrialProgress
+from autods.report.results.explain import Explanation
 from autods.schema import read_known
 from autods.types import Knobs, Record, Skipped, TierUse, Trial
 from autods.units import format_bytes
@@ -44,7 +45,7 @@ _COLUMNS = 100
 _BLOCK = re.compile(r"(<!-- output: (\w+), written by docs/outputs.py -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def read_run() -> Report:
+def read_run() -> FitReport:
     """The stored run."""
     return serialize.from_dict(json.loads(RUN.read_text()))
 
@@ -71,7 +72,7 @@ def print_trials() -> str:
     ladder = report.question.ladder
     first = [record for record in report.trials if record.trial.purpose == "walk"]
     walk = sorted([*report.skipped, *first], key=lambda each: ladder.index(_rung(each)))
-    with Progress(console := _console(), label=DifferenceFromFirst()) as listen:
+    with TrialProgress(console := _console(), label=DifferenceFromFirst()) as listen:
         for each in walk:
             listen(each if isinstance(each, Skipped) else TrialFinished(record=each))
         console.print("…")
@@ -92,11 +93,10 @@ def draw_progress() -> str:
             ladder=question.ladder, device_bytes=limit, usable_bytes=limit, most_trials=question.budget.trials
         )
     ]
-    for row in report.forecast:
-        known = (
-            walk[row["rung"]].trial if row["rung"] in walk else Trial(rung=row["rung"], knobs=Knobs(), purpose="walk")
-        )
-        use = TierUse(peak_bytes=row["device"]["peak_bytes"], limit_bytes=limit)
+    for forecast in report.forecast:
+        rung = forecast.rung
+        known = walk[rung].trial if rung in walk else Trial(rung=rung, knobs=Knobs(), purpose="walk")
+        use = TierUse(peak_bytes=forecast.memory["device"].peak_bytes, limit_bytes=limit)
         events.append(TrialForecasted(trial=known, memory={"device": use}))
     events += [*report.skipped, *(TrialFinished(record=record) for record in walk.values())]
     state = FitState(since_s=0.0)

@@ -25,25 +25,30 @@ from ..events import Listener, Note, RunListener
 from ..files import check_path
 from ..forecast.values import ForecastListener
 from ..prober.grid import format_trial_label
-from ..report.checkup import Checkup, print_checkup
+from ..report.checkup import print_checkup
 from ..report.diagnosis_view import print_diagnosis
-from ..report.explanation import Explanation, print_explanation
+from ..report.explanation import print_explanation
 from ..report.fit_view import print_fit
-from ..report.live import PlanProgress, Progress, announced
+from ..report.live import PlanProgress, RunProgress, TrialProgress, announced
 from ..report.markdown import to_markdown
 from ..report.page import write_page
 from ..report.plan_page import write_plan_page
 from ..report.plan_view import print_plan
 from ..report.probe_page import write_probe_page
 from ..report.probe_view import print_probe
+from ..report.results.doctor import Checkup
+from ..report.results.explain import Explanation
+from ..report.results.run import RunReport
 from ..report.run_page import write_run_page
-from ..report.run_view import RunProgress, RunReport, has_run, print_run, read_run
+from ..report.run_view import print_run
 from ..report.serialize import (
     check_writable,
     has_probe,
+    has_run,
     plan_to_dict,
     probe_to_dict,
     read_probe,
+    read_run,
     to_csv,
     to_dict,
     write_csv,
@@ -70,7 +75,9 @@ def run_fit(
     if settings.nodes > 1:
         machine += f" on {settings.nodes} nodes"
     logs = settings.out / "logs" if verbose else None
-    progress: AbstractContextManager[Listener] = _SILENT if quiet else Progress(label=DifferenceFromFirst(), logs=logs)
+    progress: AbstractContextManager[Listener] = (
+        _SILENT if quiet else TrialProgress(label=DifferenceFromFirst(), logs=logs)
+    )
     with progress as listen:
         listen(Note(text=f"{settings.source.name} on {machine}, {settings.profile.name} config → {settings.out}"))
         report = command.run(settings, listen)
@@ -178,7 +185,7 @@ def run_probe(
     if probe.capacity:
         manner = "by the forecast" if probe.machine is not None else "by the forecast and by trials"
     progress: AbstractContextManager[Listener] = (
-        _SILENT if quiet else Progress(label=lambda trial: format_trial_label(probe, trial))
+        _SILENT if quiet else TrialProgress(label=lambda trial: format_trial_label(probe, trial))
     )
     with progress as listen:
         listen(Note(text=f"{settings.source.name}: {subject}, {manner} → {settings.out}"))
@@ -205,7 +212,7 @@ def run_doctor(call: Call, request: requests.DoctorRequest, *, as_json: bool = F
     """Check this machine."""
     with _checking(request, quiet):
         settings = DOCTOR.resolve(request)
-    progress: AbstractContextManager[Listener] = _SILENT if quiet else Progress()
+    progress: AbstractContextManager[Listener] = _SILENT if quiet else TrialProgress()
     with progress as listen:
         checkup = DOCTOR.run(settings, listen)
     _show(checkup, as_json, Checkup.to_dict, print_checkup)

@@ -24,8 +24,10 @@ if TYPE_CHECKING:  # help and completion do not wait for these imports
     from ..events import Event, RunEvent
     from ..forecast.values import ForecastEvent
     from ..prober.request import ProbeSettings
-    from ..report.results import Forecast, ProbeReport, Report
-    from ..report.run_view import RunReport
+    from ..report.results.fit import FitReport
+    from ..report.results.plan import PlanReport
+    from ..report.results.probe import ProbeReport
+    from ..report.results.run import RunReport
     from ..requests import FitRequest, PlanRequest, ProbeRequest, RunRequest
 
 _MOST = 400  # characters of one line
@@ -42,8 +44,8 @@ class Call:
 
     argv: Sequence[str]
     out: Path | None = None
-    fit: UseCase[FitRequest, Settings, Event, Report] | None = None
-    plan: UseCase[PlanRequest, PlanSettings, ForecastEvent, Forecast] | None = None
+    fit: UseCase[FitRequest, Settings, Event, FitReport] | None = None
+    plan: UseCase[PlanRequest, PlanSettings, ForecastEvent, PlanReport] | None = None
     probe: UseCase[ProbeRequest, ProbeSettings, Event, ProbeReport] | None = None
     run: UseCase[RunRequest, Any, RunEvent, RunReport] | None = None
     end_signal: int | None = None

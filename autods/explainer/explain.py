@@ -16,7 +16,7 @@ from ..config.validator import EXPLAIN_RULES, Question, find_problems, walk_keys
 from ..errors import InputError
 from ..forecast.values import ForecastListener, RungForecast, StartSimulator
 from ..planner.plan import plan
-from ..report.explanation import ExplainedKey, Explanation, KeyCost, NeededMemory
+from ..report.results.explain import ExplainedKey, Explanation, KeyCost, NeededMemory
 from ..requests import ExplainRequest, PlanRequest
 from ..schema import read_toml_as
 from ..system.host import Hardware, data_folder

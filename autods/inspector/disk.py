@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..report.checkup import Check
+from ..report.results.doctor import Check
 from ..units import format_bytes
 
 _BLOCK_BYTES = 8 * 2**20

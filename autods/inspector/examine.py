@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..events import Listener, Note
-from ..report.checkup import Check, Checkup
+from ..report.results.doctor import Check, Checkup
 from ..requests import DoctorRequest
 from ..system.host import Hardware, cache_folder, read_hardware
 from . import machine, toolchain

@@ -15,7 +15,7 @@ from ..config.rungs import Rung
 from ..config.settings import Settings
 from ..devices import find_device
 from ..rank.ops import is_cached
-from ..report.checkup import Check
+from ..report.results.doctor import Check
 from ..types import Knobs
 from . import machine, toolchain
 

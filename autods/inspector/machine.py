@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..devices import describe_shared_cards
 from ..files import find_existing
-from ..report.checkup import Check
+from ..report.results.doctor import Check
 from ..system import landlock
 from ..system.host import Hardware, read_cpu_quota
 from ..units import format_bytes

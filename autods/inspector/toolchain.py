@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import EnvironmentBroken
 from ..rank.ops import BUILDERS, USUAL_BUILD_S
-from ..report.checkup import Check
+from ..report.results.doctor import Check
 from ..system.host import installed_versions
 from ..system.processes import ask_module
 

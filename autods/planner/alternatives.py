@@ -13,7 +13,7 @@ from ..events import Note
 from ..forecast.forecaster import MOST_MICRO_BATCH, EngineForecaster, LargestMicroBatch
 from ..forecast.simulate.client import SimulationFailed
 from ..forecast.values import EngineSpec, RungForecast
-from ..report.results import Alternative
+from ..report.results.plan import Alternative
 from ..tuner.trials import micro_batches
 from .simulate import PlanRun, choose_checkpointing, find_limits, move_engine
 

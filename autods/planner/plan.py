@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,19 +19,20 @@ from ..forecast.forecaster import count_parallel_engines
 from ..forecast.predict.allocator import AllocConf, read_alloc_conf
 from ..forecast.simulate.client import LIMIT_S, SimulationFailed
 from ..forecast.simulate.client import Simulator as ProcessSimulator
-from ..forecast.values import ForecastListener, Simulator, StartSimulator
-from ..report.results import Forecast, SiteForecast, Timeline
+from ..forecast.values import ForecastListener, RungForecast, Simulator, StartSimulator
+from ..report.results.plan import PlanReport, SiteForecast, Timeline
 from ..report.serialize import check_writable
 from ..runner.cleanup import open_session, simulator_variables
 from ..system.host import installed_versions
 from ..tuner.candidates import why_not_forecast
+from ..tuner.prospects import rank
 from ..types import ModelFacts, WorkloadSource
 from .alternatives import list_alternatives, simulate_ahead
 from .simulate import PlanRun, SiteGroup, choose_checkpointing, group_sites
 from .timeline import write_timeline
 
 
-def plan(settings: PlanSettings, *, listen: ForecastListener, start: StartSimulator | None = None) -> Forecast:
+def plan(settings: PlanSettings, *, listen: ForecastListener, start: StartSimulator | None = None) -> PlanReport:
     """Forecast every rung on each machine.
 
     Several machines share simulations, and each gets only the rungs up to the fastest that fits. Raises InputError
@@ -78,7 +79,7 @@ def plan(settings: PlanSettings, *, listen: ForecastListener, start: StartSimula
         raise make_user_error(failed, settings.source, more_samples="--micro-batch 2") from None
     except KeyboardInterrupt:
         raise Interrupted("stopped; nothing of the simulation is left running") from None
-    return Forecast(
+    return PlanReport(
         sites=sites,
         source=settings.source,
         facts=facts,
@@ -87,7 +88,9 @@ def plan(settings: PlanSettings, *, listen: ForecastListener, start: StartSimula
         zero_init=settings.zero_init,
         tokens=settings.tokens,
         timeline=timeline,
-        assumed=(*settings.assumed, *notes, *_list_notes(settings, allocator)),
+        assumed=list_assumptions(
+            (*settings.assumed, *notes, *_list_notes(settings, allocator)), settings.source, facts, sites
+        ),
         versions=installed_versions(),
         seconds=time.monotonic() - began,
     )
@@ -208,9 +211,41 @@ def _site_forecast(run: PlanRun, site: Site) -> SiteForecast:
     return SiteForecast(
         site=site,
         rungs=rungs,
+        best=choose_best(rungs),
         to_try=tuple(rung.rung for rung in rungs if reason is not None and rung.reason == reason),
         lacks_nvme=tuple(rung.name for rung in run.settings.ladder if rung.needs.nvme_path and site.nvme_path is None),
     )
+
+
+def choose_best(rungs: Sequence[RungForecast]) -> RungForecast | None:
+    """Return the fastest rung that fits; if none fits, the fastest that may; None without either.
+
+    The forecast of step time decides, if the first candidate of the ladder has one; a later one without counts as
+    slower. Rungs that are as good as equal keep the order of the ladder.
+    """
+    candidates = [rung for rung in rungs if rung.verdict == "fits"]
+    candidates = candidates or [rung for rung in rungs if rung.verdict == "tight"]
+    if not candidates or candidates[0].speed is None:
+        return next(iter(candidates), None)
+    return rank(candidates, [None if rung.speed is None else rung.speed.samples_per_second for rung in candidates])[0]
+
+
+def list_assumptions(
+    settled: Sequence[str], source: WorkloadSource, facts: ModelFacts, sites: Sequence[SiteForecast]
+) -> tuple[str, ...]:
+    """Return each assumption once: those of the settings, the workload's, then those of the rungs."""
+
+    def about_workload() -> Iterator[str]:
+        if source.seq_len is None and facts.seq_len is not None:
+            why = "as build_batch makes them" if source.kind != "hf_config" else "the config's longest, at most 2048"
+            yield f"sequences of {facts.seq_len} tokens, {why} (--seq-len)"
+        if source.kind == "hf_config":
+            yield f"task {source.task} (--task), random weights built in fp32"
+        if not facts.checkpointing and source.kind != "script":  # a script decides that by itself
+            yield "no gradient checkpointing: the model has no gradient_checkpointing_enable()"
+
+    of_rungs = (sentence for site in sites for rung in site.rungs for sentence in rung.assumed)
+    return tuple(dict.fromkeys((*settled, *about_workload(), *of_rungs)))
 
 
 def _write_timeline(run: PlanRun, site: SiteForecast) -> tuple[Timeline | None, tuple[str, ...]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from ..events import Listener
 from ..journal import TrialStore, trial_key
 from ..report import text
-from ..report.results import Capacity, CellResult
+from ..report.results.probe import Capacity, CellResult
 from ..tuner.batch_curve import BatchCurve
 from ..tuner.trials import accumulation_for, fits_well, run_with_retry
 from ..types import Failed, OutOfMemory, Record, Run, Trial

@@ -14,7 +14,7 @@ from ..errors import EnvironmentBroken
 from ..events import Listener, Note
 from ..journal import trial_key
 from ..report import text
-from ..report.results import CellResult, CellStatus
+from ..report.results.probe import CellResult, CellStatus
 from ..tuner.comparison import PRIOR_NOISE, TurnModel, largest_spread, relative_spread
 from ..tuner.trials import PERMANENT_ACTIONS
 from ..types import Failed, Fit, ModelFacts, Outcome, OutOfMemory, Record, Run, Scalar, Tier, TierUse, Trial

@@ -17,7 +17,7 @@ from ..forecast.values import StartSimulator
 from ..journal import TrialStore, workspace
 from ..planner.plan import make_user_error
 from ..report.probe_page import write_probe_page
-from ..report.results import CellResult, ProbeQuestion, ProbeReport
+from ..report.results.probe import CellResult, ProbeQuestion, ProbeReport
 from ..report.serialize import write_probe
 from ..runner.cleanup import open_session
 from ..schema import read_as

@@ -3,46 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
 
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-Status = Literal["ok", "warning", "broken"]
-_MARKS: Mapping[Status, tuple[str, str]] = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "broken": ("✗", "red")}
+from .results.doctor import CheckStatus, Checkup
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """One thing that was looked at.
-
-    `warning`: something works slower or later than it could, or not at all where few need it. `broken`: a fit fails,
-    or skips rungs. `remedy` is the command or the setting that mends it.
-    """
-
-    group: str
-    name: str
-    status: Status
-    result: str
-    remedy: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkup:
-    """All checks, in the order in which they are shown."""
-
-    checks: tuple[Check, ...]
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether something fails without a remedy."""
-        return any(check.status == "broken" for check in self.checks)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The checkup as plain values, for --json."""
-        return asdict(self)
+_MARKS: Mapping[CheckStatus, tuple[str, str]] = {
+    "ok": ("✓", "green"),
+    "warning": ("!", "yellow"),
+    "broken": ("✗", "red"),
+}
 
 
 def print_checkup(checkup: Checkup, console: Console) -> None:

@@ -4,72 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from ..config.validator import Problem, Severity
-from ..types import Tier
+from ..config.validator import Severity
 from ..units import format_bytes
+from .results.explain import ExplainedKey, Explanation, KeyCost, NeededMemory
 from .text import TIER_NAMES
 
 _STYLES: Mapping[Severity, str] = {"error": "red", "warning": "yellow", "note": "cyan"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeyCost:
-    """What a value costs: the bytes by which each tier of a rank grows beside `instead`, another value of the key."""
-
-    instead: Any
-    tiers: Mapping[Tier, int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExplainedKey:
-    """A key of the config. `default` is DeepSpeed's, if it names one. `measured` comes from the simulated engine."""
-
-    key: str
-    value: Any
-    default: Any = None
-    has_default: bool = False
-    meaning: str = ""
-    cost: str = ""
-    measured: KeyCost | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NeededMemory:
-    """The memory of a rank with this config: bytes by tier, `limits` where they are known, and the verdict."""
-
-    workload: str
-    ranks: int
-    verdict: str
-    reason: str
-    tiers: Mapping[Tier, int]
-    limits: Mapping[Tier, int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """The keys in the order of the config, and the findings, errors first."""
-
-    config: str
-    deepspeed: str
-    keys: tuple[ExplainedKey, ...]
-    findings: tuple[Problem, ...]
-    memory: NeededMemory | None = None
-
-    @property
-    def has_errors(self) -> bool:
-        """Whether DeepSpeed refuses the config, or trains something else than it says."""
-        return any(finding.severity == "error" for finding in self.findings)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The explanation as plain values, for --json."""
-        return asdict(self)
 
 
 def print_explanation(explanation: Explanation, console: Console) -> None:

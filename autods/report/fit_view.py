@@ -17,7 +17,7 @@ from ..config.settings import KEPT_BY_KERNEL, KEPT_BY_PYTHON
 from ..types import TIERS, Failed, Fit, Outcome, OutOfMemory, Record, Scalar, Tier, TierUse, first_line
 from ..units import format_bytes, format_count
 from .launch import ACCELERATE, DS_CONFIG, DS_CONFIG_HF, DS_CONFIG_REHEARSED, launch_lines
-from .results import Certificate, Checkpoint, ClosestRung, Parity, Report
+from .results.fit import Certificate, CheckpointProof, ClosestRung, FitReport, Parity
 from .serialize import REPORT
 from .text import (
     MARKS,
@@ -42,7 +42,7 @@ _MOST_IMPORTANCES = 3
 Row = TypeVar("Row")
 
 
-def print_fit(report: Report, console: Console, *, verbose: bool = False) -> None:
+def print_fit(report: FitReport, console: Console, *, verbose: bool = False) -> None:
     """Print the answer and the ladder, and with `verbose` also why, the certificate and all ways to launch.
 
     It needs nothing but the report, so a finished fit can be shown again.
@@ -70,7 +70,7 @@ def print_fit(report: Report, console: Console, *, verbose: bool = False) -> Non
         console.print(Text.assemble((f"  {name:<10}  ", "cyan"), command), soft_wrap=True)
 
 
-def _print_answer(report: Report, console: Console) -> None:
+def _print_answer(report: FitReport, console: Console) -> None:
     """Four lines: the config, its speed, its memory, and how to use it; or what is missing."""
     effort = (f"  ({describe_effort(report)})", "dim")
     if report.status == "nothing_fits":
@@ -83,7 +83,7 @@ def _print_answer(report: Report, console: Console) -> None:
     console.print(Text.assemble(("  use it  ", "cyan"), command), soft_wrap=True)  # a whole line, to be copied
 
 
-def describe_effort(report: Report) -> str:
+def describe_effort(report: FitReport) -> str:
     """'12 trials, 4 min'; of a rehearsal also that it proves nothing, and what a real fit would take."""
     effort = f"{len(report.trials)} trials, {format_seconds(report.seconds)}"
     if report.question.rehearsed_on is None:
@@ -94,7 +94,7 @@ def describe_effort(report: Report) -> str:
     return f"{effort}; a real fit and its certificate would take about {format_seconds(report.real_fit_seconds)}"
 
 
-def describe_claim(report: Report) -> str:
+def describe_claim(report: FitReport) -> str:
     """What the fit says of its rung: it is the fastest, or the first that fits where the others were not raced."""
     raced = report.question.stop == "fastest"
     if report.question.rehearsed_on is not None:
@@ -103,7 +103,7 @@ def describe_claim(report: Report) -> str:
     return "is the fastest that fits" if raced else "fits, the first rung tried that does"
 
 
-def answer_rows(report: Report) -> list[tuple[str, Text]]:
+def answer_rows(report: FitReport) -> list[tuple[str, Text]]:
     """The config that fits, its speed, its memory and its proof, each with a name."""
     assert report.knobs is not None
     checkpointing = "gradient checkpointing" if report.knobs.checkpointing else "no gradient checkpointing"
@@ -121,7 +121,7 @@ def answer_rows(report: Report) -> list[tuple[str, Text]]:
     return rows
 
 
-def _describe_speed(report: Report) -> str:
+def _describe_speed(report: FitReport) -> str:
     """'9.73 samples/s, 623 tokens/s: 4.94 × the first rung that fitted (zero3, micro batch 1)'."""
     assert report.throughput is not None
     rate, tokens = report.throughput.samples_per_second, report.throughput.tokens_per_second
@@ -143,7 +143,7 @@ def _describe_proof(certificate: Certificate) -> Text:
     return Text(f"certificate incomplete: {', '.join(certificate.not_checked[:1])}", style="yellow")
 
 
-def _print_ladder(report: Report, console: Console, *, verbose: bool) -> None:
+def _print_ladder(report: FitReport, console: Console, *, verbose: bool) -> None:
     """The table of rungs. With `verbose` the reasons for each, for the variants that raced, and the communication."""
     wide = console.width >= WIDE_FIT
     console.print(ladder_table(report, wide=wide))
@@ -175,7 +175,7 @@ def _print_ladder(report: Report, console: Console, *, verbose: bool) -> None:
             console.print()
 
 
-def describe_question(report: Report) -> str:
+def describe_question(report: FitReport) -> str:
     """'gpt, 32.6M parameters, on 2 cpu ranks × 416.0 MiB'; unknown parts are left out."""
     question = report.question
     facts = [f"{format_count(question.parameters)} parameters"] if question.parameters else []
@@ -191,7 +191,7 @@ def describe_question(report: Report) -> str:
 # The ladder.
 
 
-def ladder_table(report: Report, *, wide: bool) -> Table:
+def ladder_table(report: FitReport, *, wide: bool) -> Table:
     """A row a rung: its outcome, memory and speed, and in a `wide` table the reason."""
     table = plain_table(expand=wide)
     table.add_column("rung", no_wrap=True)
@@ -201,14 +201,18 @@ def ladder_table(report: Report, *, wide: bool) -> Table:
     if wide:
         table.add_column("why", ratio=1)
     on_trial = {record.trial.rung for record in report.trials}
-    refused = {row["rung"]: row for row in report.forecast if row["verdict"] == "cannot_fit" and row.get("device")}
+    refused = {
+        forecast.rung: forecast.memory["device"]
+        for forecast in report.forecast
+        if forecast.verdict == "cannot_fit" and "device" in forecast.memory
+    }
     reasons = _reasons(report)
     for rung, row in ladder_rows(report).items():
         winner = report.status == "fit" and rung == report.rung
         memory, rate = Text(), Text()
         if rung in refused and rung not in on_trial:
-            mark, device = MARKS["cannot_fit"], refused[rung]["device"]
-            use = TierUse(peak_bytes=device["peak_bytes"], limit_bytes=device["limit_bytes"])
+            mark, device = MARKS["cannot_fit"], refused[rung]
+            use = TierUse(peak_bytes=device.peak_bytes, limit_bytes=device.limit_bytes)
             memory = _memory_line("device", use, sign="~")
         elif isinstance(row, str):
             mark = MARKS["skipped"]
@@ -223,7 +227,7 @@ def ladder_table(report: Report, *, wide: bool) -> Table:
     return table
 
 
-def ladder_rows(report: Report) -> dict[str, Record | str]:
+def ladder_rows(report: FitReport) -> dict[str, Record | str]:
     """Return the most telling trial of each rung, or why it was skipped, in the ladder's order."""
 
     def order(record: Record) -> tuple[bool, bool, float]:
@@ -239,7 +243,7 @@ def ladder_rows(report: Report) -> dict[str, Record | str]:
     return _in_ladder_order(report, rows)
 
 
-def _in_ladder_order(report: Report, rows: Mapping[str, Row]) -> dict[str, Row]:
+def _in_ladder_order(report: FitReport, rows: Mapping[str, Row]) -> dict[str, Row]:
     places = {rung: place for place, rung in enumerate(report.question.ladder)}
     return dict(sorted(rows.items(), key=lambda row: places.get(row[0], len(places))))
 
@@ -248,7 +252,7 @@ def _has_failed(row: Record | str) -> bool:
     return isinstance(row, Record) and isinstance(row.outcome, Failed)
 
 
-def _memory(report: Report, outcome: Outcome, winner: bool) -> Text:
+def _memory(report: FitReport, outcome: Outcome, winner: bool) -> Text:
     """One line a tier. A rung that ran out shows the least that it would have needed."""
     match outcome:
         case Fit():
@@ -267,7 +271,7 @@ def _memory_line(tier: Tier, use: TierUse, *, sign: str = " ") -> Text:
     return Text.assemble((f"{tier:<7}", "dim"), sign, format_use(use))
 
 
-def _reasons(report: Report) -> dict[str, str]:
+def _reasons(report: FitReport) -> dict[str, str]:
     """Each rung with the search's reason for it, else with the outcome of its trial."""
     return {
         rung: report.reasons.get(rung) or (row if isinstance(row, str) else format_outcome(row.outcome))
@@ -278,7 +282,7 @@ def _reasons(report: Report) -> dict[str, str]:
 # Communication.
 
 
-def communication_lines(report: Report) -> Iterator[tuple[str, Text]]:
+def communication_lines(report: FitReport) -> Iterator[tuple[str, Text]]:
     """A line for each rung: the bytes that a rank sends in an optimizer step, and their share of its time.
 
     The trial of a rung is the fastest one with timed collectives, or else the fastest.
@@ -306,7 +310,7 @@ def communication_lines(report: Report) -> Iterator[tuple[str, Text]]:
 # The winner.
 
 
-def _winner_facts(report: Report) -> Iterator[tuple[str, RenderableType]]:
+def _winner_facts(report: FitReport) -> Iterator[tuple[str, RenderableType]]:
     assert report.knobs is not None
     yield "batch", Text(report.reasons.get("batch") or format_batch(report.knobs, report.question.gpus))
     if report.throughput:
@@ -382,7 +386,7 @@ def certificate_lines(certificate: Certificate) -> Iterator[tuple[str, Text]]:
             yield "" if number else name, Text(sentence, style=style)
 
 
-def _checkpoint(checkpoint: Checkpoint) -> Iterator[str]:
+def _checkpoint(checkpoint: CheckpointProof) -> Iterator[str]:
     size, save_s, load_s = checkpoint.bytes, checkpoint.save_s, checkpoint.load_s
     saved = "saved" if size is None else f"{format_bytes(size)} saved"
     yield saved if save_s is None else f"{saved} in {format_seconds(save_s)}"
@@ -417,7 +421,7 @@ def _apart(difference: float, tolerance: float) -> str:
 # Nothing fits.
 
 
-def describe_shortage(report: Report) -> str:
+def describe_shortage(report: FitReport) -> str:
     """'zero3-nvme comes closest, at least 61.2 MiB of device memory are missing'."""
     closest = report.closest
     if closest is None:
@@ -429,7 +433,7 @@ def describe_shortage(report: Report) -> str:
     return f"{closest.rung} comes closest, {missing} are missing"
 
 
-def remedies(report: Report) -> Iterator[str]:
+def remedies(report: FitReport) -> Iterator[str]:
     """Ways to make something fit, the surest first."""
     yield from dict.fromkeys(
         f"{record.trial.rung} ran out of {record.outcome.tier} memory: {first_line(record.outcome.advice)}"
@@ -452,7 +456,7 @@ def remedies(report: Report) -> Iterator[str]:
     yield "a smaller workload: a shorter sequence in build_batch, or a smaller model"
 
 
-def _more_memory(report: Report, closest: ClosestRung, missing: int) -> str:
+def _more_memory(report: FitReport, closest: ClosestRung, missing: int) -> str:
     limit = report.question.device_bytes
     if closest.tier != "device" or limit is None:
         return f"{format_bytes(missing)} more {closest.tier} memory"

@@ -16,7 +16,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from ..forecast.values import Interval
+from ..forecast.values import RungForecast
 from ..system.host import Hardware
 from ..system.processes import read_tail
 from ..types import Fit, Record
@@ -96,22 +96,23 @@ def place_on_bar(share: float) -> float:
 
 
 def stack_memory(
-    device: Mapping[str, Any],
+    forecast: RungForecast,
     *,
     micro_batch: int | None = None,
     measured_bytes: int | None = None,
     limit_bytes: int | None = None,
 ) -> StackedBar:
-    """The bar of a rung's device memory, as `serialize.rung_to_dict` has it, and the peak that a trial measured.
+    """The bar of a rung's device memory, and the peak that a trial measured.
 
     Where `micro_batch` is given, its text begins with that. The bar is 1.2 times as long as the limit, or holds all.
     `limit_bytes` is that of the trial; without one it is the forecast's, and without that the peak.
     """
-    peak = int(device["peak_bytes"])
-    limit = limit_bytes or device.get("limit_bytes") or peak or 1
-    sizes = {kind: int((device.get("breakdown") or {}).get(kind, 0)) for kind in MEMORY_KINDS}
+    device = forecast.memory["device"]
+    peak = device.peak_bytes
+    limit = limit_bytes or device.limit_bytes or peak or 1
+    sizes = {kind: forecast.breakdown.get(kind, 0) for kind in MEMORY_KINDS}
     sizes["outside"] = max(0, peak - sum(sizes.values()))
-    whole: float = max(_BEYOND * limit, int(device["high_bytes"]), measured_bytes or 0)
+    whole: float = max(_BEYOND * limit, device.high_bytes, measured_bytes or 0)
 
     def place(size: float) -> float:
         return round(100 * size / whole, 1)
@@ -122,7 +123,7 @@ def stack_memory(
         left, right = place(end - size), place(end)
         text = f"{MEMORY_KINDS[kind]}: {format_bytes(size)}"
         segments.append(Segment(left=left, width=round(right - left, 1), colour=colour, text=text))
-    text = str(Interval(low_bytes=device["low_bytes"], peak_bytes=peak, high_bytes=device["high_bytes"]))
+    text = str(device)
     if limit != peak:
         text += f" of {format_bytes(limit)}"
     if micro_batch is not None:
@@ -132,8 +133,8 @@ def stack_memory(
     return StackedBar(
         text=text,
         segments=tuple(segment for segment in segments if segment.width > 0),
-        low=place(device["low_bytes"]),
-        high=place(device["high_bytes"]),
+        low=place(device.low_bytes),
+        high=place(device.high_bytes),
         limit=place(limit),
         mark=None if measured_bytes is None else place(measured_bytes),
     )
@@ -143,7 +144,7 @@ def stack_memory(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class ChartPoint:
     """A point of a chart at (x, y), in the chart's units, with its words."""
 
     x: float
@@ -157,7 +158,7 @@ class Series:
 
     name: str
     colour: int
-    points: tuple[Point, ...]
+    points: tuple[ChartPoint, ...]
     has_line: bool = True
 
     @property
@@ -210,7 +211,7 @@ def draw_chart(
             name=name,
             colour=number % 8,
             points=tuple(
-                Point(x=x(place), y=y(value), text=f"{name}, {x_name} {place}: {format_value(value)}")
+                ChartPoint(x=x(place), y=y(value), text=f"{name}, {x_name} {place}: {format_value(value)}")
                 for place, value in sorted(points.items())
             ),
             has_line=name != without_line,

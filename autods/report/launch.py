@@ -11,7 +11,7 @@ from typing import Any
 
 from ..config.deepspeed import enabled_half_precision, get_key, is_default_optimizer, required_ops
 from ..workload.script_source import ScriptLaunch, has_placeholder
-from .results import Report
+from .results.fit import FitReport
 
 DS_CONFIG = "ds_config.json"
 DS_CONFIG_HF = "ds_config_hf.json"  # with "auto" for the keys that the HF Trainer fills in
@@ -44,7 +44,7 @@ _TRAINER_ARGUMENTS = {
 }
 
 
-def launch_lines(report: Report) -> Iterator[tuple[str, str]]:
+def launch_lines(report: FitReport) -> Iterator[tuple[str, str]]:
     """The lines with which a user starts the training, each with a name. A line is whole, so that it can be copied."""
     assert report.knobs is not None
     if report.question.rehearsed_on is not None:
@@ -79,7 +79,7 @@ def launch_lines(report: Report) -> Iterator[tuple[str, str]]:
         yield "note", f"on CPU ranks it fails at {', '.join(report.question.stood_in)}; trials did without"
 
 
-def launch_commands(report: Report) -> dict[str, str]:
+def launch_commands(report: FitReport) -> dict[str, str]:
     """The whole command line of each launcher. `train.py` stands for the user's script where the workload is none.
 
     The placeholders of a script's command line are filled. DS_ACCELERATOR=cpu keeps DeepSpeed on CPU ranks where there
@@ -110,7 +110,7 @@ def launch_commands(report: Report) -> dict[str, str]:
     return {name: environment + shlex.join((*line, *_program(report, name))) for name, line in launchers.items()}
 
 
-def _deepspeed_resources(report: Report, per_node: str) -> tuple[str, ...]:
+def _deepspeed_resources(report: FitReport, per_node: str) -> tuple[str, ...]:
     """The deepspeed launcher's options. HOSTFILE has a line 'NODE slots=N' for each node."""
     option = "--num_accelerators" if report.on_cpu else "--num_gpus"
     if report.question.nodes > 1:
@@ -122,7 +122,7 @@ def _deepspeed_resources(report: Report, per_node: str) -> tuple[str, ...]:
     return ("--include", f"localhost:{','.join(map(str, cards))}")
 
 
-def _program(report: Report, launcher: str) -> tuple[str, ...]:
+def _program(report: FitReport, launcher: str) -> tuple[str, ...]:
     """The script with its arguments filled in."""
     script = report.question.script
     if script is None:  # accelerate's own file names the config
@@ -138,7 +138,7 @@ def _program(report: Report, launcher: str) -> tuple[str, ...]:
     return (*program, *fill_placeholders(script.argv, values), *sizes)
 
 
-def _placeholder_values(report: Report) -> dict[str, object]:
+def _placeholder_values(report: FitReport) -> dict[str, object]:
     """What the placeholders of a script's command line stand for in the fastest config."""
     assert report.knobs is not None
     kind = None if report.question.script is None else report.question.script.kind
@@ -169,7 +169,7 @@ def fill_placeholders(arguments: Sequence[str], values: Mapping[str, object]) ->
     )
 
 
-def trainer_arguments(report: Report, config_path: str) -> tuple[str, ...]:
+def trainer_arguments(report: FitReport, config_path: str) -> tuple[str, ...]:
     """The `TrainingArguments` that go with the config, as a command line has them."""
     assert report.knobs is not None
     assert report.ds_config is not None
@@ -198,7 +198,7 @@ def _user_settings(ds_config: Mapping[str, Any]) -> Iterator[str]:
         yield from ("--adam_beta1", str(betas[0]), "--adam_beta2", str(betas[1]))
 
 
-def accelerate_yaml(report: Report, config_path: str) -> str:
+def accelerate_yaml(report: FitReport, config_path: str) -> str:
     """The file for `accelerate launch --config_file`, which points to the config.
 
     With a deepspeed_config_file accelerate refuses settings that the config already has: stage, offload, accumulation,

@@ -16,10 +16,22 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config.catalogue import ASKED, HERE
-from ..events import Event, Note, SearchStarted, TrialFinished, TrialForecasted, TrialMoved, TrialStarted
+from ..events import (
+    AttemptStarted,
+    Event,
+    Note,
+    RankPrinted,
+    RunEvent,
+    SearchStarted,
+    StepDone,
+    TrialFinished,
+    TrialForecasted,
+    TrialMoved,
+    TrialStarted,
+)
 from ..forecast.values import ForecastEvent, RungFinished, RungForecast, SimulationStarted
 from ..types import Skipped, Trial
-from ..units import escape_controls
+from ..units import escape_controls, format_bytes
 from .fit_progress import FitState, advance, describe_status, describe_trial, render_search, render_status
 from .plan_view import rung_table
 from .rank_logs import RankLogs
@@ -37,6 +49,7 @@ _QUIET_S, _QUIET_AGAIN_S = 25.0, 60.0  # without a line, where nothing is redraw
 _LOOK_EVERY_S = 1.0
 _DRAWS_PER_S = 4  # a drawing takes 5 ms, which trials on CPU ranks must not feel
 _LOGS_EVERY_S = 0.5
+_STEP_LINE_EVERY_S = 10.0  # of a real run
 
 
 class LiveView:
@@ -107,7 +120,7 @@ def announced(subject: str) -> Iterator[None]:
         over.set()
 
 
-class Progress(LiveView):
+class TrialProgress(LiveView):
     """An `events.Listener` and a context manager.
 
     On a terminal it prints finished trials as lines. Below them it draws the rungs of a fit, the best so far, the
@@ -260,3 +273,58 @@ class PlanProgress(LiveView):
             return self._spinner
         table = rung_table(rows.values(), best=None, width=min(self._console.width, WIDEST_LIVE_TABLE))
         return Group(table, self._spinner)
+
+
+class RunProgress:
+    """A listener of a run and a context manager: the fit's progress, then what rank 0 prints, and steps now and then.
+
+    Everything goes to standard error.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._fit: TrialProgress | None = None
+        self._steps: int | None = None
+        self._said_s = 0.0
+
+    def __enter__(self) -> Self:
+        self._fit = TrialProgress(self._console)
+        self._fit.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._fit is not None:
+            self._fit.__exit__(*error)
+            self._fit = None
+
+    def __call__(self, event: RunEvent) -> None:
+        match event:
+            case AttemptStarted():
+                self.__exit__(None, None, None)
+                self._steps, self._said_s = event.steps, 0.0
+            case RankPrinted(text=text):
+                self._print(text)
+            case StepDone():
+                self._print_step(event)
+            case Note(text=text) if self._fit is None:
+                self._print(f"autods: {text}")
+            case _:
+                if self._fit is not None:
+                    self._fit(event)
+
+    def _print_step(self, event: StepDone) -> None:
+        now = time.monotonic()
+        self._steps = event.steps if event.steps is not None else self._steps
+        if now - self._said_s < _STEP_LINE_EVERY_S and event.step != self._steps:
+            return
+        self._said_s = now
+        parts = [f"step {event.step:,}" + (f" of {self._steps:,}" if self._steps is not None else "")]
+        if event.loss is not None:
+            parts.append(f"loss {event.loss:.4g}")
+        parts.append(f"{event.seconds:.3g} s")
+        if event.device_peak_bytes is not None:
+            parts.append(f"device {format_bytes(event.device_peak_bytes)}")
+        self._print(f"autods: {', '.join(parts)}")
+
+    def _print(self, text: str) -> None:
+        self._console.print(escape_controls(text), markup=False, highlight=False, soft_wrap=True)

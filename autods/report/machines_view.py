@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ..units import format_bytes, format_count
 from .plan_speed import explain_no_time, format_cost, format_days, format_money, format_speed
-from .results import Forecast, SiteForecast, Training, forecast_training
+from .results.plan import PlanReport, SiteForecast, Training, forecast_training
 from .text import (
     MARKS,
     PLAN_WITH_BARS,
@@ -25,7 +25,7 @@ from .text import (
 )
 
 
-def print_machines(forecast: Forecast, console: Console) -> None:
+def print_machines(forecast: PlanReport, console: Console) -> None:
     """Print the table, the answer and what follows from it."""
     console.print(machines_table(forecast, width=console.width))
     enough = forecast.smallest_enough
@@ -35,7 +35,7 @@ def print_machines(forecast: Forecast, console: Console) -> None:
     console.print(bullets(compare_machines(forecast)))
 
 
-def machines_table(forecast: Forecast, *, width: int) -> Table:
+def machines_table(forecast: PlanReport, *, width: int) -> Table:
     """A row a machine, ranked. Wider terminals get what bounds the step, and then the memory with its reason.
 
     A cell has two lines, such as a rate and its interval, so that nothing is cut at 80 columns.
@@ -64,7 +64,7 @@ def machines_table(forecast: Forecast, *, width: int) -> Table:
     return table
 
 
-def _cells(forecast: Forecast, site: SiteForecast) -> list[RenderableType]:
+def _cells(forecast: PlanReport, site: SiteForecast) -> list[RenderableType]:
     name = Text(f"{site.site.machine.name}\n{format_ranks_of_site(site)}")
     rung = site.best or (site.rungs[-1] if site.rungs else None)
     if rung is None:
@@ -99,13 +99,13 @@ def _with_bounds(value: str, low: float, high: float) -> str:
     return f"{value}\n{'–'.join(format_count(bound) if bound >= 1000 else format_rate(bound) for bound in (low, high))}"
 
 
-def _training(forecast: Forecast, site: SiteForecast) -> Training | None:
+def _training(forecast: PlanReport, site: SiteForecast) -> Training | None:
     if forecast.tokens is None or site.best is None or site.best.speed is None:
         return None
     return forecast_training(site.site, site.best.speed, forecast.tokens)
 
 
-def describe_machines_answer(forecast: Forecast) -> str:
+def describe_machines_answer(forecast: PlanReport) -> str:
     """'a100-80gb is the smallest that is enough: zero2 on 8 bf16; h100-80gb is the fastest: 70,100 tokens/s'."""
     enough = forecast.smallest_enough
     if enough is None:
@@ -119,7 +119,7 @@ def describe_machines_answer(forecast: Forecast) -> str:
     return f"{answer}; {fastest.site.machine.name} is the fastest: {rate} with {fastest.best_rung}"
 
 
-def compare_machines(forecast: Forecast) -> Iterator[str]:
+def compare_machines(forecast: PlanReport) -> Iterator[str]:
     """What follows: the duration and the cost of a training, machines without a time, the command for one of them."""
     ranked = [site for site in forecast.ranked_sites if site.best is not None]
     trainings = [(site, training) for site in ranked if (training := _training(forecast, site)) is not None]

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from ..types import TIERS, Fit
 from ..units import format_bytes
 from . import fit_view
-from .results import Report
+from .results.fit import FitReport
 from .text import format_outcome, format_rate, format_use
 
 
-def to_markdown(reports: Sequence[Report]) -> str:
+def to_markdown(reports: Sequence[FitReport]) -> str:
     """A table with a column for each fit, and below it the ladder of each."""
-    rows: tuple[tuple[str, Callable[[Report], str]], ...] = (
+    rows: tuple[tuple[str, Callable[[FitReport], str]], ...] = (
         ("asked", fit_view.describe_question),
         ("answer", lambda report: report.rung or f"nothing fits: {fit_view.describe_shortage(report)}"),
         ("batch", _describe_batch),
@@ -45,24 +45,24 @@ def escape(text: str) -> str:
     return " ".join(text.split())
 
 
-def _describe_batch(report: Report) -> str:
+def _describe_batch(report: FitReport) -> str:
     if report.knobs is None:
         return ""
     checkpointing = "on" if report.knobs.checkpointing else "off"
     return f"{report.knobs.micro_batch} × {report.knobs.accumulation}, checkpointing {checkpointing}"
 
 
-def _describe_memory(report: Report) -> str:
+def _describe_memory(report: FitReport) -> str:
     return ", ".join(f"{tier} {format_use(report.memory[tier])}" for tier in TIERS if tier in report.memory)
 
 
-def _describe_certificate(report: Report) -> str:
+def _describe_certificate(report: FitReport) -> str:
     if report.question.rehearsed_on is not None:
         return "not proven: a rehearsal"
     return "" if report.certificate is None else str(fit_view.certificate_headline(report.certificate)).strip()
 
 
-def _ladder_rows(report: Report) -> list[str]:
+def _ladder_rows(report: FitReport) -> list[str]:
     lines = []
     for rung, row in fit_view.ladder_rows(report).items():
         if isinstance(row, str):

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..forecast.values import RungForecast
 from ..types import TIERS, Failed, Fit, OutOfMemory, Record, Tier, TierUse
 from ..units import format_bytes
 from . import fit_view
@@ -27,7 +28,7 @@ from .html_parts import (
     stack_memory,
 )
 from .launch import launch_lines
-from .results import Report
+from .results.fit import FitReport
 from .serialize import write_whole
 from .text import TIER_NAMES, format_outcome, format_rate, format_seconds
 
@@ -43,7 +44,7 @@ class Bar:
     share: float
 
 
-def render_page(report: Report, folder: Path | None = None) -> str:
+def render_page(report: FitReport, folder: Path | None = None) -> str:
     """The page of a report. `folder` is that of the fit, whose logs are quoted; None leaves them out."""
     fits = report.status == "fit"
     certificate = report.certificate
@@ -75,14 +76,14 @@ def render_page(report: Report, folder: Path | None = None) -> str:
     )
 
 
-def write_page(report: Report, folder: Path) -> Path:
+def write_page(report: FitReport, folder: Path) -> Path:
     """Write the page into the folder of the fit; return its path. Raises the error of `errors.make_write_error`."""
     path = folder / PAGE
     write_whole(path, render_page(report, folder))
     return path
 
 
-def _headline(report: Report) -> str:
+def _headline(report: FitReport) -> str:
     if report.status == "nothing_fits":
         return f"Nothing fits: {fit_view.describe_shortage(report)}"
     return f"{report.rung} {fit_view.describe_claim(report)}"
@@ -91,15 +92,15 @@ def _headline(report: Report) -> str:
 # The ladder.
 
 
-def _ladder(report: Report) -> Iterator[dict[str, Any]]:
+def _ladder(report: FitReport) -> Iterator[dict[str, Any]]:
     """A row a rung: name, outcome, measured peaks, the forecast by kind, samples a second and the reason."""
-    forecasts = {row["rung"]: row for row in report.forecast}
+    forecasts = {forecast.rung: forecast for forecast in report.forecast}
     for rung, row in fit_view.ladder_rows(report).items():
-        forecast = forecasts.get(rung, {})
+        forecast = forecasts.get(rung)
         cells: dict[str, Any] = {"rung": rung, "wins": rung == report.rung, "bars": [], "rate": ""}
-        cells["stack"] = _stack(report, rung, forecast) if forecast.get("device") else None
+        cells["stack"] = None if forecast is None or "device" not in forecast.memory else _stack(report, forecast)
         if isinstance(row, str):
-            kind = "cannot fit" if forecast.get("verdict") == "cannot_fit" else "skipped"
+            kind = "cannot fit" if forecast is not None and forecast.verdict == "cannot_fit" else "skipped"
             yield cells | {"kind": kind, "reason": row}
             continue
         outcome = row.outcome
@@ -111,24 +112,24 @@ def _ladder(report: Report) -> Iterator[dict[str, Any]]:
         }
 
 
-def _format_row_rate(report: Report, row: Record) -> str:
+def _format_row_rate(report: FitReport, row: Record) -> str:
     """The speed of a row's trial; for the winner that of the answer, where several trials of it were measured."""
     if row.trial.rung == report.rung and report.throughput is not None:
         return format_rate(report.throughput.samples_per_second)
     return format_rate(row.outcome.samples_per_second) if isinstance(row.outcome, Fit) else ""
 
 
-def _stack(report: Report, rung: str, forecast: Mapping[str, Any]) -> StackedBar:
+def _stack(report: FitReport, forecast: RungForecast) -> StackedBar:
     """The forecast of a rung's first trial, and what that trial measured if it fitted."""
     use = None
     for record in report.trials:
         trial = record.trial
-        if trial.rung == rung and trial.purpose == "walk" and trial.knobs.micro_batch == forecast["micro_batch"]:
+        if trial.rung == forecast.rung and trial.purpose == "walk" and trial.knobs.micro_batch == forecast.micro_batch:
             use = record.outcome.memory.get("device") if isinstance(record.outcome, Fit) else None
             break
     return stack_memory(
-        forecast["device"],
-        micro_batch=forecast["micro_batch"],
+        forecast,
+        micro_batch=forecast.micro_batch,
         measured_bytes=None if use is None else use.peak_bytes,
         limit_bytes=None if use is None else use.limit_bytes,
     )
@@ -152,11 +153,11 @@ def _bars(outcome: Fit | OutOfMemory | Failed) -> Iterator[Bar]:
 # The charts.
 
 
-def _speed_chart(report: Report) -> Chart | None:
+def _speed_chart(report: FitReport) -> Chart | None:
     return _chart("samples/s by micro batch", report, lambda fit: fit.samples_per_second, format_rate)
 
 
-def _memory_chart(report: Report) -> Chart | None:
+def _memory_chart(report: FitReport) -> Chart | None:
     def device_bytes(fit: Fit) -> float:
         use = fit.memory.get("device")
         return float(use.peak_bytes or 0) if use is not None else 0.0
@@ -165,7 +166,7 @@ def _memory_chart(report: Report) -> Chart | None:
 
 
 def _chart(
-    title: str, report: Report, read: Callable[[Fit], float], format_value: Callable[[float], str]
+    title: str, report: FitReport, read: Callable[[Fit], float], format_value: Callable[[float], str]
 ) -> Chart | None:
     """A line for each rung over its measured micro batches, with and without checkpointing; None for one size."""
     values: dict[str, dict[int, float]] = {}
@@ -177,7 +178,7 @@ def _chart(
     return draw_chart(title, values, format_value)
 
 
-def _tuning_chart(report: Report) -> Chart | None:
+def _tuning_chart(report: FitReport) -> Chart | None:
     """Each trial of tuning that fitted, and the best of those so far; None for fewer than two."""
     by_memory = report.question.objective == "memory"
     measured: dict[int, float] = {}
@@ -210,9 +211,13 @@ def _timeline(records: Sequence[Record]) -> Iterator[dict[str, Any]]:
         began += record.seconds
 
 
-def _forecasts(report: Report) -> Iterator[tuple[str, str, str, str]]:
+def _forecasts(report: FitReport) -> Iterator[tuple[str, str, str, str]]:
     """(rung, forecast, measured, difference) of the device's peak at micro batch 1."""
-    peaks = {row["rung"]: row["device"]["peak_bytes"] for row in report.forecast if row.get("device")}
+    peaks = {
+        forecast.rung: forecast.memory["device"].peak_bytes
+        for forecast in report.forecast
+        if "device" in forecast.memory
+    }
     for record in report.trials:
         use = record.outcome.memory.get("device") if isinstance(record.outcome, Fit) else None
         rung = record.trial.rung

@@ -19,14 +19,14 @@ from .plan_view import (
     describe_workload,
     suggestions,
 )
-from .results import Forecast, SiteForecast, forecast_training
-from .serialize import rung_to_dict, write_whole
+from .results.plan import PlanReport, SiteForecast, forecast_training
+from .serialize import write_whole
 from .text import MARKS, TIER_NAMES, format_predicted, format_seconds
 
 _CLASSES = {"fits": "good", "tight": "fair", "cannot_fit": "bad", "not_applicable": "dim"}
 
 
-def render_plan_page(forecast: Forecast) -> str:
+def render_plan_page(forecast: PlanReport) -> str:
     """The page of a plan, with a section for each machine."""
     several = len(forecast.sites) > 1
     answer = describe_machines_answer(forecast) if several else describe_site_answer(forecast.sites[0])
@@ -39,17 +39,17 @@ def render_plan_page(forecast: Forecast) -> str:
         several=several,
         compared=list(compare_machines(forecast)) if several else [],
         sites=[_site(forecast, site) for site in forecast.sites],
-        assumed=list(forecast.all_assumed),
+        assumed=list(forecast.assumed),
         facts=sorted(forecast.versions.items()),
     )
 
 
-def write_plan_page(forecast: Forecast, path: Path) -> None:
+def write_plan_page(forecast: PlanReport, path: Path) -> None:
     """Write the page to a file. Raises the error of `errors.make_write_error`."""
     write_whole(path, render_plan_page(forecast))
 
 
-def _site(forecast: Forecast, site_forecast: SiteForecast) -> dict[str, Any]:
+def _site(forecast: PlanReport, site_forecast: SiteForecast) -> dict[str, Any]:
     site = site_forecast.site
     name = site.machine.name
     return {
@@ -62,13 +62,12 @@ def _site(forecast: Forecast, site_forecast: SiteForecast) -> dict[str, Any]:
     }
 
 
-def _rung(forecast: Forecast, site_forecast: SiteForecast, rung: RungForecast) -> dict[str, Any]:
-    device = rung_to_dict(rung, site_forecast.site.ranks_per_node)["device"]
+def _rung(forecast: PlanReport, site_forecast: SiteForecast, rung: RungForecast) -> dict[str, Any]:
     return {
         "rung": rung.rung,
         "verdict": MARKS[rung.verdict].word,
         "class": _CLASSES[rung.verdict],
-        "stack": stack_memory(device) if device is not None else None,
+        "stack": stack_memory(rung) if "device" in rung.memory else None,
         "tiers": list(_other_tiers(rung)),
         "phases": [(phase, format_bytes(rung.by_phase[phase])) for phase in PHASES if phase in rung.by_phase],
         "largest": "" if rung.largest_micro_batch is None else f"{rung.largest_micro_batch:,}",
@@ -77,7 +76,7 @@ def _rung(forecast: Forecast, site_forecast: SiteForecast, rung: RungForecast) -
     }
 
 
-def _speed(forecast: Forecast, site: SiteForecast, rung: RungForecast) -> Iterator[str]:
+def _speed(forecast: PlanReport, site: SiteForecast, rung: RungForecast) -> Iterator[str]:
     """Step time, rate, what the step is spent on, and the duration and cost of a training; nothing without a time."""
     speed = rung.speed
     if speed is None:

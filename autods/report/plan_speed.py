@@ -11,7 +11,7 @@ from ..config.catalogue import HERE
 from ..forecast.predict.step_time import Speed, StepTime
 from ..forecast.values import RungForecast
 from ..units import format_bytes, format_count
-from .results import Forecast, SiteForecast, Training, forecast_training
+from .results.plan import PlanReport, SiteForecast, Training, forecast_training
 from .text import PLAN_WITH_BARS, TIER_NAMES, format_rate, format_share, plain_table
 
 _WORTH_NAMING = 0.1  # of a step
@@ -19,7 +19,7 @@ _WORTH_MENDING = 0.03
 _WITH_DAYS = 150  # columns of a terminal in which both rates, days and cost stand in one line
 
 
-def speed_table(forecast: Forecast, site: SiteForecast, *, width: int) -> RenderableType:
+def speed_table(forecast: PlanReport, site: SiteForecast, *, width: int) -> RenderableType:
     """A row a rung: seconds of an optimizer step, rates of all ranks, what the step is spent on; a line without any.
 
     A narrow terminal gets one rate. With the tokens of a training there are its days, and its cost with a price.
@@ -58,7 +58,7 @@ def _narrow(cell: str | Text, *, with_bounds: bool) -> str | Text:
     return f"{figure}\n({interval}" if with_bounds and bracket else figure
 
 
-def _speed_cells(forecast: Forecast, site: SiteForecast, rung: RungForecast) -> list[str | Text]:
+def _speed_cells(forecast: PlanReport, site: SiteForecast, rung: RungForecast) -> list[str | Text]:
     name, speed = Text(rung.rung, style="bold" if rung.rung == site.best_rung else ""), rung.speed
     if speed is None:
         return [name, *["–"] * 7]
@@ -133,7 +133,7 @@ def format_money(amount: float) -> str:
 # In sentences.
 
 
-def describe_training(forecast: Forecast, site: SiteForecast) -> str | None:
+def describe_training(forecast: PlanReport, site: SiteForecast) -> str | None:
     """'300B tokens take 30.7 (23–39.9) days, 5,890 GPU-hours, and cost …'; None where no training was asked about."""
     if forecast.tokens is None:
         return None

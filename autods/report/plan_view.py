@@ -15,7 +15,7 @@ from ..types import TIERS, TIERS_OF_A_NODE, Tier
 from ..units import format_bytes, format_count
 from .machines_view import print_machines
 from .plan_speed import compare_speeds, describe_training, format_speed, format_spent, speed_table
-from .results import Forecast, SiteForecast
+from .results.plan import PlanReport, SiteForecast
 from .text import (
     BAR_CELLS,
     MARKS,
@@ -44,19 +44,19 @@ _STATUS_STYLES = {"fits": "green", "tight": "yellow", "not_forecast": "yellow", 
 _CLEARLY_LEANER = 0.8  # of the best rung's device memory
 
 
-def print_plan(forecast: Forecast, console: Console) -> None:
+def print_plan(forecast: PlanReport, console: Console) -> None:
     """Print the forecast; it needs nothing but the value."""
     if len(forecast.sites) == 1:
         _print_site(forecast, forecast.sites[0], console)
     else:
         console.print(Text.assemble("\n", (describe_workload(forecast), "bold")))
         print_machines(forecast, console)
-    if assumed := forecast.all_assumed:
+    if assumed := forecast.assumed:
         console.print(Text("\nAssumed", style="bold"))
         console.print(bullets(assumed, style="dim"))
 
 
-def describe_workload(forecast: Forecast) -> str:
+def describe_workload(forecast: PlanReport) -> str:
     """'llama, 6.74B parameters, sequence 2048, checkpointing on'."""
     facts, source = forecast.facts, forecast.source
     target = f" to {source.target_len}" if source.target_len else ""
@@ -70,7 +70,7 @@ def describe_workload(forecast: Forecast) -> str:
 # One machine.
 
 
-def _print_site(forecast: Forecast, site_forecast: SiteForecast, console: Console) -> None:
+def _print_site(forecast: PlanReport, site_forecast: SiteForecast, console: Console) -> None:
     rungs, width = site_forecast.rungs, console.width
     head = f"\n{describe_workload(forecast)}, {describe_site(forecast, site_forecast.site)}"
     console.print(Text(head, style="bold"))
@@ -91,7 +91,7 @@ def _print_site(forecast: Forecast, site_forecast: SiteForecast, console: Consol
     console.print(bullets(suggestions(forecast, site_forecast)))
 
 
-def describe_site(forecast: Forecast, site: Site) -> str:
+def describe_site(forecast: PlanReport, site: Site) -> str:
     """'micro batch 1, bf16: 8 cuda ranks × 80.0 GiB (a100-80gb)'."""
     nodes = f" on {site.nodes} nodes" if site.nodes > 1 else ""
     name = site.machine.title if site.machine.name == HERE else site.machine.name
@@ -180,7 +180,7 @@ def describe_site_answer(site: SiteForecast) -> str:
 # What to do.
 
 
-def suggestions(forecast: Forecast, site: SiteForecast) -> Iterator[str]:
+def suggestions(forecast: PlanReport, site: SiteForecast) -> Iterator[str]:
     """The needs of the neighbouring rungs and what to do next, the most useful first."""
     best, timeline = site.best, forecast.timeline
     if timeline is not None:
@@ -229,7 +229,7 @@ def _may_be_faster(rung: RungForecast, best: RungForecast) -> bool:
     return rung.speed.samples_per_second > best.speed.samples_per_second
 
 
-def _remedies(forecast: Forecast, site: SiteForecast) -> Iterator[str]:
+def _remedies(forecast: PlanReport, site: SiteForecast) -> Iterator[str]:
     """Ways to make something fit, the surest first."""
     forecasts = [rung for rung in site.rungs if rung.memory]
     if not forecasts:

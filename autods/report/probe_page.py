@@ -10,7 +10,7 @@ from ..types import TIERS, Scalar
 from ..units import format_bytes
 from .html_parts import PAGE, Chart, describe_hardware, draw_chart, list_trials, place_on_bar, render
 from .probe_view import describe_question, list_columns, list_conclusions, list_reasons
-from .results import CellResult, ProbeReport
+from .results.probe import CellResult, ProbeReport
 from .serialize import write_whole
 from .text import MARKS, TIER_NAMES, format_rate, format_use
 

@@ -13,7 +13,8 @@ from rich.text import Text
 
 from ..types import TIERS, Scalar, Tier
 from ..units import format_bytes
-from .results import PROBE_CSV, CellResult, ProbeReport
+from .results.probe import CellResult, ProbeReport
+from .serialize import PROBE_CSV
 from .text import MARKS, format_ranks, format_rate, format_seconds, format_value, pairs_grid, plain_table
 
 # Columns that a narrow terminal leaves out, in order.

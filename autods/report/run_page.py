@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..units import format_bytes
 from .html_parts import draw_chart, render
-from .run_view import RunReport, count_noun, describe_attempt, describe_headline
+from .results.run import RunReport, read_steps
+from .run_view import count_noun, describe_attempt, describe_headline
 from .serialize import write_whole
 from .text import format_seconds
 
@@ -62,24 +62,6 @@ def write_run_page(report: RunReport, folder: Path) -> Path:
     path = folder / RUN_PAGE
     write_whole(path, render_run_page(report, folder))
     return path
-
-
-def read_steps(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return the record of each optimizer step of the run in this folder, of a repeated one the last."""
-    steps: dict[int, dict[str, Any]] = {}
-    for row in _read_rows(folder):
-        if isinstance(row, dict) and isinstance(row.get("step"), int) and "loss" in row and "seconds" in row:
-            steps[row["step"]] = row
-    return dict(sorted(steps.items()))
-
-
-def _read_rows(folder: Path) -> Iterator[Any]:
-    attempts = (path for path in folder.glob("attempts/*/steps.jsonl") if path.parent.name.isdigit())
-    for path in sorted(attempts, key=lambda path: int(path.parent.name)):
-        with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
-            for line in file:
-                with contextlib.suppress(ValueError, RecursionError):  # the last line of a killed run may be torn
-                    yield json.loads(line)
 
 
 def _choose_points(values: Mapping[int, Any]) -> dict[int, float]:

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 from ..config.deepspeed import to_lightning_config, to_trainer_config
 from ..errors import InputError, make_write_error
 from ..files import LARGEST_RECORD, describe_file_kind, read_file
-from ..forecast.predict.step_time import Speed
+from ..forecast.predict.step_time import Speed, StepTime
 from ..forecast.values import PHASES, RungForecast, TierForecast
 from ..schema import read_as, read_known
 from ..types import TIERS, TIERS_OF_A_NODE, Record, Tier, TierUse
@@ -30,26 +30,18 @@ from .launch import (
     launch_commands,
     trainer_arguments,
 )
-from .results import (
-    PROBE,
-    PROBE_CSV,
-    Capacity,
-    CellResult,
-    Forecast,
-    ProbeReport,
-    Ratio,
-    Report,
-    SiteForecast,
-    forecast_training,
-)
+from .results.fit import FitReport
+from .results.plan import PlanReport, SiteForecast, forecast_training
+from .results.probe import Capacity, CellResult, ProbeReport, Ratio
+from .results.run import RunReport
 
-REPORT = "report.json"
+REPORT, PROBE, PROBE_CSV, RUN = "report.json", "probe.json", "probe.csv", "run.json"
 SO_FAR = "ds_config_so_far.json"
-Finished = TypeVar("Finished", Report, ProbeReport)
+Finished = TypeVar("Finished", FitReport, ProbeReport)
 _MEASURE: Any = Literal["samples", "tokens"]  # of a probe's ratios
 
 
-def to_dict(report: Report) -> dict[str, Any]:
+def to_dict(report: FitReport) -> dict[str, Any]:
     """Plain JSON values for report.json. Every key is present; unknown values are null.
 
     `rehearsed` tells that the simulated GPU answered the trials, so that nothing is proven.
@@ -58,12 +50,13 @@ def to_dict(report: Report) -> dict[str, Any]:
     if report.ds_config is not None and report.knobs is not None and not rehearsed:
         arguments = trainer_arguments(report, str(Path(report.out) / DS_CONFIG_HF))
         launch = {**launch_commands(report), "trainer_arguments": list(arguments)}
-    row = _plain(report)
+    row = _plain(replace(report, forecast=()))
+    row["forecast"] = [rung_to_dict(forecast, report.question.ranks_per_node) for forecast in report.forecast]
     nothing = {name: row[name] or {} for name in ("certificate", "hardware")}
     return {**row, **nothing, "rehearsed": rehearsed, "memory": _all_tiers(report.memory), "launch": launch}
 
 
-def from_dict(data: Mapping[str, Any]) -> Report:
+def from_dict(data: Mapping[str, Any]) -> FitReport:
     """The inverse of `to_dict`. Unknown keys are dropped. Raises InputError when `data` is not a report."""
     try:
         memory = {tier: use for tier, use in data["memory"].items() if use}
@@ -71,13 +64,14 @@ def from_dict(data: Mapping[str, Any]) -> Report:
         certificate = dict(data["certificate"])
         if (parity := certificate.get("parity")) and parity["largest_difference"] is None:  # JSON has no infinity
             certificate["parity"] = {**parity, "largest_difference": math.inf}
-        values = {"memory": memory, "trials": trials, "certificate": certificate or None}
-        return read_known(Report, {**data, **values, "hardware": data["hardware"] or None})
+        values = {"memory": memory, "trials": trials, "certificate": certificate or None, "forecast": ()}
+        report = read_known(FitReport, {**data, **values, "hardware": data["hardware"] or None})
+        return replace(report, forecast=tuple(_rung_from_row(row) for row in data["forecast"]))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise InputError(f"is not the report of a fit: {error!r}", hint="start over with --fresh") from None
 
 
-def write(report: Report, folder: Path) -> None:
+def write(report: FitReport, folder: Path) -> None:
     """Write `report.json` and, when something fits, the configs. Each file is written whole or not at all.
 
     Raises the error of `errors.make_write_error` for a file that cannot be written.
@@ -105,7 +99,7 @@ def write_so_far(ds_config: Mapping[str, Any], folder: Path) -> None:
     write_whole(folder / SO_FAR, as_json(ds_config))
 
 
-def read(folder: Path) -> Report:
+def read(folder: Path) -> FitReport:
     """The finished fit in this folder. Raises InputError when its report is missing or damaged."""
     return _read_finished(folder / REPORT, from_dict, "fit")
 
@@ -225,13 +219,13 @@ def check_writable(path: Path) -> None:
 _NOTHING = TierForecast(peak_bytes=0, low_bytes=0, high_bytes=0)
 
 
-def plan_to_dict(forecast: Forecast) -> dict[str, Any]:
+def plan_to_dict(forecast: PlanReport) -> dict[str, Any]:
     """Plain JSON values. The rungs of a single machine stand at the top level, those of several in `machines`."""
     common = {
         "status": forecast.status,
         "workload": _workload(forecast),
         "timeline": None if forecast.timeline is None else asdict(forecast.timeline),
-        "assumed": list(forecast.all_assumed),
+        "assumed": list(forecast.assumed),
         "versions": dict(forecast.versions),
         "seconds": round(forecast.seconds, 3),
     }
@@ -246,7 +240,7 @@ def plan_to_dict(forecast: Forecast) -> dict[str, Any]:
     }
 
 
-def _site(plan: Forecast, forecast: SiteForecast) -> dict[str, Any]:
+def _site(plan: PlanReport, forecast: SiteForecast) -> dict[str, Any]:
     site = forecast.site
     names = ("world_size", "nodes", "ranks_per_node", "precision", "micro_batch")
     hardware = asdict(site.machine) | {name: getattr(site, name) for name in names}
@@ -271,7 +265,7 @@ def _site(plan: Forecast, forecast: SiteForecast) -> dict[str, Any]:
     }
 
 
-def _training(plan: Forecast, forecast: SiteForecast, rung: RungForecast) -> dict[str, Any] | None:
+def _training(plan: PlanReport, forecast: SiteForecast, rung: RungForecast) -> dict[str, Any] | None:
     """How long the plan's tokens take on the rung, and what they cost; null without tokens or a time."""
     if plan.tokens is None or rung.speed is None:
         return None
@@ -290,6 +284,28 @@ def rung_to_dict(rung: RungForecast, ranks_per_node: int) -> dict[str, Any]:
         **{tier: _tier(rung, tier, ranks_per_node) if rung.memory else None for tier in TIERS},
         "step": None if rung.speed is None else _step(rung.speed),
     }
+
+
+def _rung_from_row(row: Mapping[str, Any]) -> RungForecast:
+    """The inverse of `rung_to_dict`."""
+    memory: dict[Tier, TierForecast] = {}
+    for tier in TIERS if row["device"] is not None else ():
+        sizes = row[tier]["node"] if tier in TIERS_OF_A_NODE else row[tier]
+        forecast = read_known(TierForecast, sizes)
+        if forecast != _NOTHING:
+            memory[tier] = forecast
+    device = row["device"] or {"live_peak_bytes": 0, "by_phase": {}, "breakdown": {}}
+    names = ("rung", "verdict", "reason", "micro_batch", "largest_micro_batch", "assumed", "seconds")
+    known = {name: row[name] for name in names} | {name: device[name] for name in ("live_peak_bytes", "breakdown")}
+    by_phase = {phase: size for phase, size in device["by_phase"].items() if size}
+    rung = read_as(RungForecast, {**known, "by_phase": by_phase})
+    return replace(rung, memory=memory, speed=None if row["step"] is None else _speed_from_row(row["step"]))
+
+
+def _speed_from_row(row: Mapping[str, Any]) -> Speed:
+    """The inverse of `_step`; the seconds that the host issues operators are not in it."""
+    step = read_known(StepTime, {**row, "spent": row["breakdown"], "issued_seconds": 0.0})
+    return replace(read_known(Speed, {**row, "step": asdict(step)}), step=step)
 
 
 def _step(speed: Speed) -> dict[str, Any]:
@@ -326,7 +342,7 @@ def _tier(rung: RungForecast, tier: Tier, ranks_per_node: int) -> dict[str, Any]
     return {**sizes, **limit, **details}
 
 
-def _workload(forecast: Forecast) -> dict[str, Any]:
+def _workload(forecast: PlanReport) -> dict[str, Any]:
     source, facts = forecast.source, forecast.facts
     return {
         "name": source.name,
@@ -413,3 +429,22 @@ def _csv_fields(report: ProbeReport, cell: CellResult) -> Iterator[tuple[str, An
             yield f"largest_{name}", getattr(cell.capacity, name)
     reasons = [cell.reason, cell.capacity.explanation if cell.capacity else "", *cell.unheeded.values()]
     yield "reason", "; ".join(" ".join(reason.split()) for reason in reasons if reason)
+
+
+def write_run(report: RunReport) -> None:
+    """Write run.json into the run's folder."""
+    write_whole(Path(report.out) / RUN, as_json(report.to_dict()))
+
+
+def has_run(folder: Path) -> bool:
+    """Whether the folder is that of a run that has ended once."""
+    return (folder / RUN).is_file()
+
+
+def read_run(folder: Path) -> RunReport:
+    """Read run.json. Raises InputError for a file that cannot be read."""
+    path = folder / RUN
+    try:
+        return read_known(RunReport, json.loads(read_file(path, most=LARGEST_RECORD)))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"is damaged: {error}", place=str(path), hint="the same autods run writes it again") from None

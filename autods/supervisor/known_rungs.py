@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..report.results import Report
+from ..report.results.fit import FitReport
 from ..tuner.candidates import Candidate
 from ..types import Fit, Knobs, OutOfMemory, Scalar, Tier
 from .run_journal import RunConfig
@@ -91,9 +91,14 @@ class KnownRung:
             yield replace(current, rung=self.rung, knobs=chosen).with_micro_batch(size)
 
 
-def gather_known_rungs(report: Report, ladder: Sequence[Candidate]) -> tuple[KnownRung, ...]:
+def gather_known_rungs(report: FitReport, ladder: Sequence[Candidate]) -> tuple[KnownRung, ...]:
     """Return what a fit's report knows of each rung, fastest first; `ladder` is how the fit would begin them."""
-    forecasts = {row["rung"]: row for row in report.forecast}
+    verdicts = {forecast.rung: forecast.verdict for forecast in report.forecast}
+    host_bytes = {
+        forecast.rung: -(-forecast.memory["host"].peak_bytes // report.question.ranks_per_node)
+        for forecast in report.forecast
+        if "host" in forecast.memory
+    }
     trials: dict[str, list[tuple[Knobs, Fit | OutOfMemory]]] = {}
     for record in report.trials:
         if isinstance(record.outcome, Fit | OutOfMemory) and record.trial.limited:
@@ -105,8 +110,8 @@ def gather_known_rungs(report: Report, ladder: Sequence[Candidate]) -> tuple[Kno
             pinned=each.pinned,
             trials=tuple(trials.get(each.rung.name, ())),
             needs_nvme=each.rung.needs.nvme_path,
-            forecast=forecasts.get(each.rung.name, {}).get("verdict"),
-            host_forecast_bytes=(forecasts.get(each.rung.name, {}).get("host") or {}).get("peak_bytes"),
+            forecast=verdicts.get(each.rung.name),
+            host_forecast_bytes=host_bytes.get(each.rung.name),
             refused=each.skip,
         )
         for each in ladder

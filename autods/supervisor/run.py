@@ -25,9 +25,10 @@ from ..rank.job import JOB_FILE, RunOrder, read_job
 from ..rank.result import RunResult
 from ..rank.training_run.checkpoints import Checkpoint, Layout, find_obstacle, list_checkpoints, remove_torn
 from ..rank.training_run.session import NO_SESSION
-from ..report.results import Report
+from ..report.results.fit import FitReport
+from ..report.results.run import RunReport
 from ..report.run_page import RUN_PAGE, write_run_page
-from ..report.run_view import RunReport, write_run
+from ..report.serialize import write_run
 from ..report.text import format_outcome
 from ..runner.placement import count_ranks
 from ..runner.runner import RayRunner
@@ -115,7 +116,7 @@ class Supervisor:
 
     settings: RunSettings
     journal: RunJournal
-    report: Report
+    report: FitReport
     listen: RunListener
     session: RunnerSession
     count_ranks: CountRanks

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ..errors import InputError
 from ..journal import Journal
-from ..report.run_view import AttemptRow
+from ..report.results.run import AttemptRow
 from ..report.text import format_outcome
 from ..schema import read_as, read_known
 from ..types import Failed, Knobs, ModelFacts, OutOfMemory

@@ -17,13 +17,13 @@ from ..events import Note, RunListener
 from ..journal import OtherFitError
 from ..rank.training_run.checkpoints import list_checkpoints
 from ..report import serialize
-from ..report.results import Report
+from ..report.results.fit import FitReport
 from ..requests import RunRequest
 from ..system.host import Hardware
 from ..types import WorkloadSource
 from .run_journal import RunHistory
 
-FindFit = Callable[[Settings, RunListener], Report]
+FindFit = Callable[[Settings, RunListener], FitReport]
 _SAVE_EVERY_S = 600.0  # lost work costs as much as a save every ten minutes, where a save takes 12 s
 _SAVE_SHARE = 0.02  # of the time, where a save takes longer
 
@@ -66,7 +66,7 @@ class RunSettings:
         last = list_checkpoints(self.out / "checkpoints").latest
         return last is not None and last.step >= self.steps + (history.ended != "done")
 
-    def choose_interval(self, report: Report) -> int:
+    def choose_interval(self, report: FitReport) -> int:
         """Return the optimizer steps between two checkpoints: given, or about every ten minutes by the fit's speed.
 
         A checkpoint that takes long to save is saved more rarely.
@@ -140,7 +140,7 @@ def _check_data(data: str) -> str:
 
 def take_fit(
     settings: RunSettings, history: RunHistory, listen: RunListener, find_fit: FindFit, *, keep: bool = False
-) -> tuple[RunSettings, Report]:
+) -> tuple[RunSettings, FitReport]:
     """Return the report of the run's fit, and the settings with its folder.
 
     A run that has begun keeps its fit, whatever has changed since. Only for another number of ranks does it take
@@ -163,7 +163,7 @@ def take_fit(
 
 def _take_other_fit(
     settings: RunSettings, history: RunHistory, listen: RunListener, find_fit: FindFit
-) -> tuple[RunSettings, Report]:
+) -> tuple[RunSettings, FitReport]:
     assert history.prepared is not None
     ranks, total = settings.fit.gpus, history.decisions[-1].config.global_batch
     place = f"--gpus {ranks}"

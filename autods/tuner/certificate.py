@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..report.results import Certificate, Checkpoint
+from ..report.results.fit import Certificate, CheckpointProof
 from ..types import Failed, Fit, Outcome, OutOfMemory, Phase, Record, first_line, is_machines_fault
 from ..units import format_bytes
 
@@ -66,7 +66,7 @@ def _certificate_of_fit(fit: Fit, limit_bytes: int, usable_bytes: float) -> Cert
         and examined.restored is None,
         "the whole weights were not gathered": examined.gathered is False,
     }
-    saved = Checkpoint(
+    saved = CheckpointProof(
         bytes=examined.checkpoint_bytes,
         save_s=examined.save_s,
         load_s=examined.load_s,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ..config.base_config import precision_name
-from ..report.results import Certificate
+from ..report.results.fit import Certificate
 from ..types import Failed, Fit, Record, Trial
 from .batch_curve import BatchCurve, MemoryLine
 from .candidates import Candidate

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil, exp, log, sqrt
 from statistics import mean, median, median_low, stdev
 
-from ..report.results import Ratio
+from ..report.results.probe import Ratio
 from ..types import Fit, Purpose, Record, Trial
 from .trials import FitContext, Score, run_with_retry, samples_per_second
 

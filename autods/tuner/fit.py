@@ -23,7 +23,7 @@ from ..journal import JOURNAL, STUDY, TrialStore, make_other_fit_error, workspac
 from ..rank.ops import ops_folder
 from ..report import serialize, text
 from ..report.page import write_page
-from ..report.results import ClosestRung, FitQuestion, Report, Throughput
+from ..report.results.fit import ClosestRung, FitQuestion, FitReport, Throughput
 from ..system.host import installed_versions, threads_per_rank
 from ..types import Failed, Fit, ModelFacts, Record, Trial, is_machines_fault
 from ..workload.script_source import KIND_DESCRIPTIONS, describe_launch
@@ -61,7 +61,7 @@ def fit(
     start: StartRunner | None = None,
     forecaster: OpenForecaster = open_forecaster,
     estimate_real_s: Callable[[FitResult | NothingFits, FitContext], float] | None = None,
-) -> Report:
+) -> FitReport:
     """Find the fastest config that fits, prove it with real trials, and write the report to `settings.out`.
 
     A fit that was killed goes on where it stopped. A finished one returns its report again, unless `settings.fresh`, or
@@ -114,7 +114,7 @@ def fit(
         return report
 
 
-def _read_finished(settings: Settings, fingerprint: str, listen: Listener) -> Report | None:
+def _read_finished(settings: Settings, fingerprint: str, listen: Listener) -> FitReport | None:
     """Return the report in the folder if it answers these settings; None where the search begins or goes on.
 
     Raises InputError for the report of another fit, and for a damaged one where no journal could make it again.
@@ -205,18 +205,19 @@ def _describe_search(context: FitContext) -> SearchStarted:
     )
 
 
-def build_report(result: FitResult | NothingFits, context: FitContext, *, fingerprint: str, seconds: float) -> Report:
+def build_report(
+    result: FitResult | NothingFits, context: FitContext, *, fingerprint: str, seconds: float
+) -> FitReport:
     """The report of a fit: the config that fits, or the closest rung and the memory that it lacks."""
     settings, facts, walked = context.settings, context.facts, result.walked
     outcomes = {record.trial.rung: text.format_outcome(record.outcome) for record in walked.records}
     reasons = {**outcomes, **{skipped.rung: skipped.reason for skipped in walked.skipped}}
-    forecasts = context.forecaster.forecasts.values()
-    report = Report(
+    report = FitReport(
         status="nothing_fits",
         reasons=reasons,
         trials=tuple(context.memory.records),
         skipped=tuple(walked.skipped),
-        forecast=tuple(serialize.rung_to_dict(forecast, settings.gpus) for forecast in forecasts),
+        forecast=tuple(context.forecaster.forecasts.values()),
         hardware=settings.hardware,
         versions=installed_versions(),
         seconds=seconds,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..config.rungs import Rung
-from ..report.results import ClosestRung
+from ..report.results.fit import ClosestRung
 from ..types import Failed, Fit, Outcome, OutOfMemory, Record, Run, Skipped, Trial, is_machines_fault
 from .candidates import Candidate, first_trial
 from .forecasts import lacking_bytes, why_impossible

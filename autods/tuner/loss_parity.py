@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ..report.results import Parity
+from ..report.results.fit import Parity
 from ..types import Fit, Knobs, Steps, Trial
 
 CHECKPOINTING = "checkpointing"

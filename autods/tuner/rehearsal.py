@@ -22,7 +22,7 @@ from ..forecast.predict.step_time import forecast_speed
 from ..forecast.simulate.client import SimulationFailed
 from ..forecast.values import EngineSpec, RungForecast, StartSimulator
 from ..journal import TrialStore, trial_key
-from ..report.results import Report
+from ..report.results.fit import FitReport
 from ..runner.time_limits import warm_up
 from ..types import Failed, Fit, ModelFacts, Outcome, OutOfMemory, Record, Tier, TierUse, Timing, Trial
 from ..units import format_bytes
@@ -43,7 +43,7 @@ _EXAM_STEPS = 3  # besides the exam's own: one after saving, one after loading, 
 _LIMITED: tuple[Tier, ...] = ("device", "host", "nvme")
 
 
-def rehearse(settings: Settings, *, listen: Listener, start: StartSimulator | None = None) -> Report:
+def rehearse(settings: Settings, *, listen: Listener, start: StartSimulator | None = None) -> FitReport:
     """Search as `fit` does, on the simulated GPUs of `settings.rehearsed_on`, and write the report to `settings.out`.
 
     A rehearsal that was killed goes on where it stopped. `start` replaces the simulator. Raises InputError for a

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 import autods
-from autods.report.results import Forecast
+from autods.report.results.plan import PlanReport
 from autods.system.host import installed_versions
 from autods.types import TIERS
 from autods.units import format_bytes
@@ -64,7 +64,7 @@ def built_for() -> str | None:
     return torch.version.cuda
 
 
-def figures_of(plan: Forecast) -> dict[str, dict[str, Any]]:
+def figures_of(plan: PlanReport) -> dict[str, dict[str, Any]]:
     """Rung → peak bytes by tier, the live tensors' peak, and the peak of each phase; or what went wrong."""
     found: dict[str, dict[str, Any]] = {}
     for rung in plan.sites[0].rungs:

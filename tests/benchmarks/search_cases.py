@@ -26,7 +26,7 @@ from typing import Any
 
 import autods
 from autods.events import Event, TrialFinished, TrialStarted
-from autods.report import Report
+from autods.report import FitReport
 from autods.types import Fit, OutOfMemory
 
 HERE = Path(__file__).parent
@@ -40,7 +40,7 @@ class Case:
 
     workload: Path
     asked: Mapping[str, Any]
-    holds: Callable[[Report], str]
+    holds: Callable[[FitReport], str]
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ def _knobs(event: TrialFinished) -> str:
     return f"{trial.purpose} micro batch {trial.knobs.micro_batch}: {said} [{event.record.seconds:.1f} s]"
 
 
-def leaner(report: Report) -> str:
+def leaner(report: FitReport) -> str:
     walked = [one for one in report.trials if one.trial.purpose == "walk" and isinstance(one.outcome, Fit)]
     first = walked[0].trial.rung
     assert report.rung != first, f"{first}, the first rung that fits, was taken"
@@ -76,7 +76,7 @@ def leaner(report: Report) -> str:
     return f"{first} fits first, {report.rung} wins; {first}: {report.reasons[first]}"
 
 
-def short_batch(report: Report) -> str:
+def short_batch(report: FitReport) -> str:
     exams = [one for one in report.trials if one.trial.exam == "worst_case"]
     rejected = [one for one in exams if isinstance(one.outcome, OutOfMemory)]
     assert rejected, "the longest batch of the winner fits: the case is too easy"
@@ -85,7 +85,7 @@ def short_batch(report: Report) -> str:
     return f"{report.reasons['certify']}"
 
 
-def planted(report: Report) -> str:
+def planted(report: FitReport) -> str:
     assert any(one.trial.knobs.settings.get("skips_half") for one in report.trials if one.trial.purpose == "certify")
     assert report.ds_config is not None
     assert not report.ds_config.get("skips_half"), "the broken knob was kept"

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import autods
 from autods.report.plan_speed import compare_speeds, format_spent
 from autods.report.plan_view import describe_site_answer
-from autods.report.results import Forecast
+from autods.report.results.plan import PlanReport
 from autods.report.serialize import plan_to_dict
 from autods.system.host import data_folder
 
@@ -65,7 +65,7 @@ def main() -> int:
     return 0
 
 
-def forecast(name: str, options: argparse.Namespace) -> Forecast:
+def forecast(name: str, options: argparse.Namespace) -> PlanReport:
     base, changes = MACHINES[name]
     text = (data_folder("configs") / "hardware" / f"{base}.toml").read_text()
     for old, new in changes.items():
@@ -86,7 +86,7 @@ def forecast(name: str, options: argparse.Namespace) -> Forecast:
         )
 
 
-def show(name: str, plan: Forecast) -> None:
+def show(name: str, plan: PlanReport) -> None:
     (site,) = plan.sites
     print(f"\n{name}, sequence {plan.facts.seq_len}")
     print(f"{'rung':20} {'verdict':10} {'micro batch':>11} {'step, s':>8} {'tokens/s':>9}  spent on")

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 import autods
-from autods.report.results import Forecast
+from autods.report.results.plan import PlanReport
 from autods.types import TIERS
 from autods.units import format_bytes
 
@@ -54,7 +54,7 @@ def main() -> int:
     return 0
 
 
-def limited(live: float, reuse: float) -> Forecast:
+def limited(live: float, reuse: float) -> PlanReport:
     """T5-3B with everything offloaded, the two limits as the base config has them."""
     zero = {"stage": 3, "stage3_max_live_parameters": live, "stage3_max_reuse_distance": reuse}
     base = {"fp16": {"enabled": True}, "zero_optimization": zero}
@@ -62,7 +62,7 @@ def limited(live: float, reuse: float) -> Forecast:
     return autods.plan(GEOMETRIES / "t5-3b", base_config=base, as_written=True, **said)
 
 
-def show_sizes(sizes: dict[str, Forecast]) -> None:
+def show_sizes(sizes: dict[str, PlanReport]) -> None:
     table = Table(title="T5 on one 16 GiB card, 64 GiB of host memory: peak of each tier")
     for name in ("model", "rung", "verdict", *TIERS, "largest micro batch"):
         table.add_column(name, justify="right" if name in TIERS else "left")
@@ -76,7 +76,7 @@ def show_sizes(sizes: dict[str, Forecast]) -> None:
     Console().print(table)
 
 
-def show_limits(limits: dict[tuple[float, float], Forecast]) -> None:
+def show_limits(limits: dict[tuple[float, float], PlanReport]) -> None:
     table = Table(title="T5-3B, zero3-offload: what the two limits cost")
     for name in ("max_live", "max_reuse", "init", "forward", "backward", "step", "host", "pinned"):
         table.add_column(name, justify="right")

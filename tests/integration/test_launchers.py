@@ -11,8 +11,8 @@ from typing import Any
 
 from autods.config.deepspeed import compose, start_settings
 from autods.config.rungs import read_rungs
-from autods.report import Report, to_dict, write
-from autods.report.results import FitQuestion
+from autods.report import FitReport, to_dict, write
+from autods.report.results.fit import FitQuestion
 from autods.types import Knobs, ModelFacts
 from autods.workload.script_source import ScriptLaunch
 from tests.support.fits import HERE, free_port
@@ -34,7 +34,7 @@ def found(
     own_optimizer: bool = False,
     rung: str = "zero2",
     more: Mapping[str, Any] | None = None,
-) -> Report:
+) -> FitReport:
     """As a fit leaves it when that rung is the answer, micro batch 4, two accumulation steps."""
     base = {"bf16": {"enabled": True}, "gradient_clipping": 0.7, **(more or {})}
     strategy = read_rungs(())[rung]
@@ -46,7 +46,7 @@ def found(
     )
     config = compose(strategy, knobs, base=base, world_size=2, own_optimizer=own_optimizer)
     asked = ScriptLaunch(path=str(script), argv=argv, kind=kind, takes_local_rank=kind != "accelerate")
-    report = Report(
+    report = FitReport(
         status="fit",
         rung=rung,
         knobs=knobs,
@@ -58,7 +58,7 @@ def found(
     return report
 
 
-def run(report: Report, launcher: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run(report: FitReport, launcher: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """The printed line in a shell. Only the port differs: other tests may hold the usual one."""
     line = to_dict(report)["launch"][launcher]
     for usual, option in (("deepspeed --num", "--master_port"), ("accelerate launch --config", "--main_process_port")):

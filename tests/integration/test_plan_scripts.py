@@ -135,7 +135,7 @@ def test_values_that_a_script_reads_are_replaced_and_noted(users):
     (rung,) = forecast.sites[0].rungs
     assert rung.verdict == "fits"
     assert forecast.facts.parameters == 64 * 64 + 64
-    assumptions = " ".join(forecast.all_assumed)
+    assumptions = " ".join(forecast.assumed)
     assert "curious.py:25: values were not computed: 0 stood for them" in assumptions
     assert "workers were not started" in assumptions
     assert "first two optimizer steps" in assumptions

@@ -14,7 +14,7 @@ import pytest
 
 import autods
 from autods import InputError
-from autods.report.results import ProbeReport
+from autods.report.results.probe import ProbeReport
 from autods.report.serialize import probe_to_dict as to_dict
 from autods.types import Fit
 from tests.support.fits import HERE

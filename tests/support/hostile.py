@@ -31,7 +31,8 @@ from autods.config.settings import Settings
 from autods.errors import AutodsError
 from autods.events import Listener
 from autods.prober.request import ProbeSettings
-from autods.report.results import CellResult, ProbeQuestion, ProbeReport, Report
+from autods.report.results.fit import FitReport
+from autods.report.results.probe import CellResult, ProbeQuestion, ProbeReport
 from autods.runner.runner import RayRunner
 from autods.tuner.fit import fit
 from autods.types import ModelFacts, Record, Steps, Trial
@@ -199,7 +200,7 @@ ACCEPTING: Mapping[str, UseCase[Any, Any, Any, Any]] = {
 def on_ranks(runner: RayRunner) -> UseCase[Any, Any, Any, Any]:
     """Real fits on ranks of this one zygote, without a forecast, which costs seconds and decides no message."""
 
-    def run(settings: Settings, listen: Listener) -> Report:
+    def run(settings: Settings, listen: Listener) -> FitReport:
         def start(settings: Settings, listen: Listener) -> AbstractContextManager[RayRunner]:
             runner.settings, runner.listen = settings, listen
             return nullcontext(runner)
@@ -227,7 +228,7 @@ class MadeUpRanks:
         return {"train_batch_size": trial.knobs.train_batch(self.surface.world_size)}
 
 
-def _fit_on_made_up_ranks(settings: Settings, listen: Listener) -> Report:
+def _fit_on_made_up_ranks(settings: Settings, listen: Listener) -> FitReport:
     certify = replace(settings.profile.certify, most_trials=0)
     settings = replace(settings, profile=replace(settings.profile, certify=certify), forecast=False)
     return fit(settings, listen=listen, start=lambda *_: nullcontext(MadeUpRanks()))

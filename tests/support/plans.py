@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from autods.config.catalogue import find_machines
 from autods.config.plan_settings import Site
 from autods.forecast.predict.step_time import Bound, Speed, StepTime
 from autods.forecast.values import RungForecast, TierForecast, Verdict
-from autods.report.results import Forecast, SiteForecast
+from autods.planner.plan import choose_best, list_assumptions
+from autods.report.results.plan import PlanReport, SiteForecast
 from autods.system.host import Hardware
 from autods.types import ModelFacts, Tier, WorkloadSource
 from tests.support.settings import plan_settings
@@ -82,25 +84,37 @@ RUNGS = (
 )
 
 
+def with_rungs(forecast: SiteForecast, rungs: Iterable[RungForecast]) -> SiteForecast:
+    """The same site with other rungs."""
+    rungs = tuple(rungs)
+    return replace(forecast, rungs=rungs, best=choose_best(rungs))
+
+
 def site(on: str | None = None) -> Site:
     asked: Mapping[str, object] = {"on": on} if on else {"gpu_memory": LIMIT, "host_memory": "1TiB"}
     return plan_settings(SOURCE, hardware=LAPTOP, gpus=8, **asked).sites[0]  # type: ignore[arg-type]
 
 
-def forecast(rungs: tuple[RungForecast, ...] = RUNGS) -> Forecast:
+def forecast(rungs: tuple[RungForecast, ...] = RUNGS) -> PlanReport:
     """One machine, as asked."""
     lacks_nvme = tuple(rung.rung for rung in rungs if rung.rung == "zero3-nvme")
-    sites = (SiteForecast(site=site(), rungs=rungs, lacks_nvme=lacks_nvme),)
-    return Forecast(sites=sites, source=SOURCE, facts=FACTS, assumed=("micro batch 1 (--micro-batch)",), seconds=12.3)
+    sites = (SiteForecast(site=site(), rungs=rungs, best=choose_best(rungs), lacks_nvme=lacks_nvme),)
+    assumed = list_assumptions(("micro batch 1 (--micro-batch)",), SOURCE, FACTS, sites)
+    return PlanReport(sites=sites, source=SOURCE, facts=FACTS, assumed=assumed, seconds=12.3)
 
 
-def comparison() -> Forecast:
+def comparison() -> PlanReport:
     """Three machines of the catalogue: the first is too small, the second is enough."""
     rungs = ((rung("zero3-offload", 90, verdict="cannot_fit"),), (RUNGS[2],), (rung("ddp", 50, verdict="fits"),))
     names = [machine.name for machine in find_machines("l4-24gb,a100-80gb,h200-141gb")]
-    sites = tuple(SiteForecast(site=site(name), rungs=said) for name, said in zip(names, rungs, strict=True))
-    return Forecast(sites=sites, source=SOURCE, facts=FACTS, seconds=12.3)
+    sites = tuple(
+        SiteForecast(site=site(name), rungs=said, best=choose_best(said))
+        for name, said in zip(names, rungs, strict=True)
+    )
+    return PlanReport(
+        sites=sites, source=SOURCE, facts=FACTS, assumed=list_assumptions((), SOURCE, FACTS, sites), seconds=12.3
+    )
 
 
-def hopeless() -> Forecast:
+def hopeless() -> PlanReport:
     return forecast((RUNGS[0], rung("zero3-offload", 96, verdict="cannot_fit", host=320), RUNGS[4]))

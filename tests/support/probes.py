@@ -16,7 +16,7 @@ from autods.devices import Card
 from autods.events import Listener
 from autods.prober.request import ProbeSettings, resolve_probe
 from autods.prober.run import probe
-from autods.report.results import ProbeReport
+from autods.report.results.probe import ProbeReport
 from autods.requests import ProbeRequest
 from autods.runner.testing import Answer, ScriptedRunner
 from autods.system.host import Hardware

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autods.report import Report, Throughput
-from autods.report.results import ClosestRung, FitQuestion
+from autods.report import FitReport, Throughput
+from autods.report.results.fit import ClosestRung, FitQuestion
 from autods.system.host import Hardware
 from autods.types import (
     Failed,
@@ -81,8 +81,8 @@ def record(
     return Record(id=number, trial=asked, outcome=outcome, seconds=1.9 + number)
 
 
-def fitting_report(out: str = "autods-out/gpt-2xcpu-1a2b3c") -> Report:
-    return Report(
+def fitting_report(out: str = "autods-out/gpt-2xcpu-1a2b3c") -> FitReport:
+    return FitReport(
         status="fit",
         rung="zero3",
         knobs=WINNING,
@@ -125,8 +125,8 @@ def fitting_report(out: str = "autods-out/gpt-2xcpu-1a2b3c") -> Report:
     )
 
 
-def hopeless_report(exact: bool = True) -> Report:
-    return Report(
+def hopeless_report(exact: bool = True) -> FitReport:
+    return FitReport(
         status="nothing_fits",
         trials=(
             record(1, "ddp", oom()),

@@ -6,11 +6,11 @@ import io
 
 from rich.console import Console
 
-from autods.report import Report
+from autods.report import FitReport
 from autods.report.fit_view import print_fit
 
 
-def shown(report: Report, width: int, *, verbose: bool = True) -> str:
+def shown(report: FitReport, width: int, *, verbose: bool = True) -> str:
     console = Console(file=io.StringIO(), width=width)
     print_fit(report, console, verbose=verbose)
     assert isinstance(console.file, io.StringIO)

@@ -22,7 +22,7 @@ REPORT = f"import sys; print(*(name for name in {HEAVY!r} if name in sys.modules
     "code",
     [
         "import autods",
-        "from autods import InputError, Report, find_best_config, plan",
+        "from autods import InputError, FitReport, find_best_config, plan",
         "from autods.cli.main import main; main(['--help'])",
         "from autods.cli.main import main; main(['fit', '--help'])",
         "from autods.cli.main import main; main(['plan', '--help'])",

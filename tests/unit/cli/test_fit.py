@@ -18,7 +18,7 @@ from autods.cli.startup import Output
 from autods.config.settings import Settings, resolve_fit
 from autods.errors import EnvironmentBroken, InputError, Interrupted
 from autods.events import Listener, Note, TrialFinished
-from autods.report import Report
+from autods.report import FitReport
 from autods.requests import FitRequest
 from autods.system.host import Hardware
 from autods.types import WorkloadSource
@@ -30,7 +30,7 @@ MACHINE = Hardware(cpu="EPYC", cores=2, host_bytes=2**36, host_free_bytes=2**35,
 class Fake:
     """The use case without a machine: what it was asked is kept, how the fit ends is given."""
 
-    def __init__(self, end: Callable[[], Report]) -> None:
+    def __init__(self, end: Callable[[], FitReport]) -> None:
         self.end = end
         self.request: FitRequest | None = None
         self.out: Path | None = None
@@ -41,7 +41,7 @@ class Fake:
         known = replace(request, ladder=(), strategies=(), base_config=None, nvme_path=None)
         return resolve_fit(known, source, hardware=MACHINE)
 
-    def run_fit(self, settings: Settings, listen: Listener) -> Report:
+    def run_fit(self, settings: Settings, listen: Listener) -> FitReport:
         self.out = settings.out
         settings.out.mkdir(parents=True, exist_ok=True)
         (settings.out / "journal.jsonl").write_text('{"kind": "finished"}\n')
@@ -54,7 +54,7 @@ class Fake:
 
 
 def raising(error: BaseException) -> Fake:
-    def end() -> Report:
+    def end() -> FitReport:
         raise error
 
     return Fake(end)
@@ -198,7 +198,7 @@ def test_an_interrupt_names_the_best_config_that_was_found_so_far(
 
 
 def signalled(number: signal.Signals) -> Fake:
-    def end() -> Report:
+    def end() -> FitReport:
         os.kill(os.getpid(), number)
         return fitting_report()
 

@@ -12,7 +12,7 @@ from autods.config.plan_settings import PlanSettings, resolve_plan
 from autods.errors import EnvironmentBroken, InputError, Interrupted
 from autods.events import Note
 from autods.forecast.values import ForecastListener
-from autods.report.results import Forecast
+from autods.report.results.plan import PlanReport
 from autods.requests import PlanRequest
 from tests.support.plans import LAPTOP, SOURCE, comparison, forecast, hopeless
 
@@ -22,7 +22,7 @@ ASKED = ("plan", "llama/config.json", "--gpus", "8", "--gpu-memory", "80GiB", "-
 class Fake:
     """The use case without a simulator: what it was asked is kept, how the plan ends is given."""
 
-    def __init__(self, end: Callable[[], Forecast]) -> None:
+    def __init__(self, end: Callable[[], PlanReport]) -> None:
         self.end = end
         self.request: PlanRequest | None = None
 
@@ -31,7 +31,7 @@ class Fake:
         known = PlanRequest(request.workload, gpus=request.gpus, gpu_memory=request.gpu_memory, on=request.on)
         return resolve_plan(known, SOURCE, hardware=LAPTOP)
 
-    def run_plan(self, settings: PlanSettings, listen: ForecastListener) -> Forecast:
+    def run_plan(self, settings: PlanSettings, listen: ForecastListener) -> PlanReport:
         listen(Note(text="preparing the simulated device"))
         return self.end()
 
@@ -40,7 +40,7 @@ class Fake:
 
 
 def raising(error: BaseException) -> Fake:
-    def end() -> Forecast:
+    def end() -> PlanReport:
         raise error
 
     return Fake(end)
@@ -160,7 +160,7 @@ def test_a_plan_writes_its_page_where_it_is_asked_to(tmp_path: Path, capsys: pyt
 
 
 def test_a_page_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
-    def fail() -> Forecast:
+    def fail() -> PlanReport:
         raise AssertionError("it was forecast")
 
     assert Fake(fail)(*ASKED, "--html", str(tmp_path)) == 2

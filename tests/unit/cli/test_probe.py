@@ -14,7 +14,7 @@ from autods.cli.main import main
 from autods.errors import Interrupted
 from autods.events import Listener
 from autods.prober.request import ProbeSettings
-from autods.report.results import ProbeReport
+from autods.report.results.probe import ProbeReport
 from autods.requests import ProbeRequest
 from autods.runner.testing import surface
 from tests.support.probes import LIMIT, MIB, Bench, ask, probed

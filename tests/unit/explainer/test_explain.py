@@ -21,7 +21,8 @@ from autods.explainer.explain import ExplainSettings, explain, make_rung, resolv
 from autods.explainer.installed import describe
 from autods.forecast.testing import ScriptedSimulator, simulate_peaks
 from autods.forecast.values import EngineSpec, Simulation
-from autods.report.explanation import Explanation, print_explanation
+from autods.report.explanation import print_explanation
+from autods.report.results.explain import Explanation
 from autods.requests import ExplainRequest
 from tests.support.ds_configs import GUIDE, PRETRAINING
 from tests.support.planned import FACTS, GIB, LAPTOP, SOURCE

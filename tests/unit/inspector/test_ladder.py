@@ -14,7 +14,7 @@ from autods import api
 from autods.events import Event, Note
 from autods.inspector import ladder
 from autods.inspector.ladder import check_ladder, format_warning
-from autods.report.checkup import Check
+from autods.report.results.doctor import Check
 from tests.support.machines import SOURCE, a_machine
 from tests.support.settings import fit_settings
 

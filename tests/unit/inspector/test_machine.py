@@ -12,7 +12,7 @@ import pytest
 from autods.devices import Card
 from autods.inspector import machine
 from autods.inspector.disk import check_nvme
-from autods.report.checkup import Check
+from autods.report.results.doctor import Check
 from autods.system.host import Hardware
 
 GIB = 2**30

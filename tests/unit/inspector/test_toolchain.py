@@ -13,7 +13,8 @@ from autods.cli.main import main
 from autods.errors import EnvironmentBroken
 from autods.inspector import examine as doctor
 from autods.inspector import toolchain
-from autods.report.checkup import Check, Checkup, print_checkup
+from autods.report.checkup import print_checkup
+from autods.report.results.doctor import Check, Checkup
 
 BUILT = {"built": True, "problem": None}
 UNBUILT = {"built": False, "problem": None}

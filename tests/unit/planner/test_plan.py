@@ -245,7 +245,7 @@ def test_checkpointing_is_on_where_the_model_supports_it() -> None:
     cannot = replace(FACTS, checkpointing=False)
     planned = Planned(question(largest=False), facts=cannot)
     assert not planned.simulator.engines[0].checkpointing
-    assert any("no gradient checkpointing" in said for said in planned.forecast.all_assumed)
+    assert any("no gradient checkpointing" in said for said in planned.forecast.assumed)
     with pytest.raises(InputError, match="gradient_checkpointing_enable"):
         Planned(question(checkpointing="on"), facts=cannot)
     assert not Planned(question(checkpointing="off", largest=False)).simulator.engines[0].checkpointing
@@ -337,7 +337,7 @@ def test_an_engine_spec_holds_the_whole_config() -> None:
 def test_a_bucket_that_overrules_the_base_config_is_reported() -> None:
     zero = {"stage": 3, "stage3_max_live_parameters": 3e10, "reduce_bucket_size": 1000, "overlap_comm": True}
     planned = Planned(question(ladder=("zero3",), base_config={"zero_optimization": zero}, largest=False))
-    (said,) = [said for said in planned.forecast.all_assumed if "base config's" in said]
+    (said,) = [said for said in planned.forecast.assumed if "base config's" in said]
     assert "zero3: stage3_max_live_parameters" in said
     assert "not the base config's 30,000,000,000" in said
     assert planned.simulator.engines[0].ds_config["zero_optimization"]["reduce_bucket_size"] == 1000
@@ -354,7 +354,7 @@ def test_as_written_keeps_the_configs_own_buckets() -> None:
     assert written["stage3_max_live_parameters"] == 3e10
     assert "reduce_bucket_size" not in written  # DeepSpeed's own
     assert nvme["offload_param"]["buffer_size"] >= FACTS.largest_parameter  # or DeepSpeed stops
-    assert not [said for said in planned.forecast.all_assumed if "base config's" in said]
+    assert not [said for said in planned.forecast.assumed if "base config's" in said]
 
 
 def test_two_engines_share_the_rungs_of_a_plan_evenly() -> None:

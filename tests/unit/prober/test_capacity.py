@@ -12,7 +12,7 @@ from autods.forecast.testing import ScriptedSimulator, simulate_peaks
 from autods.forecast.values import EngineSpec, Simulation
 from autods.prober.capacity import MOST_TRIALS
 from autods.prober.request import ProbeSettings
-from autods.report.results import CellResult
+from autods.report.results.probe import CellResult
 from autods.runner.testing import failed, surface
 from autods.types import Outcome, Trial, WorkloadSource
 from tests.support.probes import FACTS, LIMIT, MIB, Bench, ask, probed

@@ -14,7 +14,7 @@ from autods.errors import EnvironmentBroken, InputError, Interrupted
 from autods.events import Event, Note
 from autods.journal import Journal
 from autods.prober.request import ProbeSettings
-from autods.report.results import ProbeReport
+from autods.report.results.probe import ProbeReport
 from autods.runner.placement import NoRoom
 from autods.runner.testing import failed, surface
 from autods.types import Knobs, Outcome, Record, Trial

@@ -16,7 +16,7 @@ from autods.events import Note
 from autods.prober.grid import format_trial_label
 from autods.prober.request import ProbeSettings
 from autods.report.probe_view import print_probe
-from autods.report.results import CellResult, ProbeReport, Ratio
+from autods.report.results.probe import CellResult, ProbeReport, Ratio
 from autods.report.serialize import probe_to_dict as to_dict
 from autods.report.serialize import to_csv
 from autods.runner.testing import failed, fit, out_of_memory, surface

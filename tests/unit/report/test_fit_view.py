@@ -8,10 +8,10 @@ from rich.console import Console
 
 from autods.devices import Card
 from autods.events import Event, Note, TrialFinished, TrialMoved, TrialStarted
-from autods.report import Report, text
+from autods.report import FitReport, text
 from autods.report.fit_view import describe_shortage, ladder_rows, remedies
-from autods.report.live import Progress
-from autods.report.results import Certificate
+from autods.report.live import TrialProgress
+from autods.report.results.fit import Certificate
 from autods.types import Examined, Failed, Knobs, Record, Skipped, TierUse
 from tests.support.reports import HARDWARE, fit, fitting_report, hopeless_report, memory, oom, record
 from tests.support.reports import failed as failure
@@ -30,7 +30,7 @@ EVENTS: tuple[Event, ...] = (
 def heard(*, terminal: bool) -> str:
     out = io.StringIO()
     console = Console(file=out, width=120, force_terminal=terminal, legacy_windows=False, _environ={"TERM": "xterm"})
-    with Progress(console) as listen:
+    with TrialProgress(console) as listen:
         for event in EVENTS:
             listen(event)
             if terminal:
@@ -158,14 +158,14 @@ def test_when_nothing_fits_every_way_out_is_offered() -> None:
 
 
 def test_when_every_rung_failed_the_advice_of_the_failures_is_given() -> None:
-    report = Report(status="nothing_fits", trials=(record(1, "ddp", failure()), record(2, "ddp", failure())))
+    report = FitReport(status="nothing_fits", trials=(record(1, "ddp", failure()), record(2, "ddp", failure())))
     assert describe_shortage(report) == "no rung could be run to its end"
     assert next(iter(remedies(report))) == "ddp: apt-get install libaio-dev"
     assert "libaio-dev" in shown(report, 80)
 
 
 def test_an_empty_report_can_be_shown() -> None:
-    assert "nothing fits" in shown(Report(status="nothing_fits"), 80)
+    assert "nothing fits" in shown(FitReport(status="nothing_fits"), 80)
 
 
 def test_all_four_tiers_are_shown_when_they_were_measured() -> None:
@@ -199,13 +199,13 @@ def test_markup_in_messages_is_not_interpreted() -> None:
         assert "[/red] [bold]KeyError: [0]" in " ".join(shown(report, width).split())
     for terminal in (True, False):
         out = io.StringIO()
-        with Progress(Console(file=out, width=120, force_terminal=terminal)) as listen:
+        with TrialProgress(Console(file=out, width=120, force_terminal=terminal)) as listen:
             listen(TrialFinished(record=record(1, "ddp", nasty)))
         assert "[/red] [bold]KeyError" in out.getvalue()
 
 
 def test_trials_that_run_side_by_side_have_a_line_each() -> None:
-    listen = Progress(Console(file=io.StringIO()))
+    listen = TrialProgress(Console(file=io.StringIO()))
 
     def now() -> list[str]:
         out = io.StringIO()

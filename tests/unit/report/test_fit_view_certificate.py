@@ -14,7 +14,7 @@ from rich.console import Console
 from autods.report import from_dict, to_dict
 from autods.report.fit_view import certificate_headline, print_fit
 from autods.report.fit_view import certificate_lines as lines_of
-from autods.report.results import Certificate, Checkpoint, Parity
+from autods.report.results.fit import Certificate, CheckpointProof, Parity
 from tests.support.reports import fitting_report
 
 GIB = 2**30
@@ -25,7 +25,7 @@ CERTIFICATE = Certificate(
     draws=256,
     optimizer_steps=2,
     evaluated=True,
-    checkpoint=Checkpoint(bytes=3 * GIB // 2, save_s=3.14, load_s=2.0, gathered=True, restored=True),
+    checkpoint=CheckpointProof(bytes=3 * GIB // 2, save_s=3.14, load_s=2.0, gathered=True, restored=True),
     alloc_retries=0,
     headroom_bytes={"host": 30 * GIB, "device": 2 * GIB},
     headroom_kept=True,

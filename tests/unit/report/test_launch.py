@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autods.config.deepspeed import DEFAULT_OPTIMIZER, get_key, to_trainer_config
-from autods.report import Report, to_dict, write
+from autods.report import FitReport, to_dict, write
 from autods.report.launch import accelerate_yaml, fill_placeholders, launch_commands, launch_lines, trainer_arguments
 from autods.workload import make_source
 from autods.workload.script_source import ScriptLaunch, describe_launch
@@ -25,7 +25,7 @@ CONFIG = {
 }
 
 
-def scripted(*argv: str, kind: str = "deepspeed", device: str = "cuda", takes_local_rank: bool = True) -> Report:
+def scripted(*argv: str, kind: str = "deepspeed", device: str = "cuda", takes_local_rank: bool = True) -> FitReport:
     script = ScriptLaunch(path="train.py", argv=argv, kind=kind, takes_local_rank=takes_local_rank)
     report = fitting_report("out")
     return replace(report, ds_config=CONFIG, question=replace(report.question, device=device, script=script))

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from autods.events import Note
 from autods.report import live
-from autods.report.live import Progress, announced
+from autods.report.live import TrialProgress, announced
 
 
 def wait_for_lines(read: object, count: int) -> list[str]:
@@ -29,7 +29,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_goes_on_is_said_again_where_nothing_else_is() -> None:
     console = Console(file=io.StringIO(), width=100)
-    with Progress(console) as progress:
+    with TrialProgress(console) as progress:
         progress(Note(text="starting Ray"))
         progress(Note(text="process 7 was stopped", passing=True))
         lines = wait_for_lines(console.file.getvalue, 4)  # type: ignore[attr-defined]

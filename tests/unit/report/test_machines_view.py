@@ -7,11 +7,11 @@ import pytest
 from rich.console import Console
 
 from autods.report.machines_view import print_machines
-from autods.report.results import Forecast
-from tests.support.plans import comparison, speed
+from autods.report.results.plan import PlanReport
+from tests.support.plans import comparison, speed, with_rungs
 
 
-def broad() -> Forecast:
+def broad() -> PlanReport:
     """Three machines with the longest name and rung, the largest rates, days and costs, and several nodes."""
     sites = []
     for each, name, rate in zip(
@@ -28,7 +28,7 @@ def broad() -> Forecast:
         )
         machine = replace(each.site.machine, name=name)
         site = replace(each.site, machine=machine, world_size=128, ranks_per_node=8, price_per_gpu_hour=2.5)
-        sites.append(replace(each, site=site, rungs=rungs))
+        sites.append(with_rungs(replace(each, site=site), rungs))
     return replace(comparison(), sites=tuple(sites), tokens=3e12)
 
 

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from autods.report import Report
+from autods.forecast.values import RungForecast, TierForecast
+from autods.report import FitReport
 from autods.report.html_parts import stack_memory
 from autods.report.markdown import to_markdown
 from autods.report.page import PAGE, render_page, write_page
-from autods.report.results import Certificate
-from autods.types import Failed
+from autods.report.results.fit import Certificate
+from autods.types import Failed, Tier
 from tests.support.pages import HOSTILE, Parsed, check_page
 from tests.support.reports import LIMIT, MIB, WINNING, failed, fit, fitting_report, hopeless_report, oom, record
 
 
+def forecast(mib: int, breakdown: Mapping[str, int] | None = None) -> RungForecast:
+    """zero3 at micro batch 1, within 10 %."""
+    size = mib * MIB
+    device = TierForecast(peak_bytes=size, low_bytes=size * 9 // 10, high_bytes=size * 11 // 10, limit_bytes=LIMIT)
+    memory: dict[Tier, TierForecast] = {"device": device}
+    return RungForecast(
+        rung="zero3", verdict="fits", reason="", micro_batch=1, memory=memory, breakdown=breakdown or {}
+    )
+
+
 @pytest.mark.parametrize("report", [fitting_report(), hopeless_report()], ids=["fit", "nothing fits"])
-def test_every_tag_is_closed_and_nothing_is_requested(report: Report) -> None:
+def test_every_tag_is_closed_and_nothing_is_requested(report: FitReport) -> None:
     check_page(render_page(report))
 
 
@@ -66,12 +78,8 @@ def test_markdown_escapes_what_users_wrote() -> None:
 
 
 def test_a_rungs_bar_is_its_forecast_by_kind_and_the_measured_mark() -> None:
-    device = {
-        "peak_bytes": 300 * MIB, "low_bytes": 270 * MIB, "high_bytes": 330 * MIB, "limit_bytes": LIMIT,
-        "breakdown": {"parameters": 100 * MIB, "optimizer": 150 * MIB},
-    }  # fmt: skip
-    forecast = ({"rung": "zero3", "verdict": "fits", "micro_batch": 1, "device": device},)
-    parsed = check_page(render_page(replace(fitting_report(), forecast=forecast)))
+    foreseen = forecast(300, {"parameters": 100 * MIB, "optimizer": 150 * MIB})
+    parsed = check_page(render_page(replace(fitting_report(), forecast=(foreseen,))))
     (bar,) = (attributes for tag, attributes in parsed.tags if attributes.get("class") == "bar stack")
     kinds = (
         "weights: 100.0 MiB, optimizer states: 150.0 MiB, outside of tensors: allocator, context, libraries: 50.0 MiB"
@@ -82,9 +90,8 @@ def test_a_rungs_bar_is_its_forecast_by_kind_and_the_measured_mark() -> None:
 
 
 def test_a_bar_of_another_trials_size_has_no_mark() -> None:
-    device = {"peak_bytes": 300 * MIB, "low_bytes": 270 * MIB, "high_bytes": 330 * MIB, "limit_bytes": LIMIT}
-    forecast = ({"rung": "zero3", "verdict": "fits", "micro_batch": 2, "device": device},)
-    words = check_page(render_page(replace(fitting_report(), forecast=forecast))).words
+    foreseen = replace(forecast(300), micro_batch=2)
+    words = check_page(render_page(replace(fitting_report(), forecast=(foreseen,)))).words
     assert "forecast at micro batch 2: 300.0 MiB (270.0 to 330.0) of 416.0 MiB " in words
 
 
@@ -106,10 +113,8 @@ def test_the_winners_row_has_the_speed_of_the_answer() -> None:
 
 
 def test_a_bar_far_beyond_the_limit_holds_all_kinds() -> None:
-    device = {
-        "peak_bytes": 4 * LIMIT, "low_bytes": 3 * LIMIT, "high_bytes": 5 * LIMIT, "limit_bytes": LIMIT,
-        "breakdown": {"parameters": LIMIT, "gradients": LIMIT, "optimizer": 2 * LIMIT},
-    }  # fmt: skip
-    bar = stack_memory(device)
+    device = TierForecast(peak_bytes=4 * LIMIT, low_bytes=3 * LIMIT, high_bytes=5 * LIMIT, limit_bytes=LIMIT)
+    kinds = {"parameters": LIMIT, "gradients": LIMIT, "optimizer": 2 * LIMIT}
+    bar = stack_memory(replace(forecast(300, kinds), memory={"device": device}))
     assert [(segment.left, segment.width) for segment in bar.segments] == [(0, 20), (20, 20), (40, 40)]
     assert (bar.limit, bar.low, bar.high) == (20, 60, 100)

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from autods.report.plan_page import render_plan_page
-from autods.report.results import Forecast
+from autods.report.results.plan import PlanReport
 from tests.support.pages import HOSTILE, check_page
 from tests.support.plans import RUNGS, comparison, forecast, hopeless, rung, speed
 
 
 @pytest.mark.parametrize("plan", [forecast(), comparison(), hopeless()], ids=["one machine", "several", "nothing fits"])
-def test_the_page_of_a_plan_is_whole_and_requests_nothing(plan: Forecast) -> None:
+def test_the_page_of_a_plan_is_whole_and_requests_nothing(plan: PlanReport) -> None:
     check_page(render_plan_page(plan))
 
 

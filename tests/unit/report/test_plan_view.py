@@ -12,13 +12,25 @@ from autods.events import Note
 from autods.forecast.values import RungFinished, SimulationStarted
 from autods.report.live import PlanProgress
 from autods.report.plan_view import bytes_by_kind, memory_bar, print_plan
-from autods.report.results import Alternative, Forecast
+from autods.report.results.plan import Alternative, PlanReport
 from autods.report.serialize import plan_to_dict as to_dict
 from autods.report.text import format_predicted
-from tests.support.plans import GIB, LIMIT, RUNGS, comparison, forecast, hopeless, left_out, predicted, rung, speed
+from tests.support.plans import (
+    GIB,
+    LIMIT,
+    RUNGS,
+    comparison,
+    forecast,
+    hopeless,
+    left_out,
+    predicted,
+    rung,
+    speed,
+    with_rungs,
+)
 
 
-def printed(said: Forecast, width: int = 160) -> str:
+def printed(said: PlanReport, width: int = 160) -> str:
     console = Console(file=io.StringIO(), width=width)
     print_plan(said, console)
     out: str = console.file.getvalue()  # type: ignore[attr-defined]
@@ -232,7 +244,7 @@ def test_json_has_the_step_of_each_rung() -> None:
     assert rows[2]["step"] is None
 
 
-def training(price: float | None = 2.0) -> Forecast:
+def training(price: float | None = 2.0) -> PlanReport:
     """zero3 at 40,960 tokens/s on 8 cards; a training of 300B tokens."""
     plan = forecast(OFFLOAD_FIRST)
     (site_forecast,) = plan.sites
@@ -288,7 +300,7 @@ def test_a_step_slowed_by_unaligned_rows_is_told_how_to_mend(lost_s: float, said
         else replace(each, speed=replace(each.speed, step=replace(each.speed.step, unaligned_seconds=lost_s)))
         for each in site.rungs
     )
-    text = sentence(printed(replace(plan, sites=(replace(site, rungs=rungs),))))
+    text = sentence(printed(replace(plan, sites=(with_rungs(site, rungs),))))
     assert ("16% of the step goes to matmuls whose rows do not begin at multiples of 16 bytes" in text) is said
 
 
@@ -296,9 +308,7 @@ def test_machines_are_ranked_by_their_rate() -> None:
     plan = comparison()
     rates = {"a100-80gb": 20.0, "h200-141gb": 50.0}
     sites = tuple(
-        replace(
-            each, rungs=tuple(replace(row, speed=speed(rates[name])) if name in rates else row for row in each.rungs)
-        )
+        with_rungs(each, (replace(row, speed=speed(rates[name])) if name in rates else row for row in each.rungs))
         for each in plan.sites
         for name in [each.site.machine.name]
     )

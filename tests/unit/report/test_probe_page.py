@@ -10,7 +10,7 @@ import pytest
 
 from autods.errors import InputError
 from autods.report.probe_page import render_probe_page
-from autods.report.results import Capacity, ProbeReport
+from autods.report.results.probe import Capacity, ProbeReport
 from autods.report.serialize import has_probe, probe_from_dict, probe_to_dict, read_probe
 from autods.runner.testing import surface
 from tests.support.pages import HOSTILE, check_page

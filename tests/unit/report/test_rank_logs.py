@@ -11,7 +11,7 @@ from rich.console import Console
 
 from autods.events import TrialFinished, TrialStarted
 from autods.report import live
-from autods.report.live import Progress
+from autods.report.live import TrialProgress
 from autods.report.rank_logs import RankLogs
 from tests.support.reports import fit, record
 
@@ -67,7 +67,7 @@ def test_a_verbose_fit_prints_what_ranks_print(folder: Path, monkeypatch: pytest
     monkeypatch.setattr(live, "_LOGS_EVERY_S", 0.02)
     console = Console(file=io.StringIO(), width=100)
     assert isinstance(console.file, io.StringIO)
-    with Progress(console, logs=folder) as progress:
+    with TrialProgress(console, logs=folder) as progress:
         progress(TrialStarted(id=3, trial=TRIAL))
         write(folder, 0, b"\x1b[31mloss 1.0\n")
         until = time.monotonic() + 9

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from autods.report.run_page import read_steps, render_run_page, write_run_page
-from autods.report.run_view import AttemptRow, RunReport, read_run, write_run
+from autods.report.results.run import AttemptRow, RunReport, read_steps
+from autods.report.run_page import render_run_page, write_run_page
+from autods.report.serialize import read_run, write_run
 from tests.support.pages import HOSTILE, check_page
 
 

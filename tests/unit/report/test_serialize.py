@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from autods.errors import EnvironmentBroken, InputError
-from autods.report import Report, from_dict, read, to_dict, write, write_so_far
+from autods.report import FitReport, from_dict, read, to_dict, write, write_so_far
+from tests.support.plans import RUNGS, rung, speed
 from tests.support.reports import LIMIT, MIB, WINNING, fit, fitting_report, hopeless_report, record
 
 CONTRACT = {
@@ -37,9 +38,16 @@ def test_a_trial_row_has_its_purpose_as_phase_and_outcome_kind() -> None:
     assert first["outcome"].keys() >= {"tier", "rank", "phase", "evidence", "wanted_bytes", "free_bytes"}
 
 
-@pytest.mark.parametrize("report", [fitting_report(), hopeless_report(), Report(status="nothing_fits")])
-def test_a_report_survives_json(report: Report) -> None:
+@pytest.mark.parametrize("report", [fitting_report(), hopeless_report(), FitReport(status="nothing_fits")])
+def test_a_report_survives_json(report: FitReport) -> None:
     assert from_dict(json.loads(json.dumps(to_dict(report)))) == report
+
+
+def test_forecasts_of_a_report_that_is_read_are_written_alike() -> None:
+    timed = rung("zero2", 40, verdict="fits", host=320, speed=speed(8.0))
+    written = json.loads(json.dumps(to_dict(replace(fitting_report(), forecast=(*RUNGS, timed)))))
+    assert json.loads(json.dumps(to_dict(from_dict(written)))) == written
+    assert [row["verdict"] for row in written["forecast"]] == [*(row.verdict for row in RUNGS), "fits"]
 
 
 def test_nan_becomes_null_because_json_has_none() -> None:

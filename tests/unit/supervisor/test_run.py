@@ -15,8 +15,8 @@ from autods.journal import make_other_fit_error
 from autods.rank.result import RunResult
 from autods.rank.training_run.checkpoints import MARK
 from autods.report import serialize
-from autods.report.results import Report, Throughput
-from autods.report.run_view import read_run
+from autods.report.results.fit import FitReport, Throughput
+from autods.report.serialize import read_run
 from autods.runner.testing import failed, out_of_memory
 from autods.supervisor.rescue import MOST_REPEATS
 from autods.supervisor.run import run
@@ -27,7 +27,7 @@ from tests.support.walks import FACTS, SETTINGS
 
 RUNGS = read_rungs()
 LADDER = tuple(RUNGS[name] for name in ("zero2", "zero3"))
-REPORT = Report(
+REPORT = FitReport(
     status="fit",
     rung="zero2",
     knobs=Knobs(micro_batch=2, accumulation=2),
@@ -363,7 +363,7 @@ def test_a_fit_for_other_ranks_may_have_other_options(tmp_path):
 
     def find_nothing(fit, listen):
         asked.append(fit)
-        return Report(status="nothing_fits")
+        return FitReport(status="nothing_fits")
 
     result, _ = supervise(tmp_path, finish, find_fit=find_nothing, fit=replace(fit, ladder=LADDER[:1]))
     assert (result.status, result.exit_code) == ("nothing_fits", 1)
@@ -448,7 +448,7 @@ def test_the_journal_has_a_line_for_each_event(tmp_path):
 
 
 def test_nothing_is_trained_where_nothing_fits(tmp_path):
-    result, launcher = supervise(tmp_path, finish, report=Report(status="nothing_fits"))
+    result, launcher = supervise(tmp_path, finish, report=FitReport(status="nothing_fits"))
     assert (result.status, result.exit_code) == ("nothing_fits", 1)
     assert launcher.jobs == []
 

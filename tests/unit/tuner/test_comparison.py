@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from autods.journal import Journal, TrialStore, trial_key
-from autods.report.results import Ratio
+from autods.report.results.probe import Ratio
 from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
 from autods.tuner.comparison import PRIOR_NOISE, FinalsResult, TurnModel, finals
 from autods.tuner.trials import FitContext, samples_per_second

@@ -18,7 +18,7 @@ from autods.devices import Card
 from autods.errors import InputError, Interrupted
 from autods.events import Event, Note
 from autods.journal import JOURNAL, trial_key, workspace
-from autods.report.results import Report
+from autods.report.results.fit import FitReport
 from autods.report.serialize import REPORT
 from autods.system.host import Hardware
 from autods.tuner.fit import fit
@@ -69,7 +69,7 @@ def asked(out: Path, *, used: int = 0, device: str = "cuda", **options: Any) -> 
     return replace(settings, profile=replace(settings.profile, tune=tune))
 
 
-def fitted(settings: Settings, machine: Machine, notes: list[str] | None = None) -> Report:
+def fitted(settings: Settings, machine: Machine, notes: list[str] | None = None) -> FitReport:
     def listen(event: Event) -> None:
         if notes is not None and isinstance(event, Note):
             notes.append(event.text)

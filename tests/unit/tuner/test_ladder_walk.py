@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from autods.config.settings import Settings
-from autods.report.results import ClosestRung
+from autods.report.results.fit import ClosestRung
 from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
 from autods.tuner.candidates import Candidate, list_candidates
 from autods.tuner.ladder_walk import WalkResult, find_closest_rung, walk_ladder

@@ -1,0 +1,39 @@
+"""The result of `autods doctor`: what was checked on this machine, and the commands that mend it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+CheckStatus = Literal["ok", "warning", "broken"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One thing that was looked at.
+
+    `warning`: something works slower or later than it could, or not at all where few need it. `broken`: a fit fails,
+    or skips rungs. `remedy` is the command or the setting that mends it.
+    """
+
+    group: str
+    name: str
+    status: CheckStatus
+    result: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkup:
+    """All checks, in the order in which they are shown."""
+
+    checks: tuple[Check, ...]
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether something fails without a remedy."""
+        return any(check.status == "broken" for check in self.checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The checkup as plain values, for --json."""
+        return asdict(self)

@@ -1,0 +1,63 @@
+"""The result of `autods explain`: each key of a DeepSpeed config, and what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ...config.validator import Problem
+from ...types import Tier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyCost:
+    """What a value costs: the bytes by which each tier of a rank grows beside `instead`, another value of the key."""
+
+    instead: Any
+    tiers: Mapping[Tier, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainedKey:
+    """A key of the config. `default` is DeepSpeed's, if it names one. `measured` comes from the simulated engine."""
+
+    key: str
+    value: Any
+    default: Any = None
+    has_default: bool = False
+    meaning: str = ""
+    cost: str = ""
+    measured: KeyCost | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NeededMemory:
+    """The memory of a rank with this config: bytes by tier, `limits` where they are known, and the verdict."""
+
+    workload: str
+    ranks: int
+    verdict: str
+    reason: str
+    tiers: Mapping[Tier, int]
+    limits: Mapping[Tier, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """The keys in the order of the config, and the findings, errors first."""
+
+    config: str
+    deepspeed: str
+    keys: tuple[ExplainedKey, ...]
+    findings: tuple[Problem, ...]
+    memory: NeededMemory | None = None
+
+    @property
+    def has_errors(self) -> bool:
+        """Whether DeepSpeed refuses the config, or trains something else than it says."""
+        return any(finding.severity == "error" for finding in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The explanation as plain values, for --json."""
+        return asdict(self)

@@ -1,0 +1,140 @@
+"""The result of `autods plan`: the forecasts of every rung, machine by machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from ...config.plan_settings import Site
+from ...forecast.predict.step_time import Speed
+from ...forecast.values import RungForecast
+from ...types import ModelFacts, WorkloadSource
+
+Status = Literal["fits", "tight", "not_forecast", "nothing_fits"]  # the best first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """How long a training takes and what it costs, with the bounds of the step's time.
+
+    Costs have the currency of the price; they are None without one.
+    """
+
+    tokens: float
+    days: float
+    low_days: float
+    high_days: float
+    gpu_hours: float
+    cost: float | None = None
+    low_cost: float | None = None
+    high_cost: float | None = None
+
+
+def forecast_training(site: Site, speed: Speed, tokens: float) -> Training | None:
+    """Return the training on so many tokens at this speed; None where the tokens of a sample are unknown."""
+    if speed.tokens_per_second is None:
+        return None
+    days = tokens / speed.tokens_per_second / 86_400
+    low, high = (bound / speed.step.seconds for bound in (speed.step.low_seconds, speed.step.high_seconds))
+    gpu_hours = days * 24 * site.world_size
+    cost = None if site.price_per_gpu_hour is None else gpu_hours * site.price_per_gpu_hour
+    return Training(
+        tokens=tokens,
+        days=days,
+        low_days=days * low,
+        high_days=days * high,
+        gpu_hours=gpu_hours,
+        cost=cost,
+        low_cost=None if cost is None else cost * low,
+        high_cost=None if cost is None else cost * high,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """Another micro batch of the recommended rung, or its largest with checkpointing `switched`."""
+
+    forecast: RungForecast
+    checkpointing: bool
+    switched: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteForecast:
+    """The forecasts of all rungs on one kind of machine, in the order of the ladder.
+
+    `best` is the rung to take: see `planner.plan.choose_best`. It is None where no rung fits or may fit.
+    `to_try` are the rungs that could not be forecast and may fit; a fit tries them.
+    `lacks_nvme` are the rungs that need NVMe, which was not named.
+    `alternatives` are other settings of the best rung; empty where several machines are compared.
+    """
+
+    site: Site
+    rungs: tuple[RungForecast, ...]
+    best: RungForecast | None = None
+    to_try: tuple[str, ...] = ()
+    lacks_nvme: tuple[str, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+
+    @property
+    def rate(self) -> float:
+        """The best rung's samples a second; 0 where its time is not known or none fits."""
+        return 0.0 if self.best is None or self.best.speed is None else self.best.speed.samples_per_second
+
+    @property
+    def best_rung(self) -> str | None:
+        return self.best.rung if self.best else None
+
+    @property
+    def status(self) -> Status:
+        if self.best is None:
+            return "not_forecast" if self.to_try else "nothing_fits"
+        return "fits" if self.best.verdict == "fits" else "tight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """The file with a rung's step as a trace."""
+
+    path: str
+    rung: str
+    micro_batch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReport:
+    """The result of a plan, machine by machine, smallest device first.
+
+    `assumed` holds sentences about values that the user left open and the result depends on.
+    `zero_init` is true if stage 3 was built under `deepspeed.zero.Init`.
+    `tokens` are those of a training whose duration was asked for. `timeline` is the trace that was written.
+    """
+
+    sites: tuple[SiteForecast, ...]
+    source: WorkloadSource
+    facts: ModelFacts
+    device: str = "cuda"
+    checkpointing: bool = True
+    zero_init: bool = False
+    tokens: float | None = None
+    timeline: Timeline | None = None
+    assumed: tuple[str, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def status(self) -> Status:
+        """The best status of all machines."""
+        return min((site.status for site in self.sites), key=get_args(Status).index)
+
+    @property
+    def smallest_enough(self) -> SiteForecast | None:
+        """The first machine, smallest device first, on which a rung surely fits."""
+        return next((site for site in self.sites if site.status == "fits"), None)
+
+    @property
+    def ranked_sites(self) -> tuple[SiteForecast, ...]:
+        """The machines by rate, fastest first: those on which a rung fits, those where one may, then the others."""
+        order: dict[Status, int] = {"fits": 0, "tight": 1, "not_forecast": 2, "nothing_fits": 3}
+        return tuple(sorted(self.sites, key=lambda site: (order[site.status], -site.rate)))
