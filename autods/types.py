@@ -229,8 +229,6 @@ Purpose = Literal["walk", "shortfall", "grow", "race", "tune", "verify", "certif
 Exam = Literal["worst_case", "parity"]
 # The task that a Hugging Face config is trained for.
 Task = Literal["causal-lm", "seq2seq", "masked-lm", "image-classification"]
-# The library that a training script gives its model to.
-ScriptKind = Literal["deepspeed", "hf_trainer", "accelerate", "lightning"]
 Scalar = bool | int | float | str
 
 
@@ -335,6 +333,86 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadForm:
+    """What the form of a workload implies. autods builds the model and calls DeepSpeed, unless a field says otherwise.
+
+    `runs_as_main`: the code runs as `__main__` and calls DeepSpeed. `brings_config`: its DeepSpeed config is known when
+    it has run up to there. `is_model_config`: the model is described by a config, and has random weights.
+    """
+
+    has_file: bool = True
+    runs_as_main: bool = False
+    brings_config: bool = False
+    chooses_precision: bool = False
+    chooses_checkpointing: bool = False
+    is_model_config: bool = False
+
+
+FORMS: Mapping[str, WorkloadForm] = {
+    "file": WorkloadForm(),
+    "pickle": WorkloadForm(has_file=False),
+    "hf_config": WorkloadForm(is_model_config=True),
+    "script": WorkloadForm(runs_as_main=True, brings_config=True, chooses_precision=True, chooses_checkpointing=True),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptKind:
+    """A library that calls DeepSpeed for a script. Its adapter is the module of this name in `rank/script/adapters`.
+
+    A script is of the first kind in whose `packages` it imports a name that `names` matches; without any, of the first
+    whose `last_names` does. `preloaded` are modules that the adapter imports before the script begins.
+    `fills_in_auto`: the library replaces "auto" in a DeepSpeed config. `takes_local_rank`: its parser knows the option
+    of the `deepspeed` launcher.
+    """
+
+    name: str
+    description: str
+    packages: tuple[str, ...]
+    names: str
+    last_names: str = "(?!)"  # nothing
+    preloaded: tuple[str, ...] = ()
+    fills_in_auto: bool = False
+    takes_local_rank: bool = False
+
+
+_ROWS = (
+    ScriptKind(
+        name="deepspeed",
+        description="a DeepSpeed script: it calls deepspeed.initialize",
+        packages=("deepspeed",),
+        names="initialize",
+        last_names=".*",
+    ),
+    ScriptKind(
+        name="lightning",
+        description="a Lightning script",
+        packages=("lightning", "pytorch_lightning"),
+        names=".*",
+        preloaded=("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"),
+    ),
+    ScriptKind(
+        name="hf_trainer",
+        description="a script of Hugging Face's Trainer",
+        packages=("transformers", "trl", "sentence_transformers", "setfit"),
+        names="TrainingArguments|HfArgumentParser|.*Trainer",
+        preloaded=("transformers.trainer",),
+        fills_in_auto=True,
+        takes_local_rank=True,
+    ),
+    ScriptKind(
+        name="accelerate",
+        description="a script of Hugging Face's accelerate",
+        packages=("accelerate",),
+        names=".*",
+        preloaded=("accelerate",),
+        fills_in_auto=True,
+    ),
+)
+SCRIPT_KINDS: Mapping[str, ScriptKind] = {row.name: row for row in _ROWS}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadSource:
     """The place of a workload: a `model.py`, a pickled `Workload`, a Hugging Face config, or a training script.
 
@@ -344,9 +422,9 @@ class WorkloadSource:
     'build_batch.NAME' to values for these functions. For an hf_config, NAME is a key of its config. With `zero_init`,
     stage 3 builds an hf_config under `deepspeed.zero.Init`, already split.
 
-    The other fields describe a script. `argv` has the placeholders of `workload.script_source`. `script_kind` is None
-    if its imports do not show it. It runs in `folder`. If it starts with `python -m`, `module` is its name, and `root`
-    the folder of its top package.
+    The other fields describe a script. `argv` has the placeholders of `workload.script_source`. `script_kind` names a
+    row of `SCRIPT_KINDS`, None if its imports do not show it. It runs in `folder`. If it starts with `python -m`,
+    `module` is its name, and `root` the folder of its top package.
     """
 
     kind: Literal["file", "pickle", "hf_config", "script"]
@@ -359,12 +437,27 @@ class WorkloadSource:
     target_len: int | None = None
     recompute: bool | None = None
     argv: tuple[str, ...] = ()
-    script_kind: ScriptKind | None = None
+    script_kind: str | None = None
     folder: str | None = None
     module: str | None = None
     root: str | None = None
     arguments: Mapping[str, Scalar] = field(default_factory=dict)
     zero_init: bool = False
+
+    @property
+    def form(self) -> WorkloadForm:
+        """What the workload's form implies."""
+        return FORMS[self.kind]
+
+    @property
+    def library(self) -> ScriptKind | None:
+        """The library that calls DeepSpeed for a script; None where that is unknown."""
+        return None if self.script_kind is None else SCRIPT_KINDS[self.script_kind]
+
+    @property
+    def place(self) -> str:
+        """The file for an error, or the name of a workload without one."""
+        return self.path if self.form.has_file else self.name
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "argv", tuple(self.argv))  # JSON turns it into a list

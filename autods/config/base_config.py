@@ -97,13 +97,13 @@ def resolve_base_config(
         _check_precision(precision)
     enabled = enabled_half_precision(base)
     if precision == "auto":
-        is_open = source.kind != "script" and not {"bf16", "fp16"} & set(base)
+        is_open = not source.form.chooses_precision and not {"bf16", "fp16"} & set(base)
         return {**base, "bf16" if bf16 else "fp16": {"enabled": True}} if is_open else base
     if enabled and enabled != precision:
         problem = f"--precision {precision}, but {enabled} is enabled there"
         raise InputError(problem, place=place, hint="drop one of the two")
     config = base if enabled or precision == "fp32" else {**base, precision: {"enabled": True}}
-    if source.kind != "script":
+    if not source.form.chooses_precision:
         return config
     return merge(config, {half: {"enabled": False} for half in ("bf16", "fp16") if half != precision})
 
@@ -120,7 +120,7 @@ def merge_script_config(
 
 def fills_in_auto(source: WorkloadSource) -> bool:
     """Whether a library replaces "auto" by values before the config reaches the engine."""
-    return source.script_kind in ("hf_trainer", "accelerate")
+    return source.library is not None and source.library.fills_in_auto
 
 
 def resolve_global_batch(

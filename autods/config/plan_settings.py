@@ -95,7 +95,7 @@ def resolve_plan(request: PlanRequest, source: WorkloadSource, *, hardware: Hard
     rungs = select_ladder(request, read_profile("default").ladder)
     device = find_device(request.device)
     for option, given in {"--checkpointing": checkpointing is not None, "--zero-init": request.zero_init}.items():
-        if given and source.kind == "script":
+        if given and source.form.chooses_checkpointing:
             raise InputError(
                 f"{option} has no effect on a training script, which builds its model itself",
                 place=source.path,
@@ -121,7 +121,7 @@ def resolve_plan(request: PlanRequest, source: WorkloadSource, *, hardware: Hard
             price_per_gpu_hour=prices.get(machine.name),
         )
         sites.append(_with_base(site, base, request.micro_batch, request.global_batch))
-    if source.kind != "script":
+    if not source.form.brings_config:
         _check_only_site(sites)
     return PlanSettings(
         source=source,

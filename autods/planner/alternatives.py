@@ -42,7 +42,7 @@ def simulate_ahead(run: PlanRun, site: Site, best: RungForecast) -> None:
 
 
 def _has_switch(run: PlanRun) -> bool:
-    return run.settings.source.kind != "script" and run.facts.checkpointing
+    return not run.settings.source.form.chooses_checkpointing and run.facts.checkpointing
 
 
 def _switch(spec: EngineSpec) -> EngineSpec:

@@ -41,7 +41,7 @@ def plan(settings: PlanSettings, *, listen: ForecastListener, start: StartSimula
     began, source = time.monotonic(), settings.source
     if settings.timeline is not None:
         check_writable(settings.timeline)
-    if source.kind == "script":  # its `{ds_config}` stands for the base config
+    if source.form.brings_config:  # its `{ds_config}` stands for the base config
         source = replace(source, base_config=settings.sites[0].base)
 
     def start_processes(source: WorkloadSource) -> ProcessSimulator:
@@ -102,7 +102,7 @@ def _read_facts(simulator: Simulator, settings: PlanSettings, listen: ForecastLi
     try:
         return simulator.facts(settings.device)
     except SimulationFailed:
-        if settings.source.kind != "script" or ranks == 1:
+        if not settings.source.form.runs_as_main or ranks == 1:
             raise
     listen(Note(text=f"the script does not run on one rank alone, so its model is read on {ranks}"))
     return simulator.facts(settings.device, ranks=ranks)

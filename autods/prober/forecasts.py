@@ -150,7 +150,7 @@ def source_under_conditions(question: ProbeSettings, conditions: Mapping[str, Sc
     """
     settings = question.settings
     source = apply_to_source(settings.source, conditions)
-    if source.kind != "script":
+    if not source.form.brings_config:
         return source
     path = settings.nvme_path or NVME_PLACE
     config = compose(settings.ladder[0], Knobs(), base=settings.base, world_size=1, own_optimizer=False, nvme_path=path)

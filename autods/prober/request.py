@@ -256,7 +256,7 @@ def _check_argument(name: str, request: ProbeRequest, source: WorkloadSource) ->
     """Raise InputError, with the arguments that there are, when the workload has no such argument."""
     first, _, argument = name.partition(".")
     problem, hint = None, None
-    if source.kind == "script":
+    if source.form.runs_as_main:
         if name in LENGTHS or first in FUNCTIONS or name == "checkpointing":
             problem = "a training script decides that itself"
             hint = "vary an argument of it: --vary args.length=128,256 -- --max_length {length}"
@@ -265,7 +265,7 @@ def _check_argument(name: str, request: ProbeRequest, source: WorkloadSource) ->
             hint = f"write it where the value belongs: -- --option {{{argument}}}"
     elif name.startswith(ARGS):
         problem = "it is for a training script's arguments"
-    elif name in LENGTHS and source.kind == "hf_config":
+    elif name in LENGTHS and source.form.is_model_config:
         if source.task == "image-classification":
             problem = "images have no length in tokens"
         elif name == "target_len" and source.task != "seq2seq":
@@ -278,7 +278,7 @@ def _check_argument(name: str, request: ProbeRequest, source: WorkloadSource) ->
         known = argument_names(workload, source, function)
         if known is None or argument in known:
             return
-        if source.kind == "hf_config":
+        if source.form.is_model_config:
             has_none = f"the config has no {argument!r}"
             problem = has_none if function == "build_model" else "a config makes its own batches"
             hint = "give --vary seq_len=… for its batches, or build_model.KEY with a key of the config"
@@ -287,7 +287,7 @@ def _check_argument(name: str, request: ProbeRequest, source: WorkloadSource) ->
             first_ones = "…, " if function == "build_batch" else ""
             hint = f"it has {', '.join(known)}" if known else f"write def {function}({first_ones}{argument}=…)"
     if problem is not None:
-        place = source.path if source.kind != "pickle" else source.name
+        place = source.place
         raise InputError(f"--vary {name}: {problem}", place=place, hint=hint)
 
 

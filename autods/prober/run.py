@@ -61,7 +61,7 @@ def build_report(
             device=settings.device,
             device_bytes=settings.device_bytes,
             global_batch=settings.global_batch,
-            precision="its own precision" if settings.source.kind == "script" else precision_name(settings.base),
+            precision="its own precision" if settings.source.form.chooses_precision else precision_name(settings.base),
             repeats=question.repeats,
             steps=question.steps,
             capacity=question.capacity,

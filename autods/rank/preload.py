@@ -117,17 +117,9 @@ def remember_processor() -> None:
     PROCESSOR.install(answer)
 
 
-# What the adapter of a script's trainer imports before the script begins.
-_TRAINERS: Mapping[str | None, tuple[str, ...]] = {
-    "hf_trainer": ("transformers.trainer",),
-    "accelerate": ("accelerate",),
-    "lightning": ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"),
-}
-
-
 def preload_trainer(source: WorkloadSource) -> None:
     """Import the library that trains in a script, if an adapter changes it. What else the script imports is its own."""
-    for name in _TRAINERS.get(source.script_kind, ()):
+    for name in source.library.preloaded if source.library is not None else ():
         with contextlib.suppress(Exception):  # the adapter's own import reports the error
             importlib.import_module(name)
 

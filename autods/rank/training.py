@@ -145,7 +145,7 @@ def train(workload: Workload, job: RankJob, *, observe: Observe, meter: Meter, r
     Exceptions of the user's code are passed on; WorkloadError says where the workload breaks its contract.
     """
     observe("build", 0)
-    with drawing_in_parallel() if job.source.kind == "hf_config" else contextlib.nullcontext():
+    with drawing_in_parallel() if job.source.form.is_model_config else contextlib.nullcontext():
         model = build(workload, checkpointing=job.checkpointing)
     replicas = ranks
     if pipeline.is_pipeline(model):

@@ -34,6 +34,10 @@ from .memory import Meter, make_meter
 from .model_facts import seed_all
 from .preload import preload
 from .result import JobResult, OpsResult, RankResult, ScriptEnd, SurveyResult, describe_error
+from .script.inject import run_script
+from .script.trial_policy import TrialPolicy
+from .training_run import session
+from .training_run.run_policy import RunPolicy
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ETIMEDOUT)
 _SAMPLE_EVERY_S = 0.05  # in a run: amid training, the kernel takes 50 µs to count a process's memory
@@ -120,12 +124,13 @@ class RankContext:
 
     def run_script(self, complete: Callable[[ScriptEnd], JobResult]) -> JobResult:
         """Run the script as `__main__`. `complete` makes the rank's result from the result of the run."""
-        from .script.run import run
 
         def leave(end: ScriptEnd | BaseException) -> NoReturn:  # for a script that does not return
             os._exit(self.write_record(end if isinstance(end, BaseException) else complete(end)))
 
-        return complete(run(self.job, self.slot, self.observer, self.store, leave))
+        policy = TrialPolicy(self.job, self.slot, self.observer, leave)
+        run_script(self.job, self.slot, self.store, policy)
+        return complete(policy.result())
 
     def write_record(self, end: JobResult | BaseException) -> int:
         """Write the rank's result or error into its file, whole or not at all; return the exit code.
@@ -216,7 +221,7 @@ def _survey(context: RankContext) -> JobResult:
         assert isinstance(facts, ModelFacts)
         return SurveyResult(facts=facts, op_problems=problems)
 
-    if context.job.source.kind == "script":
+    if context.job.source.form.runs_as_main:
         clear_killed_builds()
         return context.run_script(complete)
     context.observer("build", 0)
@@ -239,7 +244,7 @@ def _train(context: RankContext) -> JobResult:
         peaks = result.peaks or (meter.peaks() | observer.training_peaks)
         return replace(result, build_s=observer.build_s, init_s=observer.init_s, peaks=peaks)
 
-    if job.source.kind == "script":
+    if job.source.form.runs_as_main:
         return context.run_script(complete)
     observer("rendezvous", 0)
     join(job, context.store)
@@ -252,8 +257,6 @@ def _train(context: RankContext) -> JobResult:
 
 def _run(context: RankContext) -> JobResult:
     """Do this rank's part of a training run; return how it ended, with the peak bytes."""
-    from .training_run import session
-
     job = context.job
     assert job.order is not None
     os.environ[RUN_VARIABLE] = str(job.order.job_file)
@@ -261,10 +264,8 @@ def _run(context: RankContext) -> JobResult:
     context.observer.meter.start()
     context.observer.sample_every_s = _SAMPLE_EVERY_S
     session.observe_with(context.observer)
-    if job.source.kind == "script":
-        from .training_run.script import run_script
-
-        run_script(job, context.slot, context.store)
+    if job.source.form.runs_as_main:
+        run_script(job, context.slot, context.store, RunPolicy(job, context.observer))
     else:
         from .distributed import join
         from .training_run.loop import train

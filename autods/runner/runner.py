@@ -169,7 +169,7 @@ class RayRunner:
         settings = self.settings
         rungs = [rung for rung in settings.ladder if not rung.needs.nvme_path or settings.nvme_path]
         ops = tuple(dict.fromkeys(op for rung in rungs for op in required_ops(self._native_config(rung))))
-        if settings.source.kind == "script":
+        if settings.source.form.brings_config:
             ops = tuple(BUILDERS)  # its config is not known yet
         return self._make_job(
             "survey",
@@ -352,7 +352,7 @@ class RayRunner:
 
 def may_need_all_ranks(results: Sequence[NodeResult], job: RankJob) -> bool:
     """Whether a script failed on one rank in a way that a check of the number of ranks could explain."""
-    if job.source.kind != "script":
+    if not job.source.form.runs_as_main:
         return False
     errors = [rank.error for result in results if isinstance(result, NodeReport) for rank in result.ranks]
     return any(

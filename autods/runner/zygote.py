@@ -94,7 +94,7 @@ def _load(source: WorkloadSource, argv: list[str], agent: socket.socket) -> tupl
     workload = None
     if "--plain" not in argv and reason is None:
         try:
-            if source.kind == "script":
+            if source.form.runs_as_main:
                 preload.preload_trainer(source)
             else:
                 workload = _load_workload(source, agent)

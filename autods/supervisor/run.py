@@ -23,7 +23,7 @@ from ..events import AttemptStarted, Note, RunListener
 from ..journal import workspace
 from ..rank.job import JOB_FILE, RunOrder, read_job
 from ..rank.result import RunResult
-from ..rank.training_run.checkpoints import Checkpoint, Layout, find_obstacle, list_checkpoints, remove_torn
+from ..rank.training_run.checkpoints import Layout, SavedCheckpoint, find_obstacle, list_checkpoints, remove_torn
 from ..rank.training_run.session import NO_SESSION
 from ..report.results.fit import FitReport
 from ..report.results.run import RunReport
@@ -363,7 +363,7 @@ class Supervisor:
         assert self.history.prepared is not None
         return self.history.prepared.facts
 
-    def _latest(self) -> Checkpoint | None:
+    def _latest(self) -> SavedCheckpoint | None:
         return list_checkpoints(self.settings.out / "checkpoints").latest
 
     @property
@@ -381,7 +381,7 @@ class Supervisor:
         ladder = list_candidates(settings, self._facts, self.history.prepared.op_problems)
         return gather_known_rungs(self.report, ladder)
 
-    def _find_obstacle(self, config: RunConfig, saved: Checkpoint | None) -> str | None:
+    def _find_obstacle(self, config: RunConfig, saved: SavedCheckpoint | None) -> str | None:
         if saved is None:
             return None
         layout = replace(saved.layout, world_size=config.world_size)  # all that is known where the session is lost

@@ -49,7 +49,7 @@ class RunSettings:
         fit = self.fit
         base = json.dumps(fit.base, sort_keys=True).encode()
         return {
-            "workload": fit.source.path if fit.source.kind != "pickle" else fit.source.name,
+            "workload": fit.source.place,
             "arguments": " ".join(fit.source.argv),
             "--device": fit.device,
             "--gpu-memory": fit.device_bytes if fit.device_bytes_asked else None,
@@ -118,7 +118,7 @@ def _check_end(request: RunRequest, source: WorkloadSource, data: str | None) ->
     if request.steps is not None:
         return
     has_dataset = data is not None
-    if source.kind == "script":
+    if source.form.runs_as_main:
         has_dataset = True
     elif source.kind == "file":
         has_dataset = has_dataset or "build_dataset" in Path(source.path).read_text(errors="replace")

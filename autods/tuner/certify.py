@@ -79,7 +79,7 @@ def certify(
                 search.run_for_losses,
                 steps=fit_steps_to_budget(limits.parity, median_step_s(proven.best), least=FEWEST_UPDATES + 1),
                 tolerance=tolerance,
-                alike=settings.source.kind == "script",
+                alike=settings.source.form.runs_as_main,
             )
         if parity.taken_back is None:
             return search.certified(proven, parity)

@@ -26,7 +26,7 @@ from ..report.page import write_page
 from ..report.results.fit import ClosestRung, FitQuestion, FitReport, Throughput
 from ..system.host import installed_versions, threads_per_rank
 from ..types import Failed, Fit, ModelFacts, Record, Trial, is_machines_fault
-from ..workload.script_source import KIND_DESCRIPTIONS, describe_launch
+from ..workload.script_source import describe_kind, describe_launch
 from .candidates import check_ranks, idle_stages_warning, list_candidates, refusal_reason, why_not_forecast
 from .certify import CertifyResult, certify
 from .forecasts import NO_FORECASTER, Forecaster, open_forecaster
@@ -75,8 +75,8 @@ def fit(
         if (finished := _read_finished(settings, fingerprint, listen)) is not None:
             return finished
         journal, past, settings = open_journal(settings, fingerprint, listen)
-        if settings.source.kind == "script":
-            script = f"{Path(settings.source.path).name} is {KIND_DESCRIPTIONS[settings.source.script_kind]}"
+        if settings.source.form.runs_as_main:
+            script = f"{Path(settings.source.path).name} is {describe_kind(settings.source)}"
             kept_out = "it runs unmodified, and in trials its output files are kept out of your folders"
             listen(Note(text=f"{script} (--kind says otherwise); {kept_out}"))
         for note in find_misspelt_keys(settings.base):
@@ -284,7 +284,7 @@ def _make_question(context: FitContext, fingerprint: str) -> FitQuestion:
         stop=settings.profile.race.stop,
         ladder=tuple(rung.name for rung in settings.ladder),
         lacks_nvme=tuple(rung.name for rung in settings.ladder if rung.needs.nvme_path and settings.nvme_path is None),
-        script=describe_launch(settings.source) if settings.source.kind == "script" else None,
+        script=describe_launch(settings.source) if settings.source.form.runs_as_main else None,
         stood_in=facts.stood_in,
         writes_confined=facts.writes_confined,
         ops_folder=str(ops_folder()),

@@ -63,7 +63,7 @@ def argument_names(workload: Path | Workload, source: WorkloadSource, function: 
     For a Hugging Face config, the keys of the config count as arguments of build_model. None means that the function
     takes any argument, or that its source does not show them.
     """
-    if source.kind == "hf_config":
+    if source.form.is_model_config:
         return tuple(read_config(Path(source.path))) if function == "build_model" else ()
     if isinstance(workload, Workload):
         parameters = inspect.signature(getattr(workload, function)).parameters.values()

@@ -22,11 +22,11 @@ import cloudpickle
 from ..errors import InputError, make_write_error
 from ..files import read_file
 from ..system import private
-from ..types import WorkloadSource
+from ..types import SCRIPT_KINDS, WorkloadSource
 from .conditions import argument_names, bind_arguments
 from .hf_config import TASKS, find_config_file, infer_task, load_config, read_config, resolve_hf_path
 from .protocol import FUNCTIONS, Workload, WorkloadError, check_model_py, load_model_py, read_base_config
-from .script_source import KINDS, find_module, is_script, local_files, make_script_source, module_name
+from .script_source import find_module, is_script, local_files, make_script_source, module_name
 
 # Options for a Hugging Face config alone, and what a model.py decides instead.
 _CONFIG_OPTIONS = {
@@ -71,8 +71,8 @@ def make_source(
             if given:
                 hint = "give the script's own arguments after --"
                 raise InputError(f"{given[0]} does not apply to a training script", place=str(path), hint=hint)
-            script_kind = next((known for known in KINDS if known == kind), None)
-            return make_script_source(path, argv, script_kind, Path.cwd(), module=module, root=root)
+            known = kind if kind in SCRIPT_KINDS else None
+            return make_script_source(path, argv, known, Path.cwd(), module=module, root=root)
     if kind not in (None, "model") and config is not None:
         raise InputError(
             f"--kind {kind} is for a training script", place=str(config), hint="drop it, or give the script"
@@ -106,8 +106,8 @@ def _check_form(workload: object, kind: str | None) -> None:
             f"a workload is a path or an autods.Workload, not {type(workload).__name__}",
             hint="give 'model.py', or autods.Workload(build_model=…, build_batch=…)",
         )
-    if kind not in (None, "model", "script", *KINDS):
-        raise InputError(f"there is no kind {kind!r}", hint=f"give --kind model, script, {', '.join(KINDS)}")
+    if kind not in (None, "model", "script", *SCRIPT_KINDS):
+        raise InputError(f"there is no kind {kind!r}", hint=f"give --kind model, script, {', '.join(SCRIPT_KINDS)}")
 
 
 def _find_file(workload: Path, kind: str | None) -> tuple[Path, str | None, Path | None]:
@@ -137,7 +137,7 @@ def _check_takes_seq_len(workload: Path | Workload, source: WorkloadSource) -> N
     if names is not None and "seq_len" not in names:
         raise InputError(
             "its build_batch has no argument seq_len, so --seq-len has no effect",
-            place=source.path if source.kind == "file" else source.name,
+            place=source.place,
             hint="write def build_batch(micro_batch_size, seq_len=1024): …, or drop --seq-len",
         )
 
@@ -168,7 +168,7 @@ def load(source: WorkloadSource) -> Workload:
 
 def bind_options(workload: Workload, source: WorkloadSource) -> Workload:
     """A loaded workload with the source's options bound to it. A Hugging Face config is loaded anew."""
-    return load(source) if source.kind == "hf_config" else bind_arguments(workload, source)
+    return load(source) if source.form.is_model_config else bind_arguments(workload, source)
 
 
 def _make_config_source(

@@ -13,33 +13,12 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
 from ..errors import InputError
 from ..files import LARGEST_TEXT, read_file
-from ..types import ScriptKind, WorkloadSource
+from ..types import SCRIPT_KINDS, WorkloadSource
 from .protocol import FUNCTIONS, bound_names, parse_python
 
-KINDS: tuple[ScriptKind, ...] = get_args(ScriptKind)
-KIND_DESCRIPTIONS: Mapping[ScriptKind | None, str] = {
-    "deepspeed": "a DeepSpeed script: it calls deepspeed.initialize",
-    "hf_trainer": "a script of Hugging Face's Trainer",
-    "accelerate": "a script of Hugging Face's accelerate",
-    "lightning": "a Lightning script",
-    None: "a script; its imports do not show which library calls deepspeed.initialize",
-}
-# Which library calls the engine, by the names that a script imports of these packages; the first row that matches.
-_KIND_RULES: tuple[tuple[ScriptKind, tuple[str, ...], str], ...] = (
-    ("deepspeed", ("deepspeed",), "initialize"),
-    ("lightning", ("lightning", "pytorch_lightning"), ".*"),
-    (
-        "hf_trainer",
-        ("transformers", "trl", "sentence_transformers", "setfit"),
-        "TrainingArguments|HfArgumentParser|.*Trainer",
-    ),
-    ("accelerate", ("accelerate",), ".*"),
-    ("deepspeed", ("deepspeed",), ".*"),
-)
 # Names that decide where the script itself uses them; its helper modules may import another library for other purposes.
 _DECISIVE = re.compile("initialize|LightningCLI|TrainingArguments|HfArgumentParser|Accelerator|.*Trainer")
 # What a script's arguments get from a trial where they hold {NAME}.
@@ -71,7 +50,7 @@ def is_script(path: Path, argv: Sequence[str]) -> bool:
 def make_script_source(
     path: Path,
     argv: Sequence[str],
-    kind: ScriptKind | None,
+    kind: str | None,
     folder: Path,
     *,
     module: str | None = None,
@@ -118,24 +97,31 @@ class ScriptLaunch:
     does not know the option exits.
     """
 
-    kind: ScriptKind
+    kind: str
     path: str
     argv: tuple[str, ...]
     takes_local_rank: bool = True
     module: str | None = None
 
 
+def describe_kind(source: WorkloadSource) -> str:
+    """What the script is, for the user."""
+    if source.library is None:
+        return "a script; its imports do not show which library calls deepspeed.initialize"
+    return source.library.description
+
+
 def describe_launch(source: WorkloadSource) -> ScriptLaunch:
     """How to start the script, for the report."""
-    path = Path(source.path)
+    path, library = Path(source.path), source.library or SCRIPT_KINDS["deepspeed"]
     text = read_file(path) if os.path.isfile(path) else b""
     takes_local_rank = (
-        source.script_kind == "hf_trainer"
+        library.takes_local_rank
         or re.search(rb"[\"']--local[-_]rank\b", text) is not None
         or has_local_rank_parameter(source)
     )
     return ScriptLaunch(
-        kind=source.script_kind or "deepspeed",
+        kind=library.name,
         path=source.path,
         argv=source.argv,
         takes_local_rank=takes_local_rank,
@@ -171,14 +157,17 @@ def _files_in_arguments(argv: Sequence[str], folder: Path) -> Iterator[Path]:
             continue
 
 
-def _infer_kind(path: Path, imported: Sequence[Path]) -> ScriptKind | None:
+def _infer_kind(path: Path, imported: Sequence[Path]) -> str | None:
     """The kind by decisive names in the script itself, else by all imports of it and of the user's modules."""
     first = imports_in(path)
     decisive = [item for item in first if _DECISIVE.fullmatch(item.name)]
     for imports in (decisive, [*first, *(item for file in imported for item in imports_in(file))]):
-        for kind, packages, names in _KIND_RULES:
-            if any(item.package in packages and re.fullmatch(names, item.name) for item in imports):
-                return kind
+        for kind, names in (
+            *((kind, kind.names) for kind in SCRIPT_KINDS.values()),
+            *((kind, kind.last_names) for kind in SCRIPT_KINDS.values()),
+        ):
+            if any(item.package in kind.packages and re.fullmatch(names, item.name) for item in imports):
+                return kind.name
     return None
 
 

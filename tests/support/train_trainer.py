@@ -12,22 +12,27 @@ import os
 import runpy
 import signal
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 from transformers import Trainer
 
 from autods.rank.job import find_job
-from autods.rank.training_run import hf_trainer
-from autods.rank.training_run.session import Stopped, describe_end
+from autods.rank.script.engine_config import EngineConfig
+from autods.rank.script.inject import Injection, install_adapters
+from autods.rank.training_run.run_policy import RunPolicy
+from autods.rank.training_run.session import NoObserver, Stopped, describe_end
+from autods.types import WorkloadSource
 
 
 def main():
     kill_step, job, rank = int(sys.argv[1]), find_job(), int(os.environ["RANK"])
     sys.argv = sys.argv[2:]
+    source = WorkloadSource(kind="script", path=sys.argv[0], name="train", digest="", script_kind="hf_trainer")
+    job = replace(job, source=source)
     order = job.order
     torch.manual_seed(job.seed)
-    hf_trainer.install(job)
+    install_adapters(Injection(job=job, slot=0, policy=RunPolicy(job, NoObserver()), config=EngineConfig(job)))
     train = Trainer.training_step
 
     def training_step(trainer, model, inputs, *args, **kwargs):

@@ -23,8 +23,8 @@ from ...config.deepspeed import BATCH_KEYS, DEFAULT_OPTIMIZER, merge, strip_rung
 from ...rank.job import RankJob
 from ...rank.memory import Meter
 from ...rank.result import ScriptEnd
-from ...rank.script.run import run
-from ...rank.script.session import Session
+from ...rank.script.inject import run_script
+from ...rank.script.trial_policy import TrialPolicy
 from ...system import processes, stacks
 from ...system.stacks import find_raiser
 from ...types import ModelFacts, Phase, Steps, WorkloadSource
@@ -103,7 +103,7 @@ def _unsharded(context: SimulationContext, source: WorkloadSource, ranks: int) -
 
 @dataclass
 class _ScriptRun:
-    """One run of the script, and the observer of its session. `only_looks`: up to the script's engine only."""
+    """One run of the script, and the observer of its trial. `only_looks`: up to the script's engine only."""
 
     connection: socket.socket
     context: SimulationContext
@@ -129,8 +129,10 @@ class _ScriptRun:
             self.context.become_rank(self.spec)
             script_patches.install(self.context.ledger)
             with self.context.active(), explain_optimizer_errors(self.spec.ds_config):
-                end = run(self._job(), 0, self, None, self.leave, _SimulatedSession)
-            self.leave(end)
+                job = self._job()
+                policy = _SimulatedTrial(job, 0, self, self.leave)
+                run_script(job, 0, None, policy)
+            self.leave(policy.result())
         except BaseException as error:
             self.leave(error)
 
@@ -188,8 +190,8 @@ class _NoMeter(Meter):
         return {}
 
 
-class _SimulatedSession(Session):
-    """A session that neither times steps nor reads their results."""
+class _SimulatedTrial(TrialPolicy):
+    """A trial that neither times steps nor reads their results."""
 
     def take_model(self, model: Any) -> None:
         """Label the gradients of the model that the script gives to its engine."""
@@ -207,7 +209,7 @@ class _SimulatedSession(Session):
 
     def has_enough(self) -> bool:
         """Whether the second step has ended."""
-        return self.steps >= _STEPS.warmup + _STEPS.timed
+        return self.step >= _STEPS.warmup + _STEPS.timed
 
 
 def _failure_of(error: BaseException, source: WorkloadSource) -> Failure:

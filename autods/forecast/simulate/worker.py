@@ -84,7 +84,7 @@ def _prepare(device: Device, source: WorkloadSource, scratch: str, client: socke
 
     context = SimulationContext(device)
     workload = None
-    if source.kind == "script":
+    if source.form.runs_as_main:
         preload.preload_trainer(source)
     else:
         with in_one_process(lambda error: send(client, failure_of(error, source.path))):
@@ -174,7 +174,7 @@ def _shared_model(request: Request, prepared: _Prepared) -> tuple[object, ...] |
 
     Under zero.Init DeepSpeed takes part in building the model, as the rung's config says. A script builds for itself.
     """
-    if not isinstance(request, EngineSpec) or prepared.model is not None or prepared.source.kind == "script":
+    if not isinstance(request, EngineSpec) or prepared.model is not None or prepared.source.form.runs_as_main:
         return None
     if request.zero_init:
         return None

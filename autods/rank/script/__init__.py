@@ -1,5 +1,5 @@
-"""An unmodified training script as a trial: a rank runs it as `__main__` and watches its engine.
+"""An unmodified training script in a rank, which runs it as `__main__`, for a trial, a forecast or a real run.
 
-`run` starts the script and `session` measures it. `engine_hooks` stands between the script and DeepSpeed, with a module
-in `adapters` for each library that calls the engine. `sandbox` keeps the script's writes out of the user's folders.
+`inject` has what every script gets, `policy` what differs between a trial and a run, `trial_policy` that of a trial.
+`adapters` has a module for each library that calls the engine. `sandbox` keeps a trial's writes in.
 """

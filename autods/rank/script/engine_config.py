@@ -1,4 +1,4 @@
-"""The DeepSpeed config of a script's engine: the trial's settings over the script's own."""
+"""The DeepSpeed config of a script's engine: the chosen settings over the script's own."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ from ...config.deepspeed import (
     is_default_optimizer,
     merge,
     strip_rung_keys,
-    without_monitors,
 )
 from ...workload.script_source import has_placeholder
-from ..exam import allow_gathering
 from ..job import RankJob
 from .user_errors import script_error
 
@@ -39,18 +37,18 @@ class EngineConfig:
         self.job = job
         self.given: Mapping[str, Any] | None = None
         # The number of ranks may be another than the fit's: a survey runs with one.
-        self.trial: dict[str, Any] = {**job.ds_config, BATCH_KEYS[0]: job.train_batch}
-        self.file: dict[str, Any] = dict(self.trial)
+        self.chosen: dict[str, Any] = {**job.ds_config, BATCH_KEYS[0]: job.train_batch}
+        self.file: dict[str, Any] = dict(self.chosen)
 
     def for_engine(self, config: Mapping[str, Any], *, has_optimizer: bool) -> dict[str, Any]:
         """The config that the engine gets for the one that the script gives it.
 
         `has_optimizer` tells that the script passes an optimizer object, so the config names none.
         """
-        completed = without_monitors(self._complete(config))
+        completed = self._complete(config)
         if has_optimizer:
             completed.pop("optimizer", None)
-        return allow_gathering(completed) if self.job.exam == "worst_case" else completed
+        return completed
 
     def own_part(self, config: Mapping[str, Any], *, from_file: bool) -> dict[str, Any]:
         """The part of the engine's config that is the script's own, not filled in through `{ds_config}`.
@@ -71,34 +69,34 @@ class EngineConfig:
 
     def _complete(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The script's keys stay, except those that the rung and the batch decide."""
-        return merge(strip_rung_keys(config), self.trial)
+        return merge(strip_rung_keys(config), self.chosen)
 
 
 class LibraryConfig(EngineConfig):
     """The config of a script when a library calls the engine.
 
-    Such a library reads the script's config early and completes it from the library's arguments. So the trial's config
+    Such a library reads the script's config early and completes it from the library's arguments. So the chosen config
     is put in its place there, and reaches the engine already completed. `convert` adapts the file to the library.
     """
 
     def __init__(self, job: RankJob, convert: Callable[[Mapping[str, Any]], dict[str, Any]] = dict) -> None:
         super().__init__(job)
         self.given = {}
-        self.trial = dict(job.ds_config)
-        if job.stops_at_engine and is_default_optimizer(self.trial.get("optimizer")):
-            del self.trial["optimizer"]  # until the survey knows whether the script makes one
-        self.file = convert(self.trial)
+        self.chosen = dict(job.ds_config)
+        if job.stops_at_engine and is_default_optimizer(self.chosen.get("optimizer")):
+            del self.chosen["optimizer"]  # until the survey knows whether the script makes one
+        self.file = convert(self.chosen)
 
     def replace(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The config for the library in place of the script's, which is remembered."""
         self.given = given
-        return merge(strip_rung_keys(given), self.trial)
+        return merge(strip_rung_keys(given), self.chosen)
 
     def _complete(self, config: Mapping[str, Any]) -> dict[str, Any]:
         wanted, enabled = enabled_half_precision(self.job.ds_config), enabled_half_precision(config)
         if not self.job.stops_at_engine and wanted != enabled:
             raise script_error(
-                f"it trains in {enabled or 'fp32'}, and the trial needs {wanted or 'fp32'}",
+                f"it trains in {enabled or 'fp32'}, and its config needs {wanted or 'fp32'}",
                 hint=f"set {wanted or 'fp32'} in its own arguments after --, or drop --precision",
             )
         return dict(config)

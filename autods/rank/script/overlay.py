@@ -155,11 +155,11 @@ def _make_file_io(choose: Callable[[Any, str], Any]) -> type[io.FileIO]:
 
     original = io.FileIO
 
-    class Kind(type):
+    class OpenedFile(type):
         def __instancecheck__(cls, instance: Any) -> bool:
             return type.__instancecheck__(original if cls is FileIO else cls, instance)
 
-    class FileIO(original, metaclass=Kind):  # type: ignore[misc, valid-type]
+    class FileIO(original, metaclass=OpenedFile):  # type: ignore[misc, valid-type]
         def __init__(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> None:
             super().__init__(choose(file, mode), mode, *args, **kwargs)
 

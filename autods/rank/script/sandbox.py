@@ -20,7 +20,7 @@ from ..job import RankJob
 from ..patching import declare, declare_all, when_imported
 from .data import iter_tensors
 from .overlay import Overlay
-from .session import Session
+from .policy import Policy
 from .user_errors import WRITABLE
 
 # Experiment trackers, by their own switches.
@@ -64,36 +64,36 @@ _LMDB = declare("lmdb.open", "it writes a lock file, also beside data that are o
 _WANDB = declare("wandb.init", 'mode="online" in a script overrides the environment')
 
 
-def install(session: Session) -> Overlay:
-    """Set the sandbox up for the rest of this process.
+def install(policy: Policy, rank: int) -> tuple[Overlay, bool]:
+    """Set the sandbox up for the rest of this process; return the overlay, and whether the kernel confines writes.
 
     Saves are no part of training. Small files are written to the overlay, where the script finds them again. Large
     files are empty there, and so are the folders of checkpoints: a script may go on with them, for example copy them.
-    What bypasses the overlay is refused by the kernel, if it can; `session.writes_confined` tells. CUDA must be
-    initialised before, if it is needed: its setuid helper nvidia-modprobe gains no privileges any more.
+    What bypasses the overlay is refused by the kernel, if it can. CUDA must be initialised before, if it is needed:
+    its setuid helper nvidia-modprobe gains no privileges any more.
     """
-    scratch = Path(session.job.scratch)
-    temporary, link = scratch / "tmp", Path(session.job.private) / f"tmp{session.ranks.rank}"
+    scratch = Path(policy.job.scratch)
+    temporary, link = scratch / "tmp", Path(policy.job.private) / f"tmp{rank}"
     temporary.mkdir(parents=True, exist_ok=True)
     link.symlink_to(temporary)  # short: DataLoader workers make sockets in it, whose paths have at most 107 characters
     tempfile.tempdir = str(link)
     os.environ.update(_TRACKERS_OFF, TMPDIR=str(link), MLFLOW_TRACKING_URI=f"file:{scratch / 'mlruns'}")
     for patch in _ENGINE_SAVES.values():
-        patch.wrap(_skip_checkpoint, session)
+        patch.wrap(_skip_checkpoint, policy)
     for patch in _FILE_SAVES:
         with contextlib.suppress(ImportError):  # safetensors may be missing
-            patch.wrap(_skip_large_file, session, everywhere=True)
-    free = tuple(list_free_folders(session.job))
-    session.writes_confined = confine_writes(free)
+            patch.wrap(_skip_large_file, policy, everywhere=True)
+    free = tuple(list_free_folders(policy.job))
+    confined = confine_writes(free)
     # A rank of another node reads what rank 0 wrote into a folder of the cluster, such as prepared data.
-    overlay = Overlay(session.job.shared_folder / "written", free)
+    overlay = Overlay(policy.job.shared_folder / "written", free)
     overlay.install()
     when_imported("sqlite3", lambda: redirect_databases(overlay))
     when_imported("pyarrow", lambda: _ARROW.wrap(_open_chosen, overlay.path_to_read, everywhere=True))
     when_imported("tokenizers", lambda: redirect_tokenizers(overlay))
     when_imported("lmdb", read_lmdb_unlocked)
     when_imported("wandb", disable_wandb)
-    return overlay
+    return overlay, confined
 
 
 def list_free_folders(job: RankJob) -> Iterator[str]:
@@ -166,24 +166,24 @@ def _open_chosen(choose: Callable[[Any], Any], original: Any, /, *args: Any, **k
     return original(*args, **kwargs)
 
 
-def _skip_checkpoint(session: Session, original: Any, /, *args: Any, **kwargs: Any) -> Any:
-    if session.hooks_paused:
+def _skip_checkpoint(policy: Policy, original: Any, /, *args: Any, **kwargs: Any) -> Any:
+    if policy.hooks_paused:
         return original(*args, **kwargs)
-    session.begin_skipped("save")
+    policy.begin_skipped("save")
     arguments = inspect.signature(original).bind(*args, **kwargs).arguments
     with contextlib.suppress(OSError):
         os.makedirs(os.path.join(arguments["save_dir"], str(arguments.get("tag") or "")), exist_ok=True)
     return True
 
 
-def _skip_large_file(session: Session, original: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _skip_large_file(policy: Policy, original: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Save tensors that fit into a small file; a large file is empty. A buffer in memory gets all of them."""
     from torch.nn import Module
 
     target: Any = args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename"))
-    if session.hooks_paused or target is None or isinstance(target, io.BytesIO):
+    if policy.hooks_paused or target is None or isinstance(target, io.BytesIO):
         return original(*args, **kwargs)
-    session.begin_skipped("save")
+    policy.begin_skipped("save")
     if not isinstance(target, (str, bytes, os.PathLike)):
         return None
     value = args[0] if args and original.__module__.startswith("torch.") else None

@@ -83,7 +83,7 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class SavedCheckpoint:
     """A complete checkpoint."""
 
     path: Path
@@ -117,11 +117,11 @@ class Torn:
 class CheckpointList:
     """The checkpoints of a folder, each sorted by step."""
 
-    complete: tuple[Checkpoint, ...] = ()
+    complete: tuple[SavedCheckpoint, ...] = ()
     torn: tuple[Torn, ...] = ()
 
     @property
-    def latest(self) -> Checkpoint | None:
+    def latest(self) -> SavedCheckpoint | None:
         """The complete checkpoint with most steps."""
         return self.complete[-1] if self.complete else None
 
@@ -133,12 +133,12 @@ def checkpoint_folder(checkpoints: Path, step: int) -> Path:
 
 def list_checkpoints(checkpoints: Path) -> CheckpointList:
     """Return the checkpoints below `checkpoints`. The files of each are compared with its manifest by size."""
-    complete: list[Checkpoint] = []
+    complete: list[SavedCheckpoint] = []
     torn: list[Torn] = []
     for folder in sorted(checkpoints.glob(f"{_PREFIX}*")) if checkpoints.is_dir() else ():
         if folder.is_dir():
             match _inspect(folder):
-                case Checkpoint() as checkpoint:
+                case SavedCheckpoint() as checkpoint:
                     complete.append(checkpoint)
                 case Torn() as tear:
                     torn.append(tear)
@@ -146,9 +146,9 @@ def list_checkpoints(checkpoints: Path) -> CheckpointList:
     return CheckpointList(tuple(complete), tuple(torn))
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
+def read_checkpoint(folder: Path) -> SavedCheckpoint:
     """Return a complete checkpoint. Raises ValueError or OSError where its manifest cannot be read."""
-    return Checkpoint(folder, read_as(Manifest, json.loads((folder / MARK).read_text()), name=MARK))
+    return SavedCheckpoint(folder, read_as(Manifest, json.loads((folder / MARK).read_text()), name=MARK))
 
 
 def find_tear(folder: Path) -> str | None:
@@ -157,7 +157,7 @@ def find_tear(folder: Path) -> str | None:
     return checkpoint.reason if isinstance(checkpoint, Torn) else None
 
 
-def _inspect(folder: Path) -> Checkpoint | Torn:
+def _inspect(folder: Path) -> SavedCheckpoint | Torn:
     """Read a checkpoint, which the ranks may remove meanwhile: it counts as torn then."""
     try:
         checkpoint = read_checkpoint(folder)
@@ -188,7 +188,7 @@ def can_load_directly(saved: Manifest, layout: Layout, optimizer: str) -> bool:
     return before == after and saved.optimizer == optimizer
 
 
-def find_obstacle(checkpoint: Checkpoint, layout: Layout) -> str | None:
+def find_obstacle(checkpoint: SavedCheckpoint, layout: Layout) -> str | None:
     """Return why no engine of this layout can go on from the checkpoint; None if it can.
 
     A supervisor asks before it chooses a rung or a number of ranks.

@@ -55,7 +55,7 @@ def make_dataset(workload: Workload, job: RankJob, model: Any) -> Any:
         if order.steps is None:
             raise WorkloadError("nothing says when the training ends", hint="give --steps")
         return None
-    if job.source.kind != "hf_config":
+    if not job.source.form.is_model_config:
         raise WorkloadError(
             "it defines no build_dataset, so --data has no effect",
             place=job.source.path,

@@ -106,6 +106,46 @@ class StepSampler:
         return max(0, self.end_step - self.first_step) * self.share.accumulation
 
 
+class WholeSteps:
+    """A sampler with whole global batches in each epoch: filled up from its begin, or cut where the last is dropped.
+
+    Otherwise micro batch and accumulation would decide what the last step of an epoch gets, and how many steps it has.
+    `sampler` yields the same samples in each epoch of any attempt: its generator is seeded with `seed` and the epoch.
+    """
+
+    def __init__(self, sampler: Any, *, global_batch: int, drop_last: bool, seed: int) -> None:
+        self.sampler, self.global_batch, self.drop_last, self.seed = sampler, global_batch, drop_last, seed
+        self.ids: list[Any] = []  # of this epoch
+
+    def __len__(self) -> int:
+        count, rest = divmod(len(self.sampler), self.global_batch)
+        return (count + (rest > 0 and not self.drop_last)) * self.global_batch
+
+    def __iter__(self) -> Iterator[Any]:
+        ids = list(self.sampler)
+        size = len(self)
+        while 0 < len(ids) < size:
+            ids += ids[: size - len(ids)]
+        self.ids = ids[:size]
+        return iter(self.ids)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch."""
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+        elif hasattr(self.sampler, "generator"):
+            import torch
+
+            if self.sampler.generator is None:
+                self.sampler.generator = torch.Generator()
+            self.sampler.generator.manual_seed(self.seed + epoch)
+
+    def list_samples(self, step: int) -> list[Any]:
+        """The samples of a step of the run, while its epoch lasts."""
+        first = (step - 1) * self.global_batch % len(self)
+        return self.ids[first : first + self.global_batch]
+
+
 def deal_stream(samples: Iterable[Any], share: Share, first_step: int) -> Iterator[list[Any]]:
     """Yield a rank's micro batches of a dataset that can only be read in order.
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import json
 import math
 import os
@@ -29,6 +28,7 @@ from . import states
 from .checkpoints import (
     RANKS,
     Manifest,
+    SavedCheckpoint,
     checkpoint_folder,
     list_checkpoints,
     list_files,
@@ -46,22 +46,12 @@ NO_SESSION = (
     "docs/run.md shows the three lines"
 )
 _ROOM_TO_SPARE = 1.05  # of a checkpoint's bytes: the next one is hardly larger
+_WRAPPED = ("engine", "_forward_module", "_orig_mod")  # what wrappers of an engine call it
 _PEAK_EVERY_S = 0.2  # torch's counters of a card take a tenth of a millisecond to read
-_OF_WORKERS = (
-    "num_workers",
-    "prefetch_factor",
-    "persistent_workers",
-    "multiprocessing_context",
-    "worker_init_fn",
-    "timeout",
-)  # options of a loader
-_FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT)
-_WRITTEN_BADLY = (
-    "PytorchStreamWriter",
-    "iostream error",
-    "inline_container",
-    "unexpected pos",
-)  # torch.save on a full disk
+_OF_WORKERS = (  # options of a loader
+    "num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "worker_init_fn", "timeout"
+)  # fmt: skip
+_WRITTEN_BADLY = ("PytorchStreamWriter", "iostream error", "inline_container", "unexpected pos")  # on a full disk
 
 
 class Stopped(BaseException):
@@ -77,9 +67,12 @@ class NoObserver:
     def __call__(self, phase: Phase, step: int) -> None:
         self.step = step
 
+    touch = __call__
+
 
 _observer: Any = NoObserver()
 _current: Session | None = None
+_find_companions: Callable[[], Sequence[Any]] = tuple
 
 
 def observe_with(observer: Any) -> None:
@@ -91,16 +84,37 @@ def observe_with(observer: Any) -> None:
 def session(engine: Any) -> Session:
     """Return the session of DeepSpeed's engine, which has the states of the last checkpoint if the run has one.
 
-    Call it once, right after `deepspeed.initialize`, on every rank.
+    `engine` may also be what accelerate's `prepare` or Fabric's `setup` made of the model. Call it once on every rank,
+    right after the engine is made.
     """
     global _current
-    _current = Session(engine, find_job(), _observer)
+    _current = Session(find_engine(engine), find_job(), _observer)
     _current.restore()
     return _current
 
 
+def find_engine(model: Any) -> Any:
+    """Return DeepSpeed's engine in a model that a library has wrapped. Raises WorkloadError where there is none."""
+    engine = model
+    while engine is not None and not hasattr(engine, "train_micro_batch_size_per_gpu"):
+        engine = next((inner for name in _WRAPPED if (inner := getattr(engine, name, None)) is not None), None)
+    if engine is None:
+        raise WorkloadError(
+            f"autods.session got {type(model).__name__}, which is no engine of DeepSpeed",
+            hint="give it the engine of deepspeed.initialize, or the model that accelerator.prepare or fabric.setup "
+            "returned with DeepSpeed",
+        )
+    return engine
+
+
+def keep_states(find: Callable[[], Sequence[Any]]) -> None:
+    """Let each checkpoint of this process hold the states of what `find` returns: objects with a `state_dict`."""
+    global _find_companions
+    _find_companions = find
+
+
 def begin(current: Session) -> None:
-    """Make this the session of the process: a library's integration has made it."""
+    """Make this the session of the process: an adapter has made it."""
     global _current
     _current = current
 
@@ -110,16 +124,17 @@ def has_begun() -> bool:
     return _current is not None
 
 
-def current_observer() -> Any:
-    """What the sessions of this process report their phases to."""
-    return _observer
+def finish_current() -> None:
+    """The ranks are about to lose their means of communication: save the last step, if nothing has."""
+    if _current is not None:
+        _current.finish()
 
 
 def describe_end() -> RunResult:
     """Return how this rank's session ended. Save its step, if nothing has."""
     if _current is None:  # a script that trains and saves by itself
         return RunResult(ended="done", step=None)
-    _current.finish()
+    finish_current()
     return RunResult(ended="stopped" if _current.stopped else "done", step=_current.step, unsaved=_current.unsaved)
 
 
@@ -153,8 +168,6 @@ class Session:
             accumulation=int(engine.gradient_accumulation_steps()),
         )
         self._check_batch()
-        if self.observer.meter is not None:
-            self._report_calls()
         self._saved_step = -1  # of the last checkpoint
         self.unsaved: str | None = None  # why there was no room for the last one that was due
         self._seen_step = self.step
@@ -165,18 +178,6 @@ class Session:
         self._peak_read_s = 0.0
         self._peak_bytes: int | None = None
         self._losses: list[Any] = []  # of this step's micro batches, on the device
-
-    def _report_calls(self) -> None:
-        """Report the parts of a step: where the memory ran out is evidence, and a CPU rank's meter looks there."""
-        for name in ("backward", "step"):
-            original = getattr(self.engine, name)
-
-            @functools.wraps(original)
-            def call(*args: Any, phase: Phase = name, original: Any = original, **kwargs: Any) -> Any:
-                self.observer(phase, self.step)
-                return original(*args, **kwargs)
-
-            setattr(self.engine, name, call)
 
     # What a script reads.
 
@@ -282,20 +283,28 @@ class Session:
             states.load(self.engine, checkpoint)
         if self.step != checkpoint.step:
             raise RuntimeError(f"{order.restore} is of step {checkpoint.step}, and the engine is at {self.step}")
-        saved_ranks = checkpoint.layout.world_size
-        rank = self.consensus.rank
-        file = checkpoint.path / RANKS / states.rank_file(rank if saved_ranks == job.world_size else 0)
-        saved = states.read_rank_file(file)
+        saved = self._read_rank_file(checkpoint)
         self.state = saved["state"]
-        if saved_ranks == job.world_size:
-            states.set_random_states(saved["random"])
-        else:
-            seed_all(derive_seed(job.seed, self.step, rank))
-            self._note(
-                f"{job.world_size} ranks go on from {saved_ranks}: random generators begin anew at step {self.step}"
-            )
+        for companion, state in zip(_find_companions(), saved.get("companions", ()), strict=False):
+            companion.load_state_dict(state)
+        self._restore_random_states(checkpoint, saved)
         self._saved_step = self._seen_step = self.step
         self._step_began_s = time.perf_counter()
+
+    def _read_rank_file(self, checkpoint: SavedCheckpoint) -> dict[str, Any]:
+        """What this rank has saved, or the first one where the number of ranks has changed."""
+        is_same = self.job is not None and checkpoint.layout.world_size == self.job.world_size
+        return states.read_rank_file(checkpoint.path / RANKS / states.rank_file(self.consensus.rank if is_same else 0))
+
+    def _restore_random_states(self, checkpoint: SavedCheckpoint, saved: Mapping[str, Any]) -> None:
+        """Let the random generators go on, or begin anew where the number of ranks has changed."""
+        assert self.job is not None
+        saved_ranks, ranks = checkpoint.layout.world_size, self.job.world_size
+        if saved_ranks == ranks:
+            states.set_random_states(saved["random"])
+            return
+        seed_all(derive_seed(self.job.seed, self.step, self.consensus.rank))
+        self._note(f"{ranks} ranks go on from {saved_ranks}: random generators begin anew at step {self.step}")
 
     def save(self) -> bool:
         """Save a checkpoint now, on every rank; return whether there was room for it on the disk.
@@ -354,7 +363,9 @@ class Session:
 
     def _save_states(self, folder: Path) -> None:
         """Write this rank's part of a checkpoint; all ranks call it."""
-        states.save(self.engine, folder, rank=self.consensus.rank, state=self.state)
+        companions = [companion.state_dict() for companion in _find_companions()]
+        states.save_engine(self.engine, folder)
+        states.save_rank_file(self.engine, folder, rank=self.consensus.rank, state=self.state, companions=companions)
 
     def _remove_old(self, order: RunOrder) -> None:
         remove_old(order.checkpoints, order.keep)

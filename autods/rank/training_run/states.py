@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...workload.protocol import WorkloadError
-from .checkpoints import RANKS, STATE, Checkpoint, Layout, can_load_directly, find_obstacle
+from .checkpoints import RANKS, STATE, Layout, SavedCheckpoint, can_load_directly, find_obstacle
 from .resharding import count_steps, read_states, set_steps, write_states
 
 # Settings of a parameter group that its optimizer reads, in the words of torch's and DeepSpeed's optimizers.
@@ -60,20 +60,22 @@ def estimate_bytes(engine: Any) -> int:
 # Checkpoints.
 
 
-def save(engine: Any, folder: Path, *, rank: int, state: Mapping[str, Any]) -> None:
-    """Save this rank's part of a checkpoint; all ranks call it."""
+def save_engine(engine: Any, folder: Path) -> None:
+    """Save this rank's part of DeepSpeed's files; all ranks call it."""
     engine.save_checkpoint(str(folder), tag=STATE, save_latest=False)
-    save_rank_file(engine, folder, rank=rank, state=state)
 
 
-def save_rank_file(engine: Any, folder: Path, *, rank: int, state: Mapping[str, Any]) -> None:
-    """Save what DeepSpeed's files leave out."""
+def save_rank_file(
+    engine: Any, folder: Path, *, rank: int, state: Mapping[str, Any], companions: Sequence[Any] = ()
+) -> None:
+    """Save what DeepSpeed's files leave out. `state` is the script's or its trainer's; see `session.keep_states`."""
     import torch
 
     groups = [{key: value for key, value in group.items() if key != "params"} for group in param_groups(engine)]
     content = {
         "random": random_states(),
         "state": dict(state),
+        "companions": list(companions),
         "groups": groups,
         "names": name_groups(engine),
         "loss_scale": getattr(engine.optimizer, "cur_scale", None),
@@ -82,7 +84,7 @@ def save_rank_file(engine: Any, folder: Path, *, rank: int, state: Mapping[str, 
     torch.save(content, folder / RANKS / rank_file(rank))
 
 
-def load(engine: Any, checkpoint: Checkpoint, *, strict: bool = True) -> None:
+def load(engine: Any, checkpoint: SavedCheckpoint, *, strict: bool = True) -> None:
     """Load a checkpoint into a new engine: weights, optimizer, schedule and loss scale; all ranks call it.
 
     `strict` False: the checkpoint may lack frozen parameters. Raises WorkloadError where the layout does not allow it.

@@ -13,7 +13,7 @@ import pytest
 from autods.cli.main import make_command
 from autods.cli.synopsis import COMMANDS
 from autods.errors import InputError
-from autods.rank.script.run import run_as_main
+from autods.rank.script.inject import run_as_main
 from autods.report.launch import launch_commands
 from autods.types import WorkloadSource
 from autods.workload import make_source

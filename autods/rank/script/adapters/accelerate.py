@@ -1,6 +1,7 @@
 """Hugging Face Accelerate: `Accelerator.prepare` calls the engine with the config of its DeepSpeedPlugin.
 
-The script or the environment makes the plugin; in both cases the trial's config is put into it.
+The script or the environment makes the plugin; in both cases the chosen config is put into it. The loop is the
+script's own. A schedule that accelerate steps is no part of DeepSpeed's states.
 """
 
 from __future__ import annotations
@@ -12,28 +13,32 @@ from typing import Any
 from ....devices import find_device
 from ...patching import declare
 from ..engine_config import LibraryConfig, read_config
-from ..engine_hooks import skip_methods
-from ..session import Session
+from ..inject import Injection
+from ..policy import LoopHost
 
 _DUMMY_OPTIMIZER = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
-_PLUGIN = declare("accelerate.utils.DeepSpeedPlugin.__post_init__", "the plugin gets the trial's config")
-_PREPARE = declare("accelerate.Accelerator._prepare_deepspeed", "a DummyOptim shows that the config names an optimizer")
+_PLUGIN = declare("accelerate.utils.DeepSpeedPlugin.__post_init__", "the plugin gets the chosen config")
+_PREPARE = declare(
+    "accelerate.Accelerator._prepare_deepspeed", "a DummyOptim and a schedule are seen before the engine is made"
+)
 _HALVE_BATCH = declare(
-    "accelerate.utils.memory.should_reduce_batch_size", "an out-of-memory ends the trial, not half of its batch"
+    "accelerate.utils.memory.should_reduce_batch_size", "an out-of-memory ends the script, not half of its batch"
 )
 _BACKEND = declare("accelerate.PartialState._prepare_backend", "CPU ranks stand in for GPUs")
 
 
-def install(session: Session) -> None:
+def install(injection: Injection) -> None:
     """Install the patches for the rest of this process."""
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    config = session.config = LibraryConfig(session.job)
+    config = injection.config = LibraryConfig(injection.job)
     _PLUGIN.wrap(_fill_plugin, config)
-    if session.job.stops_at_engine:
+    if injection.job.stops_at_engine:
         _PREPARE.wrap(_name_dummy_optimizer, config)
-    skip_methods(session, "accelerate.Accelerator", "save_state", "save_model", "init_trackers", "log")
+    if injection.policy.host is not None:
+        _PREPARE.wrap(_keep_schedules, injection.policy.host)
+    injection.skip("accelerate.Accelerator", "save_state", "save_model", "init_trackers", "log")
     _HALVE_BATCH.install(lambda error: False, everywhere=True)
-    if (device := find_device(session.job.device)).stands_in:
+    if (device := find_device(injection.job.device)).stands_in:
         _BACKEND.wrap(_choose_backend, device.backend)
 
 
@@ -57,6 +62,16 @@ def _name_dummy_optimizer(config: LibraryConfig, original: Any, accelerator: Any
     if any(isinstance(argument, DummyOptim) for argument in args) and "optimizer" not in plugins:
         plugins["optimizer"] = copy.deepcopy(_DUMMY_OPTIMIZER)
         config.given = {**(config.given or {}), "optimizer": _DUMMY_OPTIMIZER}
+    return original(accelerator, *args)
+
+
+def _keep_schedules(host: LoopHost, original: Any, accelerator: Any, /, *args: Any) -> Any:
+    """Save the schedules that accelerate steps by itself; those that DeepSpeed steps are in its states."""
+    from accelerate.utils import DeepSpeedSchedulerWrapper
+
+    host.keep_states(
+        lambda: [item for item in accelerator._schedulers if not isinstance(item, DeepSpeedSchedulerWrapper)]
+    )
     return original(accelerator, *args)
 
 

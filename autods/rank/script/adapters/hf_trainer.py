@@ -1,28 +1,48 @@
 """The Hugging Face Trainer: TrainingArguments compares its arguments with its DeepSpeed config, long before the engine.
 
-So the trial's config is put in there, with "auto" for each value that an argument holds.
+So the chosen config is put in there, with "auto" for each value that an argument holds. A policy that trains on gets
+the Trainer's loop: it saves by its own `_save_checkpoint` into its own output_dir, and resumes from there.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from ....config.deepspeed import to_trainer_config
 from ....devices import find_device
 from ....system.stacks import find_caller
+from ....workload.protocol import WorkloadError
 from ....workload.script_source import has_placeholder
-from ...patching import declare
+from ...patching import declare, declare_all
 from ..engine_config import LibraryConfig, read_config
-from ..engine_hooks import skip_methods
-from ..session import Session
+from ..inject import Injection
+from ..policy import LoopHost, TrainerLoop
 from ..user_errors import script_error
 
-CONFIG = declare(
-    "transformers.integrations.deepspeed.HfTrainerDeepSpeedConfig.__init__", "the Trainer gets the trial's config"
+FOLDER = "trainer"  # in a checkpoint: the link to the Trainer's folder
+_STATES = "state"  # in a checkpoint: the link to DeepSpeed's files in it
+_EXTRA = "extra"  # in a checkpoint: the script has not asked for it
+_UNFINISHED = ".autods-unfinished"  # in the Trainer's folder, until all ranks have saved
+
+_CONFIG = declare(
+    "transformers.integrations.deepspeed.HfTrainerDeepSpeedConfig.__init__", "the Trainer gets the chosen config"
 )
-ARGUMENTS = declare("transformers.TrainingArguments.__post_init__", "the Trainer's batch size is the trial's")
-TRAIN = declare("transformers.Trainer.train", "a trial begins with the first step, and with a DeepSpeed config")
-END_STEP = declare("transformers.Trainer._maybe_log_save_evaluate", "a trial only trains")
+_ARGUMENTS = declare("transformers.TrainingArguments.__post_init__", "the Trainer's batch size is the chosen one")
+_TRAINERS = declare_all(
+    "transformers.Trainer",
+    ("train", "_maybe_log_save_evaluate", "_save_checkpoint", "set_initial_training_values", "_run_epoch",
+     "_load_rng_state", "prediction_step"),
+    "a trial only trains; a run keeps the order of samples, saves and resumes",
+)  # fmt: skip
+_LOAD = declare("transformers.trainer.deepspeed_load_checkpoint", "a checkpoint is loaded by any rung and ranks")
+_ROTATE = declare("transformers.trainer.rotate_checkpoints", "old checkpoints go when the new one is complete")
 
 
 class Zeros(dict[str, float]):
@@ -32,18 +52,24 @@ class Zeros(dict[str, float]):
         return 0.0
 
 
-def install(session: Session) -> None:
+def install(injection: Injection) -> None:
     """Install the patches for the rest of this process."""
-    config = session.config = LibraryConfig(session.job, convert=to_trainer_config)
-    CONFIG.wrap(_replace_config, config)
-    ARGUMENTS.wrap(_check_arguments, session)
-    TRAIN.wrap(_train_from_start)
-    END_STEP.install(lambda trainer, *args, **kwargs: None)
-    skip_methods(session, "transformers.Trainer", "evaluate", "predict", phase="evaluate", returns=Zeros)
-    skip_methods(
-        session, "transformers.Trainer", "save_model", "save_state", "_save_checkpoint", "init_hf_repo", "push_to_hub",
+    config = injection.config = LibraryConfig(injection.job, convert=to_trainer_config)
+    _CONFIG.wrap(_replace_config, config)
+    _ARGUMENTS.wrap(_set_arguments, injection)
+    injection.skip("transformers.Trainer", "evaluate", "predict", phase="evaluate", returns=Zeros)
+    injection.skip(
+        "transformers.Trainer", "save_model", "save_state", "_save_checkpoint", "init_hf_repo", "push_to_hub",
         "_push_from_checkpoint", "create_model_card",
     )  # fmt: skip
+    if injection.policy.host is None:
+        _TRAINERS["train"].wrap(_train_from_start)
+        _TRAINERS["_maybe_log_save_evaluate"].install(lambda trainer, *args, **kwargs: None)
+    else:
+        HfTrainerLoop(injection.policy.host).install()
+
+
+# Before training.
 
 
 def suggest_argument(argument: str, placeholder: str) -> str:
@@ -65,10 +91,11 @@ def _replace_config(config: LibraryConfig, original: Any, trainer_config: Any, /
     original(trainer_config, config_file_or_dict if users is None else to_trainer_config(config.replace(users)))
 
 
-def _check_arguments(session: Session, original: Any, arguments: Any, /, *args: Any, **kwargs: Any) -> None:
-    """TrainingArguments with the trial's sizes, or an error with the line that cannot be trained with."""
-    job = session.job
-    arguments.report_to, arguments.push_to_hub = "none", False
+def _set_arguments(injection: Injection, original: Any, arguments: Any, /, *args: Any, **kwargs: Any) -> None:
+    """TrainingArguments with the chosen sizes, or an error with the line that cannot be trained with."""
+    job, policy = injection.job, injection.policy
+    if policy.host is None:
+        arguments.report_to, arguments.push_to_hub = "none", False
     arguments.auto_find_batch_size = False  # it catches an out-of-memory and goes on with half of the batch
     if not arguments.deepspeed:  # libraries make such arguments for default values: `train` checks those that it uses
         arguments._autods_made = find_caller(), suggest_argument("deepspeed", "ds_config")
@@ -80,7 +107,7 @@ def _check_arguments(session: Session, original: Any, arguments: Any, /, *args: 
             problem = f"its TrainingArguments look for a GPU, and --device {job.device} has none"
             raise script_error(problem, hint="add --use_cpu after --")
         arguments.use_cpu = True
-        session.stand_ins.append(f"a GPU for its TrainingArguments ({find_caller()})")
+        injection.stand_ins.append(f"a GPU for its TrainingArguments ({find_caller()})")
     if not stands_in and arguments.use_cpu:
         problem = "its TrainingArguments train on the CPU"
         raise script_error(problem, hint="drop --use_cpu after --, or give --device cpu")
@@ -90,17 +117,289 @@ def _check_arguments(session: Session, original: Any, arguments: Any, /, *args: 
     ):
         value = getattr(arguments, name)
         if value != needed and has_placeholder(job.source.argv, placeholder):  # it is given, and does not get there
-            problem = f"its {name} is {value}, and the trial needs {needed}"
+            problem = f"its {name} is {value}, and its config needs {needed}"
             raise script_error(problem, hint=f"let it take the value that {{{placeholder}}} stands for")
         setattr(arguments, name, needed)
+    if job.checkpointing:
+        arguments.gradient_checkpointing = True
+    if policy.loads_in_ranks:
+        arguments.dataloader_num_workers = 0
+        arguments.dataloader_prefetch_factor, arguments.dataloader_persistent_workers = None, False
     original(arguments, *args, **kwargs)
 
 
 def _train_from_start(
     original: Any, trainer: Any, /, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
+    _check_has_config(trainer)
+    return original(trainer, None, *args, **kwargs)
+
+
+def _check_has_config(trainer: Any) -> None:
     """Without a DeepSpeed config, training is an error at the arguments that have none."""
     if not trainer.args.deepspeed:
         place, hint = getattr(trainer.args, "_autods_made", (None, "give its TrainingArguments deepspeed=…"))
         raise script_error("its TrainingArguments have no DeepSpeed config", hint=hint, at=place)
-    return original(trainer, None, *args, **kwargs)
+
+
+# The loop.
+
+
+class HfTrainerLoop(TrainerLoop):
+    """The calls of the Trainer in one process.
+
+    A checkpoint of a run has a link `trainer` to the Trainer's folder checkpoint-N, and `state` to DeepSpeed's files
+    in it. What the Trainer removes is torn from then on.
+    """
+
+    saves_engine = True
+
+    def __init__(self, host: LoopHost) -> None:
+        self.host = host
+        self.trainer: Any = None
+        self._write: Any = None  # the Trainer's own way to save a checkpoint
+        self._samples: Any = None  # the sampler that deals out whole steps
+        self._extra = False  # the checkpoint in work is one that the script has not asked for
+        self._saving = False
+        self._saved_step = -1
+        self.rotations: list[Callable[[], None]] = []  # that wait for the checkpoint in work
+        self._summed: Any = 0.0  # losses that the Trainer has not logged
+
+    def install(self) -> None:
+        """Install the patches of the loop for the rest of this process."""
+        self._write = _TRAINERS["_save_checkpoint"].original()
+        wrappers: Mapping[str, Callable[..., Any]] = {
+            "train": self.train,
+            "set_initial_training_values": self.deal_samples,
+            "_run_epoch": self.run_epoch,
+            "prediction_step": self.evaluate,
+            "_maybe_log_save_evaluate": self.end_step,
+            "_save_checkpoint": self.save_checkpoint,
+            "_load_rng_state": self.load_random_states,
+        }
+        for name, wrapper in wrappers.items():
+            _TRAINERS[name].wrap(wrapper)
+        _LOAD.wrap(self.load)
+        _ROTATE.wrap(self.rotate_later)
+
+    @property
+    def step(self) -> int:
+        """The optimizer steps that are done, those of earlier attempts included."""
+        return int(self.trainer.state.global_step)
+
+    @property
+    def last_step(self) -> int | None:
+        """The step at which the Trainer ends."""
+        return int(self.trainer.state.max_steps)
+
+    def train(
+        self, original: Any, trainer: Any, /, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Train from the run's checkpoint. Without one, from where the script says."""
+        _check_has_config(trainer)
+        if self.trainer is not None:
+            raise script_error(
+                "it trains a second time", hint="give a script that calls trainer.train() once: a run is one training"
+            )
+        self.trainer, arguments = trainer, trainer.args
+        folder = self.host.begin_loop(self)
+        if folder is not None:
+            if not folder.is_dir():
+                raise WorkloadError(f"there is no checkpoint of the Trainer in {folder}")
+            if arguments.ignore_data_skip:
+                self._note("ignore_data_skip is off: a run goes on behind the samples that it has seen")
+            arguments.ignore_data_skip = False
+            arguments.restore_callback_states_from_checkpoint = True
+            resume_from_checkpoint = str(folder)
+        return original(trainer, resume_from_checkpoint, *args, **kwargs)
+
+    def clean(self) -> None:
+        """Remove checkpoints that not all ranks have saved."""
+        if self.trainer.args.process_index == 0:
+            for mark in Path(self.trainer.args.output_dir).glob(f"checkpoint-*/{_UNFINISHED}"):
+                shutil.rmtree(mark.parent)
+        _wait_for_ranks()
+
+    def locate(self, checkpoint: Path) -> Path:
+        """The Trainer's folder of a checkpoint of the run."""
+        return (checkpoint / FOLDER).resolve()
+
+    def deal_samples(self, original: Any, trainer: Any, /, args: Any, dataloader: Any) -> Any:
+        """The Trainer counts the steps of its loader, which gets whole steps before."""
+        if trainer.accelerator.split_batches:
+            raise script_error(
+                "its accelerator_config has split_batches, which divides the micro batch by the ranks",
+                hint="leave it out: per_device_train_batch_size is of one rank",
+            )
+        samplers = _find_samplers(dataloader)
+        # A script may have a sampler of its own kind, or a batch sampler: it is left as it is.
+        if len(samplers) > 1 and hasattr(samplers[-2], "drop_last") and hasattr(samplers[-1], "__len__"):
+            seed = args.seed if args.data_seed is None else args.data_seed
+            batches, sampler = samplers[-2:]
+            self._samples = self.host.order_samples(sampler, drop_last=batches.drop_last, seed=seed)
+            batches.sampler = self._samples
+            if type(sampler).__name__ == "LengthGroupedSampler":
+                sampler.batch_size = self._samples.global_batch  # it groups by a rank's share, which may change
+        elif not samplers or not hasattr(dataloader, "__len__"):
+            self._note(
+                "a streaming dataset is read anew up to where the run goes on; that holds in its first pass, and "
+                "where it yields the same samples in the same order"
+            )
+        elif type(samplers[-1]).__name__ != "BatchRebalanceSampler":
+            self._note("the script makes its own batches: a change of the micro batch may change the order of samples")
+        return original(trainer, args, dataloader)
+
+    def run_epoch(self, original: Any, trainer: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """An epoch. accelerate does not tell it to the sampler of a loader that skips batches, with several ranks."""
+        if self.host.is_done() or self.step >= trainer.state.max_steps:  # else it trains one more
+            trainer.control.should_training_stop = True
+            return None
+        for sampler in _find_samplers(kwargs["train_dataloader"]):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(kwargs["epoch"])
+        return original(trainer, *args, **kwargs)
+
+    # Steps.
+
+    def evaluate(self, original: Any, trainer: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """A batch of an evaluation, which may not call the engine."""
+        self.host.begin_other("evaluate")
+        return original(trainer, *args, **kwargs)
+
+    def end_step(self, original: Any, trainer: Any, /, tr_loss: Any, *args: Any, **kwargs: Any) -> Any:
+        """An optimizer step is done. `tr_loss` is the sum since the Trainer has logged."""
+        summed = tr_loss.detach().clone()
+        self.host.report_step(summed - self._summed)
+        self._summed = summed
+        result = original(trainer, tr_loss, *args, **kwargs)
+        self.host.end_loop_step()
+        self._summed = tr_loss.detach().clone()  # the Trainer may have logged: then it sums up anew
+        return result
+
+    def end(self) -> None:
+        """Let the Trainer end after this step."""
+        self.trainer.control.should_training_stop = True
+
+    @property
+    def ends(self) -> bool:
+        """Whether the Trainer ends after this step."""
+        return bool(self.trainer.control.should_training_stop)
+
+    def list_samples(self, step: int) -> Any:
+        """The samples of a step."""
+        return None if self._samples is None else self._samples.list_samples(step)
+
+    # Checkpoints.
+
+    def save_checkpoint(self, original: Any, trainer: Any, /, model: Any, trial: Any) -> None:
+        """The script's own settings ask for a checkpoint. One without the optimizer's states is not the run's."""
+        without_states = trainer.args.save_only_model and not self.host.is_due()
+        if trial is not None or self._saving or (without_states and not self._extra) or not self.host.save():
+            original(trainer, model, trial)
+
+    def request_save(self, save: Callable[[], object]) -> None:
+        """Save a checkpoint that the script has not asked for. It is not pushed to the hub."""
+        trainer = self.trainer
+        self._extra = True
+        try:
+            with _changed(trainer.args, push_to_hub=False):
+                trainer._save_checkpoint(trainer.model_wrapped, None)  # calls `save`; a subclass may have its own
+                if self._saved_step == self.step:  # there was room
+                    trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
+        finally:
+            self._extra = False
+
+    def save(self, folder: Path, wait: Callable[[], None]) -> Mapping[str, Any]:
+        """Let the Trainer save into its own folder, and link it. A torn one of the same step is removed first."""
+        trainer = self.trainer
+        first = trainer.args.process_index == 0
+        target = Path(trainer._get_output_dir(None), f"checkpoint-{self.step}").resolve()
+        if first:
+            if target.exists():
+                shutil.rmtree(target)
+            target.mkdir(parents=True)
+            (target / _UNFINISHED).touch()
+        wait()
+        self._saving = True
+        try:
+            with _changed(trainer.args, save_only_model=False):
+                self._write(trainer, trainer.model_wrapped, None)
+        finally:
+            self._saving = False
+        self._saved_step = self.step
+        if first:
+            os.symlink(target, folder / FOLDER)
+            os.symlink(Path(FOLDER, f"global_step{trainer.model_wrapped.global_steps}"), folder / _STATES)
+            if self._extra:
+                (folder / _EXTRA).touch()
+        return {}
+
+    def complete(self, folder: Path) -> None:
+        """All ranks have saved."""
+        (folder / FOLDER / _UNFINISHED).unlink()
+
+    def rotate(self) -> None:
+        """Now the Trainer's `save_total_limit` counts. Without it, the script's own checkpoints stay."""
+        for rotate in self.rotations:
+            rotate()
+        self.rotations.clear()
+
+    def discard(self, folder: Path) -> None:
+        """Remove the Trainer's folder of a checkpoint that the script has not asked for."""
+        if (folder / _EXTRA).exists():
+            shutil.rmtree(self.locate(folder), ignore_errors=True)
+
+    def protects(self, folder: Path) -> bool:
+        """Whether it is the best checkpoint so far."""
+        best = self.trainer.state.best_model_checkpoint
+        return best is not None and self.locate(folder) == Path(best).resolve()
+
+    def load(self, original: Any, engine: Any, checkpoint_path: Any, /, load_module_strict: bool = True) -> Any:
+        """Load a checkpoint of the run, or the best one at the end; others as the Trainer does."""
+        if self.host.restore(Path(checkpoint_path), strict=load_module_strict) is None:
+            return original(engine, checkpoint_path, load_module_strict=load_module_strict)
+        return None
+
+    def load_random_states(self, original: Any, trainer: Any, /, checkpoint: Any) -> None:
+        """The ranks' random generators go on as the run has saved them."""
+        if not self.host.restore_random_states():
+            original(trainer, checkpoint)
+
+    def rotate_later(self, original: Any, /, *args: Any, **kwargs: Any) -> None:
+        """Remove old checkpoints, but not while a new one is in work."""
+        if self._saving:
+            self.rotations.append(functools.partial(original, *args, **kwargs))
+        else:
+            original(*args, **kwargs)
+
+    def _note(self, text: str) -> None:
+        if self.trainer.args.process_index == 0:
+            print(f"autods: {text}", file=sys.stderr, flush=True)
+
+
+def _find_samplers(loader: Any) -> list[Any]:
+    """The samplers of a loader that accelerate prepared, from the outermost batch sampler to the innermost."""
+    samplers, sampler = [], getattr(loader, "batch_sampler", None)
+    while sampler is not None:
+        samplers.append(sampler)
+        sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+    return samplers
+
+
+@contextlib.contextmanager
+def _changed(owner: Any, **values: Any) -> Iterator[None]:
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+def _wait_for_ranks() -> None:
+    from torch import distributed
+
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.barrier()

@@ -1,6 +1,7 @@
-"""Lightning's DeepSpeedStrategy, for its Trainer and for Fabric: the strategy gets the trial's config when it is made.
+"""Lightning's DeepSpeedStrategy, for its Trainer and for Fabric: the strategy gets the chosen config when it is made.
 
-The Trainer's config has no accumulation steps: these are its `accumulate_grad_batches`.
+The Trainer's config has no accumulation steps: these are its `accumulate_grad_batches`. It owns its loop, and a run
+reaches that by a callback. With Fabric the loop is the script's.
 """
 
 from __future__ import annotations
@@ -8,19 +9,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import os
+import pkgutil
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from ....config.deepspeed import to_lightning_config
 from ....devices import find_device
 from ....system.stacks import find_caller
+from ...job import RankJob
 from ...patching import declare_all
-from ..data import Batches
 from ..engine_config import LibraryConfig
-from ..engine_hooks import skip_methods
-from ..session import Session
+from ..inject import Injection
+from ..policy import LoopHost, Policy, TrainerLoop
 from ..user_errors import script_error
 
 # Either distribution may be installed: `lightning`, or the separate packages.
@@ -35,14 +39,22 @@ _CPU_COUNT = "accelerators.CPUAccelerator.auto_device_count"
 _GPU = "strategies.deepspeed.CUDAAccelerator"
 _GPU_INDEX = "strategies.deepspeed._validate_device_index_selection"
 _ARGUMENTS = "strategies.deepspeed.argparse"
+_FIT, _SAVE, _LOAD = "Trainer.fit", f"{_STRATEGY}.save_checkpoint", f"{_STRATEGY}.load_checkpoint"
+_BACKWARD = "plugins.precision.DeepSpeedPrecision.backward"
+_LOADER = "trainer.connectors.data_connector._DataConnector._prepare_dataloader"
+_OF_TRAINER = (_FIT, _SAVE, _LOAD, _LOADER, _BACKWARD)
 _PATCHES = {
     package: declare_all(
         package,
-        (f"{_STRATEGY}.__init__", f"{entry}.__init__", _CPU_COUNT, _GPU, _GPU_INDEX, _ARGUMENTS),
-        "the strategy gets the trial's config, nothing is validated, and CPU ranks stand in for GPUs",
+        (
+            *(f"{_STRATEGY}.__init__", f"{entry}.__init__", _CPU_COUNT, _GPU, _GPU_INDEX, _ARGUMENTS),
+            *(_OF_TRAINER if entry == "Trainer" else ()),
+        ),
+        "the strategy gets the chosen config, CPU ranks stand in for GPUs, and a run saves and resumes",
     )
     for package, entry in _ENTRIES.items()
 }
+_TORCH_STATES = ("state_dict", "optimizer_states")  # of Lightning's checkpoint: DeepSpeed's files have them
 
 
 class LightningConfig(LibraryConfig):
@@ -52,35 +64,42 @@ class LightningConfig(LibraryConfig):
         steps = config.get("gradient_accumulation_steps")
         if steps != self.job.accumulation:
             raise script_error(
-                f"its accumulate_grad_batches is {steps}, and the trial needs {self.job.accumulation}",
+                f"its accumulate_grad_batches is {steps}, and its config needs {self.job.accumulation}",
                 hint="let it take them from the command line, given as {gradient_accumulation_steps} after --",
             )
         return super()._complete(config)
 
 
-def install(session: Session) -> None:
+def install(injection: Injection) -> None:
     """Install the patches for the rest of this process."""
     os.environ["TORCHELASTIC_RUN_ID"] = "autods"  # ranks exist already: Lightning must not start any
-    config = session.config = LightningConfig(session.job, convert=to_lightning_config)
+    injection.config = LightningConfig(injection.job, convert=to_lightning_config)
     for package, entry in _ENTRIES.items():
-        patches, initial = _PATCHES[package], f"{entry}.__init__"
         with contextlib.suppress(ImportError):
             importlib.import_module(package)
-            patches[f"{_STRATEGY}.__init__"].wrap(
-                _replace_config, config, session.batches if entry == "Trainer" else None
-            )
-            skip_methods(session, f"{package}.{_STRATEGY}", "save_checkpoint")
-            if entry == "Trainer":
-                patches[initial].wrap(_skip_validation)
-                skip_methods(session, f"{package}.Trainer", "save_checkpoint")
-            if find_device(session.job.device).stands_in:
-                patches[initial].wrap(use_cpu_ranks, session.stand_ins)
-                # The strategy only takes GPUs, and gives the engine arguments with the index of one.
-                patches[_CPU_COUNT].install(staticmethod(lambda: int(os.environ["WORLD_SIZE"])))
-                cpu = importlib.import_module(f"{package}.accelerators").CPUAccelerator
-                patches[_GPU].install((patches[_GPU].original(), cpu))
-                patches[_GPU_INDEX].install(lambda devices: None)
-                patches[_ARGUMENTS].install(types.SimpleNamespace(Namespace=lambda device_rank: None))
+            _install_in(injection, package, is_trainer=entry == "Trainer")
+
+
+def _install_in(injection: Injection, package: str, *, is_trainer: bool) -> None:
+    patches, initial = _PATCHES[package], f"{_ENTRIES[package]}.__init__"
+    policy = injection.policy
+    patches[f"{_STRATEGY}.__init__"].wrap(_replace_config, injection.config, policy if is_trainer else None)
+    injection.skip(f"{package}.{_STRATEGY}", "save_checkpoint")
+    if is_trainer:
+        patches[_BACKWARD].wrap(_divide_once)
+        injection.skip(f"{package}.Trainer", "save_checkpoint")
+        if policy.host is None:
+            patches[initial].wrap(_skip_validation)
+        else:
+            LightningLoop(policy.host, injection.job, package).install()
+    if find_device(injection.job.device).stands_in:
+        patches[initial].wrap(use_cpu_ranks, injection.stand_ins)
+        # The strategy only takes GPUs, and gives the engine arguments with the index of one.
+        patches[_CPU_COUNT].install(staticmethod(lambda: int(os.environ["WORLD_SIZE"])))
+        cpu = importlib.import_module(f"{package}.accelerators").CPUAccelerator
+        patches[_GPU].install((patches[_GPU].original(), cpu))
+        patches[_GPU_INDEX].install(lambda devices: None)
+        patches[_ARGUMENTS].install(types.SimpleNamespace(Namespace=lambda device_rank: None))
 
 
 def use_cpu_ranks(stand_ins: list[str], original: Any, trainer: Any, /, *args: Any, **kwargs: Any) -> None:
@@ -101,15 +120,21 @@ def _skip_validation(original: Any, trainer: Any, /, *args: Any, **kwargs: Any) 
 
 
 def _replace_config(
-    config: LibraryConfig, batches: Batches | None, original: Any, strategy: Any, /, *args: Any, **kwargs: Any
+    config: LibraryConfig, policy: Policy | None, original: Any, strategy: Any, /, *args: Any, **kwargs: Any
 ) -> None:
-    """`batches` is None for Fabric, whose training step is the script's."""
+    """`policy` is None for Fabric, whose training step is the script's."""
     original(strategy, *args, **kwargs)
     strategy.config = config.replace(dict(strategy.config or {}))
-    if batches is not None:
+    if policy is not None:
         strategy.config = to_lightning_config(strategy.config)
         strategy.config["train_micro_batch_size_per_gpu"] = config.job.micro_batch
-        batches.forward = functools.partial(_repeat_training_step, strategy)
+        policy.evaluate_with(functools.partial(_repeat_training_step, strategy))
+
+
+def _divide_once(original: Any, precision: Any, /, tensor: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    """Lightning has divided the loss by the accumulation, and DeepSpeed would again: gradients would depend on it."""
+    divides = {"scale_wrt_gas": False} if model.automatic_optimization else {}
+    original(precision, tensor, model, *args, **kwargs, **divides)
 
 
 def _repeat_training_step(strategy: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -120,3 +145,205 @@ def _repeat_training_step(strategy: Any, /, *args: Any, **kwargs: Any) -> Any:
         return strategy.training_step(*args, **kwargs)
     finally:
         del module.log, module.log_dict
+
+
+# The Trainer's loop.
+
+
+class RankSamples:
+    """A sampler of one rank's micro batches, from a sampler of all ranks' samples. Its length is that of an epoch.
+
+    The epoch `first_epoch` begins behind its first micro batches, which this rank has trained on.
+    """
+
+    def __init__(
+        self, samples: Any, *, micro_batch: int, rank: int, ranks: int, first_epoch: int = 0, trained: int = 0
+    ) -> None:
+        self.samples, self.micro_batch, self.rank, self.ranks = samples, micro_batch, rank, ranks
+        self.first_epoch, self.trained = first_epoch, trained
+        self.set_epoch(first_epoch)
+
+    def __len__(self) -> int:
+        return len(self.samples) // self.ranks
+
+    def __iter__(self) -> Iterator[Any]:
+        ids, size = list(self.samples), self.micro_batch
+        first = self.trained if self.epoch == self.first_epoch else 0
+        for index in range(first, len(self) // size):
+            start = (index * self.ranks + self.rank) * size
+            yield from ids[start : start + size]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch."""
+        self.epoch = epoch
+        self.samples.set_epoch(epoch)
+
+
+class LightningLoop(TrainerLoop):
+    """The loop of Lightning's Trainer. Its own states lie in the ranks' files of a checkpoint."""
+
+    def __init__(self, host: LoopHost, job: RankJob, package: str) -> None:
+        self.host, self.job, self.package = host, job, package
+        self.trainer: Any = None
+        self._samples: Any = None  # of all ranks
+        self._dumped: Mapping[str, Any] | None = None  # Lightning's states of the checkpoint in work
+        self._saving = False
+
+    def install(self) -> None:
+        """Install the patches of the loop for the rest of this process."""
+        patches = _PATCHES[self.package]
+        patches[_FIT].wrap(self.fit)
+        patches[_SAVE].wrap(self.save_checkpoint)
+        patches[_LOAD].wrap(self.load_checkpoint)
+        patches[_LOADER].wrap(self.deal_samples)
+
+    @property
+    def last_step(self) -> int | None:
+        """The step at which the Trainer ends."""
+        trainer, ends = self.trainer, []
+        if trainer.max_steps > -1:
+            ends.append(int(trainer.max_steps))
+        if (trainer.max_epochs or -1) > -1:
+            ends.append(trainer.max_epochs * int(trainer.num_training_batches) // self.job.accumulation)
+        return min(ends, default=None)
+
+    @property
+    def ends(self) -> bool:
+        """Whether the Trainer ends after this step."""
+        trainer, progress = self.trainer, self.trainer.fit_loop.epoch_loop.batch_progress
+        is_last_epoch = -1 < (trainer.max_epochs or -1) <= trainer.current_epoch + 1
+        is_last_step = -1 < trainer.max_steps <= trainer.global_step
+        return bool(trainer.should_stop or is_last_step or (is_last_epoch and progress.is_last_batch))
+
+    def end(self) -> None:
+        """Let the Trainer end after this step."""
+        self.trainer.should_stop = True
+        self.trainer.fit_loop.epoch_loop.max_steps = self.trainer.global_step
+
+    def fit(self, original: Any, trainer: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Train from the run's checkpoint. Without one, from where the script says."""
+        if self.trainer is not None:
+            raise script_error(
+                "it trains a second time", hint="give a script that calls trainer.fit() once: a run is one training"
+            )
+        if not isinstance(trainer.strategy, pkgutil.resolve_name(f"{self.package}.{_STRATEGY}")):
+            raise script_error(
+                f"its Trainer has the {type(trainer.strategy).__name__}, which does not train with DeepSpeed",
+                hint="give the Trainer strategy=DeepSpeedStrategy(…)",
+            )
+        self.trainer = trainer
+        trainer.callbacks.insert(0, self._make_callback())
+        bound = inspect.signature(original).bind(trainer, *args, **kwargs)
+        start = self.host.begin_loop(self)
+        if start is not None:
+            bound.arguments["ckpt_path"] = str(start)
+        return original(*bound.args, **bound.kwargs)
+
+    def _make_callback(self) -> Any:
+        loop = self
+
+        class RunCallback(importlib.import_module(self.package).Callback):  # type: ignore[misc]
+            def on_train_start(self, trainer: Any, module: Any) -> None:
+                loop.host.restore_random_states()
+
+            def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+                if not trainer.fit_loop._should_accumulate():
+                    loop.host.report_step()
+                    loop.host.end_loop_step()
+
+            def on_train_end(self, trainer: Any, module: Any) -> None:
+                loop.host.end_loop()
+
+        return RunCallback()
+
+    def deal_samples(
+        self, original: Any, connector: Any, /, dataloader: Any, shuffle: bool, mode: Any, **kwargs: Any
+    ) -> Any:
+        """Let a loader for training deal out whole steps, from where the run goes on."""
+        from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+
+        if mode != "train":
+            return original(connector, dataloader, shuffle, mode, **kwargs)
+        if (
+            not isinstance(dataloader, DataLoader)
+            or isinstance(dataloader.dataset, IterableDataset)
+            or type(dataloader.batch_sampler) is not BatchSampler
+            or isinstance(dataloader.sampler, DistributedSampler)
+        ):
+            raise script_error(
+                "the samples of its training loader cannot be dealt out by a run: they are streamed, or the script "
+                "divides them by itself",
+                hint="give trainer.fit a DataLoader of a dataset with a length, without a batch sampler or "
+                "DistributedSampler",
+            )
+        if dataloader.batch_size != self.job.micro_batch:
+            raise script_error(
+                f"its training loader has batches of {dataloader.batch_size}, and its config needs "
+                f"{self.job.micro_batch}",
+                hint="let it take the size from the command line, given as {micro_batch_size} after --",
+            )
+        update = importlib.import_module(f"{self.package}.utilities.data")._update_dataloader
+        fit_loop = self.trainer.fit_loop
+        epoch, trained = fit_loop.epoch_progress.current.processed, fit_loop.epoch_loop.batch_progress
+        batches = trained.current.processed
+        if batches and trained.is_last_batch:  # it was saved at the end of the epoch
+            epoch, batches = epoch + 1, 0
+        self._samples = self.host.order_samples(
+            dataloader.sampler, drop_last=dataloader.drop_last, seed=int(os.environ.get("PL_GLOBAL_SEED", "0"))
+        )
+        strategy = self.trainer.strategy
+        samples = RankSamples(
+            self._samples,
+            micro_batch=self.job.micro_batch,
+            rank=strategy.global_rank,
+            ranks=strategy.world_size,
+            first_epoch=epoch,
+            trained=batches,
+        )
+        return update(dataloader, samples, mode=mode)
+
+    def list_samples(self, step: int) -> Any:
+        """The samples of a step; None where an epoch leaves some out."""
+        is_whole = self._samples is not None and self.trainer.limit_train_batches in (1.0, None)
+        return self._samples.list_samples(step) if is_whole else None
+
+    # Checkpoints.
+
+    def save(self, folder: Path, wait: Callable[[], None]) -> Mapping[str, Any]:
+        """Lightning's states: those of its loops, callbacks and schedules."""
+        self._saving = True
+        try:
+            self.trainer.save_checkpoint(folder)
+        finally:
+            self._saving = False
+        assert self._dumped is not None
+        return {**self._dumped, "accumulation": self.job.accumulation}
+
+    def save_checkpoint(
+        self, original: Any, strategy: Any, /, checkpoint: Mapping[str, Any], filepath: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Keep Lightning's states where the run saves; the script's own checkpoints are saved as ever."""
+        if self._saving:
+            self._dumped = {key: value for key, value in checkpoint.items() if key not in _TORCH_STATES}
+        else:
+            original(strategy, checkpoint, filepath, *args, **kwargs)
+
+    def load_checkpoint(self, original: Any, strategy: Any, /, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load a checkpoint of the run, with any accumulation; others as Lightning does."""
+        states = self.host.restore(Path(checkpoint_path), strict=strategy.lightning_module.strict_loading)
+        if states is None:
+            return original(strategy, checkpoint_path, *args, **kwargs)
+        if states["accumulation"] != self.job.accumulation:
+            rescale_batches(states["loops"]["fit_loop"], states["accumulation"], self.job.accumulation)
+        return dict(states)
+
+
+def rescale_batches(fit_loop: Mapping[str, Any], before: int, after: int) -> None:
+    """Let the saved progress count the micro batches of another accumulation.
+
+    Lightning has processed the last one when the checkpoint is saved, and counts it as completed later.
+    """
+    progress = fit_loop["epoch_loop.batch_progress"]
+    for counts in (progress["total"], progress["current"]):
+        processed = counts["processed"] // before * after
+        counts.update(ready=processed, started=processed, processed=processed, completed=processed - 1)

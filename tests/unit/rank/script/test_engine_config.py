@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autods.rank.script.engine_config import EngineConfig, LibraryConfig
+from autods.rank.script.trial_policy import TrialPolicy
 from autods.workload import WorkloadError
 from tests.support.script_trials import script_job
 
@@ -17,10 +18,17 @@ TRIAL = {
 }
 
 
+def job_of(*argv: str, **job):
+    return script_job(argv=argv, **{"ds_config": TRIAL, "micro_batch": 4, "accumulation": 2, "world_size": 2, **job})
+
+
 def engine_config(*argv: str, kind=EngineConfig, **job):
-    return kind(
-        script_job(argv=argv, **{"ds_config": TRIAL, "micro_batch": 4, "accumulation": 2, "world_size": 2, **job})
-    )
+    return kind(job_of(*argv, **job))
+
+
+def for_a_trial(config, **job):
+    """The config as a trial's engine gets it."""
+    return TrialPolicy(job_of(**job), slot=0, observer=None, leave=pytest.fail).adapt_config(config)
 
 
 def test_the_trial_decides_the_rung_and_the_batch_only():
@@ -30,7 +38,7 @@ def test_the_trial_decides_the_rung_and_the_batch_only():
         "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}, "round_robin_gradients": True},
         "tensorboard": {"enabled": True},
     }
-    assert engine_config().for_engine(script, has_optimizer=False) == {
+    assert for_a_trial(engine_config().for_engine(script, has_optimizer=False)) == {
         **TRIAL,
         "gradient_clipping": 0.5,
         "zero_optimization": {**TRIAL["zero_optimization"], "round_robin_gradients": True},
@@ -42,7 +50,7 @@ def test_a_script_with_an_optimizer_gets_a_config_without_one():
 
 
 def test_a_trial_that_saves_may_gather_the_weights():
-    config = engine_config(exam="worst_case").for_engine({}, has_optimizer=True)
+    config = for_a_trial(engine_config().for_engine({}, has_optimizer=True), exam="worst_case")
     assert config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is True
 
 
@@ -77,7 +85,8 @@ def test_only_a_config_file_sets_the_global_batch_size():
 
 def test_a_library_s_completed_config_is_only_cleared_of_monitors():
     config = engine_config(kind=LibraryConfig)
-    assert config.for_engine({"steps_per_print": 7, "wandb": {}}, has_optimizer=False) == {"steps_per_print": 7}
+    given = {"steps_per_print": 7, "wandb": {}}
+    assert for_a_trial(config.for_engine(given, has_optimizer=False)) == {"steps_per_print": 7}
 
 
 def test_a_library_gets_the_trial_s_config_in_place_of_the_script_s():
@@ -90,5 +99,5 @@ def test_a_library_gets_the_trial_s_config_in_place_of_the_script_s():
 
 
 def test_another_precision_than_the_trial_s_is_an_error():
-    with pytest.raises(WorkloadError, match="it trains in bf16, and the trial needs fp32"):
+    with pytest.raises(WorkloadError, match="it trains in bf16, and its config needs fp32"):
         engine_config(kind=LibraryConfig).for_engine({"bf16": {"enabled": True}}, has_optimizer=False)

@@ -8,9 +8,9 @@ import pytest
 from autods.rank.training_run import checkpoints
 from autods.rank.training_run.checkpoints import (
     MARK,
-    Checkpoint,
     Layout,
     Manifest,
+    SavedCheckpoint,
     can_load_directly,
     checkpoint_folder,
     find_obstacle,
@@ -172,5 +172,5 @@ def test_deepspeed_loads_what_is_laid_out_alike(saved, loaded, optimizer, direct
     ],
 )
 def test_an_obstacle_is_known_before_a_rung_is_chosen(tmp_path, saved, loaded, obstacle):
-    found = find_obstacle(Checkpoint(tmp_path, make_manifest(layout=saved)), loaded)
+    found = find_obstacle(SavedCheckpoint(tmp_path, make_manifest(layout=saved)), loaded)
     assert found is None if obstacle is None else obstacle in found

@@ -5,9 +5,9 @@ import itertools
 import numpy
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
-from autods.rank.training_run.samples import SampleOrder, Share, StepSampler, deal_stream, derive_seed
+from autods.rank.training_run.samples import SampleOrder, Share, StepSampler, WholeSteps, deal_stream, derive_seed
 from autods.workload.protocol import WorkloadError
 
 GLOBAL_BATCH = 12
@@ -125,3 +125,47 @@ def test_a_dataset_without_samples_is_refused():
 
 def test_derived_seeds_are_the_same_in_every_process():
     assert derive_seed(1, 23) == derive_seed(1, 23) != derive_seed(12, 3)
+
+
+def steps_of(count, ranks, micro_batch, *, drop_last=False, epoch=0):
+    """The samples of each step of an epoch, as accelerate and the Trainer deal them out to all ranks."""
+    from accelerate.data_loader import BatchSamplerShard
+
+    global_batch = 8
+    accumulation = global_batch // (ranks * micro_batch)
+    sampler = WholeSteps(RandomSampler(range(count)), global_batch=global_batch, drop_last=drop_last, seed=1)
+    sampler.set_epoch(epoch)
+    batches = [
+        list(BatchSamplerShard(BatchSampler(sampler, micro_batch, drop_last), ranks, rank)) if ranks > 1
+        else list(BatchSampler(sampler, micro_batch, drop_last))
+        for rank in range(ranks)
+        if sampler.set_epoch(epoch) is None
+    ]  # fmt: skip
+    length = len(batches[0])
+    return [
+        sorted(sample for rank in batches for batch in rank[first : first + accumulation] for sample in batch)
+        for first in range(0, length, accumulation)
+    ]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("count", [24, 29, 5])
+@pytest.mark.parametrize(("ranks", "micro_batch"), [(2, 2), (2, 1), (1, 8), (1, 4), (4, 2)])
+def test_steps_are_the_same_on_any_division(count, ranks, micro_batch, drop_last):
+    expected = steps_of(count, 2, 4, drop_last=drop_last)
+    assert steps_of(count, ranks, micro_batch, drop_last=drop_last) == expected
+    assert len(expected) == (count // 8 if drop_last else -(-count // 8))
+
+
+def test_each_epoch_has_its_own_order_in_every_attempt():
+    first, second = steps_of(24, 2, 4), steps_of(24, 2, 4, epoch=1)
+    assert first != second
+    torch.manual_seed(99)
+    assert steps_of(24, 2, 2, epoch=1) == second
+
+
+def test_a_step_s_digest_is_of_its_samples():
+    sampler = WholeSteps(SequentialSampler(range(20)), global_batch=8, drop_last=False, seed=0)
+    list(sampler)
+    assert sampler.list_samples(2) == sampler.list_samples(5) == list(range(8, 16))
+    assert sampler.list_samples(3) == [16, 17, 18, 19, 0, 1, 2, 3]

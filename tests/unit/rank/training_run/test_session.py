@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autods.rank.training_run.checkpoints import list_checkpoints
-from autods.rank.training_run.session import Session, Stopped
+from autods.rank.training_run.session import Session, Stopped, find_engine
 from autods.workload.protocol import WorkloadError
 from tests.support.run_jobs import run_job
 
@@ -165,3 +165,22 @@ def test_ranks_that_load_their_data_have_no_workers(make_session, monkeypatch):
 def test_a_loader_takes_no_size_of_its_own(make_session):
     with pytest.raises(WorkloadError, match="takes no batch_size"):
         next(make_session().batches([1, 2, 3, 4], batch_size=2))
+
+
+def wrap_as_module(engine, name):
+    """A module that keeps the engine under this name."""
+    wrapper = torch.nn.Module()
+    object.__setattr__(wrapper, name, engine)
+    return wrapper
+
+
+@pytest.mark.parametrize("name", ["engine", "_forward_module", "_orig_mod"])
+def test_a_session_takes_what_a_library_has_wrapped(name):
+    engine = Engine()
+    assert find_engine(engine) is engine
+    assert find_engine(wrap_as_module(wrap_as_module(engine, "_orig_mod"), name)) is engine
+
+
+def test_a_model_without_an_engine_has_no_session():
+    with pytest.raises(WorkloadError, match="session got Linear, which is no engine of DeepSpeed"):
+        find_engine(torch.nn.Linear(2, 2))

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from autods.rank.script.engine_hooks import destroy_process_group, watch_engine
-from autods.rank.script.session import Session
+from autods.rank.script.adapters.deepspeed import destroy_process_group, watch_engine
+from autods.rank.script.trial_policy import TrialPolicy
 from autods.workload import WorkloadError
 from tests.support.script_trials import script_job
 
@@ -45,7 +45,7 @@ class Engine:
         self.done += 1
 
 
-class BoundarySession(Session):
+class BoundaryPolicy(TrialPolicy):
     """Notes the boundaries only."""
 
     def __init__(self, job):
@@ -58,25 +58,25 @@ class BoundarySession(Session):
 
 
 def watched(engine, **job):
-    session = BoundarySession(script_job(**job))
-    watch_engine(engine, session)
-    return session
+    policy = BoundaryPolicy(script_job(**job))
+    watch_engine(engine, policy)
+    return policy
 
 
 def test_an_engine_step_counts_once_though_it_steps_its_optimizer():
     engine = Engine(accumulation=2)
-    session = watched(engine)
+    policy = watched(engine)
     for _ in range(4):
         engine.step()
-    assert session.boundaries == [False, True, False, True]
+    assert policy.boundaries == [False, True, False, True]
     assert engine.optimizer.steps == 2
 
 
 def test_a_step_of_the_optimizer_alone_counts():
     engine = Engine()
-    session = watched(engine)
+    policy = watched(engine)
     engine.optimizer.step()
-    assert session.boundaries == [True]
+    assert policy.boundaries == [True]
     assert engine.optimizer.steps == 1
 
 
@@ -98,12 +98,12 @@ def test_a_script_that_never_steps_is_an_error():
 
 def test_a_script_may_accumulate_by_itself():
     engine = Engine()
-    session = watched(engine)
+    policy = watched(engine)
     for _ in range(3):
         for _ in range(200):
             engine.backward(SimpleNamespace())
         engine.step()
-    assert session.boundaries == [True] * 3
+    assert policy.boundaries == [True] * 3
 
 
 @pytest.fixture
@@ -112,12 +112,12 @@ def events(monkeypatch):
     happened: list[object] = []
 
     def end_group(steps: int, *group: object) -> list[object]:
-        session = BoundarySession(script_job(exam="worst_case"))
-        session.engine, session.recorder.times = object(), [0.1] * steps
-        destroy_process_group(session, happened.append, *group)
+        policy = BoundaryPolicy(script_job(exam="worst_case"))
+        policy.engine, policy.recorder.times = object(), [0.1] * steps
+        destroy_process_group(policy, happened.append, *group)
         return happened
 
-    monkeypatch.setattr(Session, "finish_exam", lambda self: happened.append("exam"))
+    monkeypatch.setattr(TrialPolicy, "finish_exam", lambda self: happened.append("exam"))
     return end_group
 
 

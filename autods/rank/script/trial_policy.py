@@ -1,4 +1,4 @@
-"""A script under trial: its optimizer steps with their times and losses, its exam, and its end."""
+"""The policy of a trial: a script's optimizer steps with their times and losses, its exam, its sandbox and its end."""
 
 from __future__ import annotations
 
@@ -11,22 +11,31 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from ...config.deepspeed import without_monitors
+from ...system.stacks import find_caller
 from ...types import Examined, ModelFacts, Phase, Trained
+from .. import pipeline
 from ..distributed import Ranks, Traffic
-from ..exam import WorstCaseExam
+from ..exam import WorstCaseExam, allow_gathering
 from ..job import RankJob
 from ..loss_parity import UpdateMeter, generator_state, make_comparable
-from ..model_facts import shifts_labels
+from ..model_facts import count_parameters, shifts_labels
+from ..patching import declare
 from ..result import ScriptEnd
 from ..step_recorder import StepRecorder, was_skipped
+from . import sandbox
 from .data import Batches, find_loss, iter_tensors
-from .engine_config import EngineConfig
+from .inject import Injection
+from .overlay import Overlay
+from .policy import Policy
 from .user_errors import script_error
 
+_EXIT = declare("os._exit", "a script that has trained enough may leave as it likes")
 _MOST_BACKWARDS = 256  # without a step, for each accumulated micro batch: a script may accumulate by itself
 _MOST_IGNORED_ENDS = 3  # times that the script catches its end and calls the engine again
 _GRACE_S = 10.0  # for the script's own work on its way out
 _SUMMED_ELEMENTS = 2**20  # at a time: a copy of a whole embedding may not fit
+_LISTED_FILES = 20
 _HASH_DIGITS = 10  # hexadecimal; their sum over thousands of ranks is still exact in a float64
 
 
@@ -34,14 +43,15 @@ class Enough(BaseException):
     """The trial has measured enough. It is not an Exception, so that `except Exception` does not catch it."""
 
 
-class Session:
-    """Measures one script in one rank. The engine's hooks call it at each event, on every rank alike.
+class TrialPolicy(Policy):
+    """Measures one script in one rank.
 
-    `observer` gets each phase, and holds the rank's meter. `leave` ends the rank at once, with a result or an error.
-    `stand_ins` collects uses of a GPU that a CPU rank skips. `writes_confined`: the kernel refuses the script's writes
-    outside the trial's folders. A library's integration replaces `config` before the script starts. `failure` is what
-    a call of the engine raised: a script that catches it does not train any further.
+    `observer` holds the rank's meter. `leave` ends the rank at once, with a result or an error, if the script ignores
+    the exception that should end it. `failure` is what a call of the engine raised: a script that catches it does not
+    train any further.
     """
+
+    End = Enough
 
     def __init__(
         self,
@@ -50,20 +60,14 @@ class Session:
         observer: Any,
         leave: Callable[[ScriptEnd | BaseException], NoReturn],
     ) -> None:
-        self.job, self.observer, self.leave = job, observer, leave
+        super().__init__(job, observer)
+        self.leave = leave
         self.ranks = Ranks(job.local_ranks[slot], job.world_size)
-        self.config = EngineConfig(job)
         self.clock = StepClock()
         self.batches = Batches()
         self.traffic = Traffic(lambda: None)  # counts calls and bytes; no step measures their seconds
-        self.stand_ins: list[str] = []
-        self.writes_confined = False
-        self.steps = 0  # optimizer steps so far
-        self.engine: Any = None
-        self.failure: BaseException | None = None
-        self.ended = False  # the script has nothing more to do
-        self.hooks_paused = False  # the exam, or the engine itself, calls the engine
-        self._pid = os.getpid()
+        self._steps = 0
+        self._overlay: Overlay | None = None
         self._ignored_ends = 0
         self._facts: ModelFacts | None = None
         self.recorder = StepRecorder(job.steps)  # of the steps before the exam
@@ -76,15 +80,59 @@ class Session:
         self._update_size: float | None = None  # of a parity trial, see `types.Fit`
         self._peaks: dict[str, int | None] | None = None
 
+    @property
+    def step(self) -> int:
+        """The optimizer steps of this trial, whatever the script has restored."""
+        return self._steps
+
+    # The process.
+
+    def prepare(self, injection: Injection) -> None:
+        """Keep the script's traces out of the user's world, and watch its data loaders."""
+        if self.job.job == "survey":
+            pipeline.build_all_layers()
+        self.batches.watch_loaders()
+        self._overlay, self.writes_confined = sandbox.install(self, self.ranks.rank)
+
+    def watch_process(self) -> contextlib.AbstractContextManager[object]:
+        """A script that has trained enough may leave by `os._exit`."""
+        exit_now = os._exit
+
+        def exit_with_result(code: int) -> NoReturn:
+            with _EXIT.installed(exit_now):
+                if self.ended and os.getpid() == self._pid:
+                    self.leave(self.result())
+                os._exit(code)
+
+        return _EXIT.installed(exit_with_result)
+
+    def conclude(self) -> None:
+        """The script ended by itself, or has trained enough. Raises WorkloadError where it ended too early."""
+        if self._overlay is not None and self._overlay.written:
+            written = ", ".join(list(self._overlay.written)[:_LISTED_FILES])
+            print(f"autods: kept out of your folders: {written}", flush=True)
+        super().conclude()
+        if self.ended:
+            return
+        steps, needed = len(self.recorder.times), self.job.steps.warmup + 1
+        if steps < needed:
+            raise script_error(
+                f"it ended after {steps} optimizer step{'s' * (steps != 1)} of micro batch {self.job.micro_batch}, "
+                f"and a trial needs at least {needed}",
+                hint="give it more data, more epochs or a larger max_steps after --",
+            )
+        self.finish_exam()
+
+    def leave_group(self) -> None:
+        """Finish the exam while the ranks can still communicate."""
+        if self.engine is not None and len(self.recorder.times) > self.job.steps.warmup:
+            self.finish_exam()
+
     # Calls of the engine.
 
     def check_goes_on(self) -> None:
         """Raise again in a script that has ended or whose engine failed; leave when it ignores that repeatedly."""
-        if os.getpid() != self._pid:
-            raise script_error(
-                "it trains in a process that it started itself",
-                hint="start no ranks in the script: a trial starts them, with RANK, LOCAL_RANK and WORLD_SIZE set",
-            )
+        super().check_goes_on()
         if not self.ended and self.failure is None:
             return
         self._ignored_ends += 1
@@ -104,21 +152,45 @@ class Session:
             self.failure = error
             raise
 
-    @contextlib.contextmanager
-    def pause_hooks(self) -> Iterator[None]:
-        """Calls of the engine inside are not the script's."""
-        self.hooks_paused = True
-        try:
-            yield
-        finally:
-            self.hooks_paused = False
-
     # Before training.
+
+    def adapt_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Without monitors. A trial that saves may gather the weights."""
+        plain = without_monitors(config)
+        return allow_gathering(plain) if self.job.exam == "worst_case" else plain
+
+    def begin_engine(self, injection: Injection, arguments: Mapping[str, Any], config: Any, *, from_file: bool) -> None:
+        """Stop here where only the facts of the model are needed."""
+        self.take_model(arguments["model"])
+        if self.job.stops_at_engine:
+            self._stop_with_facts(self._describe_model(injection, arguments, config, from_file=from_file))
 
     def take_model(self, model: Any) -> None:
         """The script passes its model to DeepSpeed; a forecast overrides this."""
 
-    def stop_with_facts(self, facts: ModelFacts) -> NoReturn:
+    def _describe_model(
+        self, injection: Injection, arguments: Mapping[str, Any], config: Any, *, from_file: bool
+    ) -> ModelFacts:
+        """The facts of the script's model. Raises WorkloadError when the script gives no readable config."""
+        if config is None:
+            problem = "a config that cannot be read" if arguments["config"] or arguments["args"] else "no config"
+            raise script_error(
+                f"it gives deepspeed.initialize {problem}",
+                hint="give it config=…, or args with deepspeed_config: --deepspeed_config {ds_config} after --",
+            )
+        in_script = not from_file and injection.config.given is None
+        return ModelFacts(
+            **count_parameters(arguments["model"], by="the script gave deepspeed.initialize"),
+            checkpointing=False,  # the script itself decides about recomputing activations
+            tokens_per_sample=None,
+            has_optimizer=arguments["optimizer"] is not None,
+            config=injection.config.own_part(config, from_file=from_file),
+            config_place=str(find_caller() or "") if in_script else None,
+            stood_in=tuple(injection.stand_ins),
+            writes_confined=self.writes_confined,
+        )
+
+    def _stop_with_facts(self, facts: ModelFacts) -> NoReturn:
         """End a script of which only the facts of its model are needed."""
         import torch
 
@@ -128,20 +200,22 @@ class Session:
         self.finish()
 
     def start_training(self, engine: Any) -> None:
-        self.engine = engine
+        """Count the engine's communication from now on."""
+        super().start_training(engine)
         self.traffic.listen()
         if self._parity is not None:
             self._parity.start(engine)
 
+    def evaluate_with(self, forward: Callable[..., Any]) -> None:
+        """The exam evaluates its batch in this way."""
+        self.batches.forward = forward
+
     # Parts of a training step.
 
-    def begin_phase(self, phase: Phase) -> None:
-        self.observer(phase, self.steps)
-
     def begin_other(self, phase: Phase) -> None:
-        """The script evaluates or saves between its steps."""
+        """The script evaluates or saves between its steps, which no step's time includes."""
         self.clock.interrupt()
-        self.observer.touch(phase, self.steps)
+        self.observer.touch(phase, self.step)
 
     def begin_skipped(self, phase: Phase) -> None:
         """The script evaluates or saves, which the trial skips. A process that the script forked may do so too."""
@@ -152,7 +226,7 @@ class Session:
     def begin_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool) -> None:
         """A forward begins. Raises WorkloadError when the first batch has the wrong size."""
         now = time.perf_counter()
-        if training or not self.steps:
+        if training or not self.step:
             self.begin_phase("forward")
         if not training:
             self.begin_other("evaluate")
@@ -201,7 +275,7 @@ class Session:
         seconds = self.clock.end_step(time.perf_counter(), boundary=boundary)
         if not boundary:
             return
-        self.steps += 1
+        self._steps += 1
         if self._exam is None:
             self._record_step(seconds)
             if not self.has_enough():
@@ -260,7 +334,7 @@ class Session:
         """The facts of the model after a survey, else the measurements of this rank's steps."""
         if self._facts is not None:
             return self._facts
-        samples = self.steps * self.job.micro_batch * self.job.accumulation  # of this rank
+        samples = self.step * self.job.micro_batch * self.job.accumulation  # of this rank
         return self.recorder.result(
             examined=None if self._exam is None else self._exam.examined,
             trained=self._trained,
@@ -279,7 +353,7 @@ class Session:
                 observe=self.observer,
                 meter=self.observer.meter,
                 folder=self.job.shared_folder / "checkpoint",
-                index=self.steps,
+                index=self.step,
                 examined=Examined(batch_shape=self.batches.longest_shape, draws=self.batches.seen),
                 held_bytes=self.recorder.held_bytes,
             )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autods.rank.script.run import prepare_process
+from autods.rank.script.inject import prepare_process
 from tests.support.script_trials import script_job
 
 

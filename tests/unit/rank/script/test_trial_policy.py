@@ -13,7 +13,7 @@ import torch
 from autods.rank.distributed import Ranks
 from autods.rank.loss_parity import Incomparable
 from autods.rank.memory import Meter
-from autods.rank.script.session import Enough, ParityRecorder, Session, StepClock
+from autods.rank.script.trial_policy import Enough, ParityRecorder, StepClock, TrialPolicy
 from autods.types import Exam, Steps
 from autods.workload import WorkloadError
 from tests.support.script_trials import script_job
@@ -177,7 +177,7 @@ def test_the_loss_of_a_step_is_the_mean_of_its_micro_batches():
 
 
 class Observer:
-    """Has what a session uses of `worker.Observer`."""
+    """Has what a trial uses of `worker.Observer`."""
 
     def __init__(self) -> None:
         self.training_peaks: dict[str, int] = {}
@@ -216,27 +216,27 @@ class Engine:
 
 def test_an_exam_evaluates_the_same_batch_before_and_after(tmp_path: Path) -> None:
     job = script_job(exam="worst_case", micro_batch=1, shared=str(tmp_path), steps=Steps(warmup=0))
-    session = Session(job, 0, Observer(), leave=lambda end: None)  # type: ignore[arg-type, return-value]
-    session.engine = engine = Engine()
+    trial = TrialPolicy(job, 0, Observer(), leave=lambda end: None)  # type: ignore[arg-type, return-value]
+    trial.engine = engine = Engine()
 
     def train(*lengths: int) -> None:
         for length in lengths:
-            session.begin_forward((torch.ones(1, length, dtype=torch.long),), {}, training=True)
-            session.end_step(boundary=True)
+            trial.begin_forward((torch.ones(1, length, dtype=torch.long),), {}, training=True)
+            trial.end_step(boundary=True)
 
     with pytest.raises(Enough):
         train(5, 8, 9)  # the exam begins after the first step
-    examined = session.result().examined
+    examined = trial.result().examined
     assert engine.evaluated == [5, 5]
     assert (examined.batch_shape, examined.draws, examined.restored) == ((1, 5), 1, True)
 
 
 @pytest.mark.parametrize("exam", [None, "parity"])
 def test_a_skipped_step_of_a_script_is_not_timed_and_has_no_loss(exam: Exam | None) -> None:
-    session, train = train_script(exam)
+    trial, train = train_script(exam)
     with pytest.raises(Enough):
         train((True, math.inf), (False, 1.0), (True, 2.0), (False, 3.0), (False, 4.0), (False, 5.0))
-    result = session.result()
+    result = trial.result()
     assert (len(result.step_s), result.losses, result.skipped_steps) == (3, (1.0, 3.0, 4.0), 2)
 
 
@@ -247,16 +247,16 @@ def test_a_loss_of_a_script_that_is_not_finite_is_an_error(exam: Exam | None) ->
         train((False, 1.0), (False, math.nan))
 
 
-def train_script(exam: Exam | None) -> tuple[Session, Callable[..., None]]:
-    """A session of three timed steps; the function does steps, which are skipped or not, with these losses."""
+def train_script(exam: Exam | None) -> tuple[TrialPolicy, Callable[..., None]]:
+    """A trial of three timed steps; the function does steps, which are skipped or not, with these losses."""
     job = script_job(exam=exam, micro_batch=1, steps=Steps(warmup=0, timed=3, most_timed=3))
-    session = Session(job, 0, Observer(), leave=lambda end: None)  # type: ignore[arg-type, return-value]
-    session.engine = engine = Engine()
+    trial = TrialPolicy(job, 0, Observer(), leave=lambda end: None)  # type: ignore[arg-type, return-value]
+    trial.engine = engine = Engine()
 
     def train(*steps: tuple[bool, float]) -> None:
         for engine.optimizer.overflow, loss in steps:
-            session.begin_forward((torch.ones(1, 5),), {}, training=True)
-            session.note_loss(torch.tensor(loss))
-            session.end_step(boundary=True)
+            trial.begin_forward((torch.ones(1, 5),), {}, training=True)
+            trial.note_loss(torch.tensor(loss))
+            trial.end_step(boundary=True)
 
-    return session, train
+    return trial, train

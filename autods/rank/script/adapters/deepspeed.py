@@ -1,0 +1,211 @@
+"""DeepSpeed: `initialize` gets the chosen config, `zero.Init` the chosen stage, and the engine's calls are reported.
+
+A trainer calls `deepspeed.initialize` for the script, so these hooks serve every kind of script.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ....config.deepspeed import get_key
+from ....system.stacks import Place, find_caller
+from ...patching import declare
+from ..engine_config import read_config
+from ..inject import Injection
+from ..policy import Policy
+from ..user_errors import script_error
+
+_INITIALIZE = declare("deepspeed.initialize", "the engine gets the chosen config and is watched")
+_ZERO_INIT = declare("deepspeed.zero.Init.__init__", "parameters are partitioned by the chosen stage, not the script's")
+_DESTROY = declare("torch.distributed.destroy_process_group", "the ranks communicate once more before they part")
+
+
+def install(injection: Injection) -> None:
+    """Install the hooks for the rest of this process."""
+    import deepspeed  # noqa: F401  the modules that import its symbols are patched too
+
+    _INITIALIZE.wrap(_initialize, injection, everywhere=True)
+    _ZERO_INIT.wrap(_partition, injection)
+    _DESTROY.wrap(destroy_process_group, injection.policy, everywhere=True)
+
+
+def watch_engine(engine: Any, policy: Policy) -> None:
+    """Report each call of the engine to the policy from now on.
+
+    Optimizer steps are counted at the boundary of accumulation: a plain script calls `step` once a micro batch, a
+    trainer once an optimizer step. A script, or Lightning's Fabric, may also step the engine's optimizer alone.
+    """
+    hooks: Mapping[str, Callable[..., Any]] = {
+        "forward": functools.partial(_forward, engine),
+        "backward": _backward,
+        "step": functools.partial(_step, lambda: bool(engine.is_gradient_accumulation_boundary())),
+        "train": _train,
+        "train_batch": _train_batch,
+        "save_checkpoint": _save,
+        "save_16bit_model": _save,
+    }
+    for name, hook in hooks.items():
+        if hasattr(engine, name):
+            _watch(engine, name, policy, hook)
+    if hasattr(engine.optimizer, "step"):
+        _watch(engine.optimizer, "step", policy, functools.partial(_step, lambda: True))
+
+
+def destroy_process_group(policy: Policy, original: Any, group: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Tell the policy before the ranks lose their means of communication."""
+    if group is None or group is importlib.import_module("torch.distributed").group.WORLD:
+        policy.leave_group()
+    return original(group, *args, **kwargs)
+
+
+# Calls of the engine.
+
+
+def _watch(owner: Any, name: str, policy: Policy, hook: Callable[..., Any]) -> None:
+    """Replace a method of one object. The hook gets the policy and the original method first."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def call(_: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if policy.hooks_paused:
+            return original(*args, **kwargs)
+        with policy.watch_call():
+            return hook(policy, original, *args, **kwargs)
+
+    setattr(owner, name, types.MethodType(call, owner))  # torch's schedulers need an optimizer's step to be a method
+
+
+def _forward(engine: Any, policy: Policy, original: Any, /, *args: Any, **kwargs: Any) -> Any:
+    import torch
+
+    training = torch.is_grad_enabled() and engine.training
+    policy.begin_forward(args, kwargs, training=training)
+    output = original(*args, **kwargs)
+    if training:
+        policy.end_forward(output)
+    return output
+
+
+def _backward(policy: Policy, original: Any, /, loss: Any = None, *args: Any, **kwargs: Any) -> Any:
+    policy.begin_backward(loss)
+    return original(loss, *args, **kwargs)
+
+
+def _step(is_boundary: Callable[[], bool], policy: Policy, original: Any, /, *args: Any, **kwargs: Any) -> Any:
+    boundary = is_boundary()
+    policy.begin_step()
+    with policy.pause_hooks():  # the engine steps its optimizer
+        result = original(*args, **kwargs)
+    policy.end_step(boundary=boundary)
+    return result
+
+
+def _train(policy: Policy, original: Any, /, mode: bool = True) -> Any:
+    if not mode:
+        policy.begin_other("evaluate")
+    return original(mode)
+
+
+def _save(policy: Policy, original: Any, /, *args: Any, **kwargs: Any) -> Any:
+    policy.begin_other("save")
+    return original(*args, **kwargs)
+
+
+def _train_batch(policy: Policy, original: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """A pipeline runs the whole optimizer step in one call, and calls its own methods inside it."""
+    policy.begin_forward((), {}, training=True)
+    with policy.pause_hooks():
+        loss = original(*args, **kwargs)
+    policy.note_loss(loss)
+    policy.end_step(boundary=True)
+    return loss
+
+
+# deepspeed.initialize.
+
+
+def _initialize(injection: Injection, original: Any, /, *args: Any, **kwargs: Any) -> Any:
+    policy = injection.policy
+    policy.check_goes_on()
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    bound.apply_defaults()
+    arguments = bound.arguments
+    config, from_file = find_config(arguments)
+    has_optimizer = arguments["optimizer"] is not None
+    if config is not None and not has_optimizer and not arguments["model_parameters"] and "optimizer" not in config:
+        # Nothing to train with: the engine serves a frozen model, such as a reference or a teacher.
+        set_config(arguments, policy.adapt_config(config))
+        return _refuse_training(original(*bound.args, **bound.kwargs), policy, find_caller())
+    if policy.engine is not None:
+        raise script_error(
+            "it calls deepspeed.initialize a second time, to train another model",
+            hint="give a script that trains one engine; further engines may only evaluate",
+        )
+    policy.begin_engine(injection, arguments, config, from_file=from_file)
+    if config is not None:  # else DeepSpeed itself reports the problem
+        chosen = injection.config.for_engine(config, has_optimizer=has_optimizer)
+        set_config(arguments, policy.adapt_config(chosen))
+    policy.begin_phase("init")
+    with policy.watch_call():
+        returned = original(*bound.args, **bound.kwargs)
+        policy.start_training(returned[0])
+    watch_engine(returned[0], policy)
+    return returned
+
+
+def find_config(arguments: Mapping[str, Any]) -> tuple[dict[str, Any] | None, bool]:
+    """The config that the script gives, and whether it is a file's. None where DeepSpeed itself reports the problem."""
+    args = arguments["args"]
+    in_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    in_call = arguments["config"] if arguments["config"] is not None else arguments["config_params"]
+    if (in_call is None) == (in_args is None):  # no config, or two of them
+        return None, False
+    given: Any = in_args if in_call is None else in_call
+    config = read_config(given)
+    return config, config is not None and not isinstance(given, Mapping) and Path(given).is_file()
+
+
+def set_config(arguments: dict[str, Any], config: Mapping[str, Any]) -> None:
+    """Replace the config, whichever way the script gives it."""
+    arguments["config"], arguments["config_params"] = config, None
+    if arguments["args"] is not None:
+        args = arguments["args"] = copy.copy(arguments["args"])
+        for name in ("deepspeed_config", "deepscale_config"):
+            if getattr(args, name, None) is not None:
+                setattr(args, name, None)
+
+
+def _refuse_training(returned: Any, policy: Policy, place: Place | None) -> Any:
+    """What the script gets for a model that is only evaluated: training it is an error at the given line."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        policy.failure = script_error(
+            "it trains an engine that has no optimizer",
+            hint='give deepspeed.initialize an optimizer, model_parameters, or a config with "optimizer"',
+            at=place,
+        )
+        raise policy.failure
+
+    returned[0].backward = returned[0].step = refuse
+    return returned
+
+
+def _partition(injection: Injection, original: Any, /, *args: Any, **kwargs: Any) -> None:
+    """`deepspeed.zero.Init` partitions parameters if the chosen stage is 3."""
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    bound.apply_defaults()
+    arguments, job = bound.arguments, injection.job
+    is_stage_3 = get_key(job.ds_config, "zero_optimization.stage") == 3
+    arguments["enabled"] = arguments["enabled"] and is_stage_3 and not job.stops_at_engine
+    for name in ("config_dict_or_path", "config"):
+        if (given := arguments.get(name)) is not None:
+            chosen = injection.config.for_engine(read_config(given) or {}, has_optimizer=False)
+            arguments[name] = injection.policy.adapt_config(chosen)
+    original(*bound.args, **bound.kwargs)

@@ -1,0 +1,259 @@
+"""What follows at each event of a script: the policy of a trial or of a run, which the adapters know as `Policy` alone.
+
+A trainer that owns its loop is shown to a run as a `TrainerLoop`, and the run to the trainer's adapter as a `LoopHost`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from ...types import Phase
+from ..job import RankJob
+from .user_errors import script_error
+
+if TYPE_CHECKING:
+    from .inject import Injection
+
+FORKED = "forked"  # a file in the scratch folder: training was tried in a forked process
+
+
+class Policy:
+    """What follows at each event of a script. These defaults let it train on; every rank gets the events alike.
+
+    `End` ends the script on purpose. `observer` gets the phases. `failure` is what ended the script, even if the script
+    caught it. `hooks_paused`: the engine is not called by the script. `host` serves a trainer that owns its loop; None:
+    nothing but training happens, so evaluation, saves and trackers are skipped.
+    """
+
+    End: ClassVar[type[BaseException]]
+    host: LoopHost | None = None
+    loads_in_ranks = False  # data loaders start no workers
+    writes_confined = False  # the kernel refuses the script's writes outside the trial's folders
+
+    def __init__(self, job: RankJob, observer: Any) -> None:
+        self.job, self.observer = job, observer
+        self._pid = os.getpid()
+        self.engine: Any = None
+        self.failure: BaseException | None = None
+        self.ended = False  # the script has nothing more to do
+        self.hooks_paused = False
+
+    @property
+    def step(self) -> int:
+        """The optimizer steps that are done."""
+        return 0 if self.engine is None else int(self.engine.global_steps)
+
+    # The process.
+
+    def prepare(self, injection: Injection) -> None:
+        """Everything is installed, and the script is about to start."""
+
+    def watch_process(self) -> contextlib.AbstractContextManager[object]:
+        """Entered while the script runs: it may end its process."""
+        return contextlib.nullcontext()
+
+    def conclude(self) -> None:
+        """The script has ended without an error. Raises WorkloadError when it never trained with DeepSpeed."""
+        if self.ended:
+            return
+        if Path(self.job.scratch, FORKED).exists():
+            raise script_error(
+                "it trains in a process that it forked", hint="start no ranks in the script: autods starts them"
+            )
+        if self.engine is None:
+            raise script_error(
+                "it ended and never called deepspeed.initialize",
+                hint="is an argument missing after --? A script without DeepSpeed needs engine, *_ = "
+                "deepspeed.initialize(model=model, optimizer=optimizer, config=…), then engine.backward(loss) and "
+                "engine.step()",
+            )
+
+    def leave_group(self) -> None:
+        """The ranks are about to lose their means of communication."""
+
+    # The engine.
+
+    def adapt_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The config for an engine, completed with what is chosen for it."""
+        return dict(config)
+
+    def begin_engine(self, injection: Injection, arguments: Mapping[str, Any], config: Any, *, from_file: bool) -> None:
+        """The script is about to make its engine; `arguments` are those of `deepspeed.initialize`."""
+
+    def start_training(self, engine: Any) -> None:
+        """The engine that trains is made."""
+        self.engine = engine
+
+    def evaluate_with(self, forward: Callable[..., Any]) -> None:
+        """A library calls the engine in its own way: `forward` takes the arguments of a forward."""
+
+    # Calls of the engine.
+
+    def check_goes_on(self) -> None:
+        """Raise what ended the script, if it has ended. Raises WorkloadError in a process that the script started."""
+        if os.getpid() != self._pid:
+            raise script_error(
+                "it trains in a process that it started itself",
+                hint="start no ranks in the script: autods starts them, with RANK, LOCAL_RANK and WORLD_SIZE set",
+            )
+
+    def watch_call(self) -> contextlib.AbstractContextManager[object]:
+        """Entered for each call of the engine."""
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def pause_hooks(self) -> Iterator[None]:
+        """Calls of the engine inside are not the script's."""
+        self.hooks_paused = True
+        try:
+            yield
+        finally:
+            self.hooks_paused = False
+
+    def begin_phase(self, phase: Phase) -> None:
+        """A part of a training step begins, or the engine is made."""
+        self.observer(phase, self.step)
+
+    def begin_other(self, phase: Phase) -> None:
+        """The script evaluates or saves between its steps."""
+        self.observer.touch(phase, self.step)
+
+    def begin_skipped(self, phase: Phase) -> None:
+        """The script evaluates or saves, which is skipped."""
+
+    def begin_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool) -> None:
+        """A forward begins."""
+        if training:
+            self.begin_phase("forward")
+        else:
+            self.begin_other("evaluate")
+
+    def end_forward(self, output: Any) -> None:
+        """A training forward has ended."""
+
+    def begin_backward(self, loss: Any) -> None:
+        """A backward begins."""
+        self.begin_phase("backward")
+
+    def begin_step(self) -> None:
+        """The engine's step begins."""
+        self.begin_phase("step")
+
+    def end_step(self, *, boundary: bool) -> None:
+        """The engine's step has ended; `boundary`: it was an optimizer step."""
+
+    def note_loss(self, output: Any) -> None:
+        """A micro batch has this output or loss."""
+
+
+class TrainerLoop:
+    """The loop of a trainer that owns it, as its adapter shows it to a run.
+
+    `saves_engine` tells that `save` writes the engine's states too, into `state` of the checkpoint's folder.
+    """
+
+    saves_engine: ClassVar[bool] = False
+
+    @property
+    def step(self) -> int | None:
+        """The optimizer steps that are done, those of earlier attempts included; None: the engine counts them."""
+        return None
+
+    @property
+    def last_step(self) -> int | None:
+        """The step at which the trainer ends; None where that is unknown."""
+        return None
+
+    @property
+    def ends(self) -> bool:
+        """Whether the trainer ends after this step."""
+        return False
+
+    def end(self) -> None:
+        """Let the trainer end after this step."""
+        raise NotImplementedError
+
+    def clean(self) -> None:
+        """Remove what an interrupted save left behind. All ranks call it before they train."""
+
+    def locate(self, checkpoint: Path) -> Path:
+        """The path from which the trainer itself would resume, for a checkpoint of the run."""
+        return checkpoint
+
+    def request_save(self, save: Callable[[], object]) -> None:
+        """Save a checkpoint that the script has not asked for: `save` makes it, and calls `save` of this loop."""
+        save()
+
+    def save(self, folder: Path, wait: Callable[[], None]) -> Mapping[str, Any]:
+        """Write what the trainer itself saves, and return its states that this rank's file has to hold.
+
+        All ranks call it; `wait` returns when all of them have called it.
+        """
+        return {}
+
+    def complete(self, folder: Path) -> None:
+        """All ranks have written this checkpoint. Rank 0 calls this."""
+
+    def rotate(self) -> None:
+        """The checkpoint counts, so older ones may go by the trainer's own rules. Rank 0 calls this."""
+
+    def protects(self, folder: Path) -> bool:
+        """Whether the trainer still needs this checkpoint."""
+        return False
+
+    def discard(self, folder: Path) -> None:
+        """Remove what a checkpoint has outside of its folder."""
+
+    def list_samples(self, step: int) -> Any:
+        """The samples of a step of all ranks; None where they are unknown."""
+        return None
+
+
+class LoopHost(Protocol):
+    """A run, as the adapter of a trainer sees it. All ranks call each of these alike."""
+
+    def keep_states(self, find: Callable[[], Sequence[Any]]) -> None:
+        """Save and restore what `find` returns beside the engine's states: objects with a `state_dict`."""
+
+    def begin_loop(self, loop: TrainerLoop) -> Path | None:
+        """The trainer begins to train; return what it resumes from, None where the run has no checkpoint."""
+
+    def order_samples(self, sampler: Any, *, drop_last: bool, seed: int) -> Any:
+        """A sampler of all ranks' samples in place of the script's, with whole steps in each epoch."""
+
+    def restore(self, path: Path, *, strict: bool = True) -> Mapping[str, Any] | None:
+        """Load the checkpoint of this path into the engine, and return the trainer's states in it.
+
+        None where the run has no checkpoint there. `strict` False: it may lack frozen parameters.
+        """
+
+    def restore_random_states(self) -> bool:
+        """Set the random generators as the restored checkpoint has them; whether there is one.
+
+        They begin anew where the number of ranks has changed.
+        """
+
+    def begin_other(self, phase: Phase) -> None:
+        """The script evaluates between its steps, without a call of the engine."""
+
+    def is_done(self) -> bool:
+        """Whether the run has done its steps."""
+
+    def is_due(self) -> bool:
+        """Whether the run saves at this step."""
+
+    def save(self) -> bool:
+        """Save a checkpoint that the script asks for, unless the run is not there yet; whether it did."""
+
+    def report_step(self, loss: Any = None) -> None:
+        """An optimizer step is done. `loss` None: that of its forwards. `end_loop_step` follows."""
+
+    def end_loop_step(self) -> None:
+        """The trainer has logged, evaluated and saved after a step: the run may save, and end the ranks together."""
+
+    def end_loop(self) -> None:
+        """The trainer has done its last step, and the ranks can still communicate."""

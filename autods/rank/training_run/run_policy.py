@@ -1,0 +1,234 @@
+"""The policy of a real run of a script: it restores, saves when that is due, deals out samples and stops together.
+
+A script that owns its loop makes its session itself (`autods.session`). For a trainer's loop it is made here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..job import RankJob, RunOrder
+from ..script.data import find_loss
+from ..script.policy import Policy, TrainerLoop
+from ..script.user_errors import script_error
+from . import session as sessions
+from . import states
+from .checkpoints import SavedCheckpoint, list_checkpoints, remove_checkpoint, remove_torn
+from .samples import WholeSteps
+
+
+class RunPolicy(Policy):
+    """One rank's training run of a script, with the phases of its engine's calls."""
+
+    End = sessions.Stopped
+
+    def __init__(self, job: RankJob, observer: Any) -> None:
+        super().__init__(job, observer)
+        assert job.order is not None
+        self.host, self.order = self, job.order
+        self.loads_in_ranks = job.order.loads_in_ranks
+        self._loop: TrainerLoop | None = None
+        self._session: LoopSession | None = None
+        self._losses: list[Any] = []  # of a step of the trainer's loop
+        self._warned = False
+
+    def start_training(self, engine: Any) -> None:
+        """Check that the engine is one of all ranks."""
+        super().start_training(engine)
+        if int(engine.world_size) != self.job.world_size:
+            raise script_error(
+                f"its engine has {engine.world_size} ranks, and the run has {self.job.world_size}",
+                hint="start no ranks in the script: autods starts them, with RANK, LOCAL_RANK and WORLD_SIZE set",
+            )
+
+    def begin_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool) -> None:
+        """The session of a trainer's loop begins before its first step."""
+        if training and self._loop is not None:
+            self._find_session()
+        super().begin_forward(args, kwargs, training=training)
+
+    def end_forward(self, output: Any) -> None:
+        """Keep the loss for a trainer's loop."""
+        if self._loop is not None and (loss := find_loss(output)) is not None:
+            self._losses.append(loss.detach())
+
+    def begin_step(self) -> None:
+        """Say once that the script has made no session until its first step."""
+        super().begin_step()
+        if not self._warned and self._loop is None and not sessions.has_begun() and os.environ.get("RANK", "0") == "0":
+            print(f"autods: warning: {sessions.NO_SESSION}", file=sys.stderr, flush=True)
+        self._warned = True
+
+    def conclude(self) -> None:
+        """Raises WorkloadError also where the engine has done no step: the script has trained without it."""
+        super().conclude()
+        if self.step == 0:
+            raise script_error(
+                "it ended, and the engine of deepspeed.initialize has done no step",
+                hint="let it train with the engine: engine.backward(loss), then engine.step()",
+            )
+
+    def leave_group(self) -> None:
+        """Save the last step while the ranks can still communicate."""
+        sessions.finish_current()
+
+    # A trainer's loop.
+
+    def keep_states(self, find: Callable[[], Sequence[Any]]) -> None:
+        """Save and restore these beside the engine's states."""
+        sessions.keep_states(find)
+
+    def begin_loop(self, loop: TrainerLoop) -> Path | None:
+        """Return what the trainer resumes from."""
+        self._loop = loop
+        self.observer("init", 0)
+        loop.clean()
+        return None if self.order.restore is None else loop.locate(Path(self.order.restore))
+
+    def order_samples(self, sampler: Any, *, drop_last: bool, seed: int) -> WholeSteps:
+        """The same samples in each step, whatever the micro batch and the number of ranks are."""
+        return WholeSteps(sampler, global_batch=self.job.train_batch, drop_last=drop_last, seed=seed)
+
+    def restore(self, path: Path, *, strict: bool = True) -> Mapping[str, Any] | None:
+        """Load a checkpoint of the run, if this is one."""
+        loop, path = self._loop, path.resolve()
+        for checkpoint in list_checkpoints(self.order.checkpoints).complete:
+            if loop is not None and loop.locate(checkpoint.path).resolve() == path:
+                return self._find_session().load(checkpoint, strict=strict)
+        return None
+
+    def restore_random_states(self) -> bool:
+        """Set the generators as the checkpoint has them that was loaded last."""
+        return self._session is not None and self._session.restore_random_states()
+
+    def is_done(self) -> bool:
+        """Whether the run has done its steps."""
+        return self._find_session().done
+
+    def is_due(self) -> bool:
+        """Whether the run saves at this step."""
+        return self._find_session().is_due
+
+    def save(self) -> bool:
+        """Save what the script asks for, if the training has begun."""
+        if self._session is None:
+            return False
+        self._session.save()
+        return True
+
+    def report_step(self, loss: Any = None) -> None:
+        """Report a step with its mean loss."""
+        losses, self._losses = self._losses, []
+        self._find_session().report_step(losses if loss is None else [loss])
+
+    def end_loop_step(self) -> None:
+        """Save if that is due, and end the training where the order or the driver says so."""
+        self._find_session().end_loop_step()
+
+    def end_loop(self) -> None:
+        """Save the last step, if nothing has."""
+        self._find_session().finish()
+
+    def _find_session(self) -> LoopSession:
+        """The session, which begins at the first call."""
+        if self._session is None:
+            assert self._loop is not None
+            self._session = LoopSession(self._loop, self.engine, self.job, self.observer)
+            sessions.begin(self._session)
+        return self._session
+
+
+class LoopSession(sessions.Session):
+    """One rank's training by a trainer that owns its loop."""
+
+    def __init__(self, loop: TrainerLoop, engine: Any, job: RankJob, observer: Any) -> None:
+        assert job.order is not None
+        self.loop, self._order = loop, job.order
+        self._restored: tuple[SavedCheckpoint, Mapping[str, Any]] | None = None
+        super().__init__(engine, job, observer)
+
+    @property
+    def step(self) -> int:
+        """The optimizer steps that are done, those of earlier attempts included."""
+        return super().step if self.loop.step is None else self.loop.step
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a checkpoint is saved at this step."""
+        return self.step % self._order.checkpoint_every == 0
+
+    def load(self, checkpoint: SavedCheckpoint, *, strict: bool) -> Mapping[str, Any]:
+        """Load the engine's states, and return those of the trainer."""
+        self.observer("load", self.step)
+        with self._off_the_device():
+            states.load(self.engine, checkpoint, strict=strict)
+        saved = self._read_rank_file(checkpoint)
+        self._restored = checkpoint, saved
+        if checkpoint.step == self.step:
+            self._saved_step = self._seen_step = self.step
+        state: Mapping[str, Any] = saved["state"]
+        return state
+
+    def restore_random_states(self) -> bool:
+        """Set this rank's generators as the checkpoint has them; whether one was loaded."""
+        if self._restored is not None:
+            self._restore_random_states(*self._restored)
+        return self._restored is not None
+
+    def report_step(self, losses: list[Any]) -> None:
+        """Report a step before the trainer logs, evaluates or saves."""
+        if self.step == self._seen_step:
+            return
+        self._seen_step = self.step
+        self.observer("step", self.step)
+        self._losses = losses
+        ends = [step for step in (self.loop.last_step, self._order.steps) if step is not None]
+        self.end_step = min(ends, default=None)
+        self._note_step(self._order)
+
+    def end_loop_step(self) -> None:
+        """Save what the script does not save by itself, and end the training where it is over."""
+        if self.done:
+            self.loop.end()
+        stops = self.consensus.stop_agreed and not self.loop.ends
+        if self._saved_step != self.step and (self.loop.ends or stops or self.is_due):
+            self.loop.request_save(self.save)
+        if stops:
+            self.stopped = True
+            raise sessions.Stopped
+        self._step_began_s = time.perf_counter()
+        self.observer("forward", self.step)
+
+    def _save_states(self, folder: Path) -> None:
+        """Write this rank's part of a checkpoint; all ranks call it."""
+        state = self.loop.save(folder, self.consensus.wait)
+        if not self.loop.saves_engine:
+            states.save_engine(self.engine, folder)
+        states.save_rank_file(self.engine, folder, rank=self.consensus.rank, state=state)
+
+    def _complete(self, job: RankJob, order: RunOrder, folder: Path, save_s: float) -> None:
+        self.loop.complete(folder)
+        super()._complete(job, order, folder, save_s)
+
+    def _remove_old(self, order: RunOrder) -> None:
+        """The trainer's own rules come first."""
+        self.loop.rotate()
+        remove_torn(order.checkpoints)
+        for checkpoint in list_checkpoints(order.checkpoints).complete[: -order.keep]:
+            if not self.loop.protects(checkpoint.path):
+                with contextlib.suppress(OSError):
+                    self._remove(checkpoint.path)
+
+    def _remove(self, folder: Path) -> None:
+        self.loop.discard(folder)
+        remove_checkpoint(folder)
+
+    def _list_samples(self, first: int) -> Sequence[int] | None:
+        samples: Sequence[int] | None = self.loop.list_samples(self.step)
+        return samples

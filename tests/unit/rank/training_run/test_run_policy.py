@@ -1,0 +1,122 @@
+"""A script in a run: what it hears without a session, and what the run does with the Trainer's checkpoints."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from autods.rank.script.adapters.hf_trainer import FOLDER, HfTrainerLoop
+from autods.rank.training_run import session as sessions
+from autods.rank.training_run.checkpoints import (
+    STATE,
+    Layout,
+    Manifest,
+    checkpoint_folder,
+    list_checkpoints,
+    list_files,
+    remove_checkpoint,
+    write_manifest,
+)
+from autods.rank.training_run.run_policy import LoopSession, RunPolicy
+from autods.workload import WorkloadError
+from tests.support.run_jobs import run_job
+
+
+@pytest.fixture
+def policy(tmp_path, monkeypatch):
+    """The policy of rank 0 in a process that has no session."""
+    monkeypatch.setattr(sessions, "_current", None)
+    monkeypatch.setenv("RANK", "0")
+    return RunPolicy(run_job(tmp_path, steps=None, checkpoint_every=1), lambda phase, step: None)
+
+
+def test_a_script_without_a_session_hears_of_it_once(policy, capsys):
+    for _ in range(3):
+        policy.begin_step()
+    assert capsys.readouterr().err.count("calls no autods.session(engine)") == 1
+
+
+def test_a_script_with_a_session_hears_nothing(policy, capsys):
+    sessions.begin(SimpleNamespace())
+    policy.begin_step()
+    assert capsys.readouterr().err == ""
+
+
+def test_an_engine_of_one_rank_alone_is_refused(policy):
+    policy.start_training(SimpleNamespace(world_size=1))
+    policy.job = replace(policy.job, world_size=2)
+    with pytest.raises(WorkloadError, match="its engine has 1 ranks, and the run has 2"):
+        policy.start_training(SimpleNamespace(world_size=1))
+
+
+def test_a_run_without_a_step_of_deepspeed_fails(policy):
+    with pytest.raises(WorkloadError, match=r"it ended and never called deepspeed\.initialize"):
+        policy.conclude()
+    policy.start_training(engine := SimpleNamespace(world_size=1, global_steps=0))
+    with pytest.raises(WorkloadError, match=r"the engine of deepspeed\.initialize has done no step"):
+        policy.conclude()
+    engine.global_steps = 1
+    policy.conclude()
+
+
+def save(folder, step, *, extra=False):
+    """A complete checkpoint of a run, with the Trainer's folder beside."""
+    own = folder / "saved" / f"checkpoint-{step}"
+    (own / f"global_step{step}").mkdir(parents=True)
+    (own / f"global_step{step}" / "states.pt").write_text("states")
+    (own / "trainer_state.json").write_text("{}")
+    checkpoint = checkpoint_folder(folder / "checkpoints", step)
+    checkpoint.mkdir(parents=True)
+    os.symlink(own, checkpoint / FOLDER)
+    os.symlink(f"{FOLDER}/global_step{step}", checkpoint / STATE)
+    if extra:
+        (checkpoint / "extra").touch()
+    manifest = Manifest(
+        step=step, samples=step, global_batch=1, seed=0, layout=Layout(stage=2, world_size=1), optimizer="AdamW",
+        files=list_files(checkpoint),
+    )  # fmt: skip
+    write_manifest(checkpoint, manifest)
+    return checkpoint
+
+
+def test_files_behind_links_count_once_and_tear(tmp_path):
+    checkpoint = save(tmp_path, 3)
+    (complete,) = list_checkpoints(tmp_path / "checkpoints").complete
+    assert complete.size_bytes == len("states") + len("{}")
+    ((checkpoint / FOLDER) / "trainer_state.json").unlink()
+    assert not list_checkpoints(tmp_path / "checkpoints").complete
+
+
+def test_removing_a_checkpoint_leaves_the_trainer_s_folder(tmp_path):
+    remove_checkpoint(save(tmp_path, 3))
+    assert (tmp_path / "saved" / "checkpoint-3" / "global_step3" / "states.pt").exists()
+
+
+def make_session(folder, best=None):
+    """A session without an engine: what removes old checkpoints."""
+    session = LoopSession.__new__(LoopSession)
+    session.loop = HfTrainerLoop(None)
+    session.loop.trainer = SimpleNamespace(state=SimpleNamespace(best_model_checkpoint=best))
+    return session, run_job(folder, steps=None, checkpoint_every=1).order
+
+
+def test_the_script_s_own_checkpoints_stay_and_extra_ones_go(tmp_path):
+    for step in (1, 2, 3, 4, 5):
+        save(tmp_path, step, extra=step % 2 == 0)
+    session, order = make_session(tmp_path, best=str(tmp_path / "saved" / "checkpoint-1"))
+    session._remove_old(order)
+    assert sorted(path.name[-1] for path in (tmp_path / "saved").iterdir()) == ["1", "3", "4", "5"]
+    assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path / "checkpoints").complete] == [1, 4, 5]
+
+
+def test_what_the_trainer_rotates_away_is_no_checkpoint(tmp_path):
+    save(tmp_path, 1), save(tmp_path, 2)
+    session, order = make_session(tmp_path)
+    session.loop.rotations.append(lambda: (tmp_path / "saved/checkpoint-1/trainer_state.json").unlink())
+    session._remove_old(order)
+    listed = list_checkpoints(tmp_path / "checkpoints")
+    assert [checkpoint.step for checkpoint in listed.complete] == [2]
+    assert not listed.torn
