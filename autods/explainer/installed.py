@@ -68,24 +68,23 @@ def describe(config: Mapping[str, Any]) -> InstalledKeys:
     """What DeepSpeed, as this process imports it, says about a config."""
     import deepspeed
 
-    models = {section: getattr(importlib.import_module(module), name) for section, (module, name) in _MODELS.items()}
-    defaults: dict[str, Any] = dict.fromkeys((*read_known_keys().top, *models, *OPEN_SECTIONS))
-    for section, names in {"": read_known_keys().top, **read_known_keys().inside}.items():
-        known = _read_constants(_CONSTANTS[section]) if section in _CONSTANTS else {}
-        defaults |= {f"{section}.{name}".lstrip("."): known.get(name) for name in names}
-    strict: list[str] = []
-    replaced: dict[str, str] = {}
-    for section, model in models.items():
-        _read_model(section, model, defaults, strict, replaced)
-    complaints = [
-        complaint for section, model in models.items() for complaint in _check_section(section, model, config)
-    ]
+    known = read_known_keys()
+    roots = {section: getattr(importlib.import_module(module), name) for section, (module, name) in _MODELS.items()}
+    models = dict(pair for section, model in roots.items() for pair in _walk_models(section, model))
+    fields = [field for section, model in models.items() for field in _read_fields(section, model)]
+    defaults: dict[str, Any] = dict.fromkeys((*known.top, *models, *OPEN_SECTIONS))
+    for section, names in {"": known.top, **known.inside}.items():
+        constants = _read_constants(_CONSTANTS[section]) if section in _CONSTANTS else {}
+        defaults |= {f"{section}.{name}".lstrip("."): constants.get(name) for name in names}
     return InstalledKeys(
         version=str(deepspeed.__version__),
-        defaults=defaults,
-        strict=tuple(strict),
-        replaced=replaced,
-        complaints=(*_find_removed(config), *complaints),
+        defaults=defaults | {name: default for name, default, _ in fields},
+        strict=tuple(section for section, model in models.items() if model.model_config.get("extra") == "forbid"),
+        replaced={name: successor for name, _, successor in fields if successor is not None},
+        complaints=(
+            *_find_removed(config),
+            *(each for root in roots.items() for each in _check_section(*root, config)),
+        ),
         schedule_arguments=_find_schedule_arguments(get_key(config, "scheduler.type")),
         has_optimizer=_has_optimizer(get_key(config, "optimizer.type")),
     )
@@ -103,24 +102,25 @@ def _as_json(default: Any) -> bool | int | float | str | None:
     return default if isinstance(default, bool | int | float | str) else None
 
 
-def _read_model(
-    section: str, model: Any, defaults: dict[str, Any], strict: list[str], replaced: dict[str, str]
-) -> None:
-    """Add the keys of a pydantic model of DeepSpeed's, and of the models in it. A key may have two names."""
+def _walk_models(section: str, model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (section, model) for a pydantic model of DeepSpeed's, and for those in its fields."""
     from pydantic import BaseModel
 
-    if model.model_config.get("extra") == "forbid":
-        strict.append(section)
-    for field, info in model.model_fields.items():
-        default = _as_json(info.get_default(call_default_factory=True))
-        extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
-        for name in {info.alias or field, field}:
-            defaults[f"{section}.{name}"] = default
-            if extra.get("deprecated"):
-                replaced[f"{section}.{name}"] = str(extra.get("new_param", ""))
-        for part in (info.annotation, *get_args(info.annotation)):
+    yield section, model
+    for name, field in model.model_fields.items():
+        for part in (field.annotation, *get_args(field.annotation)):
             if inspect.isclass(part) and issubclass(part, BaseModel):
-                _read_model(f"{section}.{field}", part, defaults, strict, replaced)
+                yield from _walk_models(f"{section}.{name}", part)
+
+
+def _read_fields(section: str, model: Any) -> Iterator[tuple[str, Any, str | None]]:
+    """Yield (dotted key, default, successor) for each field under both of its names. Only deprecated keys have one."""
+    for name, field in model.model_fields.items():
+        default = _as_json(field.get_default(call_default_factory=True))
+        extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+        successor = str(extra.get("new_param", "")) if extra.get("deprecated") else None
+        for spelling in {field.alias or name, name}:
+            yield f"{section}.{spelling}", default, successor
 
 
 def _check_section(section: str, model: Any, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
