@@ -17,13 +17,12 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from .. import requests
-from ..api import DOCTOR, EXPLAIN, FIT, PLAN, PROBE, RUN
+from ..api import DOCTOR, EXPLAIN, FIT, PLAN, PROBE, RUN, UseCase
 from ..diagnosis.logs import find_logs
 from ..diagnosis.root_cause import Diagnosis, diagnose_logs
 from ..errors import InputError
 from ..events import Listener, Note, RunListener
 from ..files import check_path
-from ..forecast.values import ForecastListener
 from ..prober.grid import format_trial_label
 from ..report.checkup import print_checkup
 from ..report.diagnosis_view import print_diagnosis
@@ -60,6 +59,8 @@ from ..types import Trial
 from ..units import format_bytes
 from .ending import Call
 
+Request = TypeVar("Request")
+AnyEvent = TypeVar("AnyEvent")
 Result = TypeVar("Result")
 
 
@@ -110,37 +111,28 @@ def run_report(
     verbose: bool = False,
 ) -> int:
     """Show a finished fit, probe or run again."""
-    folders = [Path(folder) for folder in (request.folder, request.compare) if folder is not None]
-    if has_probe(folders[0]):
-        if markdown or request.compare is not None:
-            option = "--markdown" if markdown else "--compare"
-            raise InputError(f"{option} is for fits", place=str(folders[0]), hint="this is the folder of a probe")
-        return _show_probe_again(folders[0], as_json)
-    if has_run(folders[0]):
-        if markdown or request.compare is not None:
-            option = "--markdown" if markdown else "--compare"
-            raise InputError(f"{option} is for fits", place=str(folders[0]), hint="this is the folder of a run")
-        run = read_run(folders[0])
-        page = write_run_page(run, folders[0])
+    folder = Path(request.folder)
+    other = "probe" if has_probe(folder) else "run" if has_run(folder) else None
+    if other is not None and (markdown or request.compare is not None):
+        option = "--markdown" if markdown else "--compare"
+        raise InputError(f"{option} is for fits", place=str(folder), hint=f"this is the folder of a {other}")
+    if other == "probe":
+        probe = read_probe(folder)
+        page = write_probe_page(probe, folder)
+        _show(probe, as_json, probe_to_dict, print_probe)
+    elif other == "run":
+        run = read_run(folder)
+        page = write_run_page(run, folder)
         _show(run, as_json, RunReport.to_dict, print_run)
-        print(f"page: {page}", file=sys.stderr)
-        return 0
-    reports = [read_report(folder) for folder in folders]
-    page = write_page(reports[0], folders[0])
-    if as_json:
-        print(json.dumps([to_dict(report) for report in reports], indent=2))
-    elif markdown or len(reports) > 1:
-        print(to_markdown(reports))
     else:
-        _show(reports[0], False, to_dict, partial(print_fit, verbose=verbose))
-    print(f"page: {page}", file=sys.stderr)
-    return 0
-
-
-def _show_probe_again(folder: Path, as_json: bool) -> int:
-    report = read_probe(folder)
-    page = write_probe_page(report, folder)
-    _show(report, as_json, probe_to_dict, print_probe)
+        reports = [read_report(Path(each)) for each in (request.folder, request.compare) if each is not None]
+        page = write_page(reports[0], folder)
+        if as_json:
+            print(json.dumps([to_dict(report) for report in reports], indent=2))
+        elif markdown or len(reports) > 1:
+            print(to_markdown(reports))
+        else:
+            _show(reports[0], False, to_dict, partial(print_fit, verbose=verbose))
     print(f"page: {page}", file=sys.stderr)
     return 0
 
@@ -152,12 +144,7 @@ def run_plan(
     if html is not None:
         check_path(html, "--html")
         check_writable(Path(html))
-    command = call.plan or PLAN
-    with _checking(request, quiet):
-        settings = command.resolve(request)
-    progress: AbstractContextManager[ForecastListener] = _SILENT if quiet else PlanProgress()
-    with progress as listen:
-        forecast = command.run(settings, listen)
+    forecast = _work(call.plan or PLAN, request, _SILENT if quiet else PlanProgress(), quiet)
     if html is not None:
         write_plan_page(forecast, Path(html))
     _show(forecast, as_json, plan_to_dict, print_plan)
@@ -199,22 +186,14 @@ def run_probe(
 
 def run_explain(call: Call, request: requests.ExplainRequest, *, as_json: bool = False, quiet: bool = False) -> int:
     """Explain a DeepSpeed config."""
-    with _checking(request, quiet):
-        settings = EXPLAIN.resolve(request)
-    progress: AbstractContextManager[ForecastListener] = _SILENT if quiet else PlanProgress()
-    with progress as listen:
-        explanation = EXPLAIN.run(settings, listen)
+    explanation = _work(EXPLAIN, request, _SILENT if quiet else PlanProgress(), quiet)
     _show(explanation, as_json, Explanation.to_dict, print_explanation)
     return 1 if explanation.has_errors else 0
 
 
 def run_doctor(call: Call, request: requests.DoctorRequest, *, as_json: bool = False, quiet: bool = False) -> int:
     """Check this machine."""
-    with _checking(request, quiet):
-        settings = DOCTOR.resolve(request)
-    progress: AbstractContextManager[Listener] = _SILENT if quiet else TrialProgress()
-    with progress as listen:
-        checkup = DOCTOR.run(settings, listen)
+    checkup = _work(DOCTOR, request, _SILENT if quiet else TrialProgress(), quiet)
     _show(checkup, as_json, Checkup.to_dict, print_checkup)
     return 3 if checkup.is_broken else 0
 
@@ -230,6 +209,19 @@ def run_diagnose(call: Call, request: requests.DiagnoseRequest, *, as_json: bool
 
 
 _SILENT = nullcontext(lambda event: None)
+
+
+def _work(
+    command: UseCase[Request, Any, AnyEvent, Result],
+    request: Request,
+    progress: AbstractContextManager[Callable[[AnyEvent], None]],
+    quiet: bool,
+) -> Result:
+    """Check the request, and do the work while the progress is shown."""
+    with _checking(request, quiet):
+        settings = command.resolve(request)
+    with progress as listen:
+        return command.run(settings, listen)
 
 
 def _checking(request: object, quiet: bool) -> AbstractContextManager[None]:
