@@ -237,11 +237,13 @@ def list_assumptions(
 
     def about_workload() -> Iterator[str]:
         if source.seq_len is None and facts.seq_len is not None:
-            why = "as build_batch makes them" if source.kind != "hf_config" else "the config's longest, at most 2048"
+            why = (
+                "as build_batch makes them" if not source.form.is_model_config else "the config's longest, at most 2048"
+            )
             yield f"sequences of {facts.seq_len} tokens, {why} (--seq-len)"
-        if source.kind == "hf_config":
+        if source.form.is_model_config:
             yield f"task {source.task} (--task), random weights built in fp32"
-        if not facts.checkpointing and source.kind != "script":  # a script decides that by itself
+        if not facts.checkpointing and not source.form.chooses_checkpointing:  # a script decides that by itself
             yield "no gradient checkpointing: the model has no gradient_checkpointing_enable()"
 
     of_rungs = (sentence for site in sites for rung in site.rungs for sentence in rung.assumed)
