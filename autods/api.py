@@ -74,7 +74,7 @@ def _resolve_fit(request: FitRequest) -> Settings:
 
 
 def _run_fit(settings: Settings, listen: Listener) -> FitReport:
-    if settings.rehearsed_on is not None:
+    if settings.rehearsed:
         from .tuner.rehearsal import rehearse
 
         return rehearse(settings, listen=listen)

@@ -1,10 +1,10 @@
-"""The machines of a forecast: of the catalogue (`configs/hardware/*.toml`), described by options, or this one."""
+"""Machines: of the catalogue (`configs/hardware/*.toml`), described by options, or this one; and ranks on them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from ..devices import Card
 from ..errors import InputError
 from ..schema import check_name, read_toml_as
 from ..system.host import Hardware, data_folder
-from ..types import MOST_RANKS
+from ..types import MOST_RANKS, Device
 
 _CAPABILITY = re.compile(r"\d{1,2}\.\d")
 ASKED, HERE = "asked", "here"  # machines outside the catalogue: one described by options, and this machine
@@ -114,6 +114,36 @@ class Machine:
         """The compute capability of the card; None where it is unknown."""
         return self.driver_capability if self.rates is None else self.rates.capability
 
+    @property
+    def has_nvlink(self) -> bool | None:
+        """Whether cards have links of their own; None where that is unknown."""
+        return None if self.links is None else self.links.nvlink_gb_per_s is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Ranks on nodes of one machine, and the config that they train with.
+
+    `base` is the user's DeepSpeed config. `nvme_path` is a folder on NVMe; `lacks_nvme` says why there is none.
+    `micro_batch` and `price_per_gpu_hour` are a plan's. `problem` says why nothing can run there.
+    """
+
+    machine: Machine
+    world_size: int
+    ranks_per_node: int
+    device: Device = "cuda"
+    base: Mapping[str, Any] = field(default_factory=dict)
+    micro_batch: int = 1
+    global_batch: int | None = None
+    nvme_path: Path | None = None
+    lacks_nvme: str = "no --nvme-path was given"
+    price_per_gpu_hour: float | None = None
+    problem: str | None = None
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.world_size // self.ranks_per_node)
+
 
 def read_catalogue() -> Mapping[str, Machine]:
     """Return every machine by name, smallest device first. Raises InputError for a file that is not a machine."""
@@ -136,7 +166,15 @@ def find_machines(names: str) -> tuple[Machine, ...]:
 
 
 def describe_this_machine(cards: Sequence[Card], hardware: Hardware) -> Machine:
-    """Return the machine of the smallest visible card, with rates and links of the catalogue if it has the card."""
+    """Return the machine of the smallest of these cards, with rates and links of the catalogue if it has the card.
+
+    Without cards it is the processor, whose ranks stand in for GPUs.
+    """
+    if not cards:
+        host_bytes, cores = hardware.host_bytes, hardware.cores
+        return Machine(
+            name=HERE, title=hardware.cpu, device_bytes=host_bytes, host_bytes=host_bytes, cores=cores, source="psutil"
+        )
     card, bf16 = min(cards, key=lambda card: card.total_bytes), all(card.bf16 for card in cards)
     known = find_by_driver_name(card.name) if not card.slice and len({card.name for card in cards}) == 1 else None
     return Machine(

@@ -6,13 +6,13 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from ..schema import read_toml_as
 from ..system.host import data_folder
 from ..types import Knobs, ModelFacts, Scalar
-from .rungs import Rung
+from .catalogue import Site
+from .rungs import Rung, fill_in
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # The rung sets these keys; values of the base config are replaced.
@@ -107,27 +107,21 @@ def start_settings(
     return start
 
 
-def compose(
-    rung: Rung,
-    knobs: Knobs,
-    *,
-    base: Mapping[str, Any],
-    world_size: int,
-    own_optimizer: bool,
-    nvme_path: Path | None = None,
-) -> dict[str, Any]:
-    """Return the whole DeepSpeed config, usable by plain `deepspeed.initialize`.
+def compose(rung: Rung, knobs: Knobs, site: Site, facts: ModelFacts | None) -> dict[str, Any]:
+    """Return the whole DeepSpeed config of a rung at a site, usable by plain `deepspeed.initialize`.
 
-    With `own_optimizer` the workload passes an optimizer object, so the config names none.
+    A workload that passes an optimizer object gets a config that names none. The facts are None before they are known.
     """
-    config = merge(strip_rung_keys(base), _with_path(rung.ds_config, nvme_path))
+    replicas = site.world_size if facts is None else facts.replicas(site.world_size)
+    own_optimizer = facts is not None and facts.has_optimizer
+    config = merge(strip_rung_keys(site.base), fill_in(rung, site))
     for key, value in knobs.settings.items():
         config = merge(config, nest_key(key, value))
     config = merge(config, _optimizer(config, rung, own_optimizer))
     if own_optimizer:
         config.pop("optimizer", None)
     return config | {
-        "train_batch_size": knobs.train_batch(world_size),
+        "train_batch_size": knobs.train_batch(replicas),
         "train_micro_batch_size_per_gpu": knobs.micro_batch,
         "gradient_accumulation_steps": knobs.accumulation,
     }
@@ -154,6 +148,12 @@ def required_ops(config: Mapping[str, Any]) -> tuple[str, ...]:
     if "nvme" in (get_key(config, f"zero_optimization.offload_{part}.device") for part in ("param", "optimizer")):
         ops.append("async_io")
     return tuple(ops)
+
+
+def find_broken_op(config: Mapping[str, Any], problems: Mapping[str, str]) -> str | None:
+    """Return why the ops of this config cannot be built; None where they can. `problems` maps an op to the reason."""
+    broken = (op for op in required_ops(config) if op in problems)
+    return next((f"its op {op} cannot be built: {problems[op]}" for op in broken), None)
 
 
 def is_default_optimizer(optimizer: Any) -> bool:
@@ -184,12 +184,6 @@ def _optimizer(config: Mapping[str, Any], rung: Rung, own_optimizer: bool) -> di
     if rung.stage and "zero_allow_untested_optimizer" not in config:
         switches["zero_allow_untested_optimizer"] = True  # the user chose it: SGD, say, works, and is refused otherwise
     return switches
-
-
-def _with_path(value: Any, nvme_path: Path | None) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _with_path(item, nvme_path) for key, item in value.items()}
-    return str(nvme_path) if value == "{nvme_path}" else value
 
 
 # Where the Trainer compares the config with its arguments, and fills in "auto" (transformers 5.23, fill_match in

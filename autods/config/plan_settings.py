@@ -22,7 +22,7 @@ from .base_config import (
     resolve_base_config,
     resolve_global_batch,
 )
-from .catalogue import ASKED, HERE, Machine, describe_this_machine, find_by_driver_name, find_machines
+from .catalogue import ASKED, HERE, Machine, Site, describe_this_machine, find_by_driver_name, find_machines
 from .profiles import read_profile
 from .rungs import Rung
 from .settings import parse_time, select_ladder
@@ -33,29 +33,6 @@ _MOST_IN_A_NODE = 16  # cards; DGX-2 and AWS p2.16xlarge have them
 _USUAL_IN_A_NODE = 8
 _HIGHEST_PRICE = 1e9
 NVME_PLACE = Path("/local_nvme")  # a placeholder; nothing is written there
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
-    """Ranks on one kind of machine. `base` is the DeepSpeed config, `problem` says why nothing can run there."""
-
-    machine: Machine
-    world_size: int
-    ranks_per_node: int
-    base: Mapping[str, Any]
-    micro_batch: int = 1
-    global_batch: int | None = None
-    nvme_path: Path | None = None
-    price_per_gpu_hour: float | None = None
-    problem: str | None = None
-
-    @property
-    def nodes(self) -> int:
-        return -(-self.world_size // self.ranks_per_node)
-
-    @property
-    def precision(self) -> str:
-        return precision_name(self.base)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +93,10 @@ def resolve_plan(request: PlanRequest, source: WorkloadSource, *, hardware: Hard
             machine=machine,
             world_size=ranks,
             ranks_per_node=per_node,
+            device=kind,
             base=base,
             nvme_path=nvme_place(request.nvme_path, machine),
+            lacks_nvme="no NVMe was named (--nvme 2TiB)",
             price_per_gpu_hour=prices.get(machine.name),
         )
         sites.append(_with_base(site, base, request.micro_batch, request.global_batch))

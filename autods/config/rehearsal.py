@@ -37,7 +37,8 @@ def resolve_rehearsal(request: FitRequest, source: WorkloadSource) -> Settings:
     settings = resolve_fit(host_only, source, hardware=make_hardware(machine, ranks))
     settings = replace(
         settings,
-        rehearsed_on=machine,
+        machine=machine,
+        rehearsed=True,
         nodes=-(-ranks // per_node),
         nvme_path=nvme_place(request.nvme_path, machine),
     )

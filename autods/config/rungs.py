@@ -1,9 +1,13 @@
-"""The ladder: rungs read from TOML, fastest first. A rung is a row of data; adding one means adding a file."""
+"""The ladder: rungs read from TOML, fastest first. A rung is a row of data; adding one means adding a file.
+
+`unmet_need` says why a rung does not apply to a model at a site. A further need is a row of `NEEDS`.
+A further value that files may leave open is a row of `PLACEHOLDERS`.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -12,6 +16,7 @@ from ..errors import InputError
 from ..schema import check_name, read_toml_as
 from ..system.host import data_folder
 from ..types import ModelFacts, Scalar, Tier
+from .catalogue import Site
 
 State = Literal["parameters", "gradients", "optimizer"]
 
@@ -57,20 +62,12 @@ class Dimension:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
-    """Conditions under which a rung is tried. With fewer ranks than `world_size` it gains nothing."""
-
-    world_size: int
-    nvme_path: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Rung:
     """One strategy of the ladder, as `strategies/*.toml` describes it.
 
     `order` is the position in the ladder; 10 is the fastest. `shards` are the states that are split over the ranks.
-    `places` maps a state to the tier that holds it between steps. `start` maps a dotted DeepSpeed key to its first
-    value, and `tune` maps it to its search space.
+    `places` maps a state to the tier that holds it between steps. `needs` maps rows of `NEEDS` to what the rung asks
+    of them. `start` maps a dotted DeepSpeed key to its first value, and `tune` maps it to its search space.
     """
 
     name: str
@@ -79,10 +76,92 @@ class Rung:
     stage: Literal[0, 1, 2, 3]
     shards: tuple[State, ...]
     places: Mapping[State, Tier]
-    needs: Needs
     ds_config: Mapping[str, Any]
+    needs: Mapping[str, bool | int] = field(default_factory=dict)
     start: Mapping[str, Sizing] = field(default_factory=dict)
     tune: Mapping[str, Dimension] = field(default_factory=dict)
+
+    @property
+    def uses_nvme(self) -> bool:
+        """Whether states lie on NVMe. They pass through it in every step, and the op for it takes minutes to build."""
+        return "nvme" in self.places.values()
+
+
+def _lack_ranks(least: int, site: Site, facts: ModelFacts | None) -> str | None:
+    replicas = site.world_size if facts is None else facts.replicas(site.world_size)
+    if least <= replicas:
+        return None
+    if facts is not None and facts.pipeline_stages:
+        return f"{replicas} replica{'s' if replicas > 1 else ''} of the pipeline: no sharding to gain"
+    if site.world_size == 1:
+        return "one rank: no sharding to gain"
+    return f"{site.world_size} ranks: it needs {least} or more"
+
+
+def _lack_nvme(asked: bool, site: Site, facts: ModelFacts | None) -> str | None:
+    return site.lacks_nvme if asked and site.nvme_path is None else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """A need that rungs may have. `value` is the type of what a rung asks for; every rung has to, if it is `required`.
+
+    `find_lack` gets that, the site and the model's facts, or None before these are known. It returns the reason that
+    the need is not met; None where it is.
+    """
+
+    value: type[bool] | type[int]
+    find_lack: Callable[[Any, Site, ModelFacts | None], str | None]
+    required: bool = False
+
+
+NEEDS: dict[str, Need] = {
+    "world_size": Need(value=int, find_lack=_lack_ranks, required=True),  # with fewer replicas it gains nothing
+    "nvme_path": Need(value=bool, find_lack=_lack_nvme, required=True),
+}
+# (what the model has, the ZeRO stages under which DeepSpeed refuses it, the reason)
+_REFUSALS: tuple[tuple[Callable[[ModelFacts], int], tuple[int, ...], str], ...] = (
+    (
+        lambda facts: facts.pipeline_stages,
+        (2, 3),
+        "a pipeline with ZeRO-{stage}: DeepSpeed refuses it, because a pipeline reduces its gradients once,"
+        " after all micro batches, and ZeRO-{stage} splits them after each",
+    ),
+    (
+        lambda facts: facts.experts,
+        (3,),
+        "experts with ZeRO-3: DeepSpeed refuses its own MoE layers there, because their parameters are split"
+        " over the ranks already; ZeRO-1 and ZeRO-2 take them",
+    ),
+)
+
+
+def unmet_need(rung: Rung, site: Site, facts: ModelFacts | None) -> str | None:
+    """Return the reason that the rung does not apply at the site; None where it does.
+
+    Before the model's facts are known (None) only the site can speak against it.
+    """
+    for has, stages, reason in _REFUSALS if facts is not None else ():
+        if facts is not None and has(facts) and rung.stage in stages:
+            return reason.format(stage=rung.stage)
+    asked = rung.needs
+    lacks = (need.find_lack(asked[name], site, facts) for name, need in NEEDS.items() if name in asked)
+    return next((lack for lack in lacks if lack is not None), None)
+
+
+# Text that stands for a value of the site in the ds_config of a rung's file.
+PLACEHOLDERS: dict[str, Callable[[Site], Scalar]] = {"{nvme_path}": lambda site: str(site.nvme_path)}
+
+
+def fill_in(rung: Rung, site: Site) -> dict[str, Any]:
+    """Return the DeepSpeed config of a rung's file, with the site's values in place of its placeholders."""
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: fill(item) for key, item in value.items()}
+        return PLACEHOLDERS[value](site) if isinstance(value, str) and value in PLACEHOLDERS else value
+
+    return {key: fill(value) for key, value in rung.ds_config.items()}
 
 
 _MOST_MULTIPLE = 1_000_000
@@ -94,6 +173,7 @@ def _check(rung: Rung) -> None:
     for state in get_args(State):
         if state not in rung.places:
             raise ValueError(f"places lacks {state!r}")
+    _check_needs(rung.needs)
     for key, sizing in rung.start.items():
         if [sizing.device_share, sizing.largest_parameter, sizing.switch].count(None) != 2:
             raise ValueError(f"start.{key} needs one of device_share, largest_parameter and switch")
@@ -115,6 +195,18 @@ def _check(rung: Rung) -> None:
         is_count = isinstance(usual, (int, float)) and not isinstance(usual, bool) and usual >= 2
         if usual is not None and not choices and not is_count:
             raise ValueError(f"tune.{key}.usual is {usual!r}, not a number of elements, at least 2")
+
+
+def _check_needs(asked: Mapping[str, bool | int]) -> None:
+    for name, need in NEEDS.items():
+        if name not in asked and need.required:
+            raise ValueError(f"needs lacks {name!r}")
+        if name in asked and type(asked[name]) is not need.value:
+            words = "true or false" if need.value is bool else "a whole number"
+            raise ValueError(f"needs.{name} is {asked[name]!r}, not {words}")
+    for name in asked:
+        if name not in NEEDS:
+            raise ValueError(f"needs has the unknown key {name!r}; it has {', '.join(NEEDS)}")
 
 
 def read_rungs(folders: tuple[Path, ...] = ()) -> Mapping[str, Rung]:

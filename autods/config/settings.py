@@ -26,7 +26,7 @@ from .base_config import (
     resolve_base_config,
     resolve_global_batch,
 )
-from .catalogue import Machine
+from .catalogue import Machine, Site, describe_this_machine
 from .profiles import Budget, Profile, Stop, read_profile
 from .rungs import Rung, read_rungs, select_rungs
 
@@ -155,7 +155,7 @@ class Settings:
     `nodes` and `address` describe a Ray cluster. Without an address autods starts Ray on this machine.
     `hardware` is that of the weakest node. `exported` names environment variables that the nodes get besides the usual.
     `fresh` forgets the finished trials of an earlier fit in `out`.
-    `rehearsed_on` is the machine whose simulation answers the trials; None for a real fit.
+    `machine` is the node's, of which `site` has the ranks. In a rehearsal its simulation answers the trials.
     """
 
     source: WorkloadSource
@@ -167,6 +167,7 @@ class Settings:
     profile: Profile
     ladder: tuple[Rung, ...]
     hardware: Hardware = field(compare=False)  # its free memory changes all the time
+    machine: Machine
     base: Mapping[str, Any] = field(default_factory=dict)
     global_batch: int | None = None
     nvme_path: Path | None = None
@@ -181,7 +182,7 @@ class Settings:
     exported: tuple[str, ...] = ()
     platform: tuple[str, ...] = ()
     fresh: bool = False
-    rehearsed_on: Machine | None = None
+    rehearsed: bool = False
 
     @property
     def is_limited(self) -> bool:
@@ -192,6 +193,19 @@ class Settings:
     def ranks_per_node(self) -> int:
         """The same number on every node."""
         return -(-self.gpus // self.nodes)
+
+    @property
+    def site(self) -> Site:
+        """The ranks and where they run. The machine's device has the memory that a rank may use."""
+        return Site(
+            machine=replace(self.machine, device_bytes=self.device_bytes),
+            world_size=self.gpus,
+            ranks_per_node=self.ranks_per_node,
+            device=self.device,
+            base=self.base,
+            global_batch=self.global_batch,
+            nvme_path=self.nvme_path,
+        )
 
     def rung(self, name: str) -> Rung:
         return next(rung for rung in self.ladder if rung.name == name)
@@ -217,7 +231,7 @@ class Settings:
             "precisions": self.precisions,
             **({"nodes": self.nodes} if self.nodes > 1 else {}),
             **({} if self.threads is None else {"threads": self.threads}),
-            **({} if self.rehearsed_on is None else {"rehearsed_on": repr(self.rehearsed_on)}),
+            **({"rehearsed_on": repr(self.machine)} if self.rehearsed else {}),
         }
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -265,6 +279,7 @@ def resolve_fit(request: SearchRequest, source: WorkloadSource, *, hardware: Har
         profile=profile,
         ladder=rungs,
         hardware=hardware,
+        machine=describe_this_machine(cards, hardware),
         base=base,
         global_batch=global_batch,
         nvme_path=nvme_path,
@@ -316,9 +331,15 @@ def apply_survey(settings: Settings, facts: ModelFacts) -> Settings:
     """Return the settings with the config that the survey saw a script give to its engine, and with the global batch.
 
     Options of the request win over a script's config. Its precision stays unless the request names one, and its global
-    batch is kept like a base config's. Raises InputError for a config that contradicts itself or the request.
+    batch is kept like a base config's. Raises InputError for a config that contradicts itself or the request, and for
+    ranks that cannot be split into replicas of the model.
     """
-    base, ranks = settings.base, settings.gpus
+    base, ranks, each = settings.base, settings.gpus, facts.replica_ranks
+    if ranks % each:
+        raise InputError(
+            f"the model is a pipeline that takes {each} ranks, and {ranks} is no multiple of that",
+            hint=f"give --gpus {max(each, ranks // each * each)}, or another multiple of {each}",
+        )
     if facts.config is not None:
         base = merge_script_config(settings.source, facts.config, base, world_size=ranks)
     global_batch = resolve_global_batch(settings.global_batch, base, ranks, replicas=facts.replicas(ranks))

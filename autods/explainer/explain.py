@@ -11,7 +11,7 @@ from typing import Any
 from ..config.base_config import read_base_config
 from ..config.deepspeed import BATCH_KEYS, get_key, merge, nest_key, read_known_keys
 from ..config.plan_settings import PlanSettings, resolve_plan
-from ..config.rungs import Needs, Rung, State
+from ..config.rungs import Rung, State
 from ..config.validator import EXPLAIN_RULES, Question, find_problems, walk_keys
 from ..errors import InputError
 from ..forecast.values import ForecastListener, RungForecast, StartSimulator
@@ -177,7 +177,6 @@ def make_rung(name: str, config: Mapping[str, Any]) -> Rung:
             "gradients": optimizer if stage > 1 else "device",
             "optimizer": optimizer,
         },
-        needs=Needs(world_size=1, nvme_path=False),
         ds_config={"zero_optimization": dict(zero), **({"aio": config["aio"]} if "aio" in config else {})},
     )
 

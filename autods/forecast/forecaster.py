@@ -18,7 +18,7 @@ from ..devices import find_device
 from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import AutodsError
 from ..system.host import count_cores, find_memory_groups, read_host_memory
-from ..types import Fit, Outcome, Tier, Trial
+from ..types import Fit, ModelFacts, Outcome, Tier, Trial
 from .predict.allocator import Replay
 from .predict.calibration import (
     Observation,
@@ -278,6 +278,13 @@ def enough_accumulation(rung: Rung, accumulation: int) -> int:
     a third one tells that apart from the optimizer's step.
     """
     return min(accumulation, _ENOUGH_ACCUMULATION if rung.places["gradients"] == "device" else _ENOUGH_ON_THE_HOST)
+
+
+def why_not_forecast(facts: ModelFacts) -> str | None:
+    """Return the reason that this model's memory cannot be forecast; None when it can."""
+    if facts.pipeline_stages:
+        return "a pipeline is not forecast: its ranks hold different layers, and one rank alone is simulated"
+    return None
 
 
 def memory_key(spec: EngineSpec) -> str:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..config.deepspeed import compose, required_ops
-from ..config.rungs import Rung
+from ..config.rungs import unmet_need
 from ..config.settings import Settings
 from ..devices import find_device
 from ..rank.ops import is_cached
@@ -64,22 +64,11 @@ def _list_ops(settings: Settings) -> dict[str, list[str]]:
     """The ops of DeepSpeed that rungs load → the names of these rungs. The workload may bring an optimizer instead."""
     rungs_of: dict[str, list[str]] = {}
     for rung in settings.ladder:
-        if rung.needs.nvme_path and settings.nvme_path is None:
+        if unmet_need(rung, settings.site, None) is not None:
             continue
-        for op in required_ops(_compose(rung, settings)):
+        for op in required_ops(compose(rung, Knobs(), settings.site, None)):
             rungs_of.setdefault(op, []).append(rung.name)
     return rungs_of
-
-
-def _compose(rung: Rung, settings: Settings) -> Mapping[str, object]:
-    return compose(
-        rung,
-        Knobs(),
-        base=settings.base,
-        world_size=settings.gpus,
-        own_optimizer=False,
-        nvme_path=settings.nvme_path,
-    )
 
 
 def _check_builds(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 
-from ..config.plan_settings import Site
+from ..config.catalogue import Site
 from ..events import Note
 from ..forecast.forecaster import MOST_MICRO_BATCH, EngineForecaster, LargestMicroBatch
 from ..forecast.simulate.client import SimulationFailed

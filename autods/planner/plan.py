@@ -10,12 +10,13 @@ from contextlib import nullcontext
 from dataclasses import replace
 from operator import itemgetter
 
-from ..config.plan_settings import PlanSettings, Site, apply_script_config_to_plan
+from ..config.catalogue import Site
+from ..config.plan_settings import PlanSettings, apply_script_config_to_plan
 from ..config.rungs import Rung
 from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import AutodsError, EnvironmentBroken, InputError, Interrupted
 from ..events import Note
-from ..forecast.forecaster import count_parallel_engines
+from ..forecast.forecaster import count_parallel_engines, why_not_forecast
 from ..forecast.predict.allocator import AllocConf, read_alloc_conf
 from ..forecast.simulate.client import LIMIT_S, SimulationFailed
 from ..forecast.simulate.client import Simulator as ProcessSimulator
@@ -24,7 +25,6 @@ from ..report.results.plan import PlanReport, SiteForecast, Timeline
 from ..report.serialize import check_writable
 from ..runner.cleanup import open_session, simulator_variables
 from ..system.host import installed_versions
-from ..tuner.candidates import why_not_forecast
 from ..tuner.prospects import rank
 from ..types import ModelFacts, WorkloadSource
 from .alternatives import list_alternatives, simulate_ahead
@@ -213,7 +213,7 @@ def _site_forecast(run: PlanRun, site: Site) -> SiteForecast:
         rungs=rungs,
         best=choose_best(rungs),
         to_try=tuple(rung.rung for rung in rungs if reason is not None and rung.reason == reason),
-        lacks_nvme=tuple(rung.name for rung in run.settings.ladder if rung.needs.nvme_path and site.nvme_path is None),
+        lacks_nvme=tuple(rung.name for rung in run.settings.ladder if rung.uses_nvme and site.nvme_path is None),
     )
 
 

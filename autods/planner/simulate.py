@@ -8,11 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..config.catalogue import Site
 from ..config.deepspeed import compose, get_key, start_settings
-from ..config.plan_settings import PlanSettings, Site
-from ..config.rungs import Rung
+from ..config.plan_settings import PlanSettings
+from ..config.rungs import Rung, unmet_need
 from ..errors import InputError
-from ..forecast.forecaster import MOST_MICRO_BATCH, Forecaster, LargestMicroBatch, Limits, enough_accumulation
+from ..forecast.forecaster import (
+    MOST_MICRO_BATCH,
+    Forecaster,
+    LargestMicroBatch,
+    Limits,
+    enough_accumulation,
+    why_not_forecast,
+)
 from ..forecast.predict.memory_model import estimate_outside_bytes
 from ..forecast.predict.step_time import Speed, forecast_speed
 from ..forecast.simulate.client import SimulationFailed
@@ -25,7 +33,6 @@ from ..forecast.values import (
     SimulationStarted,
     Simulator,
 )
-from ..tuner.candidates import refusal_reason, why_not_forecast
 from ..tuner.trials import accumulation_for, micro_batches
 from ..types import Knobs, ModelFacts
 
@@ -96,10 +103,7 @@ def engine_spec(
     rung: Rung, site: Site, settings: PlanSettings, facts: ModelFacts, group: SiteGroup
 ) -> EngineSpec | RungForecast:
     """Return the engine of a rung at a site, or a forecast that says why the rung does not apply."""
-    reason = site.problem or refusal_reason(rung, facts, site.world_size)
-    if reason is None and rung.needs.nvme_path and site.nvme_path is None:
-        reason = "no NVMe was named (--nvme 2TiB)"
-    reason = reason or why_not_forecast(facts)
+    reason = site.problem or unmet_need(rung, site, facts) or why_not_forecast(facts)
     if reason is not None:
         return _not_applicable(rung.name, site, reason)
     accumulation = _choose_accumulation(site, site.micro_batch)
@@ -110,17 +114,9 @@ def engine_spec(
         checkpointing=choose_checkpointing(settings, facts),
         settings=start_settings(rung, base=site.base, device_bytes=sized_for, facts=facts, as_written=as_written),
     )
-    config = compose(
-        rung,
-        knobs,
-        base=site.base,
-        world_size=site.world_size,
-        own_optimizer=facts.has_optimizer,
-        nvme_path=site.nvme_path,
-    )
     return EngineSpec(
         rung=rung.name,
-        ds_config=config,
+        ds_config=compose(rung, knobs, site, facts),
         world_size=site.world_size,
         ranks_per_node=group.sites[0].ranks_per_node,
         device_bytes=group.device_bytes,

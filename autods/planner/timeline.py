@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..config.plan_settings import Site
+from ..config.catalogue import Site
 from ..forecast.predict.prices import PriceList, read_constants
 from ..forecast.predict.schedule import BITS, CODES, HOST, RUN, STREAMS, SWITCH, WAIT, Schedule, Work
 from ..forecast.predict.step_time import BOUNDS, Bound, StepClocks

@@ -36,7 +36,7 @@ def list_keys() -> tuple[str, ...]:
 def why_ineffective(key: str, rung: Rung) -> str | None:
     """Return why the key has no effect under a rung; None when it has one."""
     first, _, rest = key.partition(".")
-    if first == "aio" and "nvme" not in rung.places.values():
+    if first == "aio" and not rung.uses_nvme:
         return "nothing lies on NVMe"
     if first != ZERO:
         return None

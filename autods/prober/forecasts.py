@@ -13,14 +13,13 @@ from ..config.plan_settings import NVME_PLACE, spread_ranks
 from ..config.settings import Settings
 from ..devices import find_device
 from ..events import Listener, Note
-from ..forecast.forecaster import MOST_MICRO_BATCH, PARALLEL_ENGINES, Forecaster, Limits
+from ..forecast.forecaster import MOST_MICRO_BATCH, PARALLEL_ENGINES, Forecaster, Limits, why_not_forecast
 from ..forecast.predict.allocator import read_alloc_conf
 from ..forecast.simulate.client import SimulationFailed
 from ..forecast.simulate.client import Simulator as ProcessSimulator
 from ..forecast.values import Simulator, StartSimulator
 from ..journal import TrialStore, trial_key
 from ..schema import read_as
-from ..tuner.candidates import why_not_forecast
 from ..tuner.forecasts import engine_spec, shorten_accumulation
 from ..tuner.trials import micro_batches
 from ..types import Knobs, ModelFacts, Scalar, Trial, WorkloadSource
@@ -152,8 +151,8 @@ def source_under_conditions(question: ProbeSettings, conditions: Mapping[str, Sc
     source = apply_to_source(settings.source, conditions)
     if not source.form.brings_config:
         return source
-    path = settings.nvme_path or NVME_PLACE
-    config = compose(settings.ladder[0], Knobs(), base=settings.base, world_size=1, own_optimizer=False, nvme_path=path)
+    site = replace(settings.site, world_size=1, nvme_path=settings.nvme_path or NVME_PLACE)
+    config = compose(settings.ladder[0], Knobs(), site, None)
     return replace(source, base_config=config)
 
 

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config.base_config import precision_name
-from ..config.deepspeed import compose, required_ops, start_settings
-from ..config.rungs import Rung
+from ..config.deepspeed import compose, find_broken_op, start_settings
+from ..config.rungs import Rung, unmet_need
 from ..config.settings import Settings, apply_survey
 from ..errors import InputError
 from ..journal import trial_key
 from ..report.text import format_value
-from ..tuner.candidates import check_ranks, refusal_reason
 from ..tuner.trials import accumulation_for
 from ..types import Knobs, ModelFacts, Scalar, Trial
 from ..workload.conditions import apply_conditions, is_condition
@@ -78,7 +77,6 @@ def _fill_cell(question: ProbeSettings, cell: Cell, survey: Survey) -> Cell:
     facts, problems = survey(conditions)
     settings = settings_under_conditions(question, conditions, facts)
     rung, base = settings.rung(str(values["rung"])), settings.base
-    check_ranks(facts, settings.gpus)
     unheeded = _unheeded(values, rung)
     given = values.get("micro_batch", base.get("train_micro_batch_size_per_gpu"))
     micro_batch = given if isinstance(given, int) else 1
@@ -128,10 +126,8 @@ def _why_not(
 ) -> str | None:
     """Return why the trial cannot be run; None when it can."""
     rung = settings.rung(trial.rung)
-    if (reason := refusal_reason(rung, facts, settings.gpus)) is not None:
+    if (reason := unmet_need(rung, settings.site, facts)) is not None:
         return reason
-    if rung.needs.nvme_path and settings.nvme_path is None:
-        return "no --nvme-path was given"
     if trial.knobs.checkpointing and not facts.checkpointing:
         return "the model has no gradient_checkpointing_enable()"
     config = compose_cell_config(question, trial, facts)
@@ -140,8 +136,7 @@ def _why_not(
         return f"{problems['fp16']}: take bf16, or another device"
     if question.machine is not None and precision == "bf16" and not question.machine.bf16:
         return f"{question.machine.title} has no bf16"
-    broken = (op for op in required_ops(config) if op in problems)
-    return next((f"its op {op} cannot be built: {problems[op]}" for op in broken), None)
+    return find_broken_op(config, problems)
 
 
 def settings_under_conditions(question: ProbeSettings, conditions: Mapping[str, Scalar], facts: ModelFacts) -> Settings:
@@ -154,14 +149,7 @@ def settings_under_conditions(question: ProbeSettings, conditions: Mapping[str, 
 def compose_cell_config(question: ProbeSettings, trial: Trial, facts: ModelFacts) -> dict[str, Any]:
     """Return the whole DeepSpeed config of a cell's trial."""
     settings = settings_under_conditions(question, trial.conditions, facts)
-    return compose(
-        settings.rung(trial.rung),
-        trial.knobs,
-        base=settings.base,
-        world_size=facts.replicas(settings.gpus),
-        own_optimizer=facts.has_optimizer,
-        nvme_path=settings.nvme_path,
-    )
+    return compose(settings.rung(trial.rung), trial.knobs, settings.site, facts)
 
 
 def format_trial_label(question: ProbeSettings, trial: Trial) -> str:

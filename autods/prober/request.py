@@ -113,7 +113,7 @@ def resolve_probe(request: ProbeRequest, source: WorkloadSource, *, hardware: Ha
                 hint=f"give {each} or fewer, or a multiple of {each}",
             )
     if machine is not None:
-        settings = replace(settings, nvme_path=nvme_place(request.nvme_path, machine))
+        settings = replace(settings, machine=machine, nvme_path=nvme_place(request.nvme_path, machine))
 
     profile = settings.profile
     steps = profile.walk if capacity else profile.timed

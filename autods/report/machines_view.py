@@ -10,6 +10,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..config.base_config import precision_name
 from ..units import format_bytes, format_count
 from .plan_speed import explain_no_time, format_cost, format_days, format_money, format_speed
 from .results.plan import PlanReport, SiteForecast, Training, forecast_training
@@ -149,4 +150,4 @@ def format_ranks_of_site(site_forecast: SiteForecast) -> str:
     """'2 × 8 bf16'."""
     site = site_forecast.site
     ranks = f"{site.nodes} × {site.ranks_per_node}" if site.nodes > 1 else str(site.world_size)
-    return f"{ranks} {site.precision}"
+    return f"{ranks} {precision_name(site.base)}"

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..config.catalogue import HERE
-from ..config.plan_settings import Site
+from ..config.base_config import precision_name
+from ..config.catalogue import HERE, Site
 from ..forecast.values import RungForecast
 from ..types import TIERS, TIERS_OF_A_NODE, Tier
 from ..units import format_bytes, format_count
@@ -97,7 +97,7 @@ def describe_site(forecast: PlanReport, site: Site) -> str:
     name = site.machine.title if site.machine.name == HERE else site.machine.name
     card = f" ({name})" if site.machine.links else ""
     ranks = f"{format_ranks(site.world_size, forecast.device)}{nodes} × {format_bytes(site.machine.device_bytes)}{card}"
-    return f"micro batch {site.micro_batch}, {site.precision}: {ranks}"
+    return f"micro batch {site.micro_batch}, {precision_name(site.base)}: {ranks}"
 
 
 def rung_table(rungs: Iterable[RungForecast], *, best: str | None, width: int) -> Table:

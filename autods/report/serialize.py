@@ -13,6 +13,7 @@ from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from ..config.base_config import precision_name
 from ..config.deepspeed import to_lightning_config, to_trainer_config
 from ..errors import InputError, make_write_error
 from ..files import LARGEST_RECORD, describe_file_kind, read_file
@@ -242,8 +243,9 @@ def plan_to_dict(forecast: PlanReport) -> dict[str, Any]:
 
 def _site(plan: PlanReport, forecast: SiteForecast) -> dict[str, Any]:
     site = forecast.site
-    names = ("world_size", "nodes", "ranks_per_node", "precision", "micro_batch")
+    names = ("world_size", "nodes", "ranks_per_node", "micro_batch")
     hardware = asdict(site.machine) | {name: getattr(site, name) for name in names}
+    hardware["precision"] = precision_name(site.base)
     rungs = [
         {**rung_to_dict(rung, site.ranks_per_node), "training": _training(plan, forecast, rung)}
         for rung in forecast.rungs

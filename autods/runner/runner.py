@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.deepspeed import compose, required_ops, without_monitors
-from ..config.rungs import Rung
+from ..config.rungs import Rung, unmet_need
 from ..config.settings import Settings, apply_survey, describe_script
 from ..diagnosis.trial_outcome import blame_code_for_hang, make_input_error
 from ..errors import AutodsError, EnvironmentBroken, InputError
@@ -167,7 +167,7 @@ class RayRunner:
     def survey_job(self, *, ranks: int = 1, micro_batch: int = 1) -> RankJob:
         """Make the job that reads the workload's facts and finds ops that cannot be built."""
         settings = self.settings
-        rungs = [rung for rung in settings.ladder if not rung.needs.nvme_path or settings.nvme_path]
+        rungs = [rung for rung in settings.ladder if unmet_need(rung, settings.site, None) is None]
         ops = tuple(dict.fromkeys(op for rung in rungs for op in required_ops(self._native_config(rung))))
         if settings.source.form.brings_config:
             ops = tuple(BUILDERS)  # its config is not known yet
@@ -329,15 +329,8 @@ class RayRunner:
         )
 
     def _compose(self, rung: str, knobs: Knobs, nvme_path: Path | None) -> dict[str, Any]:
-        facts = self._surveyed
-        return compose(
-            self.settings.rung(rung),
-            knobs,
-            base=self.settings.base,
-            world_size=facts.replicas(self.settings.gpus),
-            own_optimizer=facts.has_optimizer,
-            nvme_path=nvme_path,
-        )
+        site = replace(self.settings.site, nvme_path=nvme_path)
+        return compose(self.settings.rung(rung), knobs, site, self._surveyed)
 
     @property
     def _surveyed(self) -> ModelFacts:
@@ -345,9 +338,7 @@ class RayRunner:
         return self.facts
 
     def _native_config(self, rung: Rung) -> dict[str, Any]:
-        return compose(
-            rung, Knobs(), base=self.settings.base, world_size=self.settings.gpus, own_optimizer=False, nvme_path=Path()
-        )
+        return compose(rung, Knobs(), self.settings.site, None)
 
 
 def may_need_all_ranks(results: Sequence[NodeResult], job: RankJob) -> bool:

@@ -109,7 +109,7 @@ def gather_known_rungs(report: FitReport, ladder: Sequence[Candidate]) -> tuple[
             start=each.knobs.settings,
             pinned=each.pinned,
             trials=tuple(trials.get(each.rung.name, ())),
-            needs_nvme=each.rung.needs.nvme_path,
+            needs_nvme=each.rung.uses_nvme,
             forecast=verdicts.get(each.rung.name),
             host_forecast_bytes=host_bytes.get(each.rung.name),
             refused=each.skip,

@@ -54,7 +54,7 @@ def certify(
     precision, unless the profile compares no losses. A knob that changes them is reverted.
     """
     settings, limits = context.settings, context.settings.profile.certify
-    if limits.most_trials < 1 or settings.rehearsed_on is not None:  # nothing runs there, so there is nothing to prove
+    if limits.most_trials < 1 or settings.rehearsed:  # nothing runs there, so there is nothing to prove
         return None
     tolerance = max(TOLERANCE[name] for name in (precision_name(settings.base), *settings.precisions))
     # At micro batch 1 the winner's samples take far longer, so the reference has its largest one that is known to fit.

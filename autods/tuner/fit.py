@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..config.base_config import precision_name
+from ..config.rungs import unmet_need
 from ..config.settings import Settings, apply_survey
 from ..config.validator import find_misspelt_keys
 from ..devices import find_device
 from ..diagnosis.trial_outcome import make_input_error
 from ..errors import EnvironmentBroken, InputError
 from ..events import Listener, Note, SearchStarted
+from ..forecast.forecaster import why_not_forecast
 from ..journal import JOURNAL, STUDY, TrialStore, make_other_fit_error, workspace
 from ..rank.ops import ops_folder
 from ..report import serialize, text
@@ -27,7 +29,7 @@ from ..report.results.fit import ClosestRung, FitQuestion, FitReport, Throughput
 from ..system.host import installed_versions, threads_per_rank
 from ..types import Failed, Fit, ModelFacts, Record, Trial, is_machines_fault
 from ..workload.script_source import describe_kind, describe_launch
-from .candidates import check_ranks, idle_stages_warning, list_candidates, refusal_reason, why_not_forecast
+from .candidates import idle_stages_warning, list_candidates
 from .certify import CertifyResult, certify
 from .forecasts import NO_FORECASTER, Forecaster, open_forecaster
 from .ladder_walk import WalkResult, find_closest_rung, untried_rungs, walk_ladder
@@ -86,7 +88,6 @@ def fit(
         with (start or _start_ray_runner)(settings, listen) as runner:
             memory = TrialStore(journal, past, lambda trial, id: runner.run(trial, id=id), listen)
             facts, op_problems = runner.survey()
-            check_ranks(facts, settings.gpus)
             settings = apply_survey(settings, facts)
             with forecaster(settings, runner.final_config, memory, listen) as opened:
                 context = FitContext(
@@ -103,7 +104,7 @@ def fit(
                 result = search(context)
                 if isinstance(result, NothingFits):
                     _check_that_memory_decided(result.walked, settings)
-        if settings.rehearsed_on is not None:
+        if settings.rehearsed:
             earlier_s = 0.0  # simulated seconds: nobody has waited for them
         seconds = time.monotonic() - began + earlier_s
         report = build_report(result, context, fingerprint=fingerprint, seconds=seconds)
@@ -201,7 +202,7 @@ def _describe_search(context: FitContext) -> SearchStarted:
         least_memory=settings.objective == "memory",
         most_trials=settings.budget.trials,
         most_seconds=settings.budget.seconds,
-        rehearsed=settings.rehearsed_on is not None,
+        rehearsed=settings.rehearsed,
     )
 
 
@@ -232,7 +233,7 @@ def build_report(
     raced = settings.profile.race.stop == "fastest"
     leaner = f"not tried: {'its states would pass through NVMe, and ' if raced else ''}a rung before it fits"
     not_tried = {
-        rung.name: refusal_reason(rung, facts, settings.gpus) or leaner
+        rung.name: unmet_need(rung, settings.site, facts) or leaner
         for rung in settings.ladder
         if rung.name not in reasons
     }
@@ -283,7 +284,7 @@ def _make_question(context: FitContext, fingerprint: str) -> FitQuestion:
         objective=settings.objective,
         stop=settings.profile.race.stop,
         ladder=tuple(rung.name for rung in settings.ladder),
-        lacks_nvme=tuple(rung.name for rung in settings.ladder if rung.needs.nvme_path and settings.nvme_path is None),
+        lacks_nvme=tuple(rung.name for rung in settings.ladder if rung.uses_nvme and settings.nvme_path is None),
         script=describe_launch(settings.source) if settings.source.form.runs_as_main else None,
         stood_in=facts.stood_in,
         writes_confined=facts.writes_confined,
@@ -291,7 +292,7 @@ def _make_question(context: FitContext, fingerprint: str) -> FitQuestion:
         fingerprint=fingerprint,
         budget=settings.budget,
         forecast=settings.forecast,
-        rehearsed_on=None if settings.rehearsed_on is None else settings.rehearsed_on.name,
+        rehearsed_on=settings.machine.name if settings.rehearsed else None,
     )
 
 
@@ -322,7 +323,7 @@ def _check_that_memory_decided(walked: WalkResult, settings: Settings) -> None:
 
 def _save_best(record: Record, runner: Runner, settings: Settings) -> None:
     """Write the best config so far, in case the fit is killed. A rehearsal has none that was measured."""
-    if settings.rehearsed_on is None:
+    if not settings.rehearsed:
         serialize.write_so_far(runner.final_config(record.trial), settings.out)
 
 

@@ -185,5 +185,5 @@ def untried_rungs(rungs: Sequence[Candidate], walked: WalkResult) -> tuple[Candi
     return tuple(
         candidate
         for candidate in rungs
-        if candidate.skip is None and candidate.rung.name not in known and "nvme" not in candidate.rung.places.values()
+        if candidate.skip is None and candidate.rung.name not in known and not candidate.rung.uses_nvme
     )

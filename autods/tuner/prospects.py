@@ -99,4 +99,4 @@ def order_by_time(candidates: Sequence[Candidate], context: FitContext) -> list[
     with ThreadPoolExecutor(PARALLEL_ENGINES) as pool:
         rates = list(pool.map(find_rate, candidates))
     ranked = rank(candidates, rates)
-    return sorted(ranked, key=lambda candidate: "nvme" in candidate.rung.places.values())
+    return sorted(ranked, key=lambda candidate: candidate.rung.uses_nvme)

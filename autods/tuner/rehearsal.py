@@ -16,7 +16,7 @@ from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import InputError
 from ..events import Listener, Note
 from ..forecast.forecaster import Forecaster as ForecastService
-from ..forecast.forecaster import Limits, TrialForecaster
+from ..forecast.forecaster import Limits, TrialForecaster, why_not_forecast
 from ..forecast.predict.allocator import Replay, read_alloc_conf
 from ..forecast.predict.step_time import forecast_speed
 from ..forecast.simulate.client import SimulationFailed
@@ -26,7 +26,6 @@ from ..report.results.fit import FitReport
 from ..runner.time_limits import warm_up
 from ..types import Failed, Fit, ModelFacts, Outcome, OutOfMemory, Record, Tier, TierUse, Timing, Trial
 from ..units import format_bytes
-from .candidates import why_not_forecast
 from .certify import make_exam
 from .fit import FitResult, NothingFits, fit
 from .forecasts import Forecaster, engine_spec, shorten_accumulation, start_processes
@@ -44,13 +43,12 @@ _LIMITED: tuple[Tier, ...] = ("device", "host", "nvme")
 
 
 def rehearse(settings: Settings, *, listen: Listener, start: StartSimulator | None = None) -> FitReport:
-    """Search as `fit` does, on the simulated GPUs of `settings.rehearsed_on`, and write the report to `settings.out`.
+    """Search as `fit` does, on the simulated GPUs of `settings.machine`, and write the report to `settings.out`.
 
     A rehearsal that was killed goes on where it stopped. `start` replaces the simulator. Raises InputError for a
     workload that cannot be simulated, EnvironmentBroken when the machine lacks something, and Interrupted on Ctrl-C.
     """
-    machine = settings.rehearsed_on
-    assert machine is not None
+    machine = settings.machine
     listen(Note(text=f"a rehearsal on {machine.title}: simulated GPUs answer each trial, and nothing is proven"))
     allocator = read_alloc_conf(os.environ, settings.device)
     with (start or start_processes(settings, listen))(settings.source) as simulator:
@@ -178,14 +176,7 @@ class RehearsalRunner:
 
     def final_config(self, trial: Trial) -> dict[str, Any]:
         """The DeepSpeed config of a trial as the user gets it."""
-        return compose(
-            self.settings.rung(trial.rung),
-            trial.knobs,
-            base=self.settings.base,
-            world_size=self.facts.replicas(self.settings.gpus),
-            own_optimizer=self.facts.has_optimizer,
-            nvme_path=self.settings.nvme_path,
-        )
+        return compose(self.settings.rung(trial.rung), trial.knobs, self.settings.site, self.facts)
 
     def spec_of(self, trial: Trial) -> EngineSpec:
         """The engine to simulate for a trial."""

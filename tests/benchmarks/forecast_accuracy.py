@@ -277,7 +277,7 @@ def deepspeed_says(subject: Subject, rung: str, world_size: int, factor: float) 
 def deepspeed_variant(rung: str) -> dict[str, bool] | None:
     """The estimator's switches for a rung."""
     said = read_rungs()[rung]
-    if said.stage < 2 or said.needs.nvme_path:
+    if said.stage < 2 or said.uses_nvme:
         return None
     offload = said.places["optimizer"] == "host"
     if said.stage == 2:

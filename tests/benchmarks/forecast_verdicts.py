@@ -30,7 +30,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from autods.config.deepspeed import compose, start_settings
+from autods.config.deepspeed import start_settings
 from autods.config.rungs import read_rungs
 from autods.errors import AutodsError
 from autods.forecast.predict.calibration import Observation, calibrate_forecast
@@ -40,6 +40,7 @@ from autods.forecast.values import EngineSpec, Simulation, TierForecast
 from autods.types import Fit, Knobs, ModelFacts, Steps, Trial, WorkloadSource
 from autods.units import parse_bytes
 from autods.workload import make_source
+from tests.support.composed import compose_config
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results" / "forecast_verdicts.json"
@@ -276,7 +277,7 @@ def _device(ask: EngineSpec, said: Simulation, pairs: Iterable[Observation]) -> 
 
 def ask_of(setup: Setup, rung: str, facts: ModelFacts) -> EngineSpec:
     """The engine of that rung."""
-    config = compose(
+    config = compose_config(
         read_rungs()[rung], knobs_of(setup, rung, 1, facts), base=BASE, world_size=setup.world_size,
         own_optimizer=False, nvme_path=Path("/local_nvme"),
     )  # fmt: skip
@@ -299,7 +300,7 @@ def rungs_of(setup: Setup, *, nvme: bool) -> tuple[str, ...]:
     return tuple(
         name
         for name, rung in sorted(read_rungs().items(), key=lambda item: item[1].order)
-        if rung.needs.world_size <= setup.world_size and (nvme or not rung.needs.nvme_path)
+        if rung.needs["world_size"] <= setup.world_size and (nvme or not rung.uses_nvme)
     )
 
 

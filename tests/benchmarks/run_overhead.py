@@ -22,11 +22,11 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from autods.config.deepspeed import compose
 from autods.config.rungs import read_rungs
 from autods.rank.job import Heartbeats, RankJob
 from autods.types import Knobs
 from autods.workload.load import make_source
+from tests.support.composed import compose_config
 from tests.support.launchers import cpu_env
 from tests.support.run_jobs import run_job
 
@@ -149,7 +149,7 @@ def make_job(folder: Path, steps: int) -> RankJob:
     knobs = Knobs(micro_batch=MICRO_BATCH, accumulation=ACCUMULATION, settings=settings)
     job = run_job(
         folder,
-        ds_config=compose(read_rungs(())["zero2"], knobs, base={}, world_size=RANKS, own_optimizer=False),
+        ds_config=compose_config(read_rungs(())["zero2"], knobs, world_size=RANKS),
         micro_batch=MICRO_BATCH,
         accumulation=ACCUMULATION,
         ranks=RANKS,

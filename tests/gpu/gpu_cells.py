@@ -10,10 +10,11 @@ from typing import Any
 
 from gpu_ranks import Ranks
 
-from autods.config.deepspeed import compose, required_ops, start_settings
+from autods.config.deepspeed import required_ops, start_settings
 from autods.config.rungs import Rung, read_rungs
 from autods.types import PHASES, Fit, Knobs, ModelFacts, Steps, WorkloadSource
 from autods.workload import make_source
+from tests.support.composed import compose_config
 
 ROOT = Path(__file__).resolve().parents[2]
 GEOMETRIES = ROOT / "examples" / "geometries"
@@ -150,12 +151,12 @@ def config_of(cell: Cell, facts: ModelFacts, site: Site) -> dict[str, Any]:
         "nvme_path": site.nvme or Path("/local_nvme"),
     }  # fmt: skip
     knobs = knobs_of(cell, rung, facts, site)
-    config = compose(rung, knobs, **made)
+    config = compose_config(rung, knobs, **made)
     needed = [op for op in required_ops(config) if op != "async_io"]
     if set(needed) <= set(site.native):
         return config
     made["base"] = {**base_of(cell.precision), "optimizer": {"params": {"torch_adam": True}}}
-    return compose(rung, knobs, **made)
+    return compose_config(rung, knobs, **made)
 
 
 def tried(cell: Cell, ranks: Ranks, site: Site, wall_s: float) -> dict[str, Any]:
@@ -165,7 +166,7 @@ def tried(cell: Cell, ranks: Ranks, site: Site, wall_s: float) -> dict[str, Any]
     outcome, peaks, seconds = ranks.run(
         ds_config=config, micro_batch=cell.micro_batch, checkpointing=cell.checkpointing and ranks.facts.checkpointing,
         steps=STEPS, limit_bytes=cell.card_bytes, wall_s=wall_s, silence_s=dict.fromkeys(PHASES, _STALL_S),
-        swap=str(site.nvme / "autods-gpu") if site.nvme and read_rungs()[cell.rung].needs_nvme_path else None,
+        swap=str(site.nvme / "autods-gpu") if site.nvme and read_rungs()[cell.rung].uses_nvme else None,
     )  # fmt: skip
     ran = outcome if isinstance(outcome, Fit) else None
     return {
@@ -183,7 +184,7 @@ def tried(cell: Cell, ranks: Ranks, site: Site, wall_s: float) -> dict[str, Any]
 def rungs_for(asked: str | None, nvme: Path | None) -> tuple[str, ...]:
     """The names that were asked for, or the whole ladder; the NVMe rung only with a folder for it."""
     ladder = sorted(read_rungs().values(), key=lambda rung: rung.order)
-    wanted = asked.split(",") if asked else [rung.name for rung in ladder if nvme or not rung.needs.nvme_path]
+    wanted = asked.split(",") if asked else [rung.name for rung in ladder if nvme or not rung.uses_nvme]
     unknown = [name for name in wanted if name not in read_rungs()]
     if unknown:
         raise ValueError(f"there is no rung {unknown[0]!r}; there are {', '.join(rung.name for rung in ladder)}")

@@ -8,9 +8,10 @@ import sys
 import pytest
 import torch
 
-from autods.config.deepspeed import compose, start_settings
+from autods.config.deepspeed import start_settings
 from autods.config.rungs import read_rungs
 from autods.types import Knobs, ModelFacts
+from tests.support.composed import compose_config
 from tests.support.fits import HERE, question
 
 FACTS = ModelFacts(
@@ -30,7 +31,7 @@ def trained(tmp_path_factory, rank_server):
         rung = read_rungs(())[name]
         settings = start_settings(rung, base=base, device_bytes=2**30, facts=FACTS)
         knobs = Knobs(micro_batch=2, accumulation=2, checkpointing=False, settings=settings)
-        config = compose(rung, knobs, base=base, world_size=2, own_optimizer=False)
+        config = compose_config(rung, knobs, base=base, world_size=2, own_optimizer=False)
         (top / name).mkdir()
         (top / name / "ds_config.json").write_text(json.dumps(config))
     script = HERE.parent / "support" / "save_checkpoint.py"

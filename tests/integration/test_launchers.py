@@ -9,12 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autods.config.deepspeed import compose, start_settings
+from autods.config.deepspeed import start_settings
 from autods.config.rungs import read_rungs
 from autods.report import FitReport, to_dict, write
 from autods.report.results.fit import FitQuestion
 from autods.types import Knobs, ModelFacts
 from autods.workload.script_source import ScriptLaunch
+from tests.support.composed import compose_config
 from tests.support.fits import HERE, free_port
 from tests.support.launchers import cpu_env
 
@@ -44,7 +45,7 @@ def found(
         checkpointing=False,
         settings=start_settings(strategy, base=base, device_bytes=2**30, facts=FACTS),
     )
-    config = compose(strategy, knobs, base=base, world_size=2, own_optimizer=own_optimizer)
+    config = compose_config(strategy, knobs, base=base, world_size=2, own_optimizer=own_optimizer)
     asked = ScriptLaunch(path=str(script), argv=argv, kind=kind, takes_local_rank=kind != "accelerate")
     report = FitReport(
         status="fit",

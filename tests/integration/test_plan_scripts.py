@@ -12,13 +12,13 @@ import pytest
 from safetensors.numpy import save_file
 
 from autods import api
-from autods.config.deepspeed import compose
 from autods.config.rungs import read_rungs, select_rungs
 from autods.errors import InputError
 from autods.forecast.simulate import Simulator
 from autods.forecast.values import EngineSpec
 from autods.types import Knobs
 from autods.workload import make_source
+from tests.support.composed import compose_config
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ARGS = ("--deepspeed_config", "{ds_config}", "--micro-batch", "{micro_batch_size}", "--width", "512")
@@ -110,7 +110,7 @@ def _ask(name):
     (rung,) = select_rungs((name,), read_rungs(()))
     values = {f"zero_optimization.{key}": 1_000_000 for key in ("reduce_bucket_size", "allgather_bucket_size")}
     knobs = Knobs(micro_batch=8, accumulation=2, checkpointing=False, settings=values)
-    config = compose(rung, knobs, base={}, world_size=4, own_optimizer=False)
+    config = compose_config(rung, knobs, base={}, world_size=4, own_optimizer=False)
     return EngineSpec(
         rung=name, ds_config=config, world_size=4, ranks_per_node=4, device_bytes=8 << 30, checkpointing=False
     )  # fmt: skip

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from autods.config.deepspeed import compose, start_settings
+from autods.config.deepspeed import start_settings
 from autods.config.rungs import read_rungs
 from autods.rank.training_run.checkpoints import checkpoint_folder, list_checkpoints
 from autods.types import Knobs, ModelFacts
+from tests.support.composed import compose_config
 from tests.support.fits import HERE
 from tests.support.run_jobs import run_job
 
@@ -35,7 +36,7 @@ def write_job(folder: Path, attempt: int, rung_name: str, micro_batch: int, rank
     job = run_job(
         folder,
         attempt,
-        ds_config=compose(rung, knobs, base=BASE, world_size=ranks, own_optimizer=False),
+        ds_config=compose_config(rung, knobs, base=BASE, world_size=ranks),
         micro_batch=micro_batch,
         accumulation=accumulation,
         ranks=ranks,

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from autods.config.deepspeed import compose
 from autods.config.rungs import read_rungs
 from autods.types import Knobs, Scalar
+from tests.support.composed import compose_config
 
 WORLD = 8
 ARCHITECTURES = ("gpt2", "llama", "t5", "bert", "opt")
@@ -163,9 +163,9 @@ def config_of(
     for part in ("offload_param", "offload_optimizer"):
         if not pinned and part in strategy.ds_config["zero_optimization"]:
             sized[f"zero_optimization.{part}.pin_memory"] = False
-    if strategy.needs.nvme_path:
+    if strategy.uses_nvme:
         sized["zero_optimization.offload_param.buffer_size"] = 150_000
-    return compose(
+    return compose_config(
         strategy, Knobs(micro_batch=2, accumulation=accumulation, settings=sized), base=base, world_size=world,
         own_optimizer=optimizer in _OWN, nvme_path=Path("/nvme"),
     )  # fmt: skip

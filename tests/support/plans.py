@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from autods.config.catalogue import find_machines
-from autods.config.plan_settings import Site
+from autods.config.catalogue import Site, find_machines
 from autods.forecast.predict.step_time import Bound, Speed, StepTime
 from autods.forecast.values import RungForecast, TierForecast, Verdict
 from autods.planner.plan import choose_best, list_assumptions

@@ -17,6 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from autods.config.catalogue import describe_this_machine
 from autods.config.deepspeed import start_settings
 from autods.config.profiles import Budget, Profile, read_profile
 from autods.config.rungs import Dimension, Rung, read_rungs
@@ -306,10 +307,12 @@ def searching(
     with TemporaryDirectory() as folder:
         out = Path(folder)
         chosen = read_profile(profile) if isinstance(profile, str) else profile
+        hardware = a_machine(surface.world_size)
         settings = Settings(
             source=WorkloadSource(kind="file", path="/model.py", name="model", digest="0"), gpus=surface.world_size,
             device="cuda", device_bytes=surface.limit_bytes, device_bytes_asked=True, out=out, profile=chosen,
-            ladder=tuple(ladder) or tuple(RUNGS.values()), hardware=a_machine(surface.world_size),
+            ladder=tuple(ladder) or tuple(RUNGS.values()), hardware=hardware,
+            machine=describe_this_machine(hardware.cards, hardware),
             base={"bf16": {"enabled": True}}, seed=surface.seed, budget=budget,
         )  # fmt: skip
         journal = Journal(out / "journal.jsonl")

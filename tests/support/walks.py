@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from autods.config.catalogue import describe_this_machine
 from autods.config.profiles import read_profile
 from autods.config.rungs import read_rungs
 from autods.config.settings import Settings
@@ -27,6 +28,7 @@ SETTINGS = Settings(
     profile=read_profile("default"),
     ladder=tuple(read_rungs().values()),
     hardware=a_machine(0),
+    machine=describe_this_machine((), a_machine(0)),
     base={"bf16": {"enabled": True}},
     nvme_path=Path("/scratch"),
 )

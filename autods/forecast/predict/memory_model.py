@@ -30,7 +30,7 @@ _UNKNOWN_CARD = (9, 0)  # the compute capability that an engine is simulated wit
 class Overhead:
     """One row: `bytes`, or a `share` of `share_of`, as (low, typical, high) a rank.
 
-    The row counts for engines of this device with at least these ranks and stage, where `needs` is true in
+    The row counts for engines of this device with at least these ranks and stage, where `setting` is true in
     zero_optimization. `each` names the unit that the bytes are counted for; the first communicator is no further one.
     `least_capability` and `below_capability` bound the card's compute capability, such as "9.0"; an unknown card is a
     Hopper. `nvlink` tells cards with links of their own from those without; unknown cards have them.
@@ -43,7 +43,7 @@ class Overhead:
     source: str
     least_world_size: int = 1
     least_stage: int = 0
-    needs: str | None = None
+    setting: str | None = None
     bytes: tuple[str, ...] = ()
     share_of: ShareOf = "tensors"
     each: Literal["rank", "expert_group", "further_communicator"] = "rank"
@@ -66,10 +66,10 @@ class Overhead:
             return False
         if self.nvlink is not None and self.nvlink != (spec.nvlink is not False):
             return False
-        setting = zero.get(self.needs)
-        if setting is None:  # DeepSpeed overlaps communication at stage 3 only, unless the config says so
-            return self.needs is None or (self.needs == "overlap_comm" and stage == 3)
-        return bool(setting)
+        value = zero.get(self.setting)
+        if value is None:  # DeepSpeed overlaps communication at stage 3 only, unless the config says so
+            return self.setting is None or (self.setting == "overlap_comm" and stage == 3)
+        return bool(value)
 
     def interval(self, amounts: Mapping[str, int]) -> Interval:
         """Return bytes a rank. `amounts` has the bytes that shares are taken of, and the counts of `each`.

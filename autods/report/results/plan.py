@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from ...config.plan_settings import Site
+from ...config.catalogue import Site
 from ...forecast.predict.step_time import Speed
 from ...forecast.values import RungForecast
 from ...types import ModelFacts, WorkloadSource

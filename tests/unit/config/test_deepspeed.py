@@ -9,7 +9,6 @@ import pytest
 from autods.config.base_config import check_base_config
 from autods.config.deepspeed import (
     DEFAULT_OPTIMIZER,
-    compose,
     enabled_half_precision,
     get_key,
     is_default_optimizer,
@@ -20,6 +19,7 @@ from autods.config.deepspeed import (
 )
 from autods.config.rungs import read_rungs
 from autods.types import Knobs, ModelFacts
+from tests.support.composed import compose_config
 from tests.support.ds_configs import PRETRAINING
 
 RUNGS = read_rungs()
@@ -34,7 +34,7 @@ ON_DEVICE = tuple(name for name in RUNGS if name not in OFFLOADED)
 
 def composed(name: str, *, knobs: Knobs | None = None, base: Mapping[str, Any] | None = None, **said: Any) -> Any:
     said = {"world_size": 2, "own_optimizer": False, "nvme_path": Path("/fast"), **said}
-    return compose(RUNGS[name], knobs or Knobs(), base=base or {}, **said)
+    return compose_config(RUNGS[name], knobs or Knobs(), base=base or {}, **said)
 
 
 @pytest.mark.parametrize("name", RUNGS)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from autods.config.base_config import precision_name
 from autods.config.catalogue import read_catalogue
 from autods.config.plan_settings import PlanSettings
 from autods.config.plan_settings import apply_script_config_to_plan as with_config_of
@@ -101,14 +102,14 @@ def test_ranks_are_spread_evenly_over_the_nodes_that_were_asked_for() -> None:
 
 def test_a_card_without_bf16_trains_in_fp16_unless_bf16_was_asked_for() -> None:
     (site,) = asked(on="t4-16gb").sites
-    assert site.precision == "fp16"
+    assert precision_name(site.base) == "fp16"
     assert "no bf16" in refusal(on="t4-16gb", precision="bf16")
 
 
 def test_a_plan_for_this_machine_follows_its_card() -> None:
     card = Card(index=0, name="Tesla V100", total_bytes=16 * GIB, free_bytes=16 * GIB, bf16=False)
     here = replace(LAPTOP, cards=(card,))
-    assert asked(hardware=here).sites[0].precision == "fp16"
+    assert precision_name(asked(hardware=here).sites[0].base) == "fp16"
     assert "Tesla V100 has no bf16" in refusal(hardware=here, precision="bf16")
 
 
@@ -210,7 +211,7 @@ def test_options_win_over_a_scripts_own_config() -> None:
     question = asked(source=SCRIPT, gpus=8, gpu_memory="80GiB")
     assert question.sites[0].base == {}
     (site,) = with_config_of(question, SEEN).sites
-    assert (site.precision, site.global_batch) == ("fp16", 64)
+    assert (precision_name(site.base), site.global_batch) == ("fp16", 64)
     clipped = asked(source=SCRIPT, gpus=8, gpu_memory="80GiB", base_config={"gradient_clipping": 1.0})
     assert with_config_of(clipped, SEEN).sites[0].base["gradient_clipping"] == 1.0
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from autods.config.catalogue import Machine, Rates, Tflops
-from autods.config.deepspeed import compose
 from autods.forecast import forecaster as forecaster_module
 from autods.forecast.forecaster import Forecaster, Limits, TrialForecaster
 from autods.forecast.predict.schedule import BITS, RUN, Schedule, Work
@@ -20,6 +19,7 @@ from autods.runner.testing import fit, out_of_memory
 from autods.system.host import HostMemory
 from autods.tuner.candidates import list_candidates
 from autods.types import Outcome, Trial
+from tests.support.composed import compose_config
 from tests.support.growth import FRAGMENTED_LIVE, fragment
 from tests.support.walks import FACTS, SETTINGS
 
@@ -35,7 +35,7 @@ def trial(rung: str = "zero1", micro_batch: int = 1, accumulation: int = 1) -> T
 
 def spec_of(trial: Trial) -> EngineSpec:
     rung = next(candidate.rung for candidate in CANDIDATES if candidate.rung.name == trial.rung)
-    config = compose(rung, trial.knobs, base=SETTINGS.base, world_size=2, own_optimizer=False)
+    config = compose_config(rung, trial.knobs, base=SETTINGS.base, world_size=2, own_optimizer=False)
     return EngineSpec(
         rung=trial.rung, ds_config=config, world_size=2, ranks_per_node=2, device_bytes=16 * GIB, device="cpu"
     )

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from autods.config.settings import apply_survey
 from autods.errors import InputError
+from autods.forecast.forecaster import why_not_forecast
 from autods.report.plan_view import suggestions
 from autods.tuner.candidates import (
     Candidate,
-    check_ranks,
     idle_stages_warning,
     list_candidates,
-    why_not_forecast,
     without_fixed_keys,
 )
 from autods.types import ModelFacts
@@ -61,9 +61,9 @@ def test_a_global_batch_is_split_over_replicas_and_not_over_ranks() -> None:
 
 
 def test_ranks_that_no_pipeline_fits_into_are_the_user_s_to_change() -> None:
-    check_ranks(PIPELINE, 4)
+    apply_survey(replace(SETTINGS, gpus=4), PIPELINE)
     with pytest.raises(InputError, match="takes 2 ranks, and 3 is no multiple of that") as refused:
-        check_ranks(PIPELINE, 3)
+        apply_survey(replace(SETTINGS, gpus=3), PIPELINE)
     assert "--gpus 2" in str(refused.value)
 
 

@@ -151,7 +151,7 @@ def test_a_finished_rehearsal_answers_again_without_simulations(tmp_path: Path) 
 
 def test_a_fit_takes_no_rehearsal_for_its_trials(tmp_path: Path) -> None:
     rehearsed = resolve_rehearsal(ask(tmp_path), SOURCE)
-    assert replace(rehearsed, rehearsed_on=None).fingerprint() != rehearsed.fingerprint()
+    assert replace(rehearsed, rehearsed=False).fingerprint() != rehearsed.fingerprint()
 
 
 def test_a_workload_that_cannot_be_simulated_ends_it(tmp_path: Path) -> None:

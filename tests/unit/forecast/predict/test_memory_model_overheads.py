@@ -56,7 +56,7 @@ def test_a_row_of_bytes_and_a_row_of_a_share_add_up(tmp_path: Path) -> None:
     [(ask(2), False), (ask(3), True), (ask(2, overlap_comm=True), True), (ask(3, overlap_comm=False), False)],
 )
 def test_overlap_is_deepspeeds_default_at_stage_3_only(tmp_path: Path, engine: EngineSpec, counts: bool) -> None:
-    row = ROW + 'needs = "overlap_comm"\nbytes = ["1MiB", "1MiB", "1MiB"]\n'
+    row = ROW + 'setting = "overlap_comm"\nbytes = ["1MiB", "1MiB", "1MiB"]\n'
     overheads = read_overheads(written(tmp_path, HEAD + row))
     assert bool(overheads.sum(engine, "device", "inside", {}).peak_bytes) == counts
 
