@@ -103,7 +103,7 @@ def _lack_nvme(asked: bool, site: Site, facts: ModelFacts | None) -> str | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
+class RungNeed:
     """A need that rungs may have. `value` is the type of what a rung asks for; every rung has to, if it is `required`.
 
     `find_lack` gets that, the site and the model's facts, or None before these are known. It returns the reason that
@@ -115,9 +115,9 @@ class Need:
     required: bool = False
 
 
-NEEDS: dict[str, Need] = {
-    "world_size": Need(value=int, find_lack=_lack_ranks, required=True),  # with fewer replicas it gains nothing
-    "nvme_path": Need(value=bool, find_lack=_lack_nvme, required=True),
+NEEDS: dict[str, RungNeed] = {
+    "world_size": RungNeed(value=int, find_lack=_lack_ranks, required=True),  # with fewer replicas it gains nothing
+    "nvme_path": RungNeed(value=bool, find_lack=_lack_nvme, required=True),
 }
 # (what the model has, the ZeRO stages under which DeepSpeed refuses it, the reason)
 _REFUSALS: tuple[tuple[Callable[[ModelFacts], int], tuple[int, ...], str], ...] = (

@@ -10,12 +10,13 @@ from dataclasses import replace
 
 from ..config.catalogue import Site
 from ..events import Note
-from ..forecast.forecaster import MOST_MICRO_BATCH, EngineForecaster, LargestMicroBatch
+from ..forecast.largest_batch import MOST_MICRO_BATCH, LargestMicroBatch
 from ..forecast.simulate.client import SimulationFailed
+from ..forecast.simulation_cache import CachedEngine, find_limits, move_engine
 from ..forecast.values import EngineSpec, RungForecast
 from ..report.results.plan import Alternative
 from ..tuner.trials import micro_batches
-from .simulate import PlanRun, choose_checkpointing, find_limits, move_engine
+from .simulate import PlanRun, choose_checkpointing
 
 
 def list_alternatives(run: PlanRun, site: Site, best: RungForecast) -> tuple[Alternative, ...]:
@@ -38,7 +39,7 @@ def simulate_ahead(run: PlanRun, site: Site, best: RungForecast) -> None:
     spec = run.find_engine(site, best.rung)
     if spec is not None and best.speed is not None and _has_switch(run):
         with contextlib.suppress(SimulationFailed):
-            run.forecaster.simulate(_switch(spec), site.micro_batch)
+            run.cache.simulate(_switch(spec), site.micro_batch)
 
 
 def _has_switch(run: PlanRun) -> bool:
@@ -51,12 +52,12 @@ def _switch(spec: EngineSpec) -> EngineSpec:
 
 def _list_micro_batches(run: PlanRun, site: Site, spec: EngineSpec, micro_batch: int) -> list[Alternative]:
     """The simulated micro batch nearest to half of this one, and the next larger one that was simulated."""
-    sizes = run.forecaster.list_simulated(spec)
+    sizes = run.cache.list_simulated(spec)
     smaller = min(
         (size for size in sizes if size < micro_batch), key=lambda size: abs(2 * size - micro_batch), default=0
     )
     larger = min((size for size in sizes if size > micro_batch), default=0)
-    with run.forecaster.open(spec) as engine:
+    with run.cache.open(spec) as engine:
         return [_judge(run, site, engine, size) for size in (smaller, larger) if size]
 
 
@@ -65,9 +66,9 @@ def _switch_checkpointing(run: PlanRun, site: Site, spec: EngineSpec, best: Rung
     other = _switch(spec)
     run.listen(Note(text=f"{best.rung} with checkpointing {'on' if other.checkpointing else 'off'}", passing=True))
     try:
-        with run.forecaster.open(other) as engine:
+        with run.cache.open(other) as engine:
             first = _judge(run, site, engine, site.micro_batch)
-            known = run.forecaster.get(spec, site.micro_batch)
+            known = run.cache.get(spec, site.micro_batch)
             if known is not None and known.live_bytes == engine.simulate(site.micro_batch).live_bytes:
                 return []  # the model's own code decides
             if not run.settings.largest or first.forecast.verdict == "cannot_fit":
@@ -79,7 +80,7 @@ def _switch_checkpointing(run: PlanRun, site: Site, spec: EngineSpec, best: Rung
 
 
 def _find_largest(
-    run: PlanRun, site: Site, spec: EngineSpec, engine: EngineForecaster, first: RungForecast
+    run: PlanRun, site: Site, spec: EngineSpec, engine: CachedEngine, first: RungForecast
 ) -> LargestMicroBatch:
     """Search the largest micro batch of the engine, from its forecast at the first.
 
@@ -87,10 +88,10 @@ def _find_largest(
     the line begins whose slope is the bytes of a sample.
     """
     limits, slope = find_limits(site), None
-    sizes = run.forecaster.list_simulated(spec)
+    sizes = run.cache.list_simulated(spec)
     if len(sizes) > 1:
         low, high = sizes[0], sizes[1]
-        with run.forecaster.open(spec) as known:
+        with run.cache.open(spec) as known:
             fills = [known.forecast(size, limits, on=move_engine(spec, site)).fill for size in (low, high)]
         empty = fills[0] - low * (fills[1] - fills[0]) / (high - low)
         slope = max(0.0, first.fill - empty) / first.micro_batch
@@ -103,7 +104,7 @@ def _find_largest(
     )
 
 
-def _judge(run: PlanRun, site: Site, engine: EngineForecaster, micro_batch: int) -> Alternative:
+def _judge(run: PlanRun, site: Site, engine: CachedEngine, micro_batch: int) -> Alternative:
     spec = move_engine(engine.spec, site)
     forecast = engine.forecast(micro_batch, find_limits(site), on=spec)
     speed = run.forecast_speed(spec, site, engine.simulate(micro_batch))

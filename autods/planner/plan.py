@@ -16,10 +16,9 @@ from ..config.rungs import Rung
 from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import AutodsError, EnvironmentBroken, InputError, Interrupted
 from ..events import Note
-from ..forecast.forecaster import count_parallel_engines, why_not_forecast
 from ..forecast.predict.allocator import AllocConf, read_alloc_conf
-from ..forecast.simulate.client import LIMIT_S, SimulationFailed
-from ..forecast.simulate.client import Simulator as ProcessSimulator
+from ..forecast.simulate.client import LIMIT_S, ProcessSimulator, SimulationFailed
+from ..forecast.simulation_cache import count_parallel_engines, why_not_forecast
 from ..forecast.values import ForecastListener, RungForecast, Simulator, StartSimulator
 from ..report.results.plan import PlanReport, SiteForecast, Timeline
 from ..report.serialize import check_writable
@@ -259,7 +258,7 @@ def _write_timeline(run: PlanRun, site: SiteForecast) -> tuple[Timeline | None, 
     spec = None if drawn is None else run.find_engine(site.site, drawn.rung)
     if drawn is None or drawn.speed is None or spec is None:
         return None, ("no timeline was written, because no rung has a time",)
-    simulation = run.forecaster.get(spec, drawn.speed.micro_batch)
+    simulation = run.cache.get(spec, drawn.speed.micro_batch)
     assert simulation is not None
     write_timeline(simulation, site.site, drawn.rung, path)
     return Timeline(path=str(path), rung=drawn.rung, micro_batch=drawn.speed.micro_batch), ()

@@ -9,21 +9,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config.catalogue import Site
-from ..config.deepspeed import compose, get_key, start_settings
+from ..config.deepspeed import get_key, start_settings
 from ..config.plan_settings import PlanSettings
 from ..config.rungs import Rung, unmet_need
 from ..errors import InputError
-from ..forecast.forecaster import (
-    MOST_MICRO_BATCH,
-    Forecaster,
-    LargestMicroBatch,
-    Limits,
-    enough_accumulation,
-    why_not_forecast,
-)
+from ..forecast.largest_batch import MOST_MICRO_BATCH, LargestMicroBatch
 from ..forecast.predict.memory_model import estimate_outside_bytes
 from ..forecast.predict.step_time import Speed, forecast_speed
 from ..forecast.simulate.client import SimulationFailed
+from ..forecast.simulation_cache import SimulationCache, find_limits, make_engine, move_engine, why_not_forecast
 from ..forecast.values import (
     EngineSpec,
     ForecastListener,
@@ -83,11 +77,6 @@ def holds_on_smaller_device(simulation: Simulation, spec: EngineSpec, device_byt
     )
 
 
-def find_limits(site: Site) -> Limits:
-    machine = site.machine
-    return Limits(device_bytes=machine.device_bytes, host_bytes=machine.host_bytes, nvme_bytes=machine.nvme_bytes)
-
-
 def choose_checkpointing(settings: PlanSettings, facts: ModelFacts) -> bool:
     """Return whether activations are recomputed. Raises InputError when the model cannot although it should."""
     if settings.checkpointing and not facts.checkpointing:
@@ -99,32 +88,22 @@ def choose_checkpointing(settings: PlanSettings, facts: ModelFacts) -> bool:
     return facts.checkpointing if settings.checkpointing is None else settings.checkpointing
 
 
-def engine_spec(
+def make_group_engine(
     rung: Rung, site: Site, settings: PlanSettings, facts: ModelFacts, group: SiteGroup
 ) -> EngineSpec | RungForecast:
     """Return the engine of a rung at a site, or a forecast that says why the rung does not apply."""
     reason = site.problem or unmet_need(rung, site, facts) or why_not_forecast(facts)
     if reason is not None:
         return _not_applicable(rung.name, site, reason)
-    accumulation = _choose_accumulation(site, site.micro_batch)
     sized_for, as_written = group.bucket_device_bytes, settings.as_written
     knobs = Knobs(
         micro_batch=site.micro_batch,
-        accumulation=enough_accumulation(rung, accumulation),
+        accumulation=_choose_accumulation(site, site.micro_batch),
         checkpointing=choose_checkpointing(settings, facts),
         settings=start_settings(rung, base=site.base, device_bytes=sized_for, facts=facts, as_written=as_written),
     )
-    return EngineSpec(
-        rung=rung.name,
-        ds_config=compose(rung, knobs, site, facts),
-        world_size=site.world_size,
-        ranks_per_node=group.sites[0].ranks_per_node,
-        device_bytes=group.device_bytes,
-        device=settings.device,
-        checkpointing=knobs.checkpointing,
-        zero_init=settings.zero_init and rung.stage == 3,
-        capability=group.sites[0].machine.capability,
-    )
+    spec = make_engine(site, rung, knobs, facts, zero_init=settings.zero_init)
+    return replace(move_engine(spec, group.sites[0]), device_bytes=group.device_bytes)
 
 
 def _choose_accumulation(site: Site, micro_batch: int) -> int:
@@ -174,10 +153,10 @@ class PlanRun:
     failures: dict[str, SimulationFailed] = field(default_factory=dict)  # by rung
     stopped: bool = False  # nothing is simulated or reported any more
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    forecaster: Forecaster = field(init=False)
+    cache: SimulationCache = field(init=False)
 
     def __post_init__(self) -> None:
-        self.forecaster = Forecaster(self.simulator, self.expandable, self._before_simulation)
+        self.cache = SimulationCache(self.simulator, self.expandable, self._before_simulation)
 
     def list_forecasts(self, site: Site) -> tuple[RungForecast, ...]:
         """Return the forecasts at a site, fastest rung first.
@@ -203,7 +182,7 @@ class PlanRun:
         """
         shared, applicable = None, []
         for site in sites:
-            spec = engine_spec(rung, site, self.settings, self.facts, group)
+            spec = make_group_engine(rung, site, self.settings, self.facts, group)
             if isinstance(spec, EngineSpec):
                 shared = spec
                 applicable.append(site)
@@ -226,7 +205,7 @@ class PlanRun:
         """
         sample_bytes, others = None, []
         try:
-            with self.forecaster.open(spec) as engine:
+            with self.cache.open(spec) as engine:
                 for site in sites:
                     machine, at_site = site.machine, move_engine(spec, site)
                     simulation = engine.simulate(site.micro_batch)
@@ -272,7 +251,7 @@ class PlanRun:
         """Return the engine of a rung of the plan, as the site's group shares it; None where it does not apply."""
         group = next(group for group in group_sites(self.settings.sites) if site in group.sites)
         row = next(row for row in self.settings.ladder if row.name == rung)
-        spec = engine_spec(row, site, self.settings, self.facts, group)
+        spec = make_group_engine(row, site, self.settings, self.facts, group)
         return spec if isinstance(spec, EngineSpec) else None
 
     def forecast_speed(self, spec: EngineSpec, site: Site, simulation: Simulation) -> Speed | None:
@@ -302,20 +281,6 @@ class PlanRun:
         if self.stopped:
             raise _Stopped
         self.listen(SimulationStarted(rung=spec.rung, micro_batch=micro_batch))
-
-
-def move_engine(spec: EngineSpec, site: Site) -> EngineSpec:
-    """Return the same engine on the site's machine."""
-    machine = site.machine
-    nvlink = None if machine.links is None else machine.links.nvlink_gb_per_s is not None
-    return replace(
-        spec,
-        device_bytes=machine.device_bytes,
-        ranks_per_node=site.ranks_per_node,
-        capability=machine.capability,
-        nvlink=nvlink,
-        machine=machine,
-    )
 
 
 def _with_largest(forecast: RungForecast, largest: LargestMicroBatch) -> RungForecast:

@@ -16,7 +16,7 @@ from ..tuner.batch_curve import BatchCurve
 from ..tuner.trials import accumulation_for, fits_well, run_with_retry
 from ..types import Failed, OutOfMemory, Record, Run, Trial
 from ..units import format_bytes
-from .forecasts import CapacityForecast, FactsUnder, Simulators, forecast_cells, list_micro_batches
+from .cell_forecasts import CapacityForecast, FactsUnder, Simulators, forecast_cells, list_micro_batches
 from .grid import Cell, settings_under_conditions
 from .measure import Bench, search_in_parallel, summarize_cell
 from .request import ProbeSettings

@@ -22,12 +22,12 @@ from ..report.serialize import write_probe
 from ..runner.cleanup import open_session
 from ..schema import read_as
 from ..system.host import installed_versions
-from ..tuner.forecasts import start_processes
+from ..tuner.trial_forecasts import start_processes
 from ..tuner.trials import open_journal
 from ..types import Failed, Fit, ModelFacts, Record, Scalar, Trial, is_machines_fault
 from ..workload.conditions import apply_to_source
 from .capacity import search_capacities
-from .forecasts import Simulators, source_under_conditions
+from .cell_forecasts import Simulators, source_under_conditions
 from .grid import Surveyed, list_cells
 from .measure import Bench, compare_cells, measure_in_turns, share_results, summarize_cell
 from .request import ProbeSettings, list_notes

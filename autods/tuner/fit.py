@@ -20,7 +20,7 @@ from ..devices import find_device
 from ..diagnosis.trial_outcome import make_input_error
 from ..errors import EnvironmentBroken, InputError
 from ..events import Listener, Note, SearchStarted
-from ..forecast.forecaster import why_not_forecast
+from ..forecast.simulation_cache import why_not_forecast
 from ..journal import JOURNAL, STUDY, TrialStore, make_other_fit_error, workspace
 from ..rank.ops import ops_folder
 from ..report import serialize, text
@@ -31,10 +31,10 @@ from ..types import Failed, Fit, ModelFacts, Record, Trial, is_machines_fault
 from ..workload.script_source import describe_kind, describe_launch
 from .candidates import idle_stages_warning, list_candidates
 from .certify import CertifyResult, certify
-from .forecasts import NO_FORECASTER, Forecaster, open_forecaster
 from .ladder_walk import WalkResult, find_closest_rung, untried_rungs, walk_ladder
 from .optuna_search import TuneResult, tune
 from .race import RaceResult, run_race
+from .trial_forecasts import NO_FORECASTER, Forecaster, open_forecaster
 from .trials import FitContext, open_journal
 
 
@@ -51,9 +51,8 @@ class Runner(Protocol):
         """The DeepSpeed config of a trial as the user gets it."""
 
 
-ConfigOf = Callable[[Trial], dict[str, Any]]
 StartRunner = Callable[[Settings, Listener], AbstractContextManager[Runner]]
-OpenForecaster = Callable[[Settings, ConfigOf, TrialStore, Listener], AbstractContextManager[Forecaster]]
+OpenForecaster = Callable[[Settings, ModelFacts, TrialStore, Listener], AbstractContextManager[Forecaster]]
 
 
 def fit(
@@ -89,7 +88,7 @@ def fit(
             memory = TrialStore(journal, past, lambda trial, id: runner.run(trial, id=id), listen)
             facts, op_problems = runner.survey()
             settings = apply_survey(settings, facts)
-            with forecaster(settings, runner.final_config, memory, listen) as opened:
+            with forecaster(settings, facts, memory, listen) as opened:
                 context = FitContext(
                     settings=settings,
                     facts=facts,

@@ -9,8 +9,8 @@ from ..config.rungs import Rung
 from ..report.results.fit import ClosestRung
 from ..types import Failed, Fit, Outcome, OutOfMemory, Record, Run, Skipped, Trial, is_machines_fault
 from .candidates import Candidate, first_trial
-from .forecasts import lacking_bytes, why_impossible
 from .prospects import order_by_time
+from .trial_forecasts import lacking_bytes, why_impossible
 from .trials import FitContext, fits_well, run_with_retry
 
 _MOST_FIRST_MICRO_BATCH = 8  # a model that cannot be trained with so many samples lacks something else

@@ -19,7 +19,7 @@ from ..forecast.values import RungForecast
 from ..types import Failed, Fit, OutOfMemory, Record, Scalar
 from .candidates import config_name, without_fixed_keys
 from .comparison import PRIOR_NOISE, TURNS_WITHOUT_BUDGET, confirm_gain
-from .forecasts import lacking_bytes
+from .trial_forecasts import lacking_bytes
 from .trials import FitContext, fit_steps_to_budget, median_step_s, samples_per_second
 
 if TYPE_CHECKING:

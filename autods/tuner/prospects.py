@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ..events import Note
-from ..forecast.forecaster import PARALLEL_ENGINES
+from ..forecast.simulation_cache import PARALLEL_ENGINES
 from ..types import Trial
 from .candidates import Candidate, first_trial, without_checkpointing
 from .trials import FitContext

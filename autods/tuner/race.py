@@ -11,9 +11,9 @@ from .batch_curve import BatchCurve, least_sample_s
 from .batch_size import Growth, describe_misfit
 from .candidates import Candidate, config_name, first_trial, in_precision, without_checkpointing
 from .comparison import PRIOR_NOISE, FinalsResult, comparison_words, finals
-from .forecasts import why_impossible
 from .ladder_walk import Lessons, WalkResult, try_rung, untried_rungs
 from .prospects import CLOSE, Prospect, find_prospect, rank
+from .trial_forecasts import why_impossible
 from .trials import FitContext, fit_steps_to_budget, median_step_s, repeat_difference
 
 _ENTRY_TRIALS = 3  # at ever smaller micro batches, before the contestant is tried as the walk would try it

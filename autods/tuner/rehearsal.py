@@ -5,31 +5,28 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from ..config.catalogue import Machine
 from ..config.deepspeed import compose
 from ..config.settings import Settings, apply_survey
 from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import InputError
 from ..events import Listener, Note
-from ..forecast.forecaster import Forecaster as ForecastService
-from ..forecast.forecaster import Limits, TrialForecaster, why_not_forecast
 from ..forecast.predict.allocator import Replay, read_alloc_conf
 from ..forecast.predict.step_time import forecast_speed
 from ..forecast.simulate.client import SimulationFailed
-from ..forecast.values import EngineSpec, RungForecast, StartSimulator
-from ..journal import TrialStore, trial_key
+from ..forecast.simulation_cache import SimulationCache, find_limits, why_not_forecast
+from ..forecast.values import RungForecast, StartSimulator
+from ..journal import TrialStore
 from ..report.results.fit import FitReport
 from ..runner.time_limits import warm_up
 from ..types import Failed, Fit, ModelFacts, Outcome, OutOfMemory, Record, Tier, TierUse, Timing, Trial
 from ..units import format_bytes
 from .certify import make_exam
 from .fit import FitResult, NothingFits, fit
-from .forecasts import Forecaster, engine_spec, shorten_accumulation, start_processes
 from .loss_parity import FEWEST_UPDATES, is_same_maths
+from .trial_forecasts import Forecaster, TrialForecaster, make_trial_engine, start_processes
 from .trials import FitContext, fit_steps_to_budget, median_step_s
 
 # Estimates of what a real trial takes besides its steps: CUDA contexts and NCCL's communicators of a node, random
@@ -52,20 +49,18 @@ def rehearse(settings: Settings, *, listen: Listener, start: StartSimulator | No
     listen(Note(text=f"a rehearsal on {machine.title}: simulated GPUs answer each trial, and nothing is proven"))
     allocator = read_alloc_conf(os.environ, settings.device)
     with (start or start_processes(settings, listen))(settings.source) as simulator:
-        service = ForecastService(simulator, allocator.expandable)
-        runner = RehearsalRunner(settings, machine, service, lambda: simulator.facts("cuda", ranks=settings.gpus))
+        cache = SimulationCache(simulator, allocator.expandable)
+        runner = RehearsalRunner(settings, cache, lambda: simulator.facts("cuda", ranks=settings.gpus))
 
         @contextmanager
         def open_forecaster(
-            settings: Settings, config_of: Callable[[Trial], dict[str, Any]], memory: TrialStore, listen: Listener
+            settings: Settings, facts: ModelFacts, memory: TrialStore, listen: Listener
         ) -> Iterator[Forecaster]:
             forecaster = TrialForecaster(
-                forecaster=service,
-                spec_of=runner.spec_of,
-                key_of=trial_key,
-                limits=runner.limits,
+                cache=cache,
+                settings=settings,
+                facts=facts,
                 report=lambda text: listen(Note(text=text, passing=True)),
-                machine=machine,
             )
             try:
                 yield forecaster
@@ -90,13 +85,8 @@ class RehearsalRunner:
     `read_facts` returns the facts of the model.
     """
 
-    def __init__(
-        self, settings: Settings, machine: Machine, service: ForecastService, read_facts: Callable[[], ModelFacts]
-    ) -> None:
-        self.settings, self.machine, self.service = settings, machine, service
-        self.limits = Limits(
-            device_bytes=settings.device_bytes, host_bytes=machine.host_bytes, nvme_bytes=machine.nvme_bytes
-        )
+    def __init__(self, settings: Settings, cache: SimulationCache, read_facts: Callable[[], ModelFacts]) -> None:
+        self.settings, self.machine, self.cache = settings, settings.machine, cache
         self._read_facts = read_facts
         self._facts: ModelFacts | None = None
 
@@ -178,20 +168,11 @@ class RehearsalRunner:
         """The DeepSpeed config of a trial as the user gets it."""
         return compose(self.settings.rung(trial.rung), trial.knobs, self.settings.site, self.facts)
 
-    def spec_of(self, trial: Trial) -> EngineSpec:
-        """The engine to simulate for a trial."""
-        short = shorten_accumulation(self.settings, trial)
-        links = self.machine.links
-        return replace(
-            engine_spec(self.settings, short, self.final_config(short)),
-            nvlink=None if links is None else links.nvlink_gb_per_s is not None,
-        )
-
     def _answer(self, trial: Trial) -> Outcome:
-        spec, knobs = self.spec_of(trial), trial.knobs
-        simulation = self.service.simulate(spec, knobs.micro_batch)
-        forecast = self.service.judge(spec, simulation, self.limits, advise=False)
-        replayed = self.service.replay_at_limit(simulation, forecast) if trial.limited else None
+        spec, knobs = make_trial_engine(self.settings, self.facts, trial), trial.knobs
+        simulation = self.cache.simulate(spec, knobs.micro_batch)
+        forecast = self.cache.judge(spec, simulation, find_limits(self.settings.site), advise=False)
+        replayed = self.cache.replay_at_limit(simulation, forecast) if trial.limited else None
         if trial.limited and (full := _find_full_tier(forecast, replayed)) is not None:
             return full
         ranks_per_node = min(spec.ranks_per_node, spec.world_size)

@@ -19,7 +19,7 @@ from ..forecast.values import RungForecast
 from ..journal import JOURNAL, History, Journal, TrialStore
 from ..types import Action, Failed, Fit, Knobs, ModelFacts, OutOfMemory, Record, Run, Steps, TierUse, Trial
 from ..units import format_bytes
-from .forecasts import Forecaster
+from .trial_forecasts import Forecaster
 
 # Running the trial again changes nothing: the user has to repair the workload, the config or the machine first.
 PERMANENT_ACTIONS: tuple[Action, ...] = ("fix_code", "fix_config", "fix_environment")

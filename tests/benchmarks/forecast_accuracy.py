@@ -142,7 +142,7 @@ def main() -> int:
 
 def of_the_engine(options: argparse.Namespace) -> Iterator[Case]:
     """What the real engine allocates, beside what the tools say."""
-    from autods.forecast.simulate import SimulationFailed, Simulator
+    from autods.forecast.simulate import ProcessSimulator, SimulationFailed
     from autods.forecast.values import EngineSpec
     from autods.rank.preload import preload
     from autods.workload import make_source
@@ -158,7 +158,7 @@ def of_the_engine(options: argparse.Namespace) -> Iterator[Case]:
         )
         with tempfile.TemporaryDirectory() as folder:
             source = make_source(golden.workload_file(architecture, Path(folder), plain=False))
-            with Simulator(source, processes=1) as simulator:
+            with ProcessSimulator(source, processes=1) as simulator:
                 for rung, checkpointing in product(options.rungs.split(","), options.checkpointing.split(",")):
                     ask = EngineSpec(
                         rung=rung, ds_config=golden.config_of(rung, accumulation=1), world_size=WORLD,

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ["DS_ACCELERATOR"] = "cpu"
 
 from autods.config.rungs import read_rungs
-from autods.forecast.simulate import SimulationFailed, Simulator
+from autods.forecast.simulate import ProcessSimulator, SimulationFailed
 from autods.forecast.values import PHASES, EngineSpec
 from autods.rank.preload import freeze, preload
 from autods.workload import make_source
@@ -163,7 +163,7 @@ def _simulated(cases: Sequence[Case]) -> Iterator[tuple[str, Case, Any]]:
         device, architecture, own = group
         with tempfile.TemporaryDirectory() as folder:
             path = golden.workload_file(architecture, Path(folder), plain=device == "cuda", optimizer=own or "adamw")
-            with Simulator(make_source(path), processes=1) as simulator:
+            with ProcessSimulator(make_source(path), processes=1) as simulator:
                 asks = [(case, case.ask()) for case in members]
                 for case, ask in asks:
                     try:

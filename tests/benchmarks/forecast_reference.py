@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from autods.api import PLAN
-from autods.forecast.simulate import Simulator
+from autods.forecast.simulate import ProcessSimulator
 from autods.forecast.values import EngineSpec
-from autods.planner.simulate import SiteGroup, engine_spec
+from autods.planner.simulate import SiteGroup, make_group_engine
 from autods.requests import PlanRequest
 
 GEOMETRIES = Path(__file__).parents[2] / "examples" / "geometries"
@@ -62,9 +62,9 @@ def simulated(model: str, *, gpus: int, rungs: tuple[str, ...]) -> dict[str, tup
     question = PLAN.resolve(request)
     group = SiteGroup(sites=question.sites)
     found = {}
-    with Simulator(question.source) as simulator:
+    with ProcessSimulator(question.source) as simulator:
         facts = simulator.facts()
-        asks = [engine_spec(rung, question.sites[0], question, facts, group) for rung in question.ladder]
+        asks = [make_group_engine(rung, question.sites[0], question, facts, group) for rung in question.ladder]
         for ask in asks:
             if isinstance(ask, EngineSpec):
                 (answer,) = simulator.simulate(ask, [1])

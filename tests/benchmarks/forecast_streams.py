@@ -29,7 +29,7 @@ from autods.config.catalogue import read_catalogue
 from autods.forecast.predict.allocator import find_least_limit, replay
 from autods.forecast.predict.late_blocks import find_returns
 from autods.forecast.predict.prices import PriceList, read_constants
-from autods.forecast.simulate import Simulator
+from autods.forecast.simulate import ProcessSimulator
 from autods.forecast.values import EngineSpec, Simulation
 from autods.workload import make_source
 from tests.benchmarks.forecast_speed import MODELS
@@ -60,7 +60,7 @@ def main() -> int:
         sizes = MODELS[options.model][0]
         common = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}
         path.write_text(json.dumps(common | sizes))
-        with Simulator(make_source(path)) as simulator:
+        with ProcessSimulator(make_source(path)) as simulator:
             efficiency = read_constants().efficiency
             machine = read_catalogue()[options.on]
             prices = PriceList(machine=machine, ranks_per_node=min(8, options.gpus), efficiency=efficiency)

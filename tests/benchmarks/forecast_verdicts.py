@@ -35,7 +35,7 @@ from autods.config.rungs import read_rungs
 from autods.errors import AutodsError
 from autods.forecast.predict.calibration import Observation, calibrate_forecast
 from autods.forecast.predict.verdict import judge_memory, judge_tier
-from autods.forecast.simulate import SimulationFailed, Simulator
+from autods.forecast.simulate import ProcessSimulator, SimulationFailed
 from autods.forecast.values import EngineSpec, Simulation, TierForecast
 from autods.types import Fit, Knobs, ModelFacts, Steps, Trial, WorkloadSource
 from autods.units import parse_bytes
@@ -238,7 +238,7 @@ def forecast(setup: Setup, rows: Iterable[Row], scratch: Path) -> list[Row]:
             ran.setdefault(row.rung, []).append(row)
     asks: dict[str, EngineSpec] = {}
     found: dict[tuple[str, int], Simulation] = {}
-    with Simulator(source(setup.workload, scratch), processes=1) as simulator:
+    with ProcessSimulator(source(setup.workload, scratch), processes=1) as simulator:
         facts = simulator.facts("cpu")
         for rung, of_rung in ran.items():
             ask = asks[rung] = ask_of(setup, rung, facts)

@@ -61,11 +61,11 @@ from recorded import (
 from autods.config.profiles import Budget
 from autods.config.settings import Settings
 from autods.errors import AutodsError
-from autods.forecast.values import Engine, EngineSpec, Simulation, Simulator
+from autods.forecast.values import Engine, EngineSpec, ProcessSimulator, Simulation
 from autods.journal import Journal, TrialStore
 from autods.system.host import installed_versions, read_hardware
 from autods.tuner.fit import FitResult, fit, search
-from autods.tuner.forecasts import open_forecaster
+from autods.tuner.trial_forecasts import open_forecaster
 from autods.tuner.trials import FitContext
 from autods.types import Fit, ModelFacts, OutOfMemory, Record, Steps, Trial
 from autods.units import format_bytes
@@ -283,7 +283,7 @@ def grid_path(workload: Workload) -> Path:
 
 def replayed(workload: Workload, options: argparse.Namespace) -> dict[str, Any]:
     """The search of every seed against the recorded grid."""
-    from autods.forecast.simulate import Simulator as RealSimulator
+    from autods.forecast.simulate import ProcessSimulator as RealSimulator
 
     with tempfile.TemporaryDirectory() as folder:
         settings = settings_of(workload, Path(folder))
@@ -370,7 +370,7 @@ def told(records: Sequence[Record], reasons: Mapping[str, str]) -> tuple[str, ..
 class Remembered:
     """A simulator whose answers are kept from seed to seed: they are the same."""
 
-    def __init__(self, simulator: Simulator) -> None:
+    def __init__(self, simulator: ProcessSimulator) -> None:
         self.simulator = simulator
         self.known: dict[tuple[str, int], Simulation] = {}
 

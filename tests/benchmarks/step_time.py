@@ -33,7 +33,7 @@ from autods.config.catalogue import Machine, read_catalogue
 from autods.forecast.predict.prices import Constants, PriceList, read_constants
 from autods.forecast.predict.schedule import Schedule
 from autods.forecast.predict.step_time import StepTime, forecast_step
-from autods.forecast.simulate.client import Simulator
+from autods.forecast.simulate.client import ProcessSimulator
 from autods.forecast.values import EngineSpec
 from autods.types import WorkloadSource
 
@@ -212,7 +212,7 @@ def simulate(table: Table, row: Row, folder: Path | None) -> Schedule:
         checkpointing=row.checkpointing,
         capability=capability,
     )
-    with Simulator(source) as simulator:
+    with ProcessSimulator(source) as simulator:
         (simulation,) = simulator.simulate(spec, [row.micro_batch])
     assert simulation.schedule is not None
     print(f"{row.name}: simulated in {simulation.seconds:.0f} s", file=sys.stderr)

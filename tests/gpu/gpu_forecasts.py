@@ -17,7 +17,7 @@ from autods.forecast.predict.calibration import observe_trial
 from autods.forecast.predict.memory_model import compute_rank_memory, read_overheads
 from autods.forecast.predict.step_time import forecast_speed
 from autods.forecast.predict.verdict import judge_memory
-from autods.forecast.simulate import SimulationFailed, Simulator
+from autods.forecast.simulate import ProcessSimulator, SimulationFailed
 from autods.forecast.values import EngineSpec, Simulation
 from autods.schema import read_as
 from autods.types import Fit, ModelFacts
@@ -46,13 +46,17 @@ def foreseen(
 
     with tempfile.TemporaryDirectory(prefix="autods-gpu-") as folder:
         for model, of_model in groupby(sorted(cells, key=engine), key=lambda cell: cell["model"]):
-            with Simulator(source(model, Path(folder)), processes=1) as simulator:
+            with ProcessSimulator(source(model, Path(folder)), processes=1) as simulator:
                 for _, same in groupby(list(of_model), key=engine):
                     yield from _of_engine(simulator, list(same), device, usable_bytes, machine)
 
 
 def _of_engine(
-    simulator: Simulator, cells: Sequence[Mapping[str, Any]], device: str, usable_bytes: int, machine: Machine | None
+    simulator: ProcessSimulator,
+    cells: Sequence[Mapping[str, Any]],
+    device: str,
+    usable_bytes: int,
+    machine: Machine | None,
 ) -> Iterator[Row]:
     asks = [ask_of(cell, device, usable_bytes) for cell in cells]
     try:

@@ -10,7 +10,7 @@ import pytest
 
 from autods.events import Note
 from autods.forecast.predict.verdict import judge_memory
-from autods.forecast.simulate import Simulator
+from autods.forecast.simulate import ProcessSimulator
 from autods.forecast.values import EngineSpec
 from autods.runner.runner import RayRunner
 from autods.system.host import read_hardware
@@ -167,7 +167,7 @@ def test_the_pipeline_of_a_script_is_counted_too(ray, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def experts_simulator(runners):
-    with Simulator(runners("experts.py").settings.source, processes=1) as simulator:
+    with ProcessSimulator(runners("experts.py").settings.source, processes=1) as simulator:
         yield simulator
 
 

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from autods import api
 from autods.config.rungs import read_rungs, select_rungs
 from autods.errors import InputError
-from autods.forecast.simulate import Simulator
+from autods.forecast.simulate import ProcessSimulator
 from autods.forecast.values import EngineSpec
 from autods.types import Knobs
 from autods.workload import make_source
@@ -118,7 +118,7 @@ def _ask(name):
 
 def test_a_script_is_forecast_like_its_model_py(users):
     script, model = make_source(users / "with_args.py", argv=ARGS), make_source(users / "twin.py")
-    with Simulator(script) as script_simulator, Simulator(model) as other:
+    with ProcessSimulator(script) as script_simulator, ProcessSimulator(model) as other:
         for rung in ("zero1", "zero3-offload"):
             ours, larger = script_simulator.simulate(_ask(rung), [8, 2048])
             (theirs,) = other.simulate(_ask(rung), [8])

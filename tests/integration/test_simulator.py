@@ -15,7 +15,7 @@ import pytest
 
 from autods.config.deepspeed import merge
 from autods.forecast.predict.schedule import BITS, CODES, HOST, RUN, Work
-from autods.forecast.simulate import SimulatedEngine, SimulationFailed, Simulator
+from autods.forecast.simulate import ProcessSimulator, SimulatedEngine, SimulationFailed
 from autods.forecast.values import EngineSpec, Simulation
 from autods.workload import make_source
 from tests.support import golden_cases as golden
@@ -66,9 +66,9 @@ def spec_of(rung: str, **changes: object) -> EngineSpec:
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulator]:
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessSimulator]:
     source = make_source(golden.workload_file("llama", tmp_path_factory.mktemp("llama"), plain=False))
-    with Simulator(source) as simulator:
+    with ProcessSimulator(source) as simulator:
         yield simulator
 
 
@@ -81,7 +81,7 @@ def write_model(folder: Path, lines: str = "", moved: str = "") -> Path:
 class Lines:
     """A simulator of a model with all the lines."""
 
-    def __init__(self, simulator: Simulator, path: Path) -> None:
+    def __init__(self, simulator: ProcessSimulator, path: Path) -> None:
         self.simulator, self.path = simulator, path
 
     def simulate(self, line: int) -> Simulation:
@@ -97,25 +97,25 @@ class Lines:
 def lines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lines]:
     text = "\n".join(f"        if len(x) == {size}: {line}" for size, line in LINES.items())
     path = write_model(tmp_path_factory.mktemp("lines"), text)
-    with Simulator(make_source(path)) as simulator:
+    with ProcessSimulator(make_source(path)) as simulator:
         yield Lines(simulator, path)
 
 
-def test_facts_come_without_weights(llama: Simulator) -> None:
+def test_facts_come_without_weights(llama: ProcessSimulator) -> None:
     facts = llama.facts()
     assert facts.largest_parameter == 1000 * 128
     assert facts.checkpointing
     assert facts.tokens_per_sample == 32
 
 
-def test_a_rank_updates_all_under_ddp_and_its_share_under_zero1(llama: Simulator) -> None:
+def test_a_rank_updates_all_under_ddp_and_its_share_under_zero1(llama: ProcessSimulator) -> None:
     parameters = llama.facts().parameters
     (ddp,), (zero1,) = (llama.simulate(spec_of(rung), (1,)) for rung in ("ddp", "zero1"))
     assert ddp.optimizer_elements == parameters
     assert zero1.optimizer_elements == -(-parameters // golden.WORLD)
 
 
-def test_offloaded_states_lie_on_the_host_and_pinned(llama: Simulator) -> None:
+def test_offloaded_states_lie_on_the_host_and_pinned(llama: ProcessSimulator) -> None:
     (on_device,), (offloaded,) = (llama.simulate(spec_of(rung), (1,)) for rung in ("zero2", "zero2-offload"))
     assert on_device.live_bytes["step"]["pinned"] == 0
     assert offloaded.live_bytes["step"]["pinned"] >= 4 * offloaded.optimizer_elements
@@ -123,7 +123,7 @@ def test_offloaded_states_lie_on_the_host_and_pinned(llama: Simulator) -> None:
     assert offloaded.live_bytes["step"]["device"] < on_device.live_bytes["step"]["device"]
 
 
-def test_swap_files_are_counted_and_not_written(llama: Simulator) -> None:
+def test_swap_files_are_counted_and_not_written(llama: ProcessSimulator) -> None:
     (swapped,) = llama.simulate(spec_of("zero3-nvme", world_size=1), (1,))
     in_groups_of_some_size = 600_000  # elements; what is smaller than 1 MiB stays in memory
     assert swapped.nvme_bytes >= 12 * in_groups_of_some_size
@@ -131,14 +131,14 @@ def test_swap_files_are_counted_and_not_written(llama: Simulator) -> None:
 
 
 @pytest.mark.parametrize("rung", ["zero2", "zero3-offload"])
-def test_the_order_of_micro_batches_changes_no_answer(llama: Simulator, rung: str) -> None:
+def test_the_order_of_micro_batches_changes_no_answer(llama: ProcessSimulator, rung: str) -> None:
     upwards = llama.simulate(spec_of(rung), (1, 4))
     downwards = llama.simulate(spec_of(rung), (4, 1))
     for first, second in zip(upwards, reversed(downwards), strict=True):
         assert replace(first, seconds=0) == replace(second, seconds=0)
 
 
-def test_the_traces_replay_to_the_peaks(llama: Simulator) -> None:
+def test_the_traces_replay_to_the_peaks(llama: ProcessSimulator) -> None:
     with llama.engine(spec_of("zero3-offload")) as engine:
         for micro_batch in (1, 2):
             result = engine.measure(micro_batch)
@@ -153,13 +153,13 @@ def test_the_traces_replay_to_the_peaks(llama: Simulator) -> None:
                 assert now <= peak == max(tiers[tier] for tiers in result.live_bytes.values())
 
 
-def test_the_breakdown_adds_up_to_the_peak(llama: Simulator) -> None:
+def test_the_breakdown_adds_up_to_the_peak(llama: ProcessSimulator) -> None:
     (result,) = llama.simulate(spec_of("zero2"), (4,))
     assert sum(result.breakdown.values()) == max(tiers["device"] for tiers in result.live_bytes.values())
     assert result.breakdown["activations"] > 0
 
 
-def test_thousands_of_ranks_are_simulated_as_few(llama: Simulator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thousands_of_ranks_are_simulated_as_few(llama: ProcessSimulator, monkeypatch: pytest.MonkeyPatch) -> None:
     (few,), (many,) = (llama.simulate(spec_of("zero3", world_size=world), (1,)) for world in (8, 8192))
     assert many.optimizer_elements < few.optimizer_elements / 500
     assert many.live_bytes["forward"]["device"] < few.live_bytes["forward"]["device"]
@@ -177,17 +177,19 @@ def count_work(simulation: Simulation) -> Counter[Work]:
 
 
 @pytest.fixture(scope="module")
-def every_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulator]:
+def every_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessSimulator]:
     """Llama again, where DeepSpeed makes the views of every rank."""
     source = make_source(golden.workload_file("llama", tmp_path_factory.mktemp("every_rank"), plain=False))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AUTODS_EVERY_RANK", "1")
-        with Simulator(source) as simulator:
+        with ProcessSimulator(source) as simulator:
             yield simulator
 
 
 @pytest.mark.parametrize("world_size", [8, 24])
-def test_views_for_rank_zero_alone_change_no_forecast(llama: Simulator, every_rank: Simulator, world_size: int) -> None:
+def test_views_for_rank_zero_alone_change_no_forecast(
+    llama: ProcessSimulator, every_rank: ProcessSimulator, world_size: int
+) -> None:
     for rung in ("zero3", "zero3-offload"):
         spec = spec_of(rung, world_size=world_size)
         (alone,), (whole,) = (simulator.simulate(spec, (1,)) for simulator in (llama, every_rank))
@@ -197,13 +199,13 @@ def test_views_for_rank_zero_alone_change_no_forecast(llama: Simulator, every_ra
         assert count_work(alone) == count_work(whole)
 
 
-def test_zero_init_needs_less_host_memory(llama: Simulator) -> None:
+def test_zero_init_needs_less_host_memory(llama: ProcessSimulator) -> None:
     (plain,), (under,) = (llama.simulate(spec_of("zero3", zero_init=zero_init), (1,)) for zero_init in (False, True))
     assert under.live_bytes["init"]["host"] < plain.live_bytes["init"]["host"] / 4
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_every_precision_is_simulated(llama: Simulator, precision: str) -> None:
+def test_every_precision_is_simulated(llama: ProcessSimulator, precision: str) -> None:
     config = golden.config_of("zero2", accumulation=1, precision=precision)
     (result,), (bf16,) = (llama.simulate(spec, (1,)) for spec in (spec_of("zero2", ds_config=config), spec_of("zero2")))
     assert (result.live_bytes["forward"]["device"] > bf16.live_bytes["forward"]["device"]) == (precision == "fp32")
@@ -249,7 +251,7 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> Moved:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
-        with Simulator(make_source(write_model(folder, moved=".cuda()"))) as simulator:
+        with ProcessSimulator(make_source(write_model(folder, moved=".cuda()"))) as simulator:
             return Moved(simulator.simulate(spec_of("zero1"), (PLAIN,))[0], opened)
 
 
@@ -279,7 +281,7 @@ def test_the_next_engine_works_after_one_died(lines: Lines) -> None:
 def test_nothing_is_left_running(tmp_path: Path) -> None:
     path = write_model(tmp_path, "        import time; time.sleep(1000)")
     others = worker_pids()
-    with Simulator(make_source(path)) as simulator, simulator.engine(spec_of("zero1")) as engine:
+    with ProcessSimulator(make_source(path)) as simulator, simulator.engine(spec_of("zero1")) as engine:
         (group,) = worker_pids() - others
         threading.Thread(target=measure_until_killed, args=(engine,), daemon=True).start()
         wait_for(lambda: len(alive_in(group)) > 1, 60)  # the prepared process and an engine
@@ -317,7 +319,7 @@ def with_optimizer(name: str, rung: str = "zero1", **params: object) -> EngineSp
     return spec_of(rung, ds_config=config)
 
 
-def test_the_optimizer_of_the_config_decides_the_states(llama: Simulator) -> None:
+def test_the_optimizer_of_the_config_decides_the_states(llama: ProcessSimulator) -> None:
     held = {}
     for name in ("adamw", "sgd", "adagrad", "lion", "lamb"):
         (result,) = llama.simulate(with_optimizer(name), (1,))
@@ -329,7 +331,7 @@ def test_the_optimizer_of_the_config_decides_the_states(llama: Simulator) -> Non
     assert saved == {"adamw": 0, "sgd": 1, "adagrad": 1 - 4, "lion": 1, "lamb": 0}
 
 
-def test_a_gpu_takes_the_foreach_form_of_torchs_optimizers(llama: Simulator) -> None:
+def test_a_gpu_takes_the_foreach_form_of_torchs_optimizers(llama: ProcessSimulator) -> None:
     """Unless the config names another one, as that of autods does: the fused step needs no temporary."""
     parameters = llama.facts().parameters
     config = golden.config_of("ddp", accumulation=1, precision="fp32")
@@ -344,12 +346,12 @@ def test_a_gpu_takes_the_foreach_form_of_torchs_optimizers(llama: Simulator) -> 
     assert foreach - fused == pytest.approx(4 * parameters, rel=0.01)
 
 
-def test_muons_compiled_update_runs_as_written_with_a_note(llama: Simulator) -> None:
+def test_muons_compiled_update_runs_as_written_with_a_note(llama: ProcessSimulator) -> None:
     (result,) = llama.simulate(with_optimizer("muon"), (1,))
     assert any("Muon" in sentence for sentence in result.assumed)
 
 
-def test_an_untested_optimizer_names_the_key_that_allows_it(llama: Simulator) -> None:
+def test_an_untested_optimizer_names_the_key_that_allows_it(llama: ProcessSimulator) -> None:
     untested = with_optimizer("sgd")
     config = {key: value for key, value in untested.ds_config.items() if key != "zero_allow_untested_optimizer"}
     with pytest.raises(SimulationFailed, match=r'optimizer SGD.*\n.*"zero_allow_untested_optimizer": true') as failed:
@@ -357,7 +359,7 @@ def test_an_untested_optimizer_names_the_key_that_allows_it(llama: Simulator) ->
     assert failed.value.kind == "engine"
 
 
-def test_a_compiled_op_of_unknown_memory_is_refused(llama: Simulator) -> None:
+def test_a_compiled_op_of_unknown_memory_is_refused(llama: ProcessSimulator) -> None:
     config = golden.config_of("zero3", accumulation=1)
     config["zero_optimization"]["zero_quantized_weights"] = True
     with pytest.raises(SimulationFailed, match=r"compiled function quantizer\..* is not simulated") as failed:
@@ -366,18 +368,20 @@ def test_a_compiled_op_of_unknown_memory_is_refused(llama: Simulator) -> None:
 
 
 @pytest.fixture(scope="module")
-def with_adafactor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulator]:
+def with_adafactor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessSimulator]:
     """Llama with torch's Adafactor and an attention mask, which holds padding where the micro batch is even."""
     path = golden.workload_file(
         "llama", tmp_path_factory.mktemp("with_adafactor"), plain=False, optimizer="own-adafactor"
     )
     text = path.read_text().replace("padded=None", "padded=micro_batch % 2 == 0")
     path.write_text(text)
-    with Simulator(make_source(path)) as simulator:
+    with ProcessSimulator(make_source(path)) as simulator:
         yield simulator
 
 
-def test_the_states_of_the_users_optimizer_are_counted(llama: Simulator, with_adafactor: Simulator) -> None:
+def test_the_states_of_the_users_optimizer_are_counted(
+    llama: ProcessSimulator, with_adafactor: ProcessSimulator
+) -> None:
     """Adafactor keeps a row and a column of each matrix; ZeRO's flat partitions have none, and it keeps them whole."""
     for rung, saved in (("ddp", 2), ("zero1", 1)):
         (adamw,) = llama.simulate(spec_of(rung), (1,))
@@ -386,7 +390,7 @@ def test_the_states_of_the_users_optimizer_are_counted(llama: Simulator, with_ad
         assert round(less / (4 * adamw.optimizer_elements), 1) == saved
 
 
-def test_masks_take_memory_with_padding_and_a_note_without(with_adafactor: Simulator) -> None:
+def test_masks_take_memory_with_padding_and_a_note_without(with_adafactor: ProcessSimulator) -> None:
     padded, *plain = with_adafactor.simulate(with_optimizer("own-adafactor"), (4, 3, 5))
     forward = [result.live_bytes["forward"]["device"] for result in plain]
     assert padded.live_bytes["forward"]["device"] > sum(forward) / 2

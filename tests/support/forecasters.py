@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from autods.forecast.forecaster import StepForecast
 from autods.forecast.values import RungForecast, TierForecast, Verdict
+from autods.tuner.trial_forecasts import StepForecast
 from autods.types import Trial
 
 

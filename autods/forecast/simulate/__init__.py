@@ -5,6 +5,6 @@ Only `client` may be imported by the rest of autods: it needs no torch. The othe
 
 from __future__ import annotations
 
-from .client import SimulatedEngine, SimulationFailed, Simulator
+from .client import ProcessSimulator, SimulatedEngine, SimulationFailed
 
-__all__ = ["SimulatedEngine", "SimulationFailed", "Simulator"]
+__all__ = ["ProcessSimulator", "SimulatedEngine", "SimulationFailed"]

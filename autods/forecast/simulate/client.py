@@ -86,7 +86,7 @@ class SimulatedEngine:
         self._connection.close()
 
 
-class Simulator(values.Simulator):
+class ProcessSimulator(values.Simulator):
     """The simulated device for one workload: a prepared process that forks engines, started when first needed.
 
     At most `processes` engines live at a time. All processes are gone when the block ends. Thread-safe.
@@ -110,7 +110,7 @@ class Simulator(values.Simulator):
         self._ended = False
         self._stuck: SimulationFailed | None = None
 
-    def __enter__(self) -> Simulator:
+    def __enter__(self) -> ProcessSimulator:
         return self
 
     def __exit__(self, *raised: object) -> None:

@@ -16,7 +16,7 @@ import torch
 from ...rank.patching import declare, declare_all
 from ...rank.preload import PROCESSOR
 from .ledger import Ledger
-from .protocol import Refused
+from .protocol import SimulationRefused
 from .work_log import WorkLog
 
 _IN_PLACE = frozenset({
@@ -133,7 +133,9 @@ class _Ops(types.ModuleType):
         def refuse(*args: Any, **kwargs: Any) -> Any:
             # Its use of memory is not known, and no forecast is better than a wrong one.
             problem = f"DeepSpeed's compiled function {self.__name__}.{name} is not simulated"
-            raise Refused("unsupported", problem, "forecast with --no-forecast, or measure by a trial (autods fit)")
+            raise SimulationRefused(
+                "unsupported", problem, "forecast with --no-forecast, or measure by a trial (autods fit)"
+            )
 
         return refuse
 

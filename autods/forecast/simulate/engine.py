@@ -81,7 +81,7 @@ class BuiltModel:
         return model
 
 
-class Engine:
+class RankEngine:
     """DeepSpeed's engine in a separate process. It builds the model unless it gets a built one.
 
     Initialise it once, and measure each micro batch in a fork of that process: so no answer depends on others.

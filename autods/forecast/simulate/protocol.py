@@ -56,7 +56,7 @@ def receive(connection: socket.socket) -> Generator[Any, None, None]:
             yield pickle.load(stream)
 
 
-class Refused(Exception):
+class SimulationRefused(Exception):
     """The simulation cannot or must not go on; the fields are those of `protocol.Failure`."""
 
     def __init__(self, kind: str, problem: str, hint: str | None = None) -> None:
@@ -66,7 +66,7 @@ class Refused(Exception):
 
 @contextlib.contextmanager
 def explain_optimizer_errors(config: Mapping[str, Any]) -> Iterator[None]:
-    """Turn errors of `deepspeed.initialize` or of a step about the config's optimizer into `Refused`."""
+    """Turn errors of `deepspeed.initialize` or of a step about the config's optimizer into `SimulationRefused`."""
     try:
         yield
     except Exception as error:
@@ -96,13 +96,13 @@ def explain_optimizer_errors(config: Mapping[str, Any]) -> Iterator[None]:
             ),
         ):  # fmt: skip
             if isinstance(error, error_type) and part in message:
-                raise Refused(kind, problem, hint) from error
+                raise SimulationRefused(kind, problem, hint) from error
         raise
 
 
 def failure_of(error: BaseException, user_file: str) -> Failure:
     """The failure that an exception means; `place` is the innermost line of the user's file."""
-    if isinstance(error, Refused):
+    if isinstance(error, SimulationRefused):
         return Failure(kind=error.kind, problem=error.problem, hint=error.hint)
     if isinstance(error, SymbolMissing):
         problem, _, advice = read_text(error).partition("\n")

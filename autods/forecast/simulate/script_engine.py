@@ -36,8 +36,8 @@ from .engine import SimulationContext, read_ledger, swap_into
 from .protocol import (
     Failure,
     ModelRequest,
-    Refused,
     Request,
+    SimulationRefused,
     explain_optimizer_errors,
     failure_of,
     receive,
@@ -217,7 +217,7 @@ def _failure_of(error: BaseException, source: WorkloadSource) -> Failure:
     if isinstance(error, WorkloadError):
         return Failure(kind="user_code", problem=error.problem, place=error.place, hint=error.hint)
     failure = failure_of(error, source.path)
-    if isinstance(error, Refused):
+    if isinstance(error, SimulationRefused):
         return failure
     place = str(find_raiser(error) or failure.place or source.path)
     if "FakeTensorDeviceMismatchError" in failure.problem:  # a real GPU raises an error here too

@@ -30,7 +30,7 @@ from ...rank.patching import SymbolMissing
 from ...system import processes, stacks
 from ...types import WorkloadSource
 from ..values import EngineSpec
-from .protocol import Answer, Refused, Request, WorkloadReady, failure_of, receive, send
+from .protocol import Answer, Request, SimulationRefused, WorkloadReady, failure_of, receive, send
 
 if TYPE_CHECKING:
     from ...workload.protocol import Workload
@@ -74,10 +74,10 @@ def _prepare(device: Device, source: WorkloadSource, scratch: str, client: socke
     os.environ.update(DS_ACCELERATOR=accelerator.name, DS_IGNORE_CUDA_DETECTION="1", CUDA_VISIBLE_DEVICES="")
     try:
         _import_libraries(device)
-    except (Refused, SymbolMissing):
+    except (SimulationRefused, SymbolMissing):
         raise
     except Exception as error:  # nothing of the user's was imported on purpose so far
-        raise Refused("environment", *describe_failed_import(error).split("\n  ")) from error
+        raise SimulationRefused("environment", *describe_failed_import(error).split("\n  ")) from error
     from ...rank import preload
     from ...workload.load import in_one_process, load
     from .engine import SimulationContext
@@ -232,7 +232,7 @@ def _end() -> NoReturn:
 def _answer_requests(connection: socket.socket, request: Request, prepared: _Prepared) -> NoReturn:
     """The life of a process that forks engines of one spec, or of one that looks at the model."""
     faulthandler.enable()
-    from .engine import Engine, look_at_model
+    from .engine import RankEngine, look_at_model
 
     context, source, workload = prepared.context, prepared.source, prepared.workload
     with tempfile.TemporaryDirectory(dir=prepared.scratch) as scratch:
@@ -243,7 +243,7 @@ def _answer_requests(connection: socket.socket, request: Request, prepared: _Pre
 
                 script_engine.answer_requests(connection, request, context, source, scratch)
             elif isinstance(request, EngineSpec):
-                engine = Engine(context, workload, request, scratch, prepared.model)
+                engine = RankEngine(context, workload, request, scratch, prepared.model)
                 initialized = False
                 for micro_batch in receive(connection):
                     initialized = initialized or _succeeds(connection, source, engine.initialize)

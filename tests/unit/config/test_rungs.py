@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from autods.config.catalogue import Site
-from autods.config.rungs import NEEDS, PLACEHOLDERS, Need, Rung, fill_in, read_rungs, select_rungs, unmet_need
+from autods.config.rungs import NEEDS, PLACEHOLDERS, Rung, RungNeed, fill_in, read_rungs, select_rungs, unmet_need
 from autods.errors import InputError
 from autods.system.host import data_folder
 from autods.types import ModelFacts
@@ -196,7 +196,7 @@ def lack_switch(asked: Any, site: Site, facts: ModelFacts | None) -> str | None:
 
 
 def test_a_made_up_need_is_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(NEEDS, "ranks_per_node", Need(value=int, find_lack=lack_switch))
+    monkeypatch.setitem(NEEDS, "ranks_per_node", RungNeed(value=int, find_lack=lack_switch))
     rung_file(tmp_path, old="[needs]", new="[needs]\nranks_per_node = 8")
     rung = read_rungs((tmp_path,))["mine"]
     assert unmet_need(rung, make_site(16, ranks_per_node=8), FACTS) is None

@@ -14,7 +14,7 @@ from autods.forecast.simulate import SimulationFailed
 from autods.forecast.testing import ScriptedSimulator, fail_with, simulate_peaks
 from autods.forecast.values import EngineSpec, RungFinished, RungForecast, Simulation
 from autods.planner.plan import interleave_stage_3, plan
-from autods.planner.simulate import SiteGroup, engine_spec, group_sites
+from autods.planner.simulate import SiteGroup, group_sites, make_group_engine
 from autods.types import ModelFacts
 from tests.support.planned import FACTS, GIB, NEEDS, SOURCE, Planned, question, shrinking
 
@@ -322,7 +322,7 @@ def test_machines_of_other_ranks_or_precision_are_simulated_apart() -> None:
 def test_an_engine_spec_holds_the_whole_config() -> None:
     asked = question(nvme="1TiB", zero_init=True, checkpointing="off")
     group = SiteGroup(sites=asked.sites)
-    asks = [engine_spec(rung, asked.sites[0], asked, FACTS, group) for rung in asked.ladder]
+    asks = [make_group_engine(rung, asked.sites[0], asked, FACTS, group) for rung in asked.ladder]
     assert all(isinstance(ask, EngineSpec) for ask in asks)
     nvme = asks[-1]
     assert isinstance(nvme, EngineSpec)

@@ -8,7 +8,7 @@ import pytest
 
 from autods.config.settings import apply_survey
 from autods.errors import InputError
-from autods.forecast.forecaster import why_not_forecast
+from autods.forecast.simulation_cache import why_not_forecast
 from autods.report.plan_view import suggestions
 from autods.tuner.candidates import (
     Candidate,

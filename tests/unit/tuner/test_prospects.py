@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from autods.forecast.forecaster import StepForecast
 from autods.runner.testing import ScriptedRunner
 from autods.tuner.candidates import list_candidates
-from autods.tuner.forecasts import NoForecaster
 from autods.tuner.ladder_walk import walk_ladder
 from autods.tuner.prospects import MOST_AT_FIRST, Prospect, find_prospect, order_by_time, rank
+from autods.tuner.trial_forecasts import NoForecaster, StepForecast
 from autods.types import Trial
 from tests.support.contexts import make_context
 from tests.support.walks import FACTS, FITS, SETTINGS

@@ -13,12 +13,11 @@ import pytest
 
 from autods.config.profiles import Budget
 from autods.config.settings import Settings
-from autods.forecast.forecaster import StepForecast
 from autods.forecast.values import RungForecast, TierForecast
 from autods.journal import Journal, TrialStore, trial_key
 from autods.runner.testing import fit, out_of_memory
 from autods.tuner.fit import FitResult, build_report, search
-from autods.tuner.forecasts import NO_FORECASTER, Forecaster
+from autods.tuner.trial_forecasts import NO_FORECASTER, Forecaster, StepForecast
 from autods.tuner.trials import FitContext
 from autods.types import Fit, Outcome, Record, Tier, TierUse, Trial
 from tests.support.contexts import make_context

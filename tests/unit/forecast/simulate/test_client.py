@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from autods.forecast.simulate import SimulationFailed
-from autods.forecast.simulate.client import SimulatedEngine, Simulator
+from autods.forecast.simulate.client import ProcessSimulator, SimulatedEngine
 from autods.forecast.simulate.protocol import Failure, send
 from autods.system import waiting
 from autods.types import ModelFacts
@@ -57,7 +57,7 @@ def test_an_import_that_never_ends_ends_the_simulation(tmp_path: Path, monkeypat
     monkeypatch.setattr(sys, "executable", make_python(tmp_path, source))
     monkeypatch.setattr(waiting, "FIRST_S", 1.0)
     reports: list[str] = []
-    with Simulator(source, limit_s=2.0, report=reports.append) as simulator:
+    with ProcessSimulator(source, limit_s=2.0, report=reports.append) as simulator:
         for _ in range(2):  # the second waits for nothing
             with pytest.raises(SimulationFailed, match=f"{source.path}:5: wait has not come back for 2 s"):
                 simulator.facts()
@@ -66,7 +66,7 @@ def test_an_import_that_never_ends_ends_the_simulation(tmp_path: Path, monkeypat
 
 def test_an_ended_simulator_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
-    simulator = Simulator(hang_on_import(tmp_path))
+    simulator = ProcessSimulator(hang_on_import(tmp_path))
     with simulator:
         pass
     with pytest.raises(SimulationFailed, match="the simulator was ended"):

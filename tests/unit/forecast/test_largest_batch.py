@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from autods.forecast.forecaster import MOST_MEASUREMENTS, find_largest
+from autods.forecast.largest_batch import MOST_MEASUREMENTS, find_largest
 
 SIZES = range(1, 4097)
 

@@ -10,17 +10,18 @@ from typing import Any
 
 import pytest
 
+from autods.config.catalogue import describe_this_machine
 from autods.config.profiles import GrowLimits, TuneLimits
-from autods.forecast.forecaster import TrialForecaster
+from autods.forecast.simulation_cache import find_limits
 from autods.forecast.testing import ScriptedSimulator, simulate_peaks
 from autods.forecast.values import RungForecast, Verdict
 from autods.journal import Journal, TrialStore
 from autods.runner.testing import ScriptedRunner, fit, surface
 from autods.tuner.batch_size import Growth
 from autods.tuner.candidates import list_candidates
-from autods.tuner.forecasts import open_forecaster
 from autods.tuner.ladder_walk import WalkResult, walk_ladder
 from autods.tuner.optuna_search import TuneResult, tune
+from autods.tuner.trial_forecasts import TrialForecaster, open_forecaster
 from autods.types import Outcome, Trial
 from tests.support.contexts import make_context
 from tests.support.forecasters import ScriptedForecaster, scripted_forecast
@@ -169,11 +170,12 @@ def test_the_nodes_memory_is_the_limit_not_the_drivers(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal.jsonl")
     run: Any = None
     store = TrialStore(journal, journal.open(fingerprint="1"), run, lambda event: None)
-    settings = replace(SETTINGS, device="cuda", hardware=a_machine(host_gib=2048))
+    hardware = a_machine(host_gib=2048)
+    settings = replace(SETTINGS, device="cuda", machine=describe_this_machine(hardware.cards, hardware))
     start: Any = nullcontext  # no simulation runs
-    with open_forecaster(settings, lambda trial: {}, store, lambda event: None, start) as forecaster:
+    with open_forecaster(settings, FACTS, store, lambda event: None, start) as forecaster:
         assert isinstance(forecaster, TrialForecaster)
-        assert forecaster.limits.by_tier("cuda")["host"] == 2048 * GIB
+        assert find_limits(forecaster.settings.site).by_tier("cuda")["host"] == 2048 * GIB
 
 
 def test_a_resumed_fit_forecasts_as_its_first_run_did(tmp_path: Path) -> None:
@@ -188,7 +190,7 @@ def test_a_resumed_fit_forecasts_as_its_first_run_did(tmp_path: Path) -> None:
     for _ in range(2):
         journal = Journal(tmp_path / "journal.jsonl")
         store = TrialStore(journal, journal.open(fingerprint="1"), lambda trial, _: runner.run(trial), lambda _: None)
-        with open_forecaster(SETTINGS, lambda trial: {}, store, lambda event: None, lambda _: simulator) as forecaster:
+        with open_forecaster(SETTINGS, FACTS, store, lambda event: None, lambda _: simulator) as forecaster:
             for trial in trials:
                 forecasts.append(forecaster.forecast(trial))
                 store.run(trial)

@@ -8,37 +8,27 @@ from dataclasses import replace
 
 import pytest
 
-from autods.config.catalogue import Machine, Rates, Tflops
-from autods.forecast import forecaster as forecaster_module
-from autods.forecast.forecaster import Forecaster, Limits, TrialForecaster
+from autods.config.catalogue import Machine, Rates, Tflops, read_catalogue
 from autods.forecast.predict.schedule import BITS, RUN, Schedule, Work
+from autods.forecast.simulation_cache import SimulationCache
 from autods.forecast.testing import Script, ScriptedSimulator, fail_with, simulate_peaks
 from autods.forecast.values import EngineSpec, Simulation, Trace
-from autods.journal import trial_key
 from autods.runner.testing import fit, out_of_memory
-from autods.system.host import HostMemory
 from autods.tuner.candidates import list_candidates
+from autods.tuner.trial_forecasts import TrialForecaster
 from autods.types import Outcome, Trial
-from tests.support.composed import compose_config
 from tests.support.growth import FRAGMENTED_LIVE, fragment
 from tests.support.walks import FACTS, SETTINGS
 
 GIB = 2**30
 MIB = 2**20
-CANDIDATES = list_candidates(replace(SETTINGS, device_bytes=16 * GIB), FACTS, {})
+LARGE = replace(SETTINGS, device_bytes=16 * GIB)
+CANDIDATES = list_candidates(LARGE, FACTS, {})
 
 
 def trial(rung: str = "zero1", micro_batch: int = 1, accumulation: int = 1) -> Trial:
     knobs = next(candidate.knobs for candidate in CANDIDATES if candidate.rung.name == rung)
     return Trial(rung=rung, knobs=replace(knobs, micro_batch=micro_batch, accumulation=accumulation), purpose="walk")
-
-
-def spec_of(trial: Trial) -> EngineSpec:
-    rung = next(candidate.rung for candidate in CANDIDATES if candidate.rung.name == trial.rung)
-    config = compose_config(rung, trial.knobs, base=SETTINGS.base, world_size=2, own_optimizer=False)
-    return EngineSpec(
-        rung=trial.rung, ds_config=config, world_size=2, ranks_per_node=2, device_bytes=16 * GIB, device="cpu"
-    )
 
 
 def grows(spec: EngineSpec, micro_batch: int) -> Simulation:
@@ -47,13 +37,8 @@ def grows(spec: EngineSpec, micro_batch: int) -> Simulation:
 
 def make_forecaster(script: Script = grows) -> tuple[TrialForecaster, ScriptedSimulator, list[str]]:
     simulator, reported = ScriptedSimulator(FACTS, script), []
-    made = TrialForecaster(
-        forecaster=Forecaster(simulator),
-        spec_of=spec_of,
-        key_of=trial_key,
-        limits=Limits(device_bytes=16 * GIB),
-        report=reported.append,
-    )
+    cache = SimulationCache(simulator)
+    made = TrialForecaster(cache=cache, settings=LARGE, facts=FACTS, report=reported.append)
     return made, simulator, reported
 
 
@@ -75,7 +60,7 @@ def lasts_as_many_seconds_as_samples(spec: EngineSpec, micro_batch: int) -> Simu
 def test_a_step_is_forecast_with_its_least_time() -> None:
     forecaster, _, _ = make_forecaster(lasts_as_many_seconds_as_samples)
     assert forecaster.step_time(trial()) is None  # the machine is not known
-    forecaster.machine = MACHINE
+    forecaster.settings = replace(LARGE, machine=MACHINE)
     step = forecaster.step_time(trial(micro_batch=4))
     assert step is not None
     assert step.least_seconds == pytest.approx(4.0)
@@ -84,7 +69,7 @@ def test_a_step_is_forecast_with_its_least_time() -> None:
 
 def test_a_timed_trial_corrects_the_step_times_after_it() -> None:
     forecaster, _, _ = make_forecaster(lasts_as_many_seconds_as_samples)
-    forecaster.machine = MACHINE
+    forecaster.settings = replace(LARGE, machine=MACHINE)
     before = forecaster.step_time(trial(micro_batch=2))
     assert before is not None
     for size in range(1, 9):
@@ -95,16 +80,6 @@ def test_a_timed_trial_corrects_the_step_times_after_it() -> None:
     assert after is not None
     assert after.seconds == pytest.approx(1.5 * before.seconds, rel=0.03)
     assert after.least_seconds == before.least_seconds
-
-
-@pytest.mark.parametrize(("cores", "free_bytes", "engines"), [(1, 64 * GIB, 2), (64, 5 * GIB, 5), (16, 64 * GIB, 16)])
-def test_cores_and_memory_bound_how_many_engines_run(
-    cores: int, free_bytes: int, engines: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    memory = HostMemory(total_bytes=64 * GIB, free_bytes=free_bytes)
-    monkeypatch.setattr(forecaster_module, "count_cores", lambda: cores)
-    monkeypatch.setattr(forecaster_module, "read_host_memory", lambda groups: memory)
-    assert forecaster_module.count_parallel_engines() == engines
 
 
 @pytest.mark.parametrize(("micro_batch", "verdict"), [(1, "fits"), (40, "cannot_fit")])
@@ -125,17 +100,11 @@ def test_expandable_segments_of_a_trial_are_forecast() -> None:
     held = []
     for expandable in (False, True):
         made, simulator, _ = make_forecaster(pieces)
-        made = replace(
-            made, forecaster=Forecaster(simulator, expandable), spec_of=lambda trial: on_card(spec_of(trial))
-        )
+        made = replace(made, cache=SimulationCache(simulator, expandable), settings=replace(LARGE, device="cuda"))
         said = made.forecast(trial())
         assert said is not None
         held.append(said.memory["device"].peak_bytes)
     assert held[1] < 0.9 * held[0]
-
-
-def on_card(spec: EngineSpec) -> EngineSpec:
-    return replace(spec, device="cuda")
 
 
 def test_trials_that_allocate_the_same_are_simulated_once() -> None:
@@ -265,13 +234,21 @@ def test_a_model_that_wants_ever_more_samples_has_no_forecast() -> None:
     assert len(reported) == 1
 
 
-def test_a_stopped_engine_forecasts_what_it_has_simulated() -> None:
-    simulator = ScriptedSimulator(FACTS, grows)
-    limits = Limits(device_bytes=16 * GIB)
-    with Forecaster(simulator).open(spec_of(trial())) as engine:
-        forecast = engine.forecast(1, limits)
-        engine.stop()
-        assert engine.forecast(1, limits) == forecast
-        assert len(simulator.engines) == 1
-        engine.simulate(2)  # needs another one
-    assert len(simulator.engines) == 2
+def test_a_fits_forecast_knows_when_blocks_come_back() -> None:
+    """A block that an idle stream has used is free at once, by the clocks of a machine with rates."""
+    events = [100 * MIB, ~0, 100 * MIB]
+    trace = Trace(events=events, marks=((0, "forward"),), issued=[0, 0, 0], users={0: (0,)}, held={0: len(events)})
+    schedule = Schedule(events=(0 << BITS | RUN,), works=(_SECOND,))
+
+    def frees_a_block(spec: EngineSpec, micro_batch: int) -> Simulation:
+        return replace(simulate_peaks(1, forward=100 * MIB), traces={"device": trace}, schedule=schedule)
+
+    def most_bytes(machine: Machine) -> int:
+        made, _, _ = make_forecaster(frees_a_block)
+        made.settings = replace(LARGE, device="cuda", machine=machine)
+        forecast = made.forecast(trial())
+        assert forecast is not None
+        return forecast.memory["device"].high_bytes
+
+    h100 = read_catalogue()["h100-80gb"]
+    assert most_bytes(h100) < most_bytes(replace(h100, rates=None))

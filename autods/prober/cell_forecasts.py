@@ -13,18 +13,17 @@ from ..config.plan_settings import NVME_PLACE, spread_ranks
 from ..config.settings import Settings
 from ..devices import find_device
 from ..events import Listener, Note
-from ..forecast.forecaster import MOST_MICRO_BATCH, PARALLEL_ENGINES, Forecaster, Limits, why_not_forecast
+from ..forecast.largest_batch import MOST_MICRO_BATCH
 from ..forecast.predict.allocator import read_alloc_conf
-from ..forecast.simulate.client import SimulationFailed
-from ..forecast.simulate.client import Simulator as ProcessSimulator
+from ..forecast.simulate.client import ProcessSimulator, SimulationFailed
+from ..forecast.simulation_cache import PARALLEL_ENGINES, SimulationCache, find_limits, make_engine, why_not_forecast
 from ..forecast.values import Simulator, StartSimulator
 from ..journal import TrialStore, trial_key
 from ..schema import read_as
-from ..tuner.forecasts import engine_spec, shorten_accumulation
 from ..tuner.trials import micro_batches
 from ..types import Knobs, ModelFacts, Scalar, Trial, WorkloadSource
 from ..workload.conditions import apply_to_source
-from .grid import compose_cell_config, settings_under_conditions
+from .grid import settings_under_conditions
 from .request import ProbeSettings
 
 _MOST_SIMULATORS = 3  # that are open at a time
@@ -89,13 +88,11 @@ def forecast_cells(
             by_source.setdefault(source.digest, (source, []))[1].append(number)
     expandable = read_alloc_conf(os.environ, question.settings.device).expandable
     for source, numbers in by_source.values():
-        forecaster = Forecaster(simulators.get(source), expandable)
+        cache = SimulationCache(simulators.get(source), expandable)
         pool = ThreadPoolExecutor(PARALLEL_ENGINES, thread_name_prefix="forecast")
         try:
             tasks = {
-                pool.submit(
-                    _forecast_cell, question, trials[number], facts(trials[number].conditions), forecaster
-                ): number
+                pool.submit(_forecast_cell, question, trials[number], facts(trials[number].conditions), cache): number
                 for number in numbers
             }
             for task in as_completed(tasks):
@@ -112,23 +109,18 @@ def forecast_cells(
 
 
 def _forecast_cell(
-    question: ProbeSettings, trial: Trial, facts: ModelFacts, forecaster: Forecaster
+    question: ProbeSettings, trial: Trial, facts: ModelFacts, cache: SimulationCache
 ) -> CapacityForecast:
     if (reason := why_not_forecast(facts)) is not None:
         return CapacityForecast(largest=None, reason=f"cannot be simulated: {reason}", simulated=False)
     machine, settings = question.machine, settings_under_conditions(question, trial.conditions, facts)
-    trial = shorten_accumulation(settings, trial)
-    spec = engine_spec(settings, trial, compose_cell_config(question, trial, facts))
+    site = settings.site
     if machine is not None:
-        _, per_node = spread_ranks(settings.gpus, None, machine, find_device(settings.device))
-        spec = replace(spec, ranks_per_node=per_node)
-    limits = Limits(
-        device_bytes=settings.device_bytes,
-        host_bytes=None if machine is None else machine.host_bytes,
-        nvme_bytes=None if machine is None else machine.nvme_bytes,
-    )
+        site = replace(site, ranks_per_node=spread_ranks(settings.gpus, None, machine, find_device(settings.device))[1])
+    spec = make_engine(site, settings.rung(trial.rung), trial.knobs, facts, zero_init=settings.source.zero_init)
+    limits = find_limits(site)
     try:
-        with forecaster.open(spec) as engine:
+        with cache.open(spec) as engine:
             largest = engine.find_largest(list_micro_batches(settings, facts), limits)
             if largest.micro_batch is None:
                 return CapacityForecast(largest=None, reason=engine.forecast(min(largest.measured), limits).reason)

@@ -1,0 +1,246 @@
+"""Engines to forecast, and the cache of their simulations: each micro batch of an engine is simulated once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from ..config.catalogue import Site
+from ..config.deepspeed import BATCH_KEYS, compose, without_monitors
+from ..config.rungs import Rung
+from ..devices import find_device
+from ..system.host import count_cores, find_memory_groups, read_host_memory
+from ..types import Knobs, ModelFacts, Tier
+from .largest_batch import LargestMicroBatch, find_largest
+from .predict.allocator import Replay
+from .predict.calibration import Observation, calibrate_forecast
+from .predict.verdict import judge_memory, replay_at_limit
+from .simulate.client import SimulationFailed
+from .values import Engine, EngineSpec, RungForecast, Simulation, Simulator
+
+PARALLEL_ENGINES = 2  # at least, and while trials run
+_ENGINE_BYTES = 2**30  # an engine of 8 billion parameters and its process hold half of it
+_ENOUGH_ACCUMULATION, _ENOUGH_ON_THE_HOST = 2, 3  # micro batches of a step
+
+
+def count_parallel_engines() -> int:
+    """Return how many engines this host simulates at a time while it does nothing else: by cores and free memory."""
+    free_bytes = read_host_memory(find_memory_groups()).free_bytes
+    return max(PARALLEL_ENGINES, min(count_cores(), free_bytes // _ENGINE_BYTES))
+
+
+def why_not_forecast(facts: ModelFacts) -> str | None:
+    """Return the reason that this model's memory cannot be forecast; None when it can."""
+    if facts.pipeline_stages:
+        return "a pipeline is not forecast: its ranks hold different layers, and one rank alone is simulated"
+    return None
+
+
+def make_engine(site: Site, rung: Rung, knobs: Knobs, facts: ModelFacts, *, zero_init: bool = False) -> EngineSpec:
+    """Return the engine of a config at a site, with as many micro batches a step as a simulation needs.
+
+    With `zero_init`, stage 3 builds the model under `deepspeed.zero.Init`.
+    """
+    knobs = replace(knobs, accumulation=enough_accumulation(rung, knobs.accumulation))
+    return EngineSpec(
+        rung=rung.name,
+        ds_config=without_monitors(compose(rung, knobs, site, facts)),
+        world_size=site.world_size,
+        device=site.device,
+        checkpointing=knobs.checkpointing,
+        zero_init=zero_init and rung.stage == 3,
+        **_describe_place(site),
+    )
+
+
+def move_engine(spec: EngineSpec, site: Site) -> EngineSpec:
+    """Return the same engine on the site's machine."""
+    return replace(spec, **_describe_place(site))
+
+
+def _describe_place(site: Site) -> dict[str, Any]:
+    machine = site.machine
+    return {
+        "ranks_per_node": site.ranks_per_node,
+        "device_bytes": machine.device_bytes,
+        "capability": machine.capability,
+        "nvlink": machine.has_nvlink,
+        "machine": machine,
+    }
+
+
+def enough_accumulation(rung: Rung, accumulation: int) -> int:
+    """Return how many micro batches of a step to simulate. Longer accumulation repeats one of these.
+
+    The second is the first that runs with kept gradients. Where these lie on the host, it also reads them back, and
+    a third one tells that apart from the optimizer's step.
+    """
+    return min(accumulation, _ENOUGH_ACCUMULATION if rung.places["gradients"] == "device" else _ENOUGH_ON_THE_HOST)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The memory that a rung may use: the device's bytes a rank, the others a node; None where it is not known."""
+
+    device_bytes: int
+    host_bytes: int | None = None
+    nvme_bytes: int | None = None
+
+    def by_tier(self, device: str) -> dict[Tier, int]:
+        """Return the limits that are known. A device that shares host memory has a budget for its own part only."""
+        host_bytes = None if find_device(device).shares_host_memory else self.host_bytes
+        limits: dict[Tier, int | None] = {"device": self.device_bytes, "host": host_bytes, "nvme": self.nvme_bytes}
+        return {tier: limit for tier, limit in limits.items() if limit is not None}
+
+
+def find_limits(site: Site) -> Limits:
+    """Return the limits of the site's machine."""
+    machine = site.machine
+    return Limits(device_bytes=machine.device_bytes, host_bytes=machine.host_bytes, nvme_bytes=machine.nvme_bytes)
+
+
+@dataclass(slots=True)
+class SimulationCache:
+    """Forecasts engines on one simulator, and keeps what was simulated. Several threads may use it.
+
+    `expandable` tells that torch's allocator has expandable segments.
+    `before_simulation` is called with the engine and the micro batch before each simulation; it may raise.
+    """
+
+    simulator: Simulator
+    expandable: bool = False
+    before_simulation: Callable[[EngineSpec, int], None] | None = None
+    _simulations: dict[tuple[str, int], Simulation] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextlib.contextmanager
+    def open(self, spec: EngineSpec) -> Iterator[CachedEngine]:
+        """Yield forecasts of one engine, which starts when something has to be simulated and ends with the block."""
+        with contextlib.ExitStack() as stack:
+            yield CachedEngine(self, spec, stack)
+
+    def simulate(self, spec: EngineSpec, micro_batch: int) -> Simulation:
+        """Simulate one micro batch on a separate engine, unless its result is known. Raises SimulationFailed."""
+        with self.open(spec) as engine:
+            return engine.simulate(micro_batch)
+
+    def get(self, spec: EngineSpec, micro_batch: int) -> Simulation | None:
+        """Return the simulation of a micro batch; None where it was not simulated."""
+        key = memory_key(spec), micro_batch
+        with self._lock:
+            return self._simulations.get(key)
+
+    def keep(self, spec: EngineSpec, micro_batch: int, simulation: Simulation) -> None:
+        """Keep the simulation of a micro batch for all engines that allocate the same."""
+        key = memory_key(spec), micro_batch
+        with self._lock:
+            self._simulations[key] = simulation
+
+    def list_simulated(self, spec: EngineSpec) -> list[int]:
+        """Return the micro batches of the engine that were simulated so far, ascending."""
+        key = memory_key(spec)
+        with self._lock:
+            return sorted(micro_batch for known, micro_batch in self._simulations if known == key)
+
+    def judge(
+        self,
+        spec: EngineSpec,
+        simulation: Simulation,
+        limits: Limits,
+        observations: Collection[Observation] = (),
+        *,
+        advise: bool = True,
+    ) -> RungForecast:
+        """Return the forecast within these limits, corrected by the measurements of trials."""
+        return judge_memory(
+            spec,
+            simulation,
+            limits=limits.by_tier(spec.device),
+            calibration=calibrate_forecast(spec, observations),
+            expandable=self.expandable,
+            advise=advise,
+        )
+
+    def replay_at_limit(self, simulation: Simulation, forecast: RungForecast) -> Replay | None:
+        """Return how torch's allocator does at the device's limit, see `verdict.replay_at_limit`."""
+        return replay_at_limit(simulation, forecast, expandable=self.expandable)
+
+
+@dataclass(slots=True)
+class CachedEngine:
+    """Forecasts one engine at any micro batch. All of its methods raise SimulationFailed."""
+
+    cache: SimulationCache
+    spec: EngineSpec
+    _stack: contextlib.ExitStack
+    _engine: Engine | None = None
+
+    def simulate(self, micro_batch: int) -> Simulation:
+        known = self.cache.get(self.spec, micro_batch)
+        if known is not None:
+            return known
+        if self._engine is None:
+            self._engine = self._stack.enter_context(self.cache.simulator.engine(self.spec))
+        if self.cache.before_simulation is not None:
+            self.cache.before_simulation(self.spec, micro_batch)
+        simulation = self._engine.measure(micro_batch)
+        self.cache.keep(self.spec, micro_batch, simulation)
+        return simulation
+
+    def stop(self) -> None:
+        """End the engine, so that another one may run. A micro batch that was not simulated yet starts it again."""
+        self._stack.close()
+        self._engine = None
+
+    def forecast(self, micro_batch: int, limits: Limits, *, on: EngineSpec | None = None) -> RungForecast:
+        """Return the forecast within these limits. `on` is the same engine on another machine, to judge it there."""
+        return self.cache.judge(on or self.spec, self.simulate(micro_batch), limits)
+
+    def find_largest(
+        self,
+        sizes: Sequence[int],
+        limits: Limits,
+        *,
+        on: EngineSpec | None = None,
+        observations: Collection[Observation] = (),
+        known: tuple[int, float] | None = None,
+        slope: float | None = None,
+    ) -> LargestMicroBatch:
+        """Search `sizes` (ascending) for the largest micro batch that fits within the limits.
+
+        `known` is a micro batch and its fill, and `slope` a guess, as for the function of this name. Where a larger
+        micro batch cannot be simulated (the data of a script may end), it counts as too large and stands in `failures`.
+        """
+        spec = on or self.spec
+        failures: dict[int, str] = {}
+        measured = [] if known is None else [known[0]]
+
+        def fill(size: int) -> float:
+            try:
+                simulation = self.simulate(size)
+            except SimulationFailed as failed:
+                if not measured:
+                    raise
+                failures[size] = " ".join(str(failed.problem).split())
+                return math.inf
+            measured.append(size)
+            return self.cache.judge(spec, simulation, limits, observations, advise=False).fill
+
+        return replace(find_largest(fill, sizes, known=known, slope=slope), failures=failures)
+
+
+def memory_key(spec: EngineSpec) -> str:
+    """Return equal keys for engines that allocate the same at a micro batch.
+
+    What `enough_accumulation` tells apart is kept apart.
+    """
+    config = {key: value for key, value in spec.ds_config.items() if key not in BATCH_KEYS}
+    accumulation = min(_ENOUGH_ON_THE_HOST, int(spec.ds_config.get("gradient_accumulation_steps") or 1))
+    known = {**asdict(replace(spec, machine=None)), "ds_config": config, "accumulation": accumulation}
+    del known["nvlink"], known["capability"], known["machine"]
+    return json.dumps({**known, "takes_flash": spec.takes_flash}, sort_keys=True, default=str)

@@ -1,0 +1,339 @@
+"""The forecasts that a search uses: their protocol, and the forecaster that a fit opens."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from ..config.settings import Settings
+from ..devices import find_device
+from ..diagnosis.trial_outcome import wants_larger_batch
+from ..errors import AutodsError
+from ..events import Listener, Note
+from ..forecast.predict.allocator import read_alloc_conf
+from ..forecast.predict.calibration import (
+    Observation,
+    StepFactors,
+    StepObservation,
+    StepParts,
+    fit_step_factors,
+    observe_trial,
+)
+from ..forecast.predict.prices import Unpriced
+from ..forecast.predict.step_time import forecast_speed, least_step_s
+from ..forecast.simulate.client import ProcessSimulator
+from ..forecast.simulation_cache import (
+    PARALLEL_ENGINES,
+    SimulationCache,
+    find_limits,
+    make_engine,
+    memory_key,
+)
+from ..forecast.values import EngineSpec, RungForecast, Simulation, StartSimulator
+from ..journal import TrialStore, trial_key
+from ..runner.cleanup import simulator_variables
+from ..schema import read_as
+from ..types import Fit, ModelFacts, Outcome, Record, Trial
+from .step_factors import identify, keep_factors, open_factors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepForecast:
+    """The seconds of a trial's optimizer step: what is expected, and the least that the machine's peak rates allow."""
+
+    seconds: float
+    least_seconds: float
+
+
+class Forecaster(Protocol):
+    """Forecasts trials on this machine. `TrialForecaster` is the real one; these defaults know nothing."""
+
+    @property
+    def forecasts(self) -> Mapping[str, RungForecast]:
+        """The first forecast of each rung, by rung name."""
+        return MappingProxyType({})
+
+    def prepare(self, trials: Iterable[Trial]) -> None:
+        """Start to simulate these trials in the background, in this order."""
+
+    def finish(self) -> None:
+        """Drop simulations that have not begun and wait for the others, so that the next trial runs on an idle host."""
+
+    def forecast(self, trial: Trial) -> RungForecast | None:
+        """The memory that the trial will need; None when it cannot be simulated."""
+        return None
+
+    def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:
+        """The largest of these micro batches (ascending) that should fit in `usable_bytes`; None when unknown."""
+        return None
+
+    def step_time(self, trial: Trial) -> StepForecast | None:
+        """The seconds of the trial's optimizer step; None when they cannot be forecast."""
+        return None
+
+
+class NoForecaster(Forecaster):
+    """Every forecast is None."""
+
+    def prepare(self, trials: Iterable[Trial]) -> None:
+        """Do nothing."""
+
+    def finish(self) -> None:
+        """Do nothing."""
+
+
+NO_FORECASTER = NoForecaster()
+
+
+def why_impossible(forecast: RungForecast | None) -> str | None:
+    """The reason to skip a trial whose forecast exceeds a limit even at its low end; None when it may fit."""
+    if forecast is None or forecast.verdict != "cannot_fit":
+        return None
+    return f"cannot fit by the forecast: {forecast.reason}"
+
+
+def lacking_bytes(forecast: RungForecast) -> int:
+    """Bytes that the device lacks at the low end of the forecast; 0 where another tier is the limit."""
+    device = forecast.memory.get("device")
+    return 0 if device is None or device.limit_bytes is None else max(0, device.low_bytes - device.limit_bytes)
+
+
+def make_trial_engine(settings: Settings, facts: ModelFacts, trial: Trial) -> EngineSpec:
+    """The engine to simulate for a trial of these settings, which have the config that the survey saw."""
+    zero_init = settings.source.zero_init
+    return make_engine(settings.site, settings.rung(trial.rung), trial.knobs, facts, zero_init=zero_init)
+
+
+_LARGEST_FIRST_MICRO_BATCH = 8  # as the walk of the ladder, which tries no larger one first
+
+
+@dataclass(slots=True)
+class TrialForecaster:
+    """Forecasts the trials of a fit, corrected by the trials' measurements.
+
+    A simulation that fails is reported once, by `report`, and leaves its trials without a forecast.
+    A model may refuse so few samples: the forecast is then that of a larger micro batch.
+
+    `settings` and `facts` are those of a surveyed workload. `observations` are by the keys of their trials. `factors`
+    are those that earlier fits on this machine have left.
+    """
+
+    cache: SimulationCache
+    settings: Settings
+    facts: ModelFacts
+    report: Callable[[str], None]
+    factors: StepFactors = field(default_factory=StepFactors)
+    observations: dict[str, Observation] = field(default_factory=dict)
+    forecasts: dict[str, RungForecast] = field(default_factory=dict)  # the first forecast of each rung, for the report
+    _pending: dict[tuple[str, int], Future[Simulation]] = field(default_factory=dict)
+    _reported: set[str] = field(default_factory=set)
+    _least: int = 1  # the model cannot be trained with a smaller micro batch
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(PARALLEL_ENGINES))
+
+    def prepare(self, trials: Iterable[Trial]) -> None:
+        """Start to simulate these trials in the background, in this order."""
+        for trial in trials:
+            self._start(self._with_least(trial))
+
+    def finish(self) -> None:
+        """Drop simulations that have not begun and wait for the others: timed trials need an idle host."""
+        with self._lock:
+            self._pending = {key: future for key, future in self._pending.items() if not future.cancel()}
+        for future in tuple(self._pending.values()):
+            future.exception()
+
+    def close(self) -> None:
+        """Begin nothing more; simulations that run end with the simulator."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def forecast(self, trial: Trial) -> RungForecast | None:
+        """Return the memory that the trial will need; None when it cannot be simulated."""
+        trial = self._with_least(trial)
+        spec, micro_batch = make_trial_engine(self.settings, self.facts, trial), trial.knobs.micro_batch
+        try:
+            simulation = self.cache.get(spec, micro_batch) or self._start(trial).result()
+        except AutodsError as error:
+            return self.forecast(trial) if self._can_retry(trial.rung, micro_batch, error) else None
+        forecast = self.cache.judge(spec, simulation, find_limits(self.settings.site), self.observations.values())
+        self.forecasts.setdefault(trial.rung, forecast)
+        return forecast
+
+    def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:
+        """Return the largest micro batch that should fit in `usable_bytes` of the device; None when unknown."""
+        sizes = [size for size in sizes if size >= self._least]
+        limits = replace(find_limits(self.settings.site), device_bytes=int(usable_bytes))
+        try:
+            with self.cache.open(make_trial_engine(self.settings, self.facts, trial)) as engine:
+                return engine.find_largest(sizes, limits, observations=tuple(self.observations.values())).micro_batch
+        except AutodsError as error:
+            smallest = min(sizes, default=_LARGEST_FIRST_MICRO_BATCH)
+            return self.largest(trial, sizes, usable_bytes) if self._can_retry(trial.rung, smallest, error) else None
+
+    def step_time(self, trial: Trial) -> StepForecast | None:
+        """Return the seconds of the trial's step, corrected by the trials so far; None when it cannot be forecast.
+
+        The step is that of `trial.knobs.accumulation` micro batches. It costs a simulation unless `largest` made it.
+        """
+        parts = self._step_parts(trial)
+        if parts is None:
+            return None
+        step, least_s = parts
+        seconds = self.step_factors().correct(step)
+        return StepForecast(seconds=max(seconds, least_s), least_seconds=least_s)
+
+    def step_factors(self) -> StepFactors:
+        """Return the machine's factors after the trials so far."""
+        return fit_step_factors(self.observations.values(), self.factors)
+
+    def learn(self, trial: Trial, outcome: Outcome) -> Observation | None:
+        """Store the trial's peak with its forecast, and return both; None if the trial shows nothing new."""
+        spec, key = make_trial_engine(self.settings, self.facts, trial), trial_key(trial)
+        simulation = self.cache.get(spec, trial.knobs.micro_batch)
+        if simulation is None or key in self.observations:
+            return None
+        observation = observe_trial(spec, simulation, outcome, expandable=self.cache.expandable)
+        if observation is not None:
+            observation = replace(observation, step=self._observe_step(trial, outcome))
+            self.observations[key] = observation
+        return observation
+
+    def _observe_step(self, trial: Trial, outcome: Outcome) -> StepObservation | None:
+        if not (isinstance(outcome, Fit) and len(outcome.step_s) > 1 and trial.exam is None):
+            return None  # a single step may be the one in which the allocator grows
+        parts = self._step_parts(trial)
+        if parts is None:
+            return None
+        return StepObservation(parts=parts[0], measured_s=statistics.median(outcome.step_s))
+
+    def _step_parts(self, trial: Trial) -> tuple[StepParts, float] | None:
+        """The step before calibration, and its seconds at peak rates."""
+        if self.settings.machine.rates is None or self.forecast(trial) is None:
+            return None
+        trial = self._with_least(trial)
+        spec, knobs = make_trial_engine(self.settings, self.facts, trial), trial.knobs
+        simulation = self.cache.get(spec, knobs.micro_batch)
+        if simulation is None or simulation.schedule is None:
+            return None
+        ranks_per_node = min(spec.ranks_per_node, spec.world_size)
+        speed = forecast_speed(
+            simulation.schedule,
+            self.settings.machine,
+            world_size=spec.world_size,
+            ranks_per_node=ranks_per_node,
+            micro_batch=knobs.micro_batch,
+            accumulation=knobs.accumulation,
+            tokens_per_sample=None,
+        )
+        try:
+            least_s = least_step_s(
+                simulation.schedule,
+                self.settings.machine,
+                ranks_per_node=ranks_per_node,
+                accumulation=knobs.accumulation,
+            )
+        except Unpriced:
+            return None
+        if speed is None:
+            return None
+        spent = speed.step.spent
+        launched_s, moved_s = spent["launch"], spent["communication"] + spent["host"]
+        computed_s = speed.step.seconds - launched_s - moved_s
+        issued_s = speed.step.issued_seconds
+        parts = StepParts(computed_s=computed_s, launched_s=launched_s, moved_s=moved_s, issued_s=issued_s)
+        return parts, least_s
+
+    def _start(self, trial: Trial) -> Future[Simulation]:
+        spec, micro_batch = make_trial_engine(self.settings, self.facts, trial), trial.knobs.micro_batch
+        key = memory_key(spec), micro_batch
+        with self._lock:
+            if key not in self._pending:
+                self._pending[key] = self._pool.submit(self.cache.simulate, spec, micro_batch)
+            return self._pending[key]
+
+    def _with_least(self, trial: Trial) -> Trial:
+        return replace(trial, knobs=replace(trial.knobs, micro_batch=max(self._least, trial.knobs.micro_batch)))
+
+    def _can_retry(self, rung: str, micro_batch: int, error: AutodsError) -> bool:
+        """Double the least micro batch if this one has too few samples for the model; else report the error, once."""
+        if micro_batch < _LARGEST_FIRST_MICRO_BATCH and wants_larger_batch(str(error)):
+            self._least = max(self._least, 2 * micro_batch)
+            return True
+        reason = "; ".join(" ".join(line.split()) for line in str(error).splitlines())
+        if reason not in self._reported:
+            self._reported.add(reason)
+            self.report(f"no forecast of {rung}, so it is tried: {reason}")
+        return False
+
+
+def start_processes(settings: Settings, listen: Listener) -> StartSimulator:
+    """Return the start of a simulator that waits as long as the profile of these settings allows, and reports waits."""
+    limit_s = settings.profile.limits.init_s
+    return lambda source: ProcessSimulator(
+        source,
+        limit_s=limit_s,
+        report=lambda text: listen(Note(text=text, passing=True)),
+        variables=simulator_variables(),
+    )
+
+
+@contextmanager
+def open_forecaster(
+    settings: Settings,
+    facts: ModelFacts,
+    memory: TrialStore,
+    listen: Listener,
+    start: StartSimulator | None = None,
+) -> Iterator[Forecaster]:
+    """A forecaster of this fit's trials; one that knows nothing when the settings want no forecast.
+
+    The simulator starts with the first forecast. Each trial's measured peak is stored in the journal with its
+    forecast, and corrects later forecasts. A resumed fit learns it from there when the trial is answered again, and
+    nothing before: so it decides as the first run did.
+    """
+    if not settings.forecast:
+        yield NO_FORECASTER
+        return
+    allocator = read_alloc_conf(os.environ, settings.device)
+    if allocator.warning is not None:
+        listen(Note(text=allocator.warning))
+
+    past = memory.past
+    kept_as, factors = None, StepFactors()
+    if settings.machine.rates is not None:
+        kept_as = identify(settings.machine, ranks_per_node=settings.ranks_per_node, nodes=settings.nodes)
+        factors = open_factors(kept_as, settings.out, lambda text: listen(Note(text=text)))
+
+    def learn(record: Record) -> Mapping[str, Any] | None:
+        if (key := trial_key(record.trial)) in past.records:
+            if key in past.forecasts:
+                forecaster.observations[key] = read_as(Observation, past.forecasts[key])
+            return None
+        is_saved = isinstance(record.outcome, Fit) and record.outcome.examined is not None
+        if is_saved and not find_device(settings.device).shares_host_memory:  # there, it passes beside the budget
+            return None  # its peak includes saving a checkpoint, which is not forecast
+        observation = forecaster.learn(record.trial, record.outcome)
+        return None if observation is None else asdict(observation)
+
+    with (start or start_processes(settings, listen))(settings.source) as simulator:
+        forecaster = TrialForecaster(
+            cache=SimulationCache(simulator, allocator.expandable),
+            settings=settings,
+            facts=facts,
+            report=lambda text: listen(Note(text=text, passing=True)),
+            factors=factors,
+        )
+        memory.learn = learn
+        try:
+            yield forecaster
+        finally:
+            forecaster.close()
+            if kept_as is not None and any(each.step for each in forecaster.observations.values()):
+                keep_factors(kept_as, forecaster.step_factors())

@@ -1,0 +1,84 @@
+"""The cache of simulations: what was simulated is not simulated again, also beside other threads."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import pytest
+
+from autods.config.catalogue import find_machines
+from autods.config.rungs import read_rungs
+from autods.forecast import simulation_cache as cache_module
+from autods.forecast.simulation_cache import Limits, SimulationCache, find_limits, make_engine
+from autods.forecast.testing import ScriptedSimulator, simulate_peaks
+from autods.forecast.values import EngineSpec, Simulation
+from autods.system.host import HostMemory
+from autods.types import Knobs
+from tests.support.composed import FACTS, make_site
+
+GIB = 2**30
+ENGINE = make_engine(make_site(2), read_rungs()["zero1"], Knobs(), FACTS)
+
+
+def grows(spec: EngineSpec, micro_batch: int) -> Simulation:
+    return simulate_peaks(micro_batch, init=GIB, backward=2 * GIB + micro_batch * GIB)
+
+
+@pytest.mark.parametrize(("cores", "free_bytes", "engines"), [(1, 64 * GIB, 2), (64, 5 * GIB, 5), (16, 64 * GIB, 16)])
+def test_cores_and_memory_bound_how_many_engines_run(
+    cores: int, free_bytes: int, engines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = HostMemory(total_bytes=64 * GIB, free_bytes=free_bytes)
+    monkeypatch.setattr(cache_module, "count_cores", lambda: cores)
+    monkeypatch.setattr(cache_module, "read_host_memory", lambda groups: memory)
+    assert cache_module.count_parallel_engines() == engines
+
+
+def test_a_stopped_engine_forecasts_what_it_has_simulated() -> None:
+    simulator = ScriptedSimulator(FACTS, grows)
+    limits = Limits(device_bytes=16 * GIB)
+    with SimulationCache(simulator).open(ENGINE) as engine:
+        forecast = engine.forecast(1, limits)
+        engine.stop()
+        assert engine.forecast(1, limits) == forecast
+        assert len(simulator.engines) == 1
+        engine.simulate(2)  # needs another one
+    assert len(simulator.engines) == 2
+
+
+def test_one_thread_lists_while_another_simulates() -> None:
+    cache, stop, errors = SimulationCache(ScriptedSimulator(FACTS, grows)), threading.Event(), list[Exception]()
+
+    def list_again_and_again() -> None:
+        try:
+            while not stop.is_set():
+                cache.list_simulated(ENGINE)
+        except RuntimeError as error:  # a dictionary changed its size
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    reader = threading.Thread(target=list_again_and_again)
+    reader.start()
+    try:
+        for micro_batch in range(1500):
+            cache.keep(ENGINE, micro_batch, simulate_peaks(1))
+    finally:
+        stop.set()
+        reader.join()
+        sys.setswitchinterval(interval)
+    assert not errors
+
+
+def test_an_engine_knows_all_of_its_site() -> None:
+    (machine,) = find_machines("a100-80gb")
+    site = make_site(8, machine=machine, base={"wandb": {"enabled": True}, "bf16": {"enabled": True}})
+    engine = make_engine(site, read_rungs()["zero3"], Knobs(accumulation=8, micro_batch=4), FACTS, zero_init=True)
+    assert (engine.machine, engine.nvlink, engine.capability) == (machine, True, (8, 0))
+    assert (engine.device_bytes, engine.zero_init) == (machine.device_bytes, True)
+    assert engine.ds_config["gradient_accumulation_steps"] == 2  # further micro batches allocate the same
+    assert "wandb" not in engine.ds_config
+    assert find_limits(site) == Limits(
+        device_bytes=machine.device_bytes, host_bytes=machine.host_bytes, nvme_bytes=machine.nvme_bytes
+    )
