@@ -11,8 +11,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from .arguments import PathText, describe_arguments
 from .config.base_config import check_ranks
-from .config.plan_settings import PlanSettings, resolve_plan
-from .config.rehearsal import resolve_rehearsal
+from .config.plan_settings import PlanSettings, resolve_plan, resolve_rehearsal
 from .config.settings import Settings, check_exported, check_nodes, resolve_fit
 from .errors import InputError
 from .events import Event, Listener, Note, RunEvent, RunListener

@@ -154,6 +154,13 @@ class Fit:
         in_use_bytes = None if self.card is None else self.card.in_use_bytes
         return self.memory["device"].peak_bytes if in_use_bytes is None else in_use_bytes
 
+    def leaves_headroom(self, usable_bytes: float) -> bool:
+        """Whether it ran within the usable memory, and its allocator never had to flush its cache.
+
+        Later steps would suffer from that.
+        """
+        return self.alloc_retries == 0 and self.device_peak_bytes <= usable_bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutOfMemory:

@@ -12,7 +12,7 @@ from ..devices import Card
 from ..errors import InputError
 from ..schema import check_name, read_toml_as
 from ..system.host import Hardware, data_folder
-from ..types import MOST_RANKS, Device
+from ..types import MOST_RANKS
 
 _CAPABILITY = re.compile(r"\d{1,2}\.\d")
 ASKED, HERE = "asked", "here"  # machines outside the catalogue: one described by options, and this machine
@@ -131,7 +131,7 @@ class Site:
     machine: Machine
     world_size: int
     ranks_per_node: int
-    device: Device = "cuda"
+    device: str = "cuda"
     base: Mapping[str, Any] = field(default_factory=dict)
     micro_batch: int = 1
     global_batch: int | None = None

@@ -1,4 +1,4 @@
-"""The settings of a plan: a `PlanRequest` checked against machines of the catalogue or this one."""
+"""The settings of a plan, and of a rehearsal: requests checked against machines of the catalogue or this one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 from ..devices import Device, find_device
 from ..errors import InputError
-from ..requests import PlanRequest, ProbeRequest
+from ..files import as_folder_name
+from ..requests import FitRequest, PlanRequest, ProbeRequest
 from ..system.host import Hardware
 from ..types import ModelFacts, WorkloadSource
 from ..units import parse_amount
@@ -22,10 +23,19 @@ from .base_config import (
     resolve_base_config,
     resolve_global_batch,
 )
-from .catalogue import ASKED, HERE, Machine, Site, describe_this_machine, find_by_driver_name, find_machines
+from .catalogue import (
+    ASKED,
+    HERE,
+    Machine,
+    Site,
+    describe_this_machine,
+    find_by_driver_name,
+    find_machines,
+    make_hardware,
+)
 from .profiles import read_profile
 from .rungs import Rung
-from .settings import parse_time, select_ladder
+from .settings import Settings, parse_time, resolve_fit, select_ladder
 from .validator import find_misspelt_keys
 
 _ASSUMED = ", assumed"  # at the end of the name of a network in the catalogue
@@ -93,7 +103,7 @@ def resolve_plan(request: PlanRequest, source: WorkloadSource, *, hardware: Hard
             machine=machine,
             world_size=ranks,
             ranks_per_node=per_node,
-            device=kind,
+            device=device.name,
             base=base,
             nvme_path=nvme_place(request.nvme_path, machine),
             lacks_nvme="no NVMe was named (--nvme 2TiB)",
@@ -276,3 +286,35 @@ def _list_assumptions(sites: Sequence[Site], device: Device, request: PlanReques
     if here is not None and here.rates is not None and (known := find_by_driver_name(here.title)) is not None:
         assumptions.append(f"links and host bandwidth of a usual node with {here.title}: {known.name} (--on FILE.toml)")
     return [*assumptions, *dict.fromkeys(sentence for site in sites for sentence in find_misspelt_keys(site.base))]
+
+
+def resolve_rehearsal(request: FitRequest, source: WorkloadSource) -> Settings:
+    """Return the settings of a fit that is rehearsed on a machine of the catalogue. Raises InputError."""
+    if request.on is None:
+        raise InputError("--rehearse needs a machine", hint="give --on h100-80gb, say; `autods plan --on` lists them")
+    device = find_device(request.device)
+    if not device.has_cards or request.address is not None:
+        other = "--address" if device.has_cards else f"--device {device.name}"
+        raise InputError(f"--rehearse runs on simulated GPUs, so {other} has no effect", hint="drop one of the two")
+    if not request.forecast:
+        raise InputError("--rehearse answers from the forecast, so --no-forecast leaves it without answers")
+    machines = find_machines(request.on)
+    if len(machines) > 1:
+        raise InputError(f"--on {request.on}: a rehearsal is on one machine", hint="`autods plan` compares several")
+    machine = machines[0]
+    if machine.rates is None or machine.links is None:
+        lacking = "the card's rates" if machine.rates is None else "the links between its cards"
+        raise InputError(f"{machine.name} lacks {lacking}, so no time can be forecast", place=machine.source)
+    ranks, per_node = spread_ranks(request.gpus, request.nodes, machine, device)
+    host_only = replace(request, nodes=None, nvme_path=None, gpus=ranks)
+    settings = resolve_fit(host_only, source, hardware=make_hardware(machine, ranks))
+    settings = replace(
+        settings,
+        machine=machine,
+        rehearsed=True,
+        nodes=-(-ranks // per_node),
+        nvme_path=nvme_place(request.nvme_path, machine),
+    )
+    name = f"{as_folder_name(source.name)}-{ranks}x{machine.name}-rehearsal-{settings.fingerprint()[:6]}"
+    out = Path(request.out) if request.out is not None else Path("autods-out") / name
+    return replace(settings, out=out.absolute())

@@ -17,6 +17,7 @@ from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import AutodsError, EnvironmentBroken, InputError, Interrupted
 from ..events import Note
 from ..forecast.predict.allocator import AllocConf, read_alloc_conf
+from ..forecast.predict.step_time import find_fastest
 from ..forecast.simulate.client import LIMIT_S, ProcessSimulator, SimulationFailed
 from ..forecast.simulation_cache import count_parallel_engines, why_not_forecast
 from ..forecast.values import ForecastListener, RungForecast, Simulator, StartSimulator
@@ -24,7 +25,6 @@ from ..report.results.plan import PlanReport, SiteForecast, Timeline
 from ..report.serialize import check_writable
 from ..runner.cleanup import open_session, simulator_variables
 from ..system.host import installed_versions
-from ..tuner.prospects import rank
 from ..types import ModelFacts, WorkloadSource
 from .alternatives import list_alternatives, simulate_ahead
 from .simulate import PlanRun, SiteGroup, choose_checkpointing, group_sites
@@ -226,7 +226,8 @@ def choose_best(rungs: Sequence[RungForecast]) -> RungForecast | None:
     candidates = candidates or [rung for rung in rungs if rung.verdict == "tight"]
     if not candidates or candidates[0].speed is None:
         return next(iter(candidates), None)
-    return rank(candidates, [None if rung.speed is None else rung.speed.samples_per_second for rung in candidates])[0]
+    rates = [None if rung.speed is None else rung.speed.samples_per_second for rung in candidates]
+    return candidates[find_fastest(rates) or 0]
 
 
 def list_assumptions(

@@ -15,7 +15,7 @@ from ..events import Listener, Note
 from ..journal import trial_key
 from ..report import text
 from ..report.results.probe import CellResult, CellStatus
-from ..tuner.comparison import PRIOR_NOISE, TurnModel, largest_spread, relative_spread
+from ..tuner.comparison import PRIOR_NOISE, TurnModel, largest_spread, relative_deviation
 from ..tuner.trials import PERMANENT_ACTIONS
 from ..types import Failed, Fit, ModelFacts, Outcome, OutOfMemory, Record, Run, Scalar, Tier, TierUse, Trial
 from .grid import Cell
@@ -107,7 +107,7 @@ def summarize_cell(cell: Cell, records: Sequence[Record]) -> CellResult:
         unheeded=cell.unheeded,
         samples_per_second=median(rates) if rates else None,
         tokens_per_second=median(tokens) if tokens else None,
-        spread=relative_spread(rates),
+        spread=relative_deviation(rates),
         repeats=len(fits),
         step_s=median([median(fit.step_s) for fit in fits]) if fits else None,
         sent_bytes=max((fit.communication.sent_bytes for fit in fits if fit.communication is not None), default=None),

@@ -129,8 +129,9 @@ def find_best(state: FitState) -> Record | None:
 
     def rank(item: tuple[Record, Fit]) -> tuple[bool, float]:
         fit = item[1]
-        is_calm = fit.alloc_retries == 0 and fit.device_peak_bytes <= search.usable_bytes
-        return is_calm, -fit.device_peak_bytes if search.least_memory else fit.samples_per_second
+        return fit.leaves_headroom(
+            search.usable_bytes
+        ), -fit.device_peak_bytes if search.least_memory else fit.samples_per_second
 
     return max(_fits(state), key=rank, default=(None, None))[0]
 

@@ -17,7 +17,7 @@ _WORTH_A_LONG_STEP = 1.15  # ratio of micro batches below which a trial with ste
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stop:
+class GrowthEnd:
     """Why growth ended. `is_limit`: larger micro batches do not run; otherwise none was tried."""
 
     is_limit: bool
@@ -40,7 +40,7 @@ class Growth:
     steps: Steps
     walked: Record | None = None
     records: list[Record] = field(default_factory=list)
-    stop: Stop | None = None
+    stop: GrowthEnd | None = None
     like: Sequence[Record] = ()
     _forecast_limits: list[int | None] = field(default_factory=list)  # computed once: it costs a simulation
 
@@ -76,7 +76,7 @@ class Growth:
     def try_next(self) -> bool:
         """Run one more trial. False when no size is left to try; `stop` then has the reason."""
         choice = self._choose()
-        if isinstance(choice, Stop):
+        if isinstance(choice, GrowthEnd):
             self.stop = choice
             return False
         self.measure(choice)
@@ -142,13 +142,13 @@ class Growth:
             return f"needs {format_bytes(best.outcome.device_peak_bytes)}"
         return f"{best.outcome.samples_per_second:.3g} samples/s with micro batch {best.trial.knobs.micro_batch}"
 
-    def explain_end(self) -> Stop:
+    def explain_end(self) -> GrowthEnd:
         """Why its growth ended: the reason to stop, or the micro batch that came too late."""
         choice = self._choose()
-        if isinstance(choice, Stop):
+        if isinstance(choice, GrowthEnd):
             return choice
         again = " again" if any(record.trial.knobs.micro_batch == choice for record in self.records) else ""
-        return Stop(is_limit=False, reason=f"the race ended before micro batch {choice} was measured{again}")
+        return GrowthEnd(is_limit=False, reason=f"the race ended before micro batch {choice} was measured{again}")
 
     # Limits
 
@@ -192,7 +192,7 @@ class Growth:
 
     # Decisions
 
-    def _choose(self) -> int | Stop:
+    def _choose(self) -> int | GrowthEnd:
         """The next micro batch, or the reason to stop."""
         sizes, curve, global_batch = self.context.sizes, self.curve, self.context.settings.global_batch
         if (choice := self._check_gain(curve)) is not None:
@@ -206,7 +206,7 @@ class Growth:
             return self._stop_without_size(curve)
         if curve.too_large is None and self._sizes_tried() >= self.most_trials:
             spent = f"all {self.most_trials} trials are spent"
-            return Stop(is_limit=False, reason=f"{spent}: micro batch {curve.fits} fits, and no larger one was tried")
+            return GrowthEnd(is_limit=False, reason=f"{spent}: micro batch {curve.fits} fits, and no larger one was tried")
         if global_batch is not None:
             return size  # a step has the same samples at every micro batch, so growth makes it hardly longer
         longest_s = self.longest_step_s
@@ -215,13 +215,13 @@ class Growth:
         if short and (short[-1] == size or short[-1] >= _WORTH_A_LONG_STEP * curve.fits):
             return short[-1]
         long = next(other for other in open_sizes if other not in short)
-        return Stop(
+        return GrowthEnd(
             is_limit=False,
             reason=f"a step of micro batch {long} would take about {self._micro_step_at(long):.1f} s, more than the"
             f" {longest_s:.1f} s that timing may take",
         )
 
-    def _check_gain(self, curve: BatchCurve) -> int | Stop | None:
+    def _check_gain(self, curve: BatchCurve) -> int | GrowthEnd | None:
         """The micro batch to measure again because the last one seems too slow, a stop, or None to go on.
 
         Growth stops where the last size gained too little over one at most half as large. Other work on the machine can
@@ -256,20 +256,20 @@ class Growth:
             return before
         reason = f"micro batch {last} is only {best[last] / best[before]:.2f} times as fast as {before}"
         most = min(curve.line_limit() or math.inf, self.context.sizes[-1], (curve.too_large or math.inf) - 1)
-        return Stop(is_limit=False, reason=f"{reason}; memory would allow about {int(max(curve.fits, most))}")
+        return GrowthEnd(is_limit=False, reason=f"{reason}; memory would allow about {int(max(curve.fits, most))}")
 
     def _sizes_tried(self) -> int:
         """How many trials growth had, those that measured a size again not counted."""
         return sum(not record.trial.repeat for record in self.records)
 
-    def _stop_without_size(self, curve: BatchCurve) -> Stop:
+    def _stop_without_size(self, curve: BatchCurve) -> GrowthEnd:
         """The reason that no micro batch is left to try."""
         sizes, global_batch, fits = self.context.sizes, self.context.settings.global_batch, curve.fits
         usable = format_bytes(curve.usable_bytes)
         if curve.peak_bytes[fits] > curve.usable_bytes:
             peak = format_bytes(curve.peak_bytes[fits])
             reason = f"micro batch {fits} already needs {peak}, which does not leave the headroom (usable: {usable})"
-            return Stop(is_limit=True, reason=reason)
+            return GrowthEnd(is_limit=True, reason=reason)
         if curve.too_large is not None:
             too_large = [record for record in self.records if record.trial.knobs.micro_batch == curve.too_large]
             refused = max(
@@ -277,17 +277,17 @@ class Growth:
             )
             between = f", and by the measured peaks {fits} is about the largest" if curve.open_sizes(sizes) else ""
             why = f"micro batch {curve.too_large} {describe_misfit(refused, usable)}"
-            return Stop(is_limit=True, reason=f"{why}{between}")
+            return GrowthEnd(is_limit=True, reason=f"{why}{between}")
         if fits == sizes[-1]:
             is_share = global_batch is not None and fits == global_batch // self.context.world_size
             why = "is a rank's whole share of the global batch" if is_share else "is the largest that may be tried"
-            return Stop(is_limit=False, reason=f"micro batch {fits} {why}")
+            return GrowthEnd(is_limit=False, reason=f"micro batch {fits} {why}")
         limit, following = curve.line_limit(), curve.open_sizes(sizes)[0]
         if limit is None or (limit >= following > LONGEST_JUMP * fits):
             why = "is too far above the measured ones to be predicted"
-            return Stop(is_limit=False, reason=f"{following}, the next divisor of a rank's share of the batch, {why}")
+            return GrowthEnd(is_limit=False, reason=f"{following}, the next divisor of a rank's share of the batch, {why}")
         line = "by the line through the measured peaks"
-        return Stop(
+        return GrowthEnd(
             is_limit=True, reason=f"{line} micro batch {int(limit)} fills the {usable} that the headroom leaves"
         )
 

@@ -283,6 +283,6 @@ def confirm_gain(start: Record, leaders: Sequence[Record], context: FitContext) 
     return final.best, f"measured again in turn, {words}"
 
 
-def relative_spread(rates: Sequence[float]) -> float | None:
+def relative_deviation(rates: Sequence[float]) -> float | None:
     """The relative standard deviation of repeated measurements; None with a single one."""
     return stdev(rates) / mean(rates) if len(rates) > 1 else None

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ..events import Note
+from ..forecast.predict.step_time import find_fastest
 from ..forecast.simulation_cache import PARALLEL_ENGINES
 from ..types import Trial
 from .candidates import Candidate, first_trial, without_checkpointing
 from .trials import FitContext
 
 MOST_AT_FIRST = 64  # micro batch: a thousand samples may fit where throughput stops growing at twenty
-CLOSE = 0.03  # share by which two rates may differ for the order of the ladder to decide
 Ranked = TypeVar("Ranked")
 
 
@@ -69,11 +69,9 @@ def rank(items: Sequence[Ranked], rates: Sequence[float | None]) -> list[Ranked]
     """The items by their rates, the highest first; within 3 % in the given order. Those without a rate come last."""
     left = list(range(len(items)))
     order: list[int] = []
-    while known := [place for place in left if rates[place] is not None]:
-        fastest = max(rates[place] or 0.0 for place in known)
-        order.append(next(place for place in known if (rates[place] or 0.0) >= (1 - CLOSE) * fastest))
-        left.remove(order[-1])
-    return [items[place] for place in (*order, *left)]
+    while (place := find_fastest([rates[each] for each in left])) is not None:
+        order.append(left.pop(place))
+    return [items[each] for each in (*order, *left)]
 
 
 def order_by_time(candidates: Sequence[Candidate], context: FitContext) -> list[Candidate]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ..forecast.predict.step_time import CLOSE
 from ..types import Fit, Record, Steps
 from ..units import format_bytes
 from .batch_curve import BatchCurve, least_sample_s
@@ -12,7 +13,7 @@ from .batch_size import Growth, describe_misfit
 from .candidates import Candidate, config_name, first_trial, in_precision, without_checkpointing
 from .comparison import PRIOR_NOISE, FinalsResult, comparison_words, finals
 from .ladder_walk import Lessons, WalkResult, try_rung, untried_rungs
-from .prospects import CLOSE, Prospect, find_prospect, rank
+from .prospects import Prospect, find_prospect, rank
 from .trial_forecasts import why_impossible
 from .trials import FitContext, fit_steps_to_budget, median_step_s, repeat_difference
 

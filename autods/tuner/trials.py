@@ -190,14 +190,14 @@ def fit_steps_to_budget(steps: Steps, step_s: float, *, least: int = 1) -> Steps
     return replace(steps, warmup=warmup, timed=timed, most_timed=timed if is_fixed else steps.most_timed)
 
 
-def fits_well(record: Record) -> bool:
-    """Whether the trial fitted, and its allocator never had to flush its cache: later steps would suffer from that."""
-    return isinstance(record.outcome, Fit) and record.outcome.alloc_retries == 0
-
-
 def fits_within(record: Record, usable_bytes: float) -> bool:
-    """Whether the trial fitted well and left the headroom free on the device."""
-    return fits_well(record) and isinstance(record.outcome, Fit) and record.outcome.device_peak_bytes <= usable_bytes
+    """Whether the trial fitted and left the headroom free on the device."""
+    return isinstance(record.outcome, Fit) and record.outcome.leaves_headroom(usable_bytes)
+
+
+def fits_well(record: Record) -> bool:
+    """Whether the trial fitted and its allocator never had to flush its cache, whatever its peak is."""
+    return fits_within(record, math.inf)
 
 
 def samples_per_second(record: Record) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -68,6 +68,17 @@ class Speed:
     accumulation: int
     samples_per_second: float
     tokens_per_second: float | None = None
+
+
+CLOSE = 0.03  # share by which two forecast rates may differ without telling anything
+
+
+def find_fastest(rates: Sequence[float | None]) -> int | None:
+    """Return the place of the first rate that a forecast cannot tell from the highest; None where none is known."""
+    most = max((rate for rate in rates if rate is not None), default=None)
+    if most is None:
+        return None
+    return next(place for place, rate in enumerate(rates) if rate is not None and rate >= (1 - CLOSE) * most)
 
 
 def forecast_speed(

@@ -9,7 +9,7 @@ import pytest
 from autods.prober.grid import list_cells
 from autods.prober.measure import compare_cells, measure_in_turns, share_results, summarize_cell
 from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
-from autods.tuner.comparison import relative_spread
+from autods.tuner.comparison import relative_deviation
 from autods.types import Outcome, Trial
 from tests.support.probes import FACTS, LIMIT, MIB, ask
 
@@ -72,5 +72,5 @@ def test_a_fluke_among_repeats_is_said_and_the_cell_still_fits(tmp_path: Path) -
 
 
 def test_one_measurement_has_no_spread() -> None:
-    assert relative_spread([1.0]) is None
-    assert relative_spread([1.0, 3.0]) == pytest.approx(0.7071, rel=1e-3)
+    assert relative_deviation([1.0]) is None
+    assert relative_deviation([1.0, 3.0]) == pytest.approx(0.7071, rel=1e-3)

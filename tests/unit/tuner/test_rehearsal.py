@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from autods.config.rehearsal import resolve_rehearsal
+from autods.config.plan_settings import resolve_rehearsal
 from autods.errors import InputError
 from autods.forecast.predict.schedule import BITS, RUN, Schedule, Work
 from autods.forecast.testing import Script, ScriptedSimulator, fail_with, simulate_peaks
