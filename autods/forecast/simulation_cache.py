@@ -192,11 +192,6 @@ class CachedEngine:
         self.cache.keep(self.spec, micro_batch, simulation)
         return simulation
 
-    def stop(self) -> None:
-        """End the engine, so that another one may run. A micro batch that was not simulated yet starts it again."""
-        self._stack.close()
-        self._engine = None
-
     def forecast(self, micro_batch: int, limits: Limits, *, on: EngineSpec | None = None) -> RungForecast:
         """Return the forecast within these limits. `on` is the same engine on another machine, to judge it there."""
         return self.cache.judge(on or self.spec, self.simulate(micro_batch), limits)

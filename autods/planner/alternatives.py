@@ -5,7 +5,6 @@ Micro batches were simulated in the search for the largest; only the other kind 
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 
 from ..config.catalogue import Site
@@ -25,29 +24,9 @@ def list_alternatives(run: PlanRun, site: Site, best: RungForecast) -> tuple[Alt
     if spec is None or best.speed is None:
         return ()
     alternatives = [*_list_micro_batches(run, site, spec, best.speed.micro_batch)]
-    if _has_switch(run):
+    if not run.settings.source.form.chooses_checkpointing and run.facts.checkpointing:
         alternatives += _switch_checkpointing(run, site, spec, best)
     return tuple(alternatives)
-
-
-def simulate_ahead(run: PlanRun, site: Site, best: RungForecast) -> None:
-    """Simulate what `list_alternatives` will ask for if this rung, the best so far, stays the best.
-
-    The last rungs are still under way, and a processor is free. A simulation that fails will fail again, and be
-    reported, when it is asked for.
-    """
-    spec = run.find_engine(site, best.rung)
-    if spec is not None and best.speed is not None and _has_switch(run):
-        with contextlib.suppress(SimulationFailed):
-            run.cache.simulate(_switch(spec), site.micro_batch)
-
-
-def _has_switch(run: PlanRun) -> bool:
-    return not run.settings.source.form.chooses_checkpointing and run.facts.checkpointing
-
-
-def _switch(spec: EngineSpec) -> EngineSpec:
-    return replace(spec, checkpointing=not spec.checkpointing)
 
 
 def _list_micro_batches(run: PlanRun, site: Site, spec: EngineSpec, micro_batch: int) -> list[Alternative]:
@@ -63,7 +42,7 @@ def _list_micro_batches(run: PlanRun, site: Site, spec: EngineSpec, micro_batch:
 
 def _switch_checkpointing(run: PlanRun, site: Site, spec: EngineSpec, best: RungForecast) -> list[Alternative]:
     """The rung at its largest micro batch with activations recomputed, where they are not, or the other way round."""
-    other = _switch(spec)
+    other = replace(spec, checkpointing=not spec.checkpointing)
     run.listen(Note(text=f"{best.rung} with checkpointing {'on' if other.checkpointing else 'off'}", passing=True))
     try:
         with run.cache.open(other) as engine:

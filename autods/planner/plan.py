@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import replace
-from operator import itemgetter
 
 from ..config.catalogue import Site
 from ..config.plan_settings import PlanSettings, apply_script_config_to_plan
@@ -26,7 +25,7 @@ from ..report.serialize import check_writable
 from ..runner.cleanup import open_session, simulator_variables
 from ..system.host import installed_versions
 from ..types import ModelFacts, WorkloadSource
-from .alternatives import list_alternatives, simulate_ahead
+from .alternatives import list_alternatives
 from .simulate import PlanRun, SiteGroup, choose_checkpointing, group_sites
 from .timeline import write_timeline
 
@@ -107,7 +106,6 @@ def _read_facts(simulator: Simulator, settings: PlanSettings, listen: ForecastLi
     return simulator.facts(settings.device, ranks=ranks)
 
 
-_STAGE_3_TAKES = 2.5  # times as long to simulate as another rung (measured: Llama-7B, on 2 to 64 ranks)
 # A rung to forecast on some sites of a group.
 _Job = tuple[Rung, SiteGroup, Sequence[Site]]
 
@@ -116,20 +114,7 @@ def _forecast_all(run: PlanRun) -> None:
     """Forecast every rung on each site. Several sites are searched only at the rung that is their answer."""
     settings, several = run.settings, len(run.settings.sites) > 1
     jobs = [(rung, group, group.sites) for group in group_sites(settings.sites) for rung in settings.ladder]
-
-    def look_ahead() -> None:
-        best = None if several or settings.largest else _site_forecast(run, settings.sites[0]).best
-        if best is not None:
-            simulate_ahead(run, settings.sites[0], best)
-
-    in_order = several or settings.largest
-    _run_in_parallel(
-        run,
-        jobs if in_order else interleave_stage_3(jobs),
-        search=settings.largest and not several,
-        until_one_fits=several,
-        at_last=look_ahead,
-    )
+    _run_in_parallel(run, jobs, search=settings.largest and not several, until_one_fits=several)
     if run.failures and not any(forecast.memory for forecast in run.forecasts.values()):
         raise next(run.failures[rung.name] for rung in settings.ladder if rung.name in run.failures)
     if several and settings.largest:
@@ -141,34 +126,13 @@ def _forecast_all(run: PlanRun) -> None:
         _run_in_parallel(run, searches, search=True, until_one_fits=False)
 
 
-def interleave_stage_3(jobs: Sequence[_Job]) -> list[_Job]:
-    """Return the jobs in an order in which two engines end at about the same time, with the fastest rungs early.
-
-    Simulations of stage 3 take longer. So one engine has those, from the leanest on, while the other has the rest.
-    """
-    others = [job for job in jobs if job[0].stage < 3]
-    lean = [job for job in reversed(jobs) if job[0].stage == 3]
-    starts = [*enumerate(others), *((_STAGE_3_TAKES * place, job) for place, job in enumerate(lean))]
-    return [job for _, job in sorted(starts, key=itemgetter(0))]
-
-
-def _run_in_parallel(
-    run: PlanRun,
-    jobs: Sequence[_Job],
-    *,
-    search: bool,
-    until_one_fits: bool,
-    at_last: Callable[[], None] = lambda: None,
-) -> None:
+def _run_in_parallel(run: PlanRun, jobs: Sequence[_Job], *, search: bool, until_one_fits: bool) -> None:
     """Run the jobs in order, some at a time. The first that raises ends the others.
 
     With `search` they find the largest micro batch, too. With `until_one_fits` a site is done when a rung fits.
-    `at_last` runs when all jobs have begun and an engine is left for it.
     Rungs have much the same activations, so a search starts from the bytes of a sample that an earlier job found. It
     waits for all earlier jobs but the last: where it starts must not depend on the job that ends first, nor on the
     number of cores.
-    Where every rung is simulated at one size, its engine ends before it is judged. So one job more may run than there
-    are engines.
     """
     tasks: list[Future[float | None]] = []
 
@@ -180,19 +144,10 @@ def _run_in_parallel(
         sites = [site for site in sites if not (until_one_fits and _site_forecast(run, site).status == "fits")]
         return run.forecast_rung(rung, sites, group, guess_sample_bytes if search else None)
 
-    def finish() -> None:
-        running = [task for task in tasks[: len(jobs)] if not task.done()]
-        if len(running) >= engines:
-            wait(running, return_when=FIRST_COMPLETED)
-        at_last()
-
-    engines = count_parallel_engines()
-    jobs_at_a_time = engines + (0 if search or until_one_fits else 1)
-    pool = ThreadPoolExecutor(jobs_at_a_time, thread_name_prefix="forecast")
+    pool = ThreadPoolExecutor(count_parallel_engines(), thread_name_prefix="forecast")
     try:
         for number, job in enumerate(jobs):
             tasks.append(pool.submit(forecast, number, *job))
-        tasks.append(pool.submit(finish))
         done = wait(tasks, return_when=FIRST_EXCEPTION).done
         for task in tasks:
             if task in done:

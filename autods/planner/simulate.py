@@ -209,8 +209,6 @@ class PlanRun:
                 for site in sites:
                     machine, at_site = site.machine, move_engine(spec, site)
                     simulation = engine.simulate(site.micro_batch)
-                    if guess is None:
-                        engine.stop()
                     if not holds_on_smaller_device(simulation, spec, machine.device_bytes):
                         others.append(site)
                         continue

@@ -35,12 +35,12 @@ def test_cores_and_memory_bound_how_many_engines_run(
     assert cache_module.count_parallel_engines() == engines
 
 
-def test_a_stopped_engine_forecasts_what_it_has_simulated() -> None:
+def test_an_engine_starts_when_something_has_to_be_simulated() -> None:
     simulator = ScriptedSimulator(FACTS, grows)
-    limits = Limits(device_bytes=16 * GIB)
-    with SimulationCache(simulator).open(ENGINE) as engine:
+    cache, limits = SimulationCache(simulator), Limits(device_bytes=16 * GIB)
+    with cache.open(ENGINE) as engine:
         forecast = engine.forecast(1, limits)
-        engine.stop()
+    with cache.open(ENGINE) as engine:
         assert engine.forecast(1, limits) == forecast
         assert len(simulator.engines) == 1
         engine.simulate(2)  # needs another one

@@ -13,7 +13,7 @@ from autods.forecast.predict.schedule import Schedule, Work
 from autods.forecast.simulate import SimulationFailed
 from autods.forecast.testing import ScriptedSimulator, fail_with, simulate_peaks
 from autods.forecast.values import EngineSpec, RungFinished, RungForecast, Simulation
-from autods.planner.plan import interleave_stage_3, plan
+from autods.planner.plan import plan
 from autods.planner.simulate import SiteGroup, group_sites, make_group_engine
 from autods.types import ModelFacts
 from tests.support.planned import FACTS, GIB, NEEDS, SOURCE, Planned, question, shrinking
@@ -70,24 +70,6 @@ def test_a_model_that_recomputes_by_itself_has_no_switch() -> None:
 
     planned = Planned(question(on="a100-40gb", gpus=8, ladder=("zero3",)), script)
     assert not any(alternative.switched for alternative in planned.forecast.sites[0].alternatives)
-
-
-def test_the_other_setting_is_simulated_beside_the_last_rung(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autods.planner.plan.count_parallel_engines", lambda: 2)
-    switched, waited = threading.Event(), []
-
-    def script(ask: EngineSpec, micro_batch: int) -> Simulation:
-        if not ask.checkpointing:
-            switched.set()
-        elif ask.rung == "zero3":
-            waited.append(switched.wait(30))
-        return timed(ask, micro_batch)
-
-    asked = question(on="a100-40gb", gpus=8, ladder=("zero2", "zero3"), largest=False)
-    planned = Planned(asked, script)
-    assert waited == [True]
-    assert sorted(planned.simulator.measured) == [("zero2", 1), ("zero2", 1), ("zero3", 1)]
-    assert planned.forecast.sites[0].alternatives == Planned(asked, timed).forecast.sites[0].alternatives
 
 
 def test_another_setting_that_fails_beside_a_rung_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,18 +337,6 @@ def test_as_written_keeps_the_configs_own_buckets() -> None:
     assert "reduce_bucket_size" not in written  # DeepSpeed's own
     assert nvme["offload_param"]["buffer_size"] >= FACTS.largest_parameter  # or DeepSpeed stops
     assert not [said for said in planned.forecast.assumed if "base config's" in said]
-
-
-def test_two_engines_share_the_rungs_of_a_plan_evenly() -> None:
-    asked = question(nvme="1TiB", largest=False)
-    (group,) = group_sites(asked.sites)
-    ends = [0.0, 0.0]
-    order = [rung for rung, _, _ in interleave_stage_3([(rung, group, group.sites) for rung in asked.ladder])]
-    for rung in order:
-        ends[ends.index(min(ends))] += 3.5 if rung.stage == 3 else 1.4
-    assert order[0] == asked.ladder[0]
-    assert sorted(rung.name for rung in order) == sorted(rung.name for rung in asked.ladder)
-    assert max(ends) - min(ends) < 1.5
 
 
 class Crowd(ScriptedSimulator):
