@@ -205,8 +205,8 @@ class Growth:
         if size is None:
             return self._stop_without_size(curve)
         if curve.too_large is None and self._sizes_tried() >= self.most_trials:
-            spent = f"all {self.most_trials} trials are spent"
-            return GrowthEnd(is_limit=False, reason=f"{spent}: micro batch {curve.fits} fits, and no larger one was tried")
+            fits = f"micro batch {curve.fits} fits, and no larger one was tried"
+            return GrowthEnd(is_limit=False, reason=f"all {self.most_trials} trials are spent: {fits}")
         if global_batch is not None:
             return size  # a step has the same samples at every micro batch, so growth makes it hardly longer
         longest_s = self.longest_step_s
@@ -284,8 +284,8 @@ class Growth:
             return GrowthEnd(is_limit=False, reason=f"micro batch {fits} {why}")
         limit, following = curve.line_limit(), curve.open_sizes(sizes)[0]
         if limit is None or (limit >= following > LONGEST_JUMP * fits):
-            why = "is too far above the measured ones to be predicted"
-            return GrowthEnd(is_limit=False, reason=f"{following}, the next divisor of a rank's share of the batch, {why}")
+            divisor = f"{following}, the next divisor of a rank's share of the batch"
+            return GrowthEnd(is_limit=False, reason=f"{divisor}, is too far above the measured ones to be predicted")
         line = "by the line through the measured peaks"
         return GrowthEnd(
             is_limit=True, reason=f"{line} micro batch {int(limit)} fills the {usable} that the headroom leaves"

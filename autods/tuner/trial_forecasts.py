@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import statistics
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
+from ..config.catalogue import Site
 from ..config.settings import Settings
 from ..devices import find_device
 from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import AutodsError
 from ..events import Listener, Note
+from ..files import as_folder_name, read_file
 from ..forecast.predict.allocator import read_alloc_conf
 from ..forecast.predict.calibration import (
     Observation,
@@ -40,8 +44,8 @@ from ..forecast.values import EngineSpec, RungForecast, Simulation, StartSimulat
 from ..journal import TrialStore, trial_key
 from ..runner.cleanup import simulator_variables
 from ..schema import read_as
+from ..system.host import cache_folder
 from ..types import Fit, ModelFacts, Outcome, Record, Trial
-from .step_factors import identify, keep_factors, open_factors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +56,10 @@ class StepForecast:
     least_seconds: float
 
 
-class Forecaster(Protocol):
-    """Forecasts trials on this machine. `TrialForecaster` is the real one; these defaults know nothing."""
+class Forecaster:
+    """Forecasts trials on this machine. This one knows nothing; `TrialForecaster` simulates them."""
 
-    @property
-    def forecasts(self) -> Mapping[str, RungForecast]:
-        """The first forecast of each rung, by rung name."""
-        return MappingProxyType({})
+    forecasts: Mapping[str, RungForecast] = MappingProxyType({})  # the first of each rung, by rung name
 
     def prepare(self, trials: Iterable[Trial]) -> None:
         """Start to simulate these trials in the background, in this order."""
@@ -79,17 +80,7 @@ class Forecaster(Protocol):
         return None
 
 
-class NoForecaster(Forecaster):
-    """Every forecast is None."""
-
-    def prepare(self, trials: Iterable[Trial]) -> None:
-        """Do nothing."""
-
-    def finish(self) -> None:
-        """Do nothing."""
-
-
-NO_FORECASTER = NoForecaster()
+NO_FORECASTER = Forecaster()
 
 
 def why_impossible(forecast: RungForecast | None) -> str | None:
@@ -115,7 +106,7 @@ _LARGEST_FIRST_MICRO_BATCH = 8  # as the walk of the ladder, which tries no larg
 
 
 @dataclass(slots=True)
-class TrialForecaster:
+class TrialForecaster(Forecaster):
     """Forecasts the trials of a fit, corrected by the trials' measurements.
 
     A simulation that fails is reported once, by `report`, and leaves its trials without a forecast.
@@ -284,7 +275,7 @@ def start_processes(settings: Settings, listen: Listener) -> StartSimulator:
     )
 
 
-@contextmanager
+@contextlib.contextmanager
 def open_forecaster(
     settings: Settings,
     facts: ModelFacts,
@@ -308,7 +299,7 @@ def open_forecaster(
     past = memory.past
     kept_as, factors = None, StepFactors()
     if settings.machine.rates is not None:
-        kept_as = identify(settings.machine, ranks_per_node=settings.ranks_per_node, nodes=settings.nodes)
+        kept_as = name_site(settings.site)
         factors = open_factors(kept_as, settings.out, lambda text: listen(Note(text=text)))
 
     def learn(record: Record) -> Mapping[str, Any] | None:
@@ -337,3 +328,64 @@ def open_forecaster(
             forecaster.close()
             if kept_as is not None and any(each.step for each in forecaster.observations.values()):
                 keep_factors(kept_as, forecaster.step_factors())
+
+
+# The factors of step time that trials have shown on a machine are kept for its later fits.
+FACTORS = "step_factors.json"
+
+
+def name_site(site: Site) -> str:
+    """Return what step times depend on, as a name: the cards, how many a fit uses, the links between them, the nodes.
+
+    Fits on fewer cards of a node have another name, for the links are slower or faster with fewer at work.
+    """
+    links = site.machine.links
+    parts = [f"{site.ranks_per_node}x {site.machine.title}"]
+    if links is not None and site.ranks_per_node > 1:
+        parts.append(links.between_gpus)
+    if site.nodes > 1:
+        parts.append(f"{site.nodes} nodes, {(links and links.network) or 'network'}")
+    return ", ".join(parts)
+
+
+def open_factors(site: str, out: Path, report: Callable[[str], None]) -> StepFactors:
+    """Return the factors with which the fit in `out` begins: those that earlier fits at such a site have left.
+
+    `site` is its name, see `name_site`.
+
+    The first call writes them into `out`. A resumed fit reads them there, so that it decides as its first run did.
+    `report` is told of a file that cannot be used.
+    """
+    known = _read_factors(out / FACTORS, report) or _read_factors(_factors_file(site), report) or StepFactors()
+    _write_factors(out / FACTORS, known)
+    return known
+
+
+def keep_factors(site: str, factors: StepFactors) -> None:
+    """Keep the factors for later fits on such a machine. Nothing is kept where the user's cache cannot be written."""
+    _write_factors(_factors_file(site), factors)
+
+
+def _factors_file(site: str) -> Path:
+    return cache_folder() / "step_factors" / f"{as_folder_name(site)}.json"
+
+
+def _read_factors(path: Path, report: Callable[[str], None]) -> StepFactors | None:
+    if not path.exists():
+        return None
+    try:
+        factors = read_as(StepFactors, json.loads(read_file(path)))
+        if not all(0 < factor < 100 for factor in asdict(factors).values()):
+            raise ValueError("a factor is not between 0 and 100")
+        return factors
+    except (AutodsError, ValueError) as error:
+        report(f"{path} is not used: {' '.join(str(error).split())}")
+        return None
+
+
+def _write_factors(path: Path, factors: StepFactors) -> None:
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(asdict(factors)) + "\n")
+        os.replace(temporary, path)

@@ -5,7 +5,7 @@ python tests/benchmarks/forecast_streams.py [--model 7b] [--rungs zero2,zero3] [
     [--on h100-80gb] [--json]
 
 `one pool`: every block is reusable once it is freed, by any stream. `pools`: by its own stream only. `clocks`: also
-only when the streams of record_stream have passed on the clocks of --on (`autods/forecast/predict/late_blocks.py`).
+only when the streams of record_stream have passed on the clocks of --on (`autods/forecast/predict/memory_model.py`).
 `late`: only when the host knows that without any clock (`autods/forecast/simulate/stream_order.py`), which is an upper
 bound.
 
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from autods.config.catalogue import read_catalogue
 from autods.forecast.predict.allocator import find_least_limit, replay
-from autods.forecast.predict.late_blocks import find_returns
+from autods.forecast.predict.memory_model import find_returns
 from autods.forecast.predict.prices import PriceList, read_constants
 from autods.forecast.simulate import ProcessSimulator
 from autods.forecast.values import EngineSpec, Simulation

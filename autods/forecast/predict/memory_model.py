@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import heapq
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -18,8 +19,9 @@ from ...units import parse_bytes
 from ..values import EngineSpec, ForecastPhase, Interval, Simulation, Trace
 from .allocator import find_least_limit, replay
 from .host_allocators import peak_pinned_bytes, replay_process
-from .late_blocks import find_returns
 from .prices import PriceList, Unpriced, read_constants
+from .schedule import Schedule
+from .step_time import StepClocks
 
 Place = Literal["inside", "outside"]  # of the memory that torch allocates
 ShareOf = Literal["tensors", "activations", "reduce_bucket"]
@@ -214,6 +216,42 @@ def _with_clocks(spec: EngineSpec, simulation: Simulation) -> tuple[Trace, bool]
         return replace(trace, held=find_returns(trace, simulation.schedule, prices)), True
     except Unpriced:
         return trace, False
+
+
+def find_returns(trace: Trace, schedule: Schedule, prices: PriceList) -> dict[int, int]:
+    """Return blocks of the schedule's step that come back late, as `Trace.held` has them. Raises Unpriced.
+
+    torch records an event on each stream that uses a freed block. It asks for the events at every allocation
+    (c10/cuda/CUDACachingAllocator.cpp, `insert_events` and `process_events`). The host asks when its own clock has come
+    to the allocation. The event has happened when the stream's clock has passed it.
+
+    Blocks of earlier steps are left out. Memory is reserved there, which keeps the host behind the device. None comes
+    back later than `Trace.held` says: the driver's queue does not let the host run ahead any further.
+    """
+    clocks = StepClocks(schedule, prices)
+    returns: dict[int, int] = {}
+    waiting: list[tuple[float, int]] = []  # when the last of its streams is done with it, and the block
+
+    def pass_on() -> Iterator[int]:
+        """Yield the schedule's events; what the trace has before the next one happens at the present clocks."""
+        at = next((at for at, issued in enumerate(trace.issued) if issued >= schedule.first), len(trace.events))
+        for position, event in enumerate((*schedule.events, None), schedule.first):
+            while at < len(trace.events) and trace.issued[at] <= position:
+                happen(at)
+                at += 1
+            if event is not None:
+                yield event
+
+    def happen(at: int) -> None:
+        event = trace.events[at]
+        if event < 0 and (users := trace.users.get(~event)) is not None:
+            heapq.heappush(waiting, (max(clocks.streams[stream] for stream in users), ~event))
+        while event > 0 and waiting and waiting[0][0] <= clocks.host:
+            returns[heapq.heappop(waiting)[1]] = at
+
+    clocks.run(pass_on())
+    returns.update((block, len(trace.events)) for _, block in waiting)
+    return {block: min(at, trace.held[block]) for block, at in returns.items()}
 
 
 def _replay_device(

@@ -9,10 +9,11 @@ import pytest
 
 from autods.config.catalogue import read_catalogue
 from autods.forecast.predict.calibration import StepFactors
-from autods.tuner.step_factors import FILE, identify, keep_factors, open_factors
+from autods.tuner.trial_forecasts import FACTORS, keep_factors, name_site, open_factors
+from tests.support.composed import make_site
 
 A100 = read_catalogue()["a100-80gb"]
-MACHINE = identify(A100, ranks_per_node=8, nodes=1)
+MACHINE = name_site(make_site(8, machine=A100))
 SLOW = StepFactors(compute=1.25, link=1.5)
 
 
@@ -46,10 +47,10 @@ PCIE = replace(A100, links=replace(A100.links, between_gpus="PCIe 4.0 x16"))
 @pytest.mark.parametrize(
     "other",
     [
-        identify(A100, ranks_per_node=4, nodes=1),
-        identify(A100, ranks_per_node=8, nodes=2),
-        identify(PCIE, ranks_per_node=8, nodes=1),
-        identify(replace(A100, title="NVIDIA H100 80GB HBM3"), ranks_per_node=8, nodes=1),
+        name_site(make_site(4, machine=A100)),
+        name_site(make_site(16, machine=A100, ranks_per_node=8)),
+        name_site(make_site(8, machine=PCIE)),
+        name_site(make_site(8, machine=replace(A100, title="NVIDIA H100 80GB HBM3"))),
     ],
 )
 def test_other_cards_links_or_nodes_have_other_factors(tmp_path: Path, other: str) -> None:
@@ -58,15 +59,15 @@ def test_other_cards_links_or_nodes_have_other_factors(tmp_path: Path, other: st
 
 
 def test_a_single_card_has_no_link_in_its_name() -> None:
-    assert identify(A100, ranks_per_node=1, nodes=1) == identify(PCIE, ranks_per_node=1, nodes=1)
+    assert name_site(make_site(1, machine=A100)) == name_site(make_site(1, machine=PCIE))
 
 
 @pytest.mark.parametrize("content", ["", "[1]", '{"compute": 1}x', '{"compute": 0, "link": 1}', '{"colour": 2}'])
 def test_a_broken_file_is_named_and_not_used(tmp_path: Path, content: str) -> None:
-    (tmp_path / FILE).write_text(content)
+    (tmp_path / FACTORS).write_text(content)
     factors, told = open_in(tmp_path)
     assert factors == StepFactors()
-    assert [text.partition(" is not used")[0] for text in told] == [str(tmp_path / FILE)]
+    assert [text.partition(" is not used")[0] for text in told] == [str(tmp_path / FACTORS)]
 
 
 def test_a_cache_that_cannot_be_written_stops_nothing(tmp_path: Path, cache: Path) -> None:

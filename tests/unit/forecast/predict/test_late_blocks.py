@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autods.config.catalogue import read_catalogue
-from autods.forecast.predict.late_blocks import find_returns
+from autods.forecast.predict.memory_model import find_returns
 from autods.forecast.predict.prices import PriceList, Unpriced, read_constants
 from autods.forecast.predict.schedule import HOST_WAITS_STREAM, RUN, Schedule, Work
 from autods.forecast.values import Trace
