@@ -98,8 +98,8 @@ def _lack_ranks(least: int, site: Site, facts: ModelFacts | None) -> str | None:
     return f"{site.world_size} ranks: it needs {least} or more"
 
 
-def _lack_nvme(asked: bool, site: Site, facts: ModelFacts | None) -> str | None:
-    return site.lacks_nvme if asked and site.nvme_path is None else None
+def _lack_nvme(wanted: bool, site: Site, facts: ModelFacts | None) -> str | None:
+    return site.lacks_nvme if wanted and site.nvme_path is None else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,8 +144,8 @@ def unmet_need(rung: Rung, site: Site, facts: ModelFacts | None) -> str | None:
     for has, stages, reason in _REFUSALS if facts is not None else ():
         if facts is not None and has(facts) and rung.stage in stages:
             return reason.format(stage=rung.stage)
-    asked = rung.needs
-    lacks = (need.find_lack(asked[name], site, facts) for name, need in NEEDS.items() if name in asked)
+    needs = rung.needs
+    lacks = (need.find_lack(needs[name], site, facts) for name, need in NEEDS.items() if name in needs)
     return next((lack for lack in lacks if lack is not None), None)
 
 
@@ -197,14 +197,14 @@ def _check(rung: Rung) -> None:
             raise ValueError(f"tune.{key}.usual is {usual!r}, not a number of elements, at least 2")
 
 
-def _check_needs(asked: Mapping[str, bool | int]) -> None:
+def _check_needs(needs: Mapping[str, bool | int]) -> None:
     for name, need in NEEDS.items():
-        if name not in asked and need.required:
+        if name not in needs and need.required:
             raise ValueError(f"needs lacks {name!r}")
-        if name in asked and type(asked[name]) is not need.value:
+        if name in needs and type(needs[name]) is not need.value:
             words = "true or false" if need.value is bool else "a whole number"
-            raise ValueError(f"needs.{name} is {asked[name]!r}, not {words}")
-    for name in asked:
+            raise ValueError(f"needs.{name} is {needs[name]!r}, not {words}")
+    for name in needs:
         if name not in NEEDS:
             raise ValueError(f"needs has the unknown key {name!r}; it has {', '.join(NEEDS)}")
 

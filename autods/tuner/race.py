@@ -208,6 +208,23 @@ def _result(
     return RaceResult(best=best, growth=winner, others=others_best, reasons=reasons)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Decision:
+    """The winner of the last comparison, its deciding trial, and the best scores there by contestants' names."""
+
+    winner: Contestant
+    best: Record
+    reason: str
+    scores: Mapping[str, float]
+
+
+def _best_scores(scores: Iterable[tuple[Contestant, float]]) -> dict[str, float]:
+    best: dict[str, float] = {}
+    for contestant, score in scores:
+        best[contestant.name] = max(best.get(contestant.name, 0.0), score)
+    return best
+
+
 @dataclass(slots=True, kw_only=True)
 class _Race:
     """A race under way. `contestants` are in the order of entry."""
@@ -346,56 +363,61 @@ class _Race:
         return self.compare()
 
     def compare(self) -> RaceResult:
-        """Measure the leaders again in turn.
-
-        Where one of them no longer leaves the headroom, those that follow are compared with the rest. Where repeats
-        differ by more than the profile's noise, other work slows down this machine. Then all that may lead are measured
-        once more, and the fastest of the new timings counts. Where these differ as much, all count.
-        """
+        """Measure the leaders again in turn. Where other work slows down this machine, all that may lead, too."""
         context, limits = self.context, self.context.settings.profile.race
         turns = 0 if context.settings.objective == "memory" else limits.turns
         before = len(context.memory.records)
+        decision = self._decide_in_turns(turns)
+        if turns and context.noise > limits.noise:
+            self._measure_all_again()
+            decision = self._decide_by_timings(decision, context.memory.records[before:])
+        return self._explain(decision)
+
+    def _decide_in_turns(self, turns: int) -> _Decision:
+        """Compare the leaders. Where one of them no longer leaves the headroom, those that follow join the rest."""
         close, final = self._measure_leaders_again(turns)
         if turns and len(final.measured) < len(final.scores):
             close, final = self._measure_leaders_again(turns)
-        winner, best, reason = close[final.winner][1], final.best, final.reason
-        remeasured: dict[str, float] = {}
-        for place in final.measured:
-            name = close[place][1].name
-            remeasured[name] = max(remeasured.get(name, 0.0), final.scores[place])
-        if turns and context.noise > limits.noise:
-            self._measure_all_again()
-            new = context.memory.records[before:]
-            timed = [(record, owner) for owner in self._fitting() for record in owner.eligible()]
-            is_calm = repeat_difference(new) <= limits.noise
-            if is_calm:
-                timed = [(record, owner) for record, owner in timed if record in new]
-            fastest, owner = max(timed, key=lambda item: context.score(item[0]), default=(best, winner))
-            if (owner, fastest.trial.knobs) != (winner, best.trial.knobs):
-                winner, best, remeasured = owner, fastest, {}
-                for record, other in timed if is_calm else ():
-                    remeasured[other.name] = max(remeasured.get(other.name, 0.0), context.score(record))
-                name = f"{best.trial.rung} with micro batch {best.trial.knobs.micro_batch}"
-                reason = f"{name} has the fastest timing; those of one config differ by up to {context.noise:.0%}"
-        return self._explain(winner, best, reason, remeasured)
+        scores = _best_scores((close[place][1], final.scores[place]) for place in final.measured)
+        return _Decision(winner=close[final.winner][1], best=final.best, reason=final.reason, scores=scores)
 
-    def _explain(self, winner: Contestant, best: Record, reason: str, remeasured: Mapping[str, float]) -> RaceResult:
-        """The result with a reason for each contestant. `remeasured` maps names to scores of the last comparison."""
+    def _decide_by_timings(self, decision: _Decision, new: Sequence[Record]) -> _Decision:
+        """Take the fastest of the `new` timings, where repeats of one config differ by more than the profile's noise.
+
+        Where the new ones differ as much, all timings count.
+        """
+        context = self.context
+        is_calm = repeat_difference(new) <= context.settings.profile.race.noise
+        timed = [(record, owner) for owner in self._fitting() for record in owner.eligible()]
+        timed = [(record, owner) for record, owner in timed if record in new] if is_calm else timed
+        if not timed:
+            return decision
+        best, winner = max(timed, key=lambda item: context.score(item[0]))
+        if (winner, best.trial.knobs) == (decision.winner, decision.best.trial.knobs):
+            return decision
+        name = f"{best.trial.rung} with micro batch {best.trial.knobs.micro_batch}"
+        reason = f"{name} has the fastest timing; those of one config differ by up to {context.noise:.0%}"
+        scores = _best_scores((owner, context.score(record)) for record, owner in timed) if is_calm else {}
+        return _Decision(winner=winner, best=best, reason=reason, scores=scores)
+
+    def _explain(self, decision: _Decision) -> RaceResult:
+        """The result with a reason for each contestant."""
+        winner, scores = decision.winner, decision.scores
         winner.stop = winner.explain_end()  # the last comparison may have measured more
         best_word, times = comparison_words(self.context.score)
         fitting = self._fitting()
-        reasons = {winner.name: f"{best_word} of {len(fitting)} that fit: {reason}"}
+        reasons = {winner.name: f"{best_word} of {len(fitting)} that fit: {decision.reason}"}
         for contestant in self.contestants:
             speed, ratio = contestant.describe_best(), contestant.score / winner.score
-            if contestant.name in remeasured and remeasured.get(winner.name):
+            if contestant.name in scores and scores.get(winner.name):
                 speed = f"{speed} at best; measured again in turn"
-                ratio = remeasured[contestant.name] / remeasured[winner.name]
+                ratio = scores[contestant.name] / scores[winner.name]
             slower = f"{speed}, {ratio:.2f} {times} as {winner.name}"
             reasons.setdefault(contestant.name, contestant.out or slower)
         for contestant in self.contestants:  # some rungs were raced only without checkpointing
             rung = contestant.candidate.rung.name
             reasons.setdefault(rung, f"checkpointing would only cost it time: see {contestant.name}")
-        return _result(winner, [each for each in fitting if each is not winner], reasons, best=best)
+        return _result(winner, [each for each in fitting if each is not winner], reasons, best=decision.best)
 
     def _fitting(self) -> list[Contestant]:
         """The contestants that fitted, best first; of equals, in the ladder's order."""

@@ -195,7 +195,7 @@ def fit_step_factors(observations: Iterable[Observation], prior: StepFactors) ->
     """Return the factors after these trials; `prior` are those before any.
 
     The relative errors of the corrected steps are squared and summed, with a ridge towards the prior. Which steps are
-    bound by launches follows from the factors, so these are found anew until that no longer changes.
+    bound by launches follows from the factors, so these are solved anew until that no longer changes.
     """
     import numpy  # a plan calibrates nothing
 
@@ -210,8 +210,8 @@ def fit_step_factors(observations: Iterable[Observation], prior: StepFactors) ->
         ]
         shares = numpy.reshape(rows, (-1, 3)) / numpy.reshape([step.measured_s for step in steps], (-1, 1))
         left = shares.T @ shares + _STEP_RIDGE * numpy.identity(3)
-        found = numpy.linalg.solve(left, shares.sum(axis=0) + _STEP_RIDGE * before).clip(_LEAST_FACTOR, _MOST_FACTOR)
-        former, factors = factors, StepFactors(compute=float(found[0]), launch=float(found[1]), link=float(found[2]))
+        solved = numpy.linalg.solve(left, shares.sum(axis=0) + _STEP_RIDGE * before).clip(_LEAST_FACTOR, _MOST_FACTOR)
+        former, factors = factors, StepFactors(compute=float(solved[0]), launch=float(solved[1]), link=float(solved[2]))
         if factors == former:
             break
     return factors
