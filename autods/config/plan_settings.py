@@ -35,7 +35,7 @@ from .catalogue import (
 )
 from .profiles import read_profile
 from .rungs import Rung
-from .settings import Settings, parse_time, resolve_fit, select_ladder
+from .settings import Settings, choose_folder, parse_time, resolve_fit, select_ladder
 from .validator import find_misspelt_keys
 
 _ASSUMED = ", assumed"  # at the end of the name of a network in the catalogue
@@ -316,5 +316,4 @@ def resolve_rehearsal(request: FitRequest, source: WorkloadSource) -> Settings:
         nvme_path=nvme_place(request.nvme_path, machine),
     )
     name = f"{as_folder_name(source.name)}-{ranks}x{machine.name}-rehearsal-{settings.fingerprint()[:6]}"
-    out = Path(request.out) if request.out is not None else Path("autods-out") / name
-    return replace(settings, out=out.absolute())
+    return replace(settings, out=choose_folder(request, name))

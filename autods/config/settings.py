@@ -14,7 +14,7 @@ from typing import Any, Literal, cast, get_args
 from ..devices import Card, Device, find_device
 from ..errors import EnvironmentBroken, InputError
 from ..files import as_folder_name
-from ..requests import SearchRequest, WorkloadRequest
+from ..requests import SearchRequest, TrialRequest, WorkloadRequest
 from ..system.host import Hardware, installed_versions, requested_threads
 from ..types import ModelFacts, WorkloadSource
 from ..units import format_bytes, parse_seconds
@@ -296,8 +296,12 @@ def resolve_fit(request: SearchRequest, source: WorkloadSource, *, hardware: Har
         fresh=request.fresh,
     )
     name = f"{as_folder_name(source.name)}-{ranks}x{device.name}-{settings.fingerprint()[:6]}"
-    out = Path(request.out) if request.out is not None else Path("autods-out") / name
-    return replace(settings, out=out.absolute())
+    return replace(settings, out=choose_folder(request, name))
+
+
+def choose_folder(request: TrialRequest, name: str) -> Path:
+    """Return the folder for the results: that of the request, else one of this name."""
+    return (Path(request.out) if request.out is not None else Path("autods-out") / name).absolute()
 
 
 def _resolve_budget(budget: Budget, trials: int | None, time: str | float | None) -> Budget:

@@ -15,12 +15,12 @@ from typing import cast
 
 from ..arguments import check_count, show_value
 from ..config.base_config import check_ranks, resolve_base_config, resolve_global_batch
-from ..config.catalogue import Machine
+from ..config.catalogue import Machine, make_hardware
 from ..config.plan_settings import choose_machines, nvme_place
 from ..config.profiles import read_profile
 from ..config.rungs import Rung, read_rungs
-from ..config.settings import Settings, resolve_fit, select_ladder
-from ..devices import Card, find_device
+from ..config.settings import Settings, choose_folder, resolve_fit, select_ladder
+from ..devices import find_device
 from ..errors import InputError
 from ..files import as_folder_name
 from ..requests import FitRequest, ProbeRequest, TrialRequest
@@ -100,7 +100,7 @@ def resolve_probe(request: ProbeRequest, source: WorkloadSource, *, hardware: Ha
         shared["nvme_path"] = None  # the folder need not be here
         if find_device(request.device).has_cards:
             shared["gpu_memory"] = None  # the machine's card is of that size
-            hardware = _describe_hardware(machine, max(ranks), hardware)
+            hardware = make_hardware(machine, max(ranks))
     fit = FitRequest(**{**shared, "gpus": max(ranks, default=None), "ladder": named["rung"]})
     settings = resolve_fit(fit, source, hardware=hardware)
     for count in ranks:  # a base config, or a global batch, may suit some and not others
@@ -134,8 +134,7 @@ def resolve_probe(request: ProbeRequest, source: WorkloadSource, *, hardware: Ha
         assumed=assumed,
     )
     name = f"{as_folder_name(source.name)}-probe-{resolved.fingerprint()[:6]}"
-    folder = (Path(request.out) if request.out is not None else Path("autods-out") / name).absolute()
-    return replace(resolved, settings=replace(settings, out=folder))
+    return replace(resolved, settings=replace(settings, out=choose_folder(request, name)))
 
 
 def count_most_ranks(request: ProbeRequest) -> int | None:
@@ -193,14 +192,6 @@ def _choose_machine(request: ProbeRequest, hardware: Hardware, ranks: tuple[int,
     if not ranks and device.has_cards:
         raise InputError("say how many ranks to forecast for", hint="give --gpus 8, or --gpus 1,2,4,8")
     return machines[0]
-
-
-def _describe_hardware(machine: Machine, ranks: int, here: Hardware) -> Hardware:
-    """Return hardware with as many cards of the machine as there are ranks."""
-    size, host = machine.device_bytes, machine.host_bytes or 2**62
-    card = Card(index=0, name=machine.title, total_bytes=size, free_bytes=size, bf16=machine.bf16)
-    cards = tuple(replace(card, index=index) for index in range(ranks))
-    return replace(here, cards=cards, unusable=None, host_bytes=max(host, ranks * size), host_free_bytes=host)
 
 
 def _with_rung(

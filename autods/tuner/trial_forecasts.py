@@ -30,7 +30,6 @@ from ..forecast.predict.calibration import (
     fit_step_factors,
     observe_trial,
 )
-from ..forecast.predict.prices import Unpriced
 from ..forecast.predict.step_time import forecast_speed, least_step_s
 from ..forecast.simulate.client import ProcessSimulator
 from ..forecast.simulation_cache import (
@@ -213,27 +212,21 @@ class TrialForecaster(Forecaster):
         simulation = self.cache.get(spec, knobs.micro_batch)
         if simulation is None or simulation.schedule is None:
             return None
-        ranks_per_node = min(spec.ranks_per_node, spec.world_size)
+        machine, ranks_per_node = self.settings.machine, min(spec.ranks_per_node, spec.world_size)
         speed = forecast_speed(
             simulation.schedule,
-            self.settings.machine,
+            machine,
             world_size=spec.world_size,
             ranks_per_node=ranks_per_node,
             micro_batch=knobs.micro_batch,
             accumulation=knobs.accumulation,
             tokens_per_sample=None,
         )
-        try:
-            least_s = least_step_s(
-                simulation.schedule,
-                self.settings.machine,
-                ranks_per_node=ranks_per_node,
-                accumulation=knobs.accumulation,
-            )
-        except Unpriced:
-            return None
         if speed is None:
             return None
+        least_s = least_step_s(
+            simulation.schedule, machine, ranks_per_node=ranks_per_node, accumulation=knobs.accumulation
+        )
         spent = speed.step.spent
         launched_s, moved_s = spent["launch"], spent["communication"] + spent["host"]
         computed_s = speed.step.seconds - launched_s - moved_s
