@@ -35,7 +35,7 @@ from autods.tuner.optuna_search import (
     space_of,
     tune,
 )
-from autods.tuner.trial_forecasts import NoForecaster
+from autods.tuner.trial_forecasts import Forecaster
 from autods.tuner.trials import FitContext, memory_score
 from autods.types import Fit, Knobs, Outcome, OutOfMemory, Record, Run, Scalar, Steps, Trial
 from tests.support.contexts import make_context
@@ -273,7 +273,7 @@ def test_a_start_that_is_the_usual_is_not_tried_again(path: Path) -> None:
 
 
 def test_the_usual_is_not_run_where_it_cannot_fit_by_the_forecast(path: Path) -> None:
-    class Foreseeing(NoForecaster):
+    class Foreseeing(Forecaster):
         def forecast(self, trial: Trial) -> RungForecast | None:
             verdict: Verdict = "cannot_fit" if bucket_of(trial) == 100_000_000 else "fits"
             return RungForecast(rung="zero2", verdict=verdict, reason="needs more", micro_batch=4, memory={})

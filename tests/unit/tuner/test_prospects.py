@@ -11,7 +11,7 @@ from autods.runner.testing import ScriptedRunner
 from autods.tuner.candidates import list_candidates
 from autods.tuner.ladder_walk import walk_ladder
 from autods.tuner.prospects import MOST_AT_FIRST, Prospect, find_prospect, order_by_time, rank
-from autods.tuner.trial_forecasts import NoForecaster, StepForecast
+from autods.tuner.trial_forecasts import Forecaster, StepForecast
 from autods.types import Trial
 from tests.support.contexts import make_context
 from tests.support.walks import FACTS, FITS, SETTINGS
@@ -21,7 +21,7 @@ NAMES = [candidate.rung.name for candidate in CANDIDATES]
 
 
 @dataclass
-class Timed(NoForecaster):
+class Timed(Forecaster):
     """Forecasts seconds of a sample by rung, and the largest micro batch; twice as fast at peak rates."""
 
     sample_s: dict[str, float]
@@ -39,7 +39,7 @@ class Timed(NoForecaster):
         return self.most
 
 
-def ordered(forecaster: NoForecaster) -> list[str]:
+def ordered(forecaster: Forecaster) -> list[str]:
     context = make_context(ScriptedRunner(lambda trial: FITS).run, forecaster=forecaster)
     return [candidate.rung.name for candidate in order_by_time(CANDIDATES, context)]
 
@@ -49,7 +49,7 @@ def test_the_fastest_by_the_forecast_comes_first() -> None:
 
 
 def test_without_times_the_order_is_the_ladders() -> None:
-    assert ordered(NoForecaster()) == NAMES
+    assert ordered(Forecaster()) == NAMES
 
 
 def test_the_ladder_decides_between_equal_times() -> None:
