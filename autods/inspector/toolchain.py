@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..devices import CPU
 from ..errors import EnvironmentBroken
 from ..rank.ops import BUILDERS, USUAL_BUILD_S
 from ..report.results.doctor import Check
@@ -108,10 +109,10 @@ def _build(name: str, *, has_cards: bool) -> Check:
 
 
 def _ask(words: list[str], *, has_cards: bool, limit_s: float = _LIMIT_S) -> dict[str, dict[str, Any]]:
-    """Ask `trial.ops` in a process of its own: DeepSpeed chooses a device for its whole process.
+    """Ask `rank.ops` in a process of its own: DeepSpeed chooses a device for its whole process.
 
     Raises RuntimeError with the last line of what that process printed.
     """
-    device = {} if has_cards else {"DS_ACCELERATOR": "cpu"}
-    answer: dict[str, dict[str, Any]] = ask_module("autods.rank.ops", *words, variables=device, limit_s=limit_s)
+    variables = {} if has_cards else CPU.launch_variables
+    answer: dict[str, dict[str, Any]] = ask_module("autods.rank.ops", *words, variables=variables, limit_s=limit_s)
     return answer

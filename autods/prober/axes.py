@@ -15,6 +15,7 @@ from ..arguments import MOST_COUNT, show_value
 from ..config.deepspeed import get_key, read_known_keys
 from ..config.profiles import find_toml
 from ..config.rungs import Rung
+from ..devices import DEVICES
 from ..errors import InputError
 from ..schema import check_name, read_toml_as
 from ..system.host import data_folder
@@ -57,12 +58,11 @@ AXES = (
 MOST_VALUES = 1000  # of one axis; a probe has at most as many cells
 # None stands for an environment variable that is not set.
 Value = Scalar | None
-# Variables that autods sets for the ranks, or must not change.
+# Variables that autods sets for ranks on any device, or must not change.
 _RESERVED = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME",
-    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_",
-    "THP_MEM_ALLOC_ENABLE", "TOKENIZERS_PARALLELISM", "PATH", "TORCH_EXTENSIONS_DIR", "DS_ACCELERATOR",
-    "CUDA_VISIBLE_DEVICES", "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "THP_MEM_ALLOC_ENABLE", "TOKENIZERS_PARALLELISM", "PATH",
+    "TORCH_EXTENSIONS_DIR",
 )  # fmt: skip
 _ALIASES = {"train_micro_batch_size_per_gpu": "micro_batch", "gradient_accumulation_steps": "accumulation"}
 _SWITCHES = {"on": True, "off": False, "true": True, "false": False}
@@ -136,7 +136,8 @@ def _check_name(name: str, option: str) -> None:
     """Raise InputError for a name that does not exist, with the nearest ones, and for what autods itself decides."""
     keys = read_known_keys()
     first, _, rest = name.partition(".")
-    if first == "env" and rest in _RESERVED:
+    of_devices = {variable for each in DEVICES.values() for variable in (*each.variables, each.visible_variable)}
+    if first == "env" and rest and (rest in _RESERVED or rest in of_devices):
         raise InputError(f"{option}: autods sets {rest} itself", hint="vary another variable, such as env.NCCL_ALGO")
     if first == "env" and rest and not _VARIABLE.fullmatch(rest):
         raise InputError(f"{option}: {rest!r} is not the name of an environment variable")

@@ -462,7 +462,7 @@ def _more_memory(report: FitReport, closest: ClosestRung, missing: int) -> str:
         return f"{format_bytes(missing)} more {closest.tier} memory"
     enough_mib = -(-int((limit + missing) * _PEAK_VARIATION) // (16 * _MIB)) * 16
     size = f"{enough_mib}MiB" if enough_mib < 10240 else f"{-(-enough_mib // 1024)}GiB"
-    if not report.on_cpu:
+    if report.device.has_cards:
         return f"a card with {size} or more for each rank (--gpu-memory {size})"
     bound = "" if closest.exact else ", or more: the shortage is a lower bound"
     return f"--gpu-memory {size}{bound}"

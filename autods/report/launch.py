@@ -73,9 +73,9 @@ def launch_lines(report: FitReport) -> Iterator[tuple[str, str]]:
         yield "or", commands["deepspeed"]
         if script.kind in ("accelerate", "hf_trainer"):
             yield "or", commands["accelerate"]
-    if report.on_cpu and script.kind in _NOTES_ON_CPU_RANKS:
+    if report.device.stands_in and script.kind in _NOTES_ON_CPU_RANKS:
         yield "note", _NOTES_ON_CPU_RANKS[script.kind]
-    if report.on_cpu and report.question.stood_in:
+    if report.device.stands_in and report.question.stood_in:
         yield "note", f"on CPU ranks it fails at {', '.join(report.question.stood_in)}; trials did without"
 
 
@@ -104,7 +104,8 @@ def launch_commands(report: FitReport) -> dict[str, str]:
         "accelerate": ["accelerate", "launch", "--config_file", str(Path(report.out) / ACCELERATE)],
     }
     threads = report.question.threads
-    environment = "DS_ACCELERATOR=cpu " * report.on_cpu + (f"OMP_NUM_THREADS={threads} " if threads else "")
+    variables = {**report.device.launch_variables, **({"OMP_NUM_THREADS": threads} if threads else {})}
+    environment = "".join(f"{name}={value} " for name, value in variables.items())
     if report.question.ops_folder and required_ops(report.ds_config or {}):
         environment += f"TORCH_EXTENSIONS_DIR={shlex.quote(report.question.ops_folder)} "
     return {name: environment + shlex.join((*line, *_program(report, name))) for name, line in launchers.items()}
@@ -112,11 +113,11 @@ def launch_commands(report: FitReport) -> dict[str, str]:
 
 def _deepspeed_resources(report: FitReport, per_node: str) -> tuple[str, ...]:
     """The deepspeed launcher's options. HOSTFILE has a line 'NODE slots=N' for each node."""
-    option = "--num_accelerators" if report.on_cpu else "--num_gpus"
+    option = "--num_gpus" if report.device.has_cards else "--num_accelerators"
     if report.question.nodes > 1:
         return ("--hostfile", "HOSTFILE", "--num_nodes", str(report.question.nodes), option, per_node)
     cards = [card.index for card in (report.hardware.cards if report.hardware else ())][: report.question.gpus]
-    if report.on_cpu or len(cards) < report.question.gpus or cards == list(range(report.question.gpus)):
+    if not report.device.has_cards or len(cards) < report.question.gpus or cards == list(range(report.question.gpus)):
         return (option, str(report.question.gpus))
     # Given a number, the launcher takes the first cards, whatever CUDA_VISIBLE_DEVICES says.
     return ("--include", f"localhost:{','.join(map(str, cards))}")
@@ -180,7 +181,7 @@ def trainer_arguments(report: FitReport, config_path: str) -> tuple[str, ...]:
         "--gradient_accumulation_steps", str(report.knobs.accumulation),
         *((f"--{half}",) if half else ()),
         *(("--gradient_checkpointing",) if report.knobs.checkpointing else ()),
-        *(("--use_cpu",) if report.on_cpu else ()),
+        *(("--use_cpu",) if report.device.stands_in else ()),
         *_user_settings(report.ds_config),
     )  # fmt: skip
 
@@ -223,6 +224,6 @@ num_processes: {report.question.gpus}
 main_training_function: main
 rdzv_backend: static
 same_network: true
-use_cpu: {json.dumps(report.on_cpu)}
+use_cpu: {json.dumps(report.device.stands_in)}
 """
     )

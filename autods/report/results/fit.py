@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ...config.profiles import Budget
+from ...devices import Device, find_device
 from ...forecast.values import RungForecast
 from ...system.host import Hardware
 from ...types import Knobs, Record, Skipped, Tier, TierUse
@@ -176,5 +177,6 @@ class FitReport:
     out: str = ""
 
     @property
-    def on_cpu(self) -> bool:
-        return self.question.device == "cpu"
+    def device(self) -> Device:
+        """The device of the fit's ranks."""
+        return find_device(self.question.device)
