@@ -135,7 +135,7 @@ class RankContext:
     def write_record(self, end: JobResult | BaseException) -> int:
         """Write the rank's result or error into its file, whole or not at all; return the exit code.
 
-        The record has fields of `runner.protocol.RankExit`.
+        The record has fields of `runner.node_messages.RankExit`.
         """
         observer = self.observer
         record: dict[str, Any] = {}

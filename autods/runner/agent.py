@@ -28,8 +28,7 @@ from ..units import format_signal
 from .cleanup import find_note, has_session, open_session, remove_leftovers, session_variables
 from .environment import join_node_environment, zygote_environment
 from .monitor import HostMonitor, read_tiers
-from .placement import NodeDescription
-from .protocol import (
+from .node_messages import (
     ABORT,
     BIND,
     Heartbeat,
@@ -43,6 +42,7 @@ from .protocol import (
     ZygoteMessage,
     decode,
 )
+from .placement import NodeDescription
 from .zygote import remove_folders
 
 _POLL_MS = 250

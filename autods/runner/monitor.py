@@ -20,7 +20,7 @@ from ..system import processes, stacks
 from ..system.host import MemoryGroup, find_memory_groups, machine_oom_kills, read_host_memory
 from ..types import Tier
 from ..units import format_bytes
-from .protocol import RankExit, TierLevel
+from .node_messages import RankExit, TierLevel
 
 _GRACE_S = 0.05  # after the first failure: time for the other ranks to report their errors
 _STACKS_S = 2.0  # at most, for ranks that were asked for their stacks: on a busy machine they wait for the processor

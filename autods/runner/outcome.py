@@ -27,7 +27,7 @@ from ..types import (
     TierUse,
     Timing,
 )
-from .protocol import LoadFailed, NodeLost, NodeReport, NodeResult, RankExit, StoreFailed, ZygoteDied
+from .node_messages import LoadFailed, NodeLost, NodeReport, NodeResult, RankExit, StoreFailed, ZygoteDied
 
 R = TypeVar("R", bound=JobResult)
 

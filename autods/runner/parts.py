@@ -11,7 +11,7 @@ from typing import Any
 from ..rank.job import RankJob
 from ..system.waiting import Wait
 from ..types import Tier
-from .protocol import Heartbeat, NodeLost, TierLevel
+from .node_messages import Heartbeat, NodeLost, TierLevel
 
 SILENT_S = 120.0  # a node whose agent does not answer for so long is lost; one that swaps may take a minute
 MARGIN_S = 15.0  # on top of the limits that a node itself keeps

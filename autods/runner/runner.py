@@ -27,8 +27,8 @@ from ..rank.result import RunResult, SurveyResult
 from ..system.processes import read_tail
 from ..types import PHASES, Exam, Failed, Fit, Knobs, ModelFacts, Outcome, OutOfMemory, Record, Steps, Trial
 from .environment import choose_exported
+from .node_messages import Heartbeat, LoadFailed, NodeReport, NodeResult, Ready, ZygoteDied
 from .outcome import find_failure, judge_trial, result_of_rank_0
-from .protocol import Heartbeat, LoadFailed, NodeReport, NodeResult, Ready, ZygoteDied
 from .time_limits import limit_training, silence_limits, warm_up
 from .worker_group import WorkerGroup
 

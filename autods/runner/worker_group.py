@@ -23,9 +23,9 @@ from ..system.host import HostMemory, find_memory_groups, read_host_memory
 from ..system.waiting import AGAIN_S, FIRST_S, MOST_LIMITS, Wait
 from .agent import NodeAgent, digest_file
 from .cleanup import session_variables
+from .node_messages import Heartbeat, LoadFailed, NodeReport, NodeResult, Ready, StoreBound, ZygoteDied
 from .parts import MARGIN_S, SILENT_S, Node, RunningPart, find_fullest, path_of_node, repeat_job, split_job
 from .placement import Need, NodeDescription, RayCluster, check_same_software, describe_gpu_differences, reserve_nodes
-from .protocol import Heartbeat, LoadFailed, NodeReport, NodeResult, Ready, StoreBound, ZygoteDied
 from .ray_connect import find_head_problem, format_ray_error, session
 
 POLL_S = 0.25

@@ -1,8 +1,8 @@
 """The zygote: a single-threaded process that has torch, DeepSpeed and the user's module loaded and forks the ranks.
 
 The agent of a node starts it as `python -m autods.runner.zygote FD DRIVER_PID SOURCE`. It reads lines from the socket
-FD: a job, `abort`, or `bind ADDRESS`. It answers with messages of `protocol`: `Ready` once, `Heartbeat`s while a job
-runs and a `NodeReport` at its end.
+FD: a job, `abort`, or `bind ADDRESS`. It answers with `node_messages`: `Ready` once, `Heartbeat`s while a job runs and
+a `NodeReport` at its end.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ..workload.load import in_one_process, load
 from ..workload.protocol import Workload
 from .cleanup import VARIABLE, has_session, note_job, remove_leftovers
 from .monitor import GpuMonitor, HostMonitor, RankMonitor, RunningRank
-from .protocol import (
+from .node_messages import (
     ABORT,
     BIND,
     Heartbeat,

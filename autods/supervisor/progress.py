@@ -11,7 +11,7 @@ from pathlib import Path
 from ..events import Note, RankPrinted, RunListener, StepDone
 from ..rank.training_run.checkpoints import list_checkpoints
 from ..report.rank_logs import LogTail
-from ..runner.protocol import Heartbeat, TierLevel
+from ..runner.node_messages import Heartbeat, TierLevel
 from ..types import Tier
 from .run_journal import RunJournal
 from .run_settings import RunSettings

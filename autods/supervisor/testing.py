@@ -30,14 +30,14 @@ class ScriptedLauncher:
         self.settings: list[Settings] = []  # those of each session
         self.answer, self.facts = answer, facts
 
-    def start(self, settings: Settings, environment: Mapping[str, str], listen: RunListener) -> ScriptedRunner:
+    def start(self, settings: Settings, environment: Mapping[str, str], listen: RunListener) -> ScriptedRayRunner:
         """Begin a session."""
         self.starts.append(environment)
         self.settings.append(settings)
-        return ScriptedRunner(self, settings, listen)
+        return ScriptedRayRunner(self, settings, listen)
 
 
-class ScriptedRunner(RayRunner):
+class ScriptedRayRunner(RayRunner):
     """A runner of real jobs without Ray, ranks or memory."""
 
     def __init__(self, launcher: ScriptedLauncher, settings: Settings, listen: RunListener) -> None:

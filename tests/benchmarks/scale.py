@@ -186,7 +186,7 @@ def end(rank: int, record: dict[str, Any], *, exit: int = 0, at_s: float = 1000.
 
 def node(ends: list[dict[str, Any]]) -> Any:
     """A node's report, as it comes out of the wire: no two ranks' texts are one object."""
-    from autods.runner.protocol import decode
+    from autods.runner.node_messages import decode
 
     host = {
         "group_kills": 0, "machine_kills": 0, "limit_bytes": 2**41, "least_free_bytes": 2**40,

@@ -9,8 +9,8 @@ import pytest
 from autods.diagnosis.evidence import RankError
 from autods.rank.job import RankJob
 from autods.rank.result import RankResult
+from autods.runner.node_messages import NodeReport, RankExit
 from autods.runner.outcome import judge_trial
-from autods.runner.protocol import NodeReport, RankExit
 from autods.schema import read_as
 from autods.system import processes
 from autods.types import Outcome, Phase, WorkloadSource

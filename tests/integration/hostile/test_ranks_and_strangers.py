@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 
 from autods.rank.job import RankJob
 from autods.runner.agent import NodeAgent
-from autods.runner.protocol import NodeReport, Ready
+from autods.runner.node_messages import NodeReport, Ready
 from autods.system.processes import machine_id
 from autods.workload import make_source
 from tests.support.ends import spare_present_children

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from autods.runner.node_messages import Ready, decode, encode
 from autods.runner.outcome import find_failure
-from autods.runner.protocol import Ready, decode, encode
 from autods.system.processes import list_shared_memory
 from tests.support.ends import JOB
 from tests.support.hostile import Case, each
@@ -54,7 +54,7 @@ PRELOAD = """
 import json, os, socket, sys
 from dataclasses import asdict
 from pathlib import Path
-from autods.runner.protocol import Ready, encode
+from autods.runner.node_messages import Ready, encode
 from autods.runner.zygote import _describe_failure, _load_workload
 from autods.system import processes
 from autods.rank import preload

@@ -6,8 +6,8 @@ from typing import Any
 
 import autods
 from autods.rank.job import RankJob
+from autods.runner.node_messages import RankExit
 from autods.runner.outcome import find_failure
-from autods.runner.protocol import RankExit
 from autods.types import Failed, OutOfMemory, WorkloadSource
 from tests.support.ends import rank_exit, report_of
 

@@ -10,7 +10,7 @@ import pytest
 from autods.journal import read_record
 from autods.report.fit_view import communication_lines as lines_of
 from autods.report.serialize import from_dict, to_dict
-from autods.runner.protocol import RankExit
+from autods.runner.node_messages import RankExit
 from autods.types import Collective, Communication, Fit
 from tests.support.ends import outcome, rank_exit
 from tests.support.journaled import FIT

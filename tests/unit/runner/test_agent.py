@@ -18,7 +18,7 @@ import pytest
 from autods.rank.job import RankJob
 from autods.runner import agent as agent_module
 from autods.runner.agent import NodeAgent, ZygoteProcess, digest_file, start_zygote
-from autods.runner.protocol import Heartbeat, LoadFailed, Ready, ZygoteDied, encode
+from autods.runner.node_messages import Heartbeat, LoadFailed, Ready, ZygoteDied, encode
 from tests.support.ends import JOB, report_of, spare_present_children
 from tests.support.stuck import hang_on_import, make_python
 from tests.support.watching import is_running

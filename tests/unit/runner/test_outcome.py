@@ -7,8 +7,8 @@ from typing import Any
 from autods.diagnosis.evidence import HostUsage
 from autods.rank.loss_parity import Incomparable
 from autods.rank.result import describe_error
+from autods.runner.node_messages import RankExit, StoreFailed, ZygoteDied
 from autods.runner.outcome import find_failure, judge_trial
-from autods.runner.protocol import RankExit, StoreFailed, ZygoteDied
 from autods.types import CardUse, Examined, Failed, Fit, OutOfMemory
 from tests.support.ends import JOB, outcome, rank_exit, report_of
 

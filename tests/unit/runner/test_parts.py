@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+from autods.runner.node_messages import Heartbeat, TierLevel
 from autods.runner.parts import Node, RunningPart, find_fullest
-from autods.runner.protocol import Heartbeat, TierLevel
 
 GIB = 2**30
 

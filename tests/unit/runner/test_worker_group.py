@@ -17,10 +17,10 @@ from autods.events import Event, Note
 from autods.rank.job import RankJob
 from autods.rank.worker import environment
 from autods.runner import parts, worker_group
+from autods.runner.node_messages import Heartbeat, NodeLost, NodeResult, RankExit, StoreBound
 from autods.runner.outcome import find_failure
 from autods.runner.parts import Node, repeat_job, split_job
 from autods.runner.placement import NodeDescription, NodeState
-from autods.runner.protocol import Heartbeat, NodeLost, NodeResult, RankExit, StoreBound
 from autods.runner.worker_group import WorkerGroup
 from autods.types import Failed, OutOfMemory, WorkloadSource
 from tests.support.ends import rank_exit, report_of

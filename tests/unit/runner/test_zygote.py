@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from autods.rank.job import RankJob
-from autods.runner.protocol import NodeReport, StoreBound, StoreFailed, decode
+from autods.runner.node_messages import NodeReport, StoreBound, StoreFailed, decode
 from autods.runner.zygote import Zygote
 from autods.system import processes
 from tests.support.ends import JOB, report_of

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from autods.events import Note, StepDone
-from autods.runner.protocol import Heartbeat, TierLevel
+from autods.runner.node_messages import Heartbeat, TierLevel
 from autods.supervisor.progress import AttemptProgress
 from autods.supervisor.run_journal import RunJournal
 from autods.supervisor.run_settings import RunSettings

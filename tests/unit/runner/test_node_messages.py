@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autods.diagnosis.evidence import HostUsage
-from autods.runner.protocol import (
+from autods.runner.node_messages import (
     Heartbeat,
     LoadFailed,
     RankError,
