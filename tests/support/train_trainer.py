@@ -12,7 +12,7 @@ import os
 import runpy
 import signal
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import torch
 from transformers import Trainer
@@ -49,9 +49,9 @@ def main():
     Trainer.training_step = training_step
     with contextlib.suppress(Stopped):
         runpy.run_path(sys.argv[0], run_name="__main__")
-    end = asdict(describe_end())
+    end = describe_end()
     if rank == 0:
-        (order.attempt_folder / "end.json").write_text(json.dumps(end))
+        (order.attempt_folder / "end.json").write_text(json.dumps({"ended": end.ended, "step": end.step}))
 
 
 if __name__ == "__main__":
