@@ -80,6 +80,8 @@ class Device:
     stands_in: bool = False
     # A process that has used the device may still be forked, so that ops can be loaded before the ranks are.
     survives_fork: bool = False
+    # A pattern for the names of threads that its driver starts in this process, and that do no harm in a fork.
+    driver_threads: str = ""
     # Ops of DeepSpeed that ranks do without, though DeepSpeed would build them.
     omitted_ops: tuple[str, ...] = ()
     # The variables of each rank, whatever the user's environment says; then those that the user may set otherwise.
@@ -128,6 +130,10 @@ class Device:
 
     def read_used_bytes(self) -> tuple[int, ...] | None:
         """Return the used bytes of each visible card, by all processes; None where the driver does not tell."""
+        return None
+
+    def find_fork_hazard(self) -> str | None:
+        """Return why ranks must not be forked from this process, which has used the device; None if they may be."""
         return None
 
     def describe_cards(self, cards: Iterable[Card]) -> tuple[str, ...]:

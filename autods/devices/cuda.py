@@ -1,16 +1,18 @@
-"""NVIDIA's GPUs: the device, and what NVML reports of its cards: memory, other processes, driver. It starts no CUDA.
+"""NVIDIA's GPUs: the device, what NVML reports of its cards, and whether this process has begun to use CUDA.
 
-NVML lists all cards in the order of the PCI bus; this module finds those that CUDA shows. Functions that ask NVML take
-the `pynvml` module, so that tests can pass a scripted one.
+Nothing here starts CUDA. NVML lists all cards in the order of the PCI bus; this module finds those that CUDA shows.
+Functions that ask NVML take the `pynvml` module, so that tests can pass a scripted one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import importlib.util
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +51,14 @@ class CudaDevice(Device):
     def read_used_bytes(self) -> tuple[int, ...] | None:
         return read_used_bytes(os.environ.get(VISIBLE))
 
+    def find_fork_hazard(self) -> str | None:
+        """Return why this process must not be forked; NVML is shut down, which has to be before a fork."""
+        shut_nvml_down()
+        torch = sys.modules.get("torch")
+        if (torch is not None and torch.cuda.is_initialized()) or is_cuda_initialized() or has_device_open():
+            return "CUDA was initialised while importing"
+        return None
+
     def describe_cards(self, cards: Iterable[Card]) -> tuple[str, ...]:
         return (*super().describe_cards(cards), *describe_card_names(os.environ.get(VISIBLE)))
 
@@ -68,6 +78,8 @@ CUDA = CudaDevice(
     allocator_variables=("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
     constants="cuda",
     meter="autods.rank.memory:CudaMeter",
+    # NVML of driver 580 starts one, and a process forked from it uses CUDA and NCCL as any other (H200, torch 2.11).
+    driver_threads=r"cuda[0-9a-f]{11}",
     # Neither torch nor DeepSpeed may initialise CUDA before the fork. DeepSpeed counts the cards to find its
     # accelerator, and torch cannot count a MIG slice without CUDA. Older releases of DeepSpeed ask the card for its
     # capability, too.
@@ -322,3 +334,42 @@ def _explain_unusable(seen: NvmlReading, torch: TorchBuild | None) -> str | None
             f"  update the driver, or install a build of torch for CUDA {seen.cuda[0]}"
         )
     return None
+
+
+_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
+_MOST_NVML_USERS = 64
+FindLibrary = Callable[[str], Any]
+
+
+def find_loaded_library(name: str) -> Any:
+    """Return the shared library if this process has loaded it; else None."""
+    try:
+        return ctypes.CDLL(name, mode=os.RTLD_NOLOAD)
+    except OSError:
+        return None
+
+
+def is_cuda_initialized(find: FindLibrary = find_loaded_library) -> bool:
+    """Whether cuInit was called in this process. torch knows its calls only; other packages call it, too."""
+    cuda = find("libcuda.so.1")
+    return cuda is not None and cuda.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _NOT_INITIALIZED
+
+
+def shut_nvml_down(find: FindLibrary = find_loaded_library) -> None:
+    """Shut NVML down completely. DeepSpeed and torch open it when they are imported, and keep it open.
+
+    A forked rank closes the descriptors that it inherits, and NVML would go on using their numbers. So NVML must not
+    be open at the fork; the meter of a CUDA rank opens it again.
+    """
+    nvml = find("libnvidia-ml.so.1")
+    if nvml is not None:
+        for _ in range(_MOST_NVML_USERS):
+            if nvml.nvmlShutdown() != 0:  # it was not open
+                return
+
+
+def has_device_open(open_files: Iterable[str] | None = None) -> bool:
+    """Whether this process has the device file open that only CUDA uses; NVML opens others."""
+    if open_files is None:
+        open_files = (os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd"))
+    return any(path.startswith("/dev/nvidia-uvm") for path in open_files)

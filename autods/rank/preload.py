@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import gc
 import importlib
@@ -14,54 +13,14 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from ..devices import find_device
+from ..devices import DEVICES, find_device
 from ..plain_text import read_text
 from ..system import processes
 from ..types import WorkloadSource
 from .patching import declare
-
-_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
-_MOST_NVML_USERS = 64
-FindLibrary = Callable[[str], Any]
-
-
-def find_loaded_library(name: str) -> Any:
-    """Return the shared library if this process has loaded it; else None."""
-    try:
-        return ctypes.CDLL(name, mode=os.RTLD_NOLOAD)
-    except OSError:
-        return None
-
-
-def is_cuda_initialized(find: FindLibrary = find_loaded_library) -> bool:
-    """Whether cuInit was called in this process. torch knows its calls only; other packages call it, too."""
-    cuda = find("libcuda.so.1")
-    return cuda is not None and cuda.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _NOT_INITIALIZED
-
-
-def shut_nvml_down(find: FindLibrary = find_loaded_library) -> None:
-    """Shut NVML down completely. DeepSpeed and torch open it when they are imported, and keep it open.
-
-    A forked rank closes the descriptors that it inherits, and NVML would go on using their numbers. So NVML must not
-    be open at the fork; the meter of a CUDA rank opens it again.
-    """
-    nvml = find("libnvidia-ml.so.1")
-    if nvml is not None:
-        for _ in range(_MOST_NVML_USERS):
-            if nvml.nvmlShutdown() != 0:  # it was not open
-                return
-
-
-def has_device_open(open_files: Iterable[str] | None = None) -> bool:
-    """Whether this process has the device file open that only CUDA uses; NVML opens others."""
-    if open_files is None:
-        open_files = (os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd"))
-    return any(path.startswith("/dev/nvidia-uvm") for path in open_files)
-
 
 # DeepSpeed imports these at the first initialize or step, which costs each rank tenths of a second for each of them.
 _LATE = (
@@ -160,10 +119,6 @@ def find_change(before: Mapping[str, object], connection: int) -> str | None:
     return next((f"it changes {name}" for name, value in before.items() if now[name] != value), None)
 
 
-# NVML of driver 580 starts one thread, and a process forked from it uses CUDA and NCCL as any other (H200, torch 2.11).
-_DRIVER_THREAD = re.compile(r"cuda[0-9a-f]{11}")
-
-
 def _read_thread_names() -> list[str]:
     names = []
     for path in Path("/proc/self/task").iterdir():
@@ -173,18 +128,17 @@ def _read_thread_names() -> list[str]:
 
 
 def find_fork_hazard() -> str | None:
-    """Return why ranks must not be forked from this process: CUDA or threads, which do not survive a fork.
+    """Return why ranks must not be forked from this process: a device in use or threads, which do not survive a fork.
 
-    None if forking is safe. NVML is shut down.
+    None if forking is safe.
     """
-    import torch
-
     if os.environ.get("AUTODS_SPAWN"):
         return "AUTODS_SPAWN is set"
-    shut_nvml_down()
-    if torch.cuda.is_initialized() or is_cuda_initialized() or has_device_open():  # type: ignore[no-untyped-call]
-        return "CUDA was initialised while importing"
-    started = [name for name in _read_thread_names() if not _DRIVER_THREAD.fullmatch(name)]
-    if len(started) > 1:
-        return f"{len(started) - 1} threads were started while importing"
+    for device in DEVICES.values():
+        if (hazard := device.find_fork_hazard()) is not None:
+            return hazard
+    harmless = [device.driver_threads for device in DEVICES.values() if device.driver_threads]
+    names = (name for name in _read_thread_names() if not any(re.fullmatch(each, name) for each in harmless))
+    if (started := len(list(names)) - 1) > 0:
+        return f"{started} threads were started while importing"
     return None

@@ -260,7 +260,7 @@ int nvmlDeviceGetMaxMigDeviceCount(void *handle, unsigned *count) {
   return result;
 }
 
-/* libcuda.so.1, as far as `preload.is_cuda_initialized` asks it. */
+/* libcuda.so.1, as far as `autods.devices.cuda.is_cuda_initialized` asks it. */
 static int cuda_users;
 
 int cuInit(unsigned flags) {

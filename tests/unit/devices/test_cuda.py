@@ -1,5 +1,8 @@
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -7,9 +10,13 @@ from autods.devices import describe_shared_cards
 from autods.devices.cuda import (
     TorchBuild,
     describe_card_names,
+    find_loaded_library,
+    has_device_open,
+    is_cuda_initialized,
     read_nvml,
     read_torch_build,
     read_used_bytes,
+    shut_nvml_down,
     uuids_to_indices,
 )
 from autods.system.host import Hardware, read_hardware
@@ -194,3 +201,51 @@ def test_a_torch_without_cuda_beside_a_card_is_said(monkeypatch: pytest.MonkeyPa
     build = TorchBuild(version="2.13.0+cpu", cuda=None)
     assert "built without CUDA" in str(looked(monkeypatch, FakeNvml([FakeCard()]), build).unusable)
     assert looked(monkeypatch, FakeNvml(problem=NVMLError("none", 12)), build).unusable is None
+
+
+@dataclass
+class Nvml:
+    open: int
+
+    def nvmlShutdown(self) -> int:
+        if not self.open:
+            return 1
+        self.open -= 1
+        return 0
+
+
+@dataclass
+class Cuda:
+    answer: int
+
+    def cuDeviceGetCount(self, count: Any) -> int:
+        return self.answer
+
+
+def with_libraries(**libraries: Any) -> Callable[[str], Any]:
+    return lambda name: libraries.get(name.removeprefix("lib").partition(".")[0].replace("-", "_"))
+
+
+def test_nvml_is_shut_as_often_as_imports_opened_it() -> None:
+    nvml = Nvml(open=3)
+    shut_nvml_down(with_libraries(nvidia_ml=nvml))
+    assert nvml.open == 0
+    shut_nvml_down(with_libraries())  # not even loaded
+
+
+@pytest.mark.parametrize(("answer", "began"), [(3, False), (0, True), (100, True)])
+def test_cuda_initialized_by_another_package_is_noticed(answer: int, began: bool) -> None:
+    assert is_cuda_initialized(with_libraries(cuda=Cuda(answer))) is began
+
+
+def test_cuda_that_is_not_loaded_is_not_initialized() -> None:
+    assert not is_cuda_initialized(with_libraries())
+    assert find_loaded_library("libno-such-library.so.1") is None
+
+
+@pytest.mark.parametrize(
+    ("links", "is_open"),
+    [(["/dev/nvidia-uvm", "pipe:[1]"], True), (["/dev/nvidiactl", "/dev/nvidia0"], False), ([], False)],
+)  # fmt: skip
+def test_only_cudas_own_device_file_counts_as_open(links: list[str], is_open: bool) -> None:
+    assert has_device_open(links) is is_open
