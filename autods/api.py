@@ -21,7 +21,7 @@ from .forecast.values import ForecastEvent
 from .inspector.examine import DoctorSettings, examine, resolve_doctor
 from .inspector.ladder import check_ladder, format_warning
 from .planner.plan import plan as forecast_rungs
-from .prober.request import ProbeSettings, count_most_ranks, resolve_probe
+from .prober.probe_settings import ProbeSettings, count_most_ranks, resolve_probe
 from .report.results.doctor import Checkup
 from .report.results.explain import Explanation
 from .report.results.fit import FitReport

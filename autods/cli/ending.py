@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # help and completion do not wait for these imports
     from ..config.settings import Settings
     from ..events import Event, RunEvent
     from ..forecast.values import ForecastEvent
-    from ..prober.request import ProbeSettings
+    from ..prober.probe_settings import ProbeSettings
     from ..report.results.fit import FitReport
     from ..report.results.plan import PlanReport
     from ..report.results.probe import ProbeReport

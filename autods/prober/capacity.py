@@ -19,7 +19,7 @@ from ..units import format_bytes
 from .cell_forecasts import CapacityForecast, FactsUnder, Simulators, forecast_cells, list_micro_batches
 from .grid import Cell, settings_under_conditions
 from .measure import Bench, search_in_parallel, summarize_cell
-from .request import ProbeSettings
+from .probe_settings import ProbeSettings
 
 MOST_TRIALS = 12  # of one cell
 _NEARLY = 0.95  # of a size that does not fit: one trial there before the search halves

@@ -24,7 +24,7 @@ from ..tuner.trials import micro_batches
 from ..types import Knobs, ModelFacts, Scalar, Trial, WorkloadSource
 from ..workload.conditions import apply_to_source
 from .grid import settings_under_conditions
-from .request import ProbeSettings
+from .probe_settings import ProbeSettings
 
 _MOST_SIMULATORS = 3  # that are open at a time
 

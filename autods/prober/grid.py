@@ -17,7 +17,7 @@ from ..tuner.trials import accumulation_for
 from ..types import Knobs, ModelFacts, Scalar, Trial
 from ..workload.conditions import apply_conditions, is_condition
 from .axes import AXES, PINS, Value, why_ineffective
-from .request import ProbeSettings
+from .probe_settings import ProbeSettings
 
 # The model's facts, and the DeepSpeed ops that cannot be built here with the reasons.
 Surveyed = tuple[ModelFacts, Mapping[str, str]]

@@ -30,7 +30,7 @@ from .capacity import search_capacities
 from .cell_forecasts import Simulators, source_under_conditions
 from .grid import Surveyed, list_cells
 from .measure import Bench, compare_cells, measure_in_turns, share_results, summarize_cell
-from .request import ProbeSettings, list_notes
+from .probe_settings import ProbeSettings, list_notes
 
 
 def compares_tokens(question: ProbeSettings) -> bool:

@@ -30,7 +30,7 @@ from autods.cli.main import main
 from autods.config.settings import Settings
 from autods.errors import AutodsError
 from autods.events import Listener
-from autods.prober.request import ProbeSettings
+from autods.prober.probe_settings import ProbeSettings
 from autods.report.results.fit import FitReport
 from autods.report.results.probe import CellResult, ProbeQuestion, ProbeReport
 from autods.runner.runner import RayRunner

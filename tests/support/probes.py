@@ -14,7 +14,7 @@ import pytest
 from autods.config.settings import Settings
 from autods.devices import Card
 from autods.events import Listener
-from autods.prober.request import ProbeSettings, resolve_probe
+from autods.prober.probe_settings import ProbeSettings, resolve_probe
 from autods.prober.run import probe
 from autods.report.results.probe import ProbeReport
 from autods.requests import ProbeRequest

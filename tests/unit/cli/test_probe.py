@@ -13,7 +13,7 @@ from autods.api import UseCase
 from autods.cli.main import main
 from autods.errors import Interrupted
 from autods.events import Listener
-from autods.prober.request import ProbeSettings
+from autods.prober.probe_settings import ProbeSettings
 from autods.report.results.probe import ProbeReport
 from autods.requests import ProbeRequest
 from autods.runner.testing import surface

@@ -10,7 +10,7 @@ from autods.config.deepspeed import read_known_keys
 from autods.config.rungs import read_rungs
 from autods.errors import InputError
 from autods.prober.axes import list_keys, parse_value, read_axes
-from autods.prober.request import MOST_CELLS, ProbeSettings, experiment_rungs, resolve_probe
+from autods.prober.probe_settings import MOST_CELLS, ProbeSettings, experiment_rungs, resolve_probe
 from autods.requests import ProbeRequest
 from autods.system.host import Hardware
 from autods.types import WorkloadSource

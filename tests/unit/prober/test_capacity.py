@@ -11,7 +11,7 @@ from autods.forecast.simulate import SimulationFailed
 from autods.forecast.testing import ScriptedSimulator, simulate_peaks
 from autods.forecast.values import EngineSpec, Simulation
 from autods.prober.capacity import MOST_TRIALS
-from autods.prober.request import ProbeSettings
+from autods.prober.probe_settings import ProbeSettings
 from autods.report.results.probe import CellResult
 from autods.runner.testing import failed, surface
 from autods.types import Outcome, Trial, WorkloadSource

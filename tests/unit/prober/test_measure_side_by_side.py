@@ -13,7 +13,7 @@ import pytest
 from autods.errors import EnvironmentBroken, InputError, Interrupted
 from autods.events import Event, Note
 from autods.journal import Journal
-from autods.prober.request import ProbeSettings
+from autods.prober.probe_settings import ProbeSettings
 from autods.report.results.probe import ProbeReport
 from autods.runner.placement import NoRoom
 from autods.runner.testing import failed, surface

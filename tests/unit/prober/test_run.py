@@ -14,7 +14,7 @@ from rich.console import Console
 from autods.errors import EnvironmentBroken, InputError, Interrupted
 from autods.events import Note
 from autods.prober.grid import format_trial_label
-from autods.prober.request import ProbeSettings
+from autods.prober.probe_settings import ProbeSettings
 from autods.report.probe_view import print_probe
 from autods.report.results.probe import CellResult, ProbeReport, Ratio
 from autods.report.serialize import probe_to_dict as to_dict
