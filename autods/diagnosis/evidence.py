@@ -52,7 +52,7 @@ class HostUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankError:
-    """An exception as the rank describes it, see `rank.result.describe_error`. Its texts are printable.
+    """An exception as the rank describes it, see `rank.record.describe_error`. Its texts are printable.
 
     `types` are the exception's class and its bases, the most derived first. `causes` are type and message of the
     exceptions that it was raised from, the nearest first. `user_frame` is the innermost line of the user's file.

@@ -11,7 +11,7 @@ from typing import Any
 from ..types import Steps
 from ..workload.protocol import WorkloadError
 from .distributed import Ranks
-from .result import RankResult
+from .record import RankResult
 
 _MOST_SKIPPED = 40  # in a row; the largest first loss scale of DeepSpeed is 2**32, and each skipped step halves it
 

@@ -16,13 +16,13 @@ from typing import Any
 
 from ..types import Exam, Examined, Phase
 from ..workload.protocol import Workload, WorkloadError
-from . import loss_parity, pipeline
+from . import comparable_losses, pipeline
 from .distributed import Ranks, Traffic
 from .exam import WorstCaseExam, allow_gathering
 from .job import RankJob
 from .memory import Meter
 from .model_facts import check_batch, enable_checkpointing, largest_shape, longest_batch, place, seed_all
-from .result import RankResult
+from .record import RankResult
 from .step_recorder import StepRecorder, was_skipped
 from .weights import drawing_in_parallel
 
@@ -110,25 +110,25 @@ class ParityTrial(SpeedTrial):
     """Trains on samples that every config gets alike, so that the losses of two configs can be compared."""
 
     def __init__(self, job: RankJob, observe: Observe) -> None:
-        self.watch = loss_parity.RandomnessWatch(observe)
-        self.updates = loss_parity.UpdateMeter()
+        self.watch = comparable_losses.RandomnessWatch(observe)
+        self.updates = comparable_losses.UpdateMeter()
         super().__init__(job, self.watch)
 
     def draw(self, workload: Workload, replicas: Ranks) -> list[Any]:
         job = self.job
-        return loss_parity.draw_share(
+        return comparable_losses.draw_share(
             workload, replicas, micro_batch=job.micro_batch, accumulation=job.accumulation, seed=job.seed
         )
 
     def begin(self, engine: Any) -> None:
-        loss_parity.make_comparable(engine)
+        comparable_losses.make_comparable(engine)
         self.updates.watch(engine.basic_optimizer)
 
     def conclude(self, training: RankTraining) -> RankResult:
         ranks, forward = training.ranks, functools.partial(training.steps.compute_loss, keep_dropout=True)
         losses = tuple(ranks.mean(loss) for loss in training.recorder.losses)
         result = replace(training.recorder.result(update_size=self.updates.mean(ranks)), losses=losses)
-        loss_parity.check_deterministic(self.watch.drew, forward, ranks)
+        comparable_losses.check_deterministic(self.watch.drew, forward, ranks)
         return result
 
 

@@ -33,7 +33,7 @@ from .job import RUN_VARIABLE, Heartbeats, JobKind, RankJob
 from .memory import Meter, make_meter
 from .model_facts import seed_all
 from .preload import preload
-from .result import JobResult, OpsResult, RankResult, ScriptEnd, SurveyResult, describe_error
+from .record import JobResult, OpsResult, RankResult, ScriptEnd, SurveyResult, describe_error
 from .script.inject import run_script
 from .script.trial_policy import TrialPolicy
 from .training_run import session

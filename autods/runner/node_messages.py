@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal, TypeAlias, cast
 
 from ..diagnosis.evidence import HostUsage, RankEnd, RankError
-from ..rank.result import JobResult
+from ..rank.record import JobResult
 from ..schema import read_as
 from ..types import Phase, Tier
 

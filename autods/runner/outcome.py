@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from ..diagnosis.evidence import Evidence, HostUsage, RankEnd
 from ..diagnosis.trial_outcome import explain_failure
 from ..rank.job import RankJob
-from ..rank.result import JobResult, RankResult
+from ..rank.record import JobResult, RankResult
 from ..rank.step_recorder import relative_error
 from ..system.stacks import find_crash
 from ..types import (

@@ -23,7 +23,7 @@ from ..errors import AutodsError, EnvironmentBroken, InputError
 from ..events import Event, Note, TrialMoved
 from ..rank.job import JobKind, RankJob, RunOrder
 from ..rank.ops import BUILDERS, USUAL_BUILD_S, check_caches
-from ..rank.result import RunResult, SurveyResult
+from ..rank.record import RunResult, SurveyResult
 from ..system.processes import read_tail
 from ..types import PHASES, Exam, Failed, Fit, Knobs, ModelFacts, Outcome, OutOfMemory, Record, Steps, Trial
 from .environment import choose_exported

@@ -28,7 +28,7 @@ from ..devices import find_device
 from ..diagnosis.evidence import RESULT_UNWRITTEN_EXIT
 from ..rank import ops, preload
 from ..rank.job import Beat, Heartbeats, RankJob
-from ..rank.result import describe_error
+from ..rank.record import describe_error
 from ..rank.worker import environment, run_rank
 from ..system import private, processes, stacks
 from ..types import WorkloadSource

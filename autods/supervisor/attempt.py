@@ -13,7 +13,7 @@ from typing import Any
 from ..config.settings import Settings
 from ..events import RunListener
 from ..rank.job import RunOrder
-from ..rank.result import RunResult
+from ..rank.record import RunResult
 from ..runner.runner import RayRunner
 from ..types import Failed, ModelFacts, OutOfMemory
 from ..units import format_signal

@@ -22,7 +22,7 @@ from ..errors import EnvironmentBroken
 from ..events import AttemptStarted, Note, RunListener
 from ..journal import workspace
 from ..rank.job import JOB_FILE, RunOrder, read_job
-from ..rank.result import RunResult
+from ..rank.record import RunResult
 from ..rank.training_run.checkpoints import Layout, SavedCheckpoint, find_obstacle, list_checkpoints, remove_torn
 from ..rank.training_run.session import NO_SESSION
 from ..report.results.fit import FitReport

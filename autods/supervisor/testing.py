@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 from ..config.settings import Settings
 from ..events import RunListener
 from ..rank.job import RankJob, RunOrder
-from ..rank.result import RunResult
+from ..rank.record import RunResult
 from ..rank.training_run.checkpoints import Layout, Manifest, checkpoint_folder, write_manifest
 from ..runner.runner import RayRunner
 from ..types import Failed, ModelFacts, OutOfMemory

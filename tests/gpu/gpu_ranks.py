@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autods.rank.job import RankJob
-from autods.rank.result import RankResult, SurveyResult
+from autods.rank.record import RankResult, SurveyResult
 from autods.runner.agent import ZygoteProcess, start_zygote
 from autods.runner.node_messages import LoadFailed, NodeReport, NodeResult, Ready, ZygoteDied
 from autods.runner.outcome import find_failure, judge_trial, result_of_rank_0

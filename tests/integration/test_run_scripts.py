@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from autods.rank.job import RunOrder
-from autods.rank.result import RunResult
+from autods.rank.record import RunResult
 from autods.rank.training_run.checkpoints import list_checkpoints
 from autods.runner.runner import RayRunner
 from autods.system.host import read_hardware

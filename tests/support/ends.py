@@ -8,7 +8,7 @@ import pytest
 
 from autods.diagnosis.evidence import RankError
 from autods.rank.job import RankJob
-from autods.rank.result import RankResult
+from autods.rank.record import RankResult
 from autods.runner.node_messages import NodeReport, RankExit
 from autods.runner.outcome import judge_trial
 from autods.schema import read_as

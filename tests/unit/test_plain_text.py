@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from autods.plain_text import clean, read_text, read_traceback
-from autods.rank.result import describe_error
+from autods.rank.record import describe_error
 
 
 class Raising(Exception):

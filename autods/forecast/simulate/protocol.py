@@ -107,7 +107,7 @@ def failure_of(error: BaseException, user_file: str) -> Failure:
     if isinstance(error, SymbolMissing):
         problem, _, advice = read_text(error).partition("\n")
         return Failure(kind="engine", problem=problem, hint=advice.strip())
-    from ...rank.result import describe_error
+    from ...rank.record import describe_error
 
     if isinstance(error, WorkloadError) and error.place:
         return Failure(kind="user_code", problem=clean(error.problem), place=error.place, hint=error.hint)

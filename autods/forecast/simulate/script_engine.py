@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from ...config.deepspeed import BATCH_KEYS, DEFAULT_OPTIMIZER, merge, strip_rung_keys
 from ...rank.job import RankJob
 from ...rank.memory import Meter
-from ...rank.result import ScriptEnd
+from ...rank.record import ScriptEnd
 from ...rank.script.inject import run_script
 from ...rank.script.trial_policy import TrialPolicy
 from ...system import processes, stacks

@@ -15,13 +15,13 @@ from ...config.deepspeed import without_monitors
 from ...system.stacks import find_caller
 from ...types import Examined, ModelFacts, Phase, Trained
 from .. import pipeline
+from ..comparable_losses import UpdateMeter, generator_state, make_comparable
 from ..distributed import Ranks, Traffic
 from ..exam import WorstCaseExam, allow_gathering
 from ..job import RankJob
-from ..loss_parity import UpdateMeter, generator_state, make_comparable
 from ..model_facts import count_parameters, shifts_labels
 from ..patching import declare
-from ..result import ScriptEnd
+from ..record import ScriptEnd
 from ..step_recorder import StepRecorder, was_skipped
 from . import sandbox
 from .data import Batches, find_loss, iter_tensors

@@ -23,7 +23,7 @@ from ...units import format_bytes
 from ...workload.protocol import WorkloadError
 from ..job import RankJob, RunOrder, find_job
 from ..model_facts import seed_all
-from ..result import RunResult
+from ..record import RunResult
 from . import states
 from .checkpoints import (
     RANKS,

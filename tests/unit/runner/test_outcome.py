@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from autods.diagnosis.evidence import HostUsage
-from autods.rank.loss_parity import Incomparable
-from autods.rank.result import describe_error
+from autods.rank.comparable_losses import Incomparable
+from autods.rank.record import describe_error
 from autods.runner.node_messages import RankExit, StoreFailed, ZygoteDied
 from autods.runner.outcome import find_failure, judge_trial
 from autods.types import CardUse, Examined, Failed, Fit, OutOfMemory

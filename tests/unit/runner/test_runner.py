@@ -16,7 +16,7 @@ from autods.errors import EnvironmentBroken, InputError
 from autods.events import Event, Note
 from autods.rank.job import RunOrder
 from autods.rank.ops import BUILDERS
-from autods.rank.result import describe_error
+from autods.rank.record import describe_error
 from autods.runner.node_messages import LoadFailed, Ready, ZygoteDied
 from autods.runner.runner import RayRunner, make_error, may_need_all_ranks
 from autods.types import Exam, Failed, Fit, Knobs, OutOfMemory, Steps, Trial

@@ -12,7 +12,7 @@ from autods.config.rungs import read_rungs
 from autods.config.settings import apply_survey
 from autods.errors import EnvironmentBroken, InputError
 from autods.journal import make_other_fit_error
-from autods.rank.result import RunResult
+from autods.rank.record import RunResult
 from autods.rank.training_run.checkpoints import MARK
 from autods.report import serialize
 from autods.report.results.fit import FitReport, Throughput

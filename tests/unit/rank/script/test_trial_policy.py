@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from autods.rank.comparable_losses import Incomparable
 from autods.rank.distributed import Ranks
-from autods.rank.loss_parity import Incomparable
 from autods.rank.memory import Meter
 from autods.rank.script.trial_policy import Enough, ParityRecorder, StepClock, TrialPolicy
 from autods.types import Exam, Steps

@@ -13,8 +13,7 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from autods.rank.distributed import Ranks
-from autods.rank.loss_parity import (
+from autods.rank.comparable_losses import (
     Incomparable,
     RandomnessWatch,
     UpdateMeter,
@@ -23,6 +22,7 @@ from autods.rank.loss_parity import (
     reset_step_counts,
     turn_off_dropout,
 )
+from autods.rank.distributed import Ranks
 from autods.rank.model_facts import named_tensors
 from autods.workload import Workload
 
