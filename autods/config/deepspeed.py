@@ -127,6 +127,29 @@ def compose(rung: Rung, knobs: Knobs, site: Site, facts: ModelFacts | None) -> d
     }
 
 
+def accumulation_for(global_batch: int | None, micro_batch: int, world_size: int) -> int:
+    """Return the micro batches of an optimizer step, by DeepSpeed's identity; 1 without a global batch.
+
+    It is micro batch × accumulation × world size = global batch. Raises ValueError when no whole number does it:
+    callers take micro batches from `micro_batches` only.
+    """
+    if global_batch is None:
+        return 1
+    accumulation, rest = divmod(global_batch, micro_batch * world_size)
+    if rest or not accumulation:
+        raise ValueError(f"a global batch of {global_batch} is no multiple of {micro_batch} × {world_size} ranks")
+    return accumulation
+
+
+@cache
+def micro_batches(global_batch: int | None, world_size: int, most: int) -> range | tuple[int, ...]:
+    """Return the micro batches that may be tried, ascending: all up to `most`, or those that divide a rank's share."""
+    if global_batch is None:
+        return range(1, most + 1)
+    share = global_batch // world_size
+    return tuple(size for size in range(1, min(share, most) + 1) if share % size == 0)
+
+
 def strip_rung_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config without the keys that the rung and the batch set."""
     zero = {key: value for key, value in dict(config.get("zero_optimization") or {}).items() if key not in _RUNG_KEYS}

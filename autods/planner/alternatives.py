@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..config.catalogue import Site
+from ..config.deepspeed import micro_batches
 from ..events import Note
 from ..forecast.largest_batch import MOST_MICRO_BATCH, LargestMicroBatch
 from ..forecast.simulate.client import SimulationFailed
 from ..forecast.simulation_cache import CachedEngine, find_limits, move_engine
 from ..forecast.values import EngineSpec, RungForecast
 from ..report.results.plan import Alternative
-from ..tuner.trials import micro_batches
 from .simulate import PlanRun, choose_checkpointing
 
 

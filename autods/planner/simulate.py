@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config.catalogue import Site
-from ..config.deepspeed import get_key, start_settings
+from ..config.deepspeed import accumulation_for, get_key, micro_batches, start_settings
 from ..config.plan_settings import PlanSettings
 from ..config.rungs import Rung, unmet_need
 from ..errors import InputError
@@ -27,7 +27,6 @@ from ..forecast.values import (
     SimulationStarted,
     Simulator,
 )
-from ..tuner.trials import accumulation_for, micro_batches
 from ..types import Knobs, ModelFacts
 
 # Failures that every rung would share: the workload or the installation has to be mended first.

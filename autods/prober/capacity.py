@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from ..config.deepspeed import accumulation_for
 from ..events import Listener
 from ..journal import TrialStore, trial_key
 from ..report import text
 from ..report.results.probe import Capacity, CellResult
 from ..tuner.batch_curve import BatchCurve
-from ..tuner.trials import accumulation_for, fits_well, run_with_retry
+from ..tuner.trials import fits_well, run_with_retry
 from ..types import Failed, OutOfMemory, Record, Run, Trial
 from ..units import format_bytes
 from .cell_forecasts import CapacityForecast, FactsUnder, Simulators, forecast_cells, list_micro_batches

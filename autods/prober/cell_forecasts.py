@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 
-from ..config.deepspeed import compose
+from ..config.deepspeed import compose, micro_batches
 from ..config.plan_settings import NVME_PLACE, spread_ranks
 from ..config.settings import Settings
 from ..devices import find_device
@@ -20,7 +20,6 @@ from ..forecast.simulation_cache import PARALLEL_ENGINES, SimulationCache, find_
 from ..forecast.values import Simulator, StartSimulator
 from ..journal import TrialStore, trial_key
 from ..schema import read_as
-from ..tuner.trials import micro_batches
 from ..types import Knobs, ModelFacts, Scalar, Trial, WorkloadSource
 from ..workload.conditions import apply_to_source
 from .grid import settings_under_conditions

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config.base_config import precision_name
-from ..config.deepspeed import compose, find_broken_op, start_settings
+from ..config.deepspeed import accumulation_for, compose, find_broken_op, start_settings
 from ..config.rungs import Rung, unmet_need
 from ..config.settings import Settings, apply_survey
 from ..errors import InputError
 from ..journal import trial_key
 from ..report.text import format_value
-from ..tuner.trials import accumulation_for
 from ..types import Knobs, ModelFacts, Scalar, Trial
 from ..workload.conditions import apply_conditions, is_condition
 from .axes import AXES, PINS, Value, why_ineffective

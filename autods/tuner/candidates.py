@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ..config.deepspeed import compose, find_broken_op, get_key, required_ops, start_settings
+from ..config.deepspeed import accumulation_for, compose, find_broken_op, get_key, required_ops, start_settings
 from ..config.rungs import Rung, unmet_need
 from ..config.settings import Settings
 from ..types import Knobs, ModelFacts, Scalar, Steps, Trial
-from .trials import accumulation_for
 
 # ZeroOptimizer asserts both for MoE layers (stage_1_and_2.py, _configure_moe_settings).
 _FIXED_BY_EXPERTS = ("zero_optimization.contiguous_gradients", "zero_optimization.reduce_scatter")

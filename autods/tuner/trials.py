@@ -1,4 +1,4 @@
-"""What every step of the search shares: the fit's context, the batch identity, retries, lengths and scores."""
+"""What every step of the search shares: the fit's context, retries, lengths and scores."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ..config.deepspeed import accumulation_for, micro_batches
 from ..config.settings import SPARE_HOST, Settings
 from ..devices import find_device
 from ..errors import InputError
@@ -140,28 +140,6 @@ class FitContext:
         if budget.trials and len(records) + trials + reserved > budget.trials:
             return False
         return not (budget.seconds and sum(record.seconds for record in records) >= budget.seconds)
-
-
-def accumulation_for(global_batch: int | None, micro_batch: int, world_size: int) -> int:
-    """Micro batches per optimizer step, so that micro batch × accumulation × world size = global batch; 1 without one.
-
-    Raises ValueError when no whole number does it: callers take micro batches from `micro_batches` only.
-    """
-    if global_batch is None:
-        return 1
-    accumulation, rest = divmod(global_batch, micro_batch * world_size)
-    if rest or not accumulation:
-        raise ValueError(f"a global batch of {global_batch} is no multiple of {micro_batch} × {world_size} ranks")
-    return accumulation
-
-
-@cache
-def micro_batches(global_batch: int | None, world_size: int, most: int) -> range | tuple[int, ...]:
-    """The micro batches that may be tried, ascending: all up to `most`, or those that divide a rank's global batch."""
-    if global_batch is None:
-        return range(1, most + 1)
-    share = global_batch // world_size
-    return tuple(size for size in range(1, min(share, most) + 1) if share % size == 0)
 
 
 def run_with_retry(trial: Trial, run: Run) -> tuple[Record, ...]:

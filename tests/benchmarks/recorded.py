@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from autods.config.deepspeed import accumulation_for, micro_batches
 from autods.config.settings import Settings
 from autods.rank.step_recorder import is_enough, relative_error
 from autods.runner.runner import RayRunner
 from autods.tuner.candidates import Candidate, list_candidates
-from autods.tuner.trials import accumulation_for, micro_batches
 from autods.types import Failed, Fit, Knobs, ModelFacts, Outcome, OutOfMemory, Record, Steps, TierUse, Timing, Trial
 
 _BESIDE, _ROUNDS = 6, 10  # neighbours on either side; rounds until the parts settle
