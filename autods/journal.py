@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from .diagnosis.trial_outcome import blame_code_for_hang
 from .errors import EnvironmentBroken, InputError, Interrupted, make_write_error
@@ -208,7 +208,12 @@ _GIVEN_UP = Failed(
 )
 _LOCK = ".autods.lock"  # no other program's: it shows that a fit used the folder
 _LEAST_FREE_BYTES = 2**20  # what the logs and results of a trial may need
-Execute = Callable[[Trial, int], Record]
+
+
+class Execute(Protocol):
+    """Runs a trial, whose number is `id`."""
+
+    def __call__(self, trial: Trial, *, id: int) -> Record: ...
 
 
 @contextlib.contextmanager
@@ -325,7 +330,7 @@ class TrialStore:
             self.journal.write_start(trial)
             self.listen(TrialStarted(id=id, trial=trial))
         try:
-            record = execute(trial, id)
+            record = execute(trial, id=id)
         except KeyboardInterrupt:  # the user stopped the fit, and the trial is not to blame
             with self.lock:
                 self.journal.append({"kind": "interrupted", "key": key})

@@ -103,12 +103,7 @@ def probe(
             session = open_session() if simulate is None else nullcontext()
             simulators = Simulators(simulate or start_processes(settings, listen))
             with session, benches as bench, closing(simulators):
-
-                def execute(trial: Trial, id: int) -> Record:
-                    assert bench is not None
-                    return bench.run(trial, id=id)
-
-                store = TrialStore(journal, past, execute, listen)
+                store = TrialStore(journal, past, _run_nothing if bench is None else bench.run, listen)
                 cells, reference = _ProbeRun(question, store, listen, bench, simulators).run_cells()
         except SimulationFailed as failed:
             raise make_user_error(failed, settings.source, more_samples="--vary micro_batch=2") from None
@@ -117,6 +112,10 @@ def probe(
         write_probe(report, out)
         write_probe_page(report, out)
         return report
+
+
+def _run_nothing(trial: Trial, *, id: int) -> Record:
+    raise AssertionError(f"trial {id} of a probe that only forecasts")
 
 
 class _ProbeRun:
@@ -177,7 +176,7 @@ class _ProbeRun:
 
     def _run(self, trial: Trial, bench: Bench | None = None) -> Record:
         """Run a trial. A full disk, a lost GPU or a hang of the user's code ends the probe; its trials are kept."""
-        record = self.store.run(trial, None if bench is None else lambda trial, id: bench.run(trial, id=id))
+        record = self.store.run(trial, None if bench is None else bench.run)
         outcome = record.outcome
         if not isinstance(outcome, Fit) and is_machines_fault(outcome):
             raise EnvironmentBroken(

@@ -24,7 +24,8 @@ from ..runner.time_limits import warm_up
 from ..types import Failed, Fit, ModelFacts, Outcome, OutOfMemory, Record, Tier, TierUse, Timing, Trial
 from ..units import format_bytes
 from .certify import make_exam
-from .fit import FitResult, NothingFits, fit
+from .fit import fit
+from .fit_report import FitResult, NothingFits
 from .loss_parity import FEWEST_UPDATES, is_same_maths
 from .trial_forecasts import Forecaster, TrialForecaster, make_trial_engine, start_processes
 from .trials import FitContext, fit_steps_to_budget, median_step_s

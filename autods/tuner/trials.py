@@ -17,7 +17,19 @@ from ..errors import InputError
 from ..events import Listener, Note, TrialForecasted
 from ..forecast.values import RungForecast
 from ..journal import JOURNAL, History, Journal, TrialStore
-from ..types import Action, Failed, Fit, Knobs, ModelFacts, OutOfMemory, Record, Run, Steps, TierUse, Trial
+from ..types import (
+    Action,
+    Failed,
+    Fit,
+    Knobs,
+    ModelFacts,
+    OutOfMemory,
+    Record,
+    Run,
+    Steps,
+    TierUse,
+    Trial,
+)
 from ..units import format_bytes
 from .trial_forecasts import Forecaster
 

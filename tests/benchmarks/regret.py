@@ -30,7 +30,8 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from autods.config.profiles import read_profile
-from autods.tuner.fit import NothingFits, search
+from autods.tuner.fit import search
+from autods.tuner.fit_report import NothingFits
 from autods.types import Fit, OutOfMemory, Record
 from tests.support.surfaces import Surface, SurfaceForecaster, searching
 from tests.support.true_answers import RoughSurface, contradictions, slower_than_measured

@@ -64,7 +64,8 @@ from autods.errors import AutodsError
 from autods.forecast.values import Engine, EngineSpec, ProcessSimulator, Simulation
 from autods.journal import Journal, TrialStore
 from autods.system.host import installed_versions, read_hardware
-from autods.tuner.fit import FitResult, fit, search
+from autods.tuner.fit import fit, search
+from autods.tuner.fit_report import FitResult
 from autods.tuner.trial_forecasts import open_forecaster
 from autods.tuner.trials import FitContext
 from autods.types import Fit, ModelFacts, OutOfMemory, Record, Steps, Trial

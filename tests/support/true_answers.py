@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from autods.tuner.fit import FitResult, build_report
+from autods.tuner.fit_report import FitResult, build_report
 from autods.tuner.trials import FitContext
 from autods.types import Fit, Record, Trial
 from autods.units import format_bytes

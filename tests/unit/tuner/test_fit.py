@@ -13,8 +13,8 @@ import pytest
 
 from autods.config.profiles import Budget, read_profile
 from autods.journal import TrialStore, trial_key
-from autods.tuner.fit import FitResult, NothingFits, build_report
 from autods.tuner.fit import search as run_search
+from autods.tuner.fit_report import FitResult, NothingFits, build_report
 from autods.tuner.ladder_walk import WalkResult
 from autods.tuner.trials import FitContext
 from autods.types import Fit, Record, Trial

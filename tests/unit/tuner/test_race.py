@@ -16,7 +16,8 @@ from autods.config.settings import Settings
 from autods.forecast.values import RungForecast, TierForecast
 from autods.journal import Journal, TrialStore, trial_key
 from autods.runner.testing import fit, out_of_memory
-from autods.tuner.fit import FitResult, build_report, search
+from autods.tuner.fit import search
+from autods.tuner.fit_report import FitResult, build_report
 from autods.tuner.trial_forecasts import NO_FORECASTER, Forecaster, StepForecast
 from autods.tuner.trials import FitContext
 from autods.types import Fit, Outcome, Record, Tier, TierUse, Trial

@@ -189,7 +189,7 @@ def test_a_resumed_fit_forecasts_as_its_first_run_did(tmp_path: Path) -> None:
     forecasts = []
     for _ in range(2):
         journal = Journal(tmp_path / "journal.jsonl")
-        store = TrialStore(journal, journal.open(fingerprint="1"), lambda trial, _: runner.run(trial), lambda _: None)
+        store = TrialStore(journal, journal.open(fingerprint="1"), lambda trial, id: runner.run(trial), lambda _: None)
         with open_forecaster(SETTINGS, FACTS, store, lambda event: None, lambda _: simulator) as forecaster:
             for trial in trials:
                 forecasts.append(forecaster.forecast(trial))

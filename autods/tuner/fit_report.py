@@ -1,0 +1,141 @@
+"""The result of a search, and the report that is made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..config.rungs import unmet_need
+from ..rank.ops import ops_folder
+from ..report import text
+from ..report.results.fit import ClosestRung, FitQuestion, FitReport, Throughput
+from ..system.host import installed_versions, threads_per_rank
+from ..types import Fit, Knobs, Record
+from ..workload.script_source import describe_launch
+from .certify import CertifyResult
+from .ladder_walk import WalkResult
+from .optuna_search import TuneResult
+from .race import RaceResult
+from .trials import FitContext
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitResult:
+    """A config that fits, with the result of each step. `ds_config` is the config as the user gets it."""
+
+    best: Record
+    walked: WalkResult
+    raced: RaceResult
+    tuned: TuneResult
+    certified: CertifyResult | None
+    ds_config: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NothingFits:
+    """No rung fits, or a failure stopped the walk. `closest` is the rung that lacked least."""
+
+    walked: WalkResult
+    closest: ClosestRung | None
+
+
+def build_report(
+    result: FitResult | NothingFits, context: FitContext, *, fingerprint: str, seconds: float
+) -> FitReport:
+    """The report of a fit: the config that fits, or the closest rung and the memory that it lacks."""
+    settings, walked = context.settings, result.walked
+    outcomes = {record.trial.rung: text.format_outcome(record.outcome) for record in walked.records}
+    reasons = {**outcomes, **{skipped.rung: skipped.reason for skipped in walked.skipped}}
+    report = FitReport(
+        status="nothing_fits",
+        reasons=reasons,
+        trials=tuple(context.memory.records),
+        skipped=tuple(walked.skipped),
+        forecast=tuple(context.forecaster.forecasts.values()),
+        hardware=settings.hardware,
+        versions=installed_versions(),
+        seconds=seconds,
+        out=str(settings.out),
+        question=_make_question(context, fingerprint),
+    )
+    if isinstance(result, NothingFits):
+        return replace(report, closest=result.closest)
+
+    outcome, growth, certified = result.best.outcome, result.raced.growth, result.certified
+    assert isinstance(outcome, Fit)
+    return replace(
+        report,
+        status="fit",
+        rung=result.best.trial.rung,
+        knobs=result.best.trial.knobs,
+        ds_config=result.ds_config,
+        throughput=Throughput(
+            samples_per_second=outcome.samples_per_second, tokens_per_second=outcome.tokens_per_second
+        ),
+        memory=outcome.memory,
+        largest_micro_batch=growth.curve.fits,
+        certificate=None if certified is None else certified.certificate,
+        importances=result.tuned.importances,
+        reasons={
+            **reasons,
+            **_explain_untried(context, reasons),
+            **result.raced.reasons,
+            "batch": _explain_batch(result.best.trial.knobs, context),
+            "grow": growth.stop.reason if growth.stop is not None else "",
+            "tune": result.tuned.reason,
+            **({} if certified is None else {"certify": certified.reason}),
+        },
+    )
+
+
+def _explain_untried(context: FitContext, reasons: Mapping[str, str]) -> dict[str, str]:
+    """Why each rung without a reason was not tried, by its name."""
+    settings = context.settings
+    through_nvme = "its states would pass through NVMe, and " if settings.profile.race.stop == "fastest" else ""
+    return {
+        rung.name: unmet_need(rung, settings.site, context.facts) or f"not tried: {through_nvme}a rung before it fits"
+        for rung in settings.ladder
+        if rung.name not in reasons
+    }
+
+
+def _explain_batch(knobs: Knobs, context: FitContext) -> str:
+    """How the batch is made up, and why it has that size."""
+    holders = "ranks"
+    if context.facts.pipeline_stages:
+        holders = "replica" if context.world_size == 1 else "replicas"
+    chosen = "chosen for throughput: give --global-batch to keep yours"
+    if context.settings.global_batch is not None:
+        chosen = "as requested"
+    return f"{text.format_batch(knobs, context.world_size, holders)}, {chosen}"
+
+
+def _make_question(context: FitContext, fingerprint: str) -> FitQuestion:
+    """What was asked: the model, the machine and the options."""
+    settings, facts = context.settings, context.facts
+    return FitQuestion(
+        workload=settings.source.name,
+        parameters=facts.parameters,
+        gpus=settings.gpus,
+        nodes=settings.nodes,
+        pipeline_stages=facts.pipeline_stages,
+        experts=facts.experts,
+        device=settings.device,
+        device_bytes=settings.device_bytes,
+        threads=settings.threads or threads_per_rank(settings.ranks_per_node, settings.hardware.cores),
+        global_batch=settings.global_batch,
+        profile=settings.profile.name,
+        objective=settings.objective,
+        stop=settings.profile.race.stop,
+        ladder=tuple(rung.name for rung in settings.ladder),
+        lacks_nvme=tuple(rung.name for rung in settings.ladder if rung.uses_nvme and settings.nvme_path is None),
+        script=describe_launch(settings.source) if settings.source.form.runs_as_main else None,
+        stood_in=facts.stood_in,
+        writes_confined=facts.writes_confined,
+        ops_folder=str(ops_folder()),
+        fingerprint=fingerprint,
+        budget=settings.budget,
+        forecast=settings.forecast,
+        rehearsed_on=settings.machine.name if settings.rehearsed else None,
+    )
