@@ -1,4 +1,4 @@
-"""Check a request of `autods probe` against the workload and the machine, and resolve it to settings."""
+"""The settings of a probe: a `ProbeRequest` checked against the workload and the machine."""
 
 from __future__ import annotations
 
