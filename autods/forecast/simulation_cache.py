@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -26,6 +27,8 @@ from .values import Engine, EngineSpec, RungForecast, Simulation, Simulator
 PARALLEL_ENGINES = 2  # at least, and while trials run
 _ENGINE_BYTES = 2**30  # an engine of 8 billion parameters and its process hold half of it
 _ENOUGH_ACCUMULATION, _ENOUGH_ON_THE_HOST = 2, 3  # micro batches of a step
+_SETTING = re.compile(r"(\w+)\s*:\s*(\[[^\]]*\]|[^,\]]*)")
+_HARMLESS = ("expandable_segments", "pinned_use_cuda_host_register", "pinned_num_register_threads")
 
 
 def count_parallel_engines() -> int:
@@ -81,6 +84,38 @@ def enough_accumulation(rung: Rung, accumulation: int) -> int:
     a third one tells that apart from the optimizer's step.
     """
     return min(accumulation, _ENOUGH_ACCUMULATION if rung.places["gradients"] == "device" else _ENOUGH_ON_THE_HOST)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocConf:
+    """The allocator's settings in the environment.
+
+    `variable` is the one that torch reads. `unmodelled` are settings that change how much is reserved and that the
+    forecast does not model.
+    """
+
+    variable: str | None = None
+    expandable: bool = False
+    unmodelled: tuple[str, ...] = ()
+
+    @property
+    def warning(self) -> str | None:
+        """A sentence about the settings that are not modelled, if there are any."""
+        if not self.unmodelled:
+            return None
+        return f"the forecast does not model these settings of {self.variable}: {', '.join(self.unmodelled)}"
+
+
+def read_alloc_conf(environment: Mapping[str, str], device: str) -> AllocConf:
+    """The settings as torch reads them for this device: the new variable replaces the old one as a whole."""
+    variable = next((name for name in find_device(device).allocator_variables if environment.get(name)), None)
+    if variable is None:
+        return AllocConf()
+    settings = {key: value.strip() for key, value in _SETTING.findall(environment[variable])}
+    expandable = settings.get("expandable_segments", "").lower() == "true"
+    native = settings.get("backend") == "native"
+    unmodelled = [key for key in settings if key not in _HARMLESS and not (key == "backend" and native)]
+    return AllocConf(variable=variable, expandable=expandable, unmodelled=tuple(unmodelled))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

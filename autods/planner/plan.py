@@ -15,10 +15,9 @@ from ..config.rungs import Rung
 from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import AutodsError, EnvironmentBroken, InputError, Interrupted
 from ..events import Note
-from ..forecast.predict.allocator import AllocConf, read_alloc_conf
 from ..forecast.predict.step_time import find_fastest
 from ..forecast.simulate.client import LIMIT_S, ProcessSimulator, SimulationFailed
-from ..forecast.simulation_cache import count_parallel_engines, why_not_forecast
+from ..forecast.simulation_cache import AllocConf, count_parallel_engines, read_alloc_conf, why_not_forecast
 from ..forecast.values import ForecastListener, RungForecast, Simulator, StartSimulator
 from ..report.results.plan import PlanReport, SiteForecast, Timeline
 from ..report.serialize import check_writable

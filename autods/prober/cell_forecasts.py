@@ -14,9 +14,15 @@ from ..config.settings import Settings
 from ..devices import find_device
 from ..events import Listener, Note
 from ..forecast.largest_batch import MOST_MICRO_BATCH
-from ..forecast.predict.allocator import read_alloc_conf
 from ..forecast.simulate.client import ProcessSimulator, SimulationFailed
-from ..forecast.simulation_cache import PARALLEL_ENGINES, SimulationCache, find_limits, make_engine, why_not_forecast
+from ..forecast.simulation_cache import (
+    PARALLEL_ENGINES,
+    SimulationCache,
+    find_limits,
+    make_engine,
+    read_alloc_conf,
+    why_not_forecast,
+)
 from ..forecast.values import Simulator, StartSimulator
 from ..journal import TrialStore, trial_key
 from ..schema import read_as

@@ -13,10 +13,10 @@ from ..config.settings import Settings, apply_survey
 from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import InputError
 from ..events import Listener, Note
-from ..forecast.predict.allocator import Replay, read_alloc_conf
+from ..forecast.predict.allocator import Replay
 from ..forecast.predict.step_time import forecast_speed
 from ..forecast.simulate.client import SimulationFailed
-from ..forecast.simulation_cache import SimulationCache, find_limits, why_not_forecast
+from ..forecast.simulation_cache import SimulationCache, find_limits, read_alloc_conf, why_not_forecast
 from ..forecast.values import RungForecast, StartSimulator
 from ..journal import TrialStore
 from ..report.results.fit import FitReport

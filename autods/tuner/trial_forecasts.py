@@ -21,7 +21,6 @@ from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import AutodsError
 from ..events import Listener, Note
 from ..files import as_folder_name, read_file
-from ..forecast.predict.allocator import read_alloc_conf
 from ..forecast.predict.calibration import (
     Observation,
     StepFactors,
@@ -38,6 +37,7 @@ from ..forecast.simulation_cache import (
     find_limits,
     make_engine,
     memory_key,
+    read_alloc_conf,
 )
 from ..forecast.values import EngineSpec, RungForecast, Simulation, StartSimulator
 from ..journal import TrialStore, trial_key

@@ -6,7 +6,6 @@ each stream has pools of its own; `free` leaves a block that other streams use t
 
 from __future__ import annotations
 
-import re
 from array import array
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict, deque
@@ -14,44 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from ...devices import find_device
 from ..values import ForecastPhase, Trace
-
-_SETTING = re.compile(r"(\w+)\s*:\s*(\[[^\]]*\]|[^,\]]*)")
-_HARMLESS = ("expandable_segments", "pinned_use_cuda_host_register", "pinned_num_register_threads")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllocConf:
-    """The allocator's settings in the environment.
-
-    `variable` is the one that torch reads. `unmodelled` are settings that change how much is reserved and that the
-    forecast does not model.
-    """
-
-    variable: str | None = None
-    expandable: bool = False
-    unmodelled: tuple[str, ...] = ()
-
-    @property
-    def warning(self) -> str | None:
-        """A sentence about the settings that are not modelled, if there are any."""
-        if not self.unmodelled:
-            return None
-        return f"the forecast does not model these settings of {self.variable}: {', '.join(self.unmodelled)}"
-
-
-def read_alloc_conf(environment: Mapping[str, str], device: str) -> AllocConf:
-    """The settings as torch reads them for this device: the new variable replaces the old one as a whole."""
-    variable = next((name for name in find_device(device).allocator_variables if environment.get(name)), None)
-    if variable is None:
-        return AllocConf()
-    settings = {key: value.strip() for key, value in _SETTING.findall(environment[variable])}
-    expandable = settings.get("expandable_segments", "").lower() == "true"
-    native = settings.get("backend") == "native"
-    unmodelled = [key for key in settings if key not in _HARMLESS and not (key == "backend" and native)]
-    return AllocConf(variable=variable, expandable=expandable, unmodelled=tuple(unmodelled))
-
 
 # All sizes and addresses below are in units of 512 B, the allocator's smallest block.
 UNIT = 512

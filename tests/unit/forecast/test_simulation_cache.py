@@ -10,7 +10,14 @@ import pytest
 from autods.config.catalogue import find_machines
 from autods.config.rungs import read_rungs
 from autods.forecast import simulation_cache as cache_module
-from autods.forecast.simulation_cache import Limits, SimulationCache, find_limits, make_engine
+from autods.forecast.simulation_cache import (
+    AllocConf,
+    Limits,
+    SimulationCache,
+    find_limits,
+    make_engine,
+    read_alloc_conf,
+)
 from autods.forecast.testing import ScriptedSimulator, simulate_peaks
 from autods.forecast.values import EngineSpec, Simulation
 from autods.system.host import HostMemory
@@ -82,3 +89,34 @@ def test_an_engine_knows_all_of_its_site() -> None:
     assert find_limits(site) == Limits(
         device_bytes=machine.device_bytes, host_bytes=machine.host_bytes, nvme_bytes=machine.nvme_bytes
     )
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_expandable_segments_are_read_from_either_variable(variable: str) -> None:
+    assert read_alloc_conf({variable: "expandable_segments:True"}, "cuda") == AllocConf(
+        variable=variable, expandable=True
+    )
+    assert not read_alloc_conf({variable: "expandable_segments:False"}, "cuda").expandable
+
+
+def test_the_new_variable_replaces_the_old_one() -> None:
+    both = {"PYTORCH_ALLOC_CONF": "backend:native", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert not read_alloc_conf(both, "cuda").expandable
+
+
+def test_settings_that_are_not_modelled_cause_a_warning() -> None:
+    settings = "max_split_size_mb:128, roundup_power2_divisions:[256:1,>:8],expandable_segments: True"
+    conf = read_alloc_conf({"PYTORCH_CUDA_ALLOC_CONF": settings}, "cuda")
+    assert conf.expandable
+    assert conf.unmodelled == ("max_split_size_mb", "roundup_power2_divisions")
+    assert conf.warning is not None
+    assert "PYTORCH_CUDA_ALLOC_CONF: max_split_size_mb, roundup_power2_divisions" in conf.warning
+
+
+def test_an_empty_variable_is_as_if_it_were_not_set() -> None:
+    assert read_alloc_conf({"PYTORCH_ALLOC_CONF": ""}, "cuda") == AllocConf()
+    assert AllocConf().warning is None
+
+
+def test_another_allocator_causes_a_warning() -> None:
+    assert "backend" in str(read_alloc_conf({"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}, "cuda").warning)

@@ -9,12 +9,10 @@ from itertools import pairwise
 import pytest
 
 from autods.forecast.predict.allocator import (
-    AllocConf,
     ExpandableHeap,
     Heap,
     RanOut,
     find_least_limit,
-    read_alloc_conf,
     repeat_last_step,
     replay,
 )
@@ -421,37 +419,6 @@ def test_the_fast_model_agrees_with_the_rules_written_plainly(seed: int) -> None
         plain.allocate(event) if event >= 0 else plain.free(-event - 1)
         if number % 10 == 0:
             assert (heap.allocated * 512, heap.reserved * 512) == (plain.allocated(), plain.reserved())
-
-
-@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_expandable_segments_are_read_from_either_variable(variable: str) -> None:
-    assert read_alloc_conf({variable: "expandable_segments:True"}, "cuda") == AllocConf(
-        variable=variable, expandable=True
-    )
-    assert not read_alloc_conf({variable: "expandable_segments:False"}, "cuda").expandable
-
-
-def test_the_new_variable_replaces_the_old_one() -> None:
-    both = {"PYTORCH_ALLOC_CONF": "backend:native", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    assert not read_alloc_conf(both, "cuda").expandable
-
-
-def test_settings_that_are_not_modelled_cause_a_warning() -> None:
-    settings = "max_split_size_mb:128, roundup_power2_divisions:[256:1,>:8],expandable_segments: True"
-    conf = read_alloc_conf({"PYTORCH_CUDA_ALLOC_CONF": settings}, "cuda")
-    assert conf.expandable
-    assert conf.unmodelled == ("max_split_size_mb", "roundup_power2_divisions")
-    assert conf.warning is not None
-    assert "PYTORCH_CUDA_ALLOC_CONF: max_split_size_mb, roundup_power2_divisions" in conf.warning
-
-
-def test_an_empty_variable_is_as_if_it_were_not_set() -> None:
-    assert read_alloc_conf({"PYTORCH_ALLOC_CONF": ""}, "cuda") == AllocConf()
-    assert AllocConf().warning is None
-
-
-def test_another_allocator_causes_a_warning() -> None:
-    assert "backend" in str(read_alloc_conf({"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}, "cuda").warning)
 
 
 TWO_STEPS: tuple[tuple[int, ForecastPhase], ...] = (
