@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from math import gcd
 from typing import Any, Literal, TypeGuard
 
 from .deepspeed import BATCH_KEYS, enabled_half_precision, get_key, read_known_keys
@@ -250,6 +251,8 @@ def _find_wrong_batch(question: Question) -> Iterator[Problem]:
     elif not keeps_batch_identity(total, micro, accumulation, ranks):
         product = f"micro batch {micro or '?'} × accumulation {accumulation or '?'} × {ranks} ranks"
         meant = f"those sizes are for {fitting_ranks} rank{'s' if fitting_ranks > 1 else ''}; " if is_whole else ""
+        if micro and not accumulation and total % ranks == 0:
+            meant = f"micro batch {gcd(micro, total // ranks)} goes, or {key} a multiple of {micro * ranks}; "
         hint = f"{meant}keep train_batch_size alone: autods solves for the other two"
         yield _error(key, f"{key} {total} ≠ {product}", hint)
 

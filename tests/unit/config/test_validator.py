@@ -34,6 +34,15 @@ def test_sizes_that_go_together_depend_on_the_gpus() -> None:
     assert errors(GUIDE, ranks=24) == {}
 
 
+def test_a_micro_batch_that_goes_is_named() -> None:
+    (problem,) = [
+        each
+        for each in judge({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 32}, ranks=8)
+        if each.severity == "error"
+    ]
+    assert problem.hint.startswith("micro batch 4 goes, or train_batch_size a multiple of 256; ")
+
+
 # Config → five planted mistakes: dotted key, value, severity, the key that is named, words of problem or hint.
 PLANTED = {
     "pretraining": (
