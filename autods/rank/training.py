@@ -29,47 +29,72 @@ from .weights import drawing_in_parallel
 Observe = Callable[[Phase, int], None]
 
 
-@dataclass(slots=True)
-class RankTraining:
-    """One rank's training on the batches of its trial."""
+class SpeedTrial:
+    """The training of one rank in a trial. This one measures speed; the exams of a winner derive from it."""
 
-    ranks: Ranks
-    meter: Meter
-    engine: Any
-    batches: Sequence[Any]  # on the engine's device
     steps: ModelSteps | pipeline.PipelineSteps
-    traffic: Traffic
-    recorder: StepRecorder
+
+    def __init__(self, workload: Workload, job: RankJob, *, observe: Observe, meter: Meter, ranks: Ranks) -> None:
+        self.workload, self.job, self.observe, self.meter, self.ranks = workload, job, observe, meter, ranks
+        self.traffic, self.recorder = Traffic(meter.synchronize), StepRecorder(job.steps)
+        self.engine: Any = None
+        self.batches: list[Any] = []  # of an optimizer step, on the engine's device
+
+    def run(self) -> RankResult:
+        """Build the model and the engine, run the steps, and conclude.
+
+        Exceptions of the user's code are passed on; WorkloadError says where the workload breaks its contract.
+        """
+        workload, job = self.workload, self.job
+        self.observe("build", 0)
+        with drawing_in_parallel() if job.source.form.is_model_config else contextlib.nullcontext():
+            model = build(workload, checkpointing=job.checkpointing)
+        replicas = self.ranks
+        if pipeline.is_pipeline(model):
+            replicas = pipeline.data_parallel_ranks(model)
+            seed_all(job.seed + replicas.rank)  # the stages of a replica draw the same batches
+        self.batches = self.draw(replicas)
+        if job.only_build:
+            return RankResult()
+
+        self.observe("init", 0)
+        self.engine = engine = initialize(workload, model, self.make_config())
+        del model
+        self.batches = [place(batch, engine) for batch in self.batches]
+        self.begin()
+        self.traffic.listen()
+        if pipeline.is_pipeline(engine.module):
+            self.steps = pipeline.PipelineSteps(engine, self.batches, self.observe)
+        else:
+            self.steps = ModelSteps(workload, engine, self.batches, job.accumulation, self.observe)
+        run_steps(self.step, self.recorder, self.meter, self.ranks, lambda: was_skipped(engine))
+        result = self.conclude()
+        communication = self.traffic.describe()
+        self.observe("done", len(result.losses))
+        return replace(result, communication=communication, steps_s=result.steps_s + (communication.step_s or 0.0))
 
     def step(self, index: int, *, alone: bool = False) -> Sequence[Any]:
         """Run an optimizer step; return its losses. With `alone` each collective runs alone, and is timed."""
         with self.traffic.step(alone=alone):
             return self.steps.train(index)
 
-
-class SpeedTrial:
-    """What a trial does besides its steps. This one measures speed; the exams of a winner derive from it."""
-
-    def __init__(self, job: RankJob, observe: Observe) -> None:
-        self.job, self.observe = job, observe
-
-    def draw(self, workload: Workload, replicas: Ranks) -> list[Any]:
+    def draw(self, replicas: Ranks) -> list[Any]:
         """Return the batches of an optimizer step."""
-        return [check_batch(workload.build_batch(self.job.micro_batch), self.job.micro_batch)]
+        return [check_batch(self.workload.build_batch(self.job.micro_batch), self.job.micro_batch)]
 
     def make_config(self) -> Mapping[str, Any]:
         """Return the DeepSpeed config of the engine."""
         return self.job.ds_config
 
-    def begin(self, engine: Any) -> None:
+    def begin(self) -> None:
         """Prepare the engine for the steps."""
 
-    def conclude(self, training: RankTraining) -> RankResult:
+    def conclude(self) -> RankResult:
         """Return the result after the steps. Here each collective of one more step runs alone, and is timed."""
-        recorder, traffic, steps = training.recorder, training.traffic, self.job.steps
+        recorder, steps = self.recorder, self.job.steps
         has_time = recorder.steps_s + 2 * statistics.median(recorder.timed) <= steps.budget_s
-        if training.ranks.agree(traffic.can_be_timed and steps.most_timed > 1 and has_time):
-            training.step(len(recorder.losses), alone=True)
+        if self.ranks.agree(self.traffic.can_be_timed and steps.most_timed > 1 and has_time):
+            self.step(len(recorder.losses), alone=True)
         return recorder.result()
 
 
@@ -78,101 +103,63 @@ class WorstCaseTrial(SpeedTrial):
 
     draws = 1  # among which the batch is the longest
 
-    def draw(self, workload: Workload, replicas: Ranks) -> list[Any]:
-        batch, self.draws = longest_batch(workload, self.job.micro_batch)
+    def draw(self, replicas: Ranks) -> list[Any]:
+        batch, self.draws = longest_batch(self.workload, self.job.micro_batch)
         return [batch]
 
     def make_config(self) -> Mapping[str, Any]:
         return allow_gathering(self.job.ds_config)
 
-    def conclude(self, training: RankTraining) -> RankResult:
-        def evaluate() -> float | None:
-            seed_all(self.job.seed)  # layers of experts choose tokens at random in evaluation, too
-            return training.steps.compute_loss(keep_dropout=False)
-
+    def conclude(self) -> RankResult:
         exam = WorstCaseExam(
-            engine=training.engine,
-            ranks=training.ranks,
-            evaluate=evaluate,
+            engine=self.engine,
+            ranks=self.ranks,
+            evaluate=self.evaluate,
             observe=self.observe,
-            meter=training.meter,
+            meter=self.meter,
             folder=self.job.shared_folder / "checkpoint",
-            index=len(training.recorder.losses),
-            examined=Examined(batch_shape=largest_shape(training.batches[0]), draws=self.draws),
-            held_bytes=training.recorder.held_bytes,
+            index=len(self.recorder.losses),
+            examined=Examined(batch_shape=largest_shape(self.batches[0]), draws=self.draws),
+            held_bytes=self.recorder.held_bytes,
         )
         while exam.advance():
-            training.step(exam.index)
-        return training.recorder.result(examined=exam.examined)
+            self.step(exam.index)
+        return self.recorder.result(examined=exam.examined)
+
+    def evaluate(self) -> float | None:
+        """Return the loss in evaluation."""
+        seed_all(self.job.seed)  # layers of experts choose tokens at random in evaluation, too
+        return self.steps.compute_loss(keep_dropout=False)
 
 
 class ParityTrial(SpeedTrial):
     """Trains on samples that every config gets alike, so that the losses of two configs can be compared."""
 
-    def __init__(self, job: RankJob, observe: Observe) -> None:
-        self.watch = comparable_losses.RandomnessWatch(observe)
-        self.updates = comparable_losses.UpdateMeter()
-        super().__init__(job, self.watch)
-
-    def draw(self, workload: Workload, replicas: Ranks) -> list[Any]:
+    def draw(self, replicas: Ranks) -> list[Any]:
+        self.observe = self.watch = comparable_losses.RandomnessWatch(self.observe)
         job = self.job
         return comparable_losses.draw_share(
-            workload, replicas, micro_batch=job.micro_batch, accumulation=job.accumulation, seed=job.seed
+            self.workload, replicas, micro_batch=job.micro_batch, accumulation=job.accumulation, seed=job.seed
         )
 
-    def begin(self, engine: Any) -> None:
-        comparable_losses.make_comparable(engine)
-        self.updates.watch(engine.basic_optimizer)
+    def begin(self) -> None:
+        comparable_losses.make_comparable(self.engine)
+        self.updates = comparable_losses.UpdateMeter()
+        self.updates.watch(self.engine.basic_optimizer)
 
-    def conclude(self, training: RankTraining) -> RankResult:
-        ranks, forward = training.ranks, functools.partial(training.steps.compute_loss, keep_dropout=True)
-        losses = tuple(ranks.mean(loss) for loss in training.recorder.losses)
-        result = replace(training.recorder.result(update_size=self.updates.mean(ranks)), losses=losses)
-        comparable_losses.check_deterministic(self.watch.drew, forward, ranks)
+    def conclude(self) -> RankResult:
+        losses = tuple(self.ranks.mean(loss) for loss in self.recorder.losses)
+        result = replace(self.recorder.result(update_size=self.updates.mean(self.ranks)), losses=losses)
+        forward = functools.partial(self.steps.compute_loss, keep_dropout=True)
+        comparable_losses.check_deterministic(self.watch.drew, forward, self.ranks)
         return result
 
 
-_TRIALS: Mapping[Exam | None, type[SpeedTrial]] = {
+TRIALS: Mapping[Exam | None, type[SpeedTrial]] = {
     None: SpeedTrial,
     "worst_case": WorstCaseTrial,
     "parity": ParityTrial,
 }
-
-
-def train(workload: Workload, job: RankJob, *, observe: Observe, meter: Meter, ranks: Ranks) -> RankResult:
-    """Train one rank of the job, and pass its exam if it has one.
-
-    Exceptions of the user's code are passed on; WorkloadError says where the workload breaks its contract.
-    """
-    observe("build", 0)
-    with drawing_in_parallel() if job.source.form.is_model_config else contextlib.nullcontext():
-        model = build(workload, checkpointing=job.checkpointing)
-    replicas = ranks
-    if pipeline.is_pipeline(model):
-        replicas = pipeline.data_parallel_ranks(model)
-        seed_all(job.seed + replicas.rank)  # the stages of a replica draw the same batches
-    trial = _TRIALS[job.exam](job, observe)
-    batches = trial.draw(workload, replicas)
-    if job.only_build:
-        return RankResult()
-
-    observe("init", 0)
-    engine = initialize(workload, model, trial.make_config())
-    del model
-    batches = [place(batch, engine) for batch in batches]
-    trial.begin(engine)
-    steps: ModelSteps | pipeline.PipelineSteps
-    if pipeline.is_pipeline(engine.module):
-        steps = pipeline.PipelineSteps(engine, batches, trial.observe)
-    else:
-        steps = ModelSteps(workload, engine, batches, job.accumulation, trial.observe)
-    training = RankTraining(ranks, meter, engine, batches, steps, Traffic(meter.synchronize), StepRecorder(job.steps))
-    training.traffic.listen()
-    run_steps(training.step, training.recorder, meter, ranks, lambda: was_skipped(engine))
-    result = trial.conclude(training)
-    communication = training.traffic.describe()
-    observe("done", len(result.losses))
-    return replace(result, communication=communication, steps_s=result.steps_s + (communication.step_s or 0.0))
 
 
 def build(workload: Workload, *, checkpointing: bool) -> Any:

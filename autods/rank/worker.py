@@ -231,7 +231,7 @@ def _survey(context: RankContext) -> JobResult:
 def _train(context: RankContext) -> JobResult:
     """Run the trial's steps; return their measurements with the seconds before them and the peak bytes."""
     from .distributed import Ranks, join
-    from .training import train
+    from .training import TRIALS
 
     job, observer, meter = context.job, context.observer, context.observer.meter
     rank = job.local_ranks[context.slot]
@@ -252,7 +252,8 @@ def _train(context: RankContext) -> JobResult:
     if job.source.zero_init and job.exam != "parity" and get_key(job.ds_config, "zero_optimization.stage") == 3:
         workload = partition_at_build(workload, job.ds_config)
     ranks = Ranks(rank, job.world_size)
-    return complete(train(workload, job, observe=observer, meter=meter, ranks=ranks))
+    trial = TRIALS[job.exam](workload, job, observe=observer, meter=meter, ranks=ranks)
+    return complete(trial.run())
 
 
 def _run(context: RankContext) -> JobResult:
