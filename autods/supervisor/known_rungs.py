@@ -31,21 +31,20 @@ class KnownRung:
     host_forecast_bytes: int | None = None
     refused: str | None = None
 
-    def find_fit(self, micro_batch: int, checkpointing: bool) -> Fit | None:
+    def find_fit(self, like: Knobs) -> Fit | None:
         """The last trial of this size that ran."""
-        fits = [
-            outcome
-            for knobs, outcome in self.trials
-            if (knobs.micro_batch, knobs.checkpointing) == (micro_batch, checkpointing) and isinstance(outcome, Fit)
-        ]
-        return fits[-1] if fits else None
+        size = (like.micro_batch, like.checkpointing)
+        fits = [outcome for knobs, outcome in self.trials if (knobs.micro_batch, knobs.checkpointing) == size]
+        return next((outcome for outcome in reversed(fits) if isinstance(outcome, Fit)), None)
 
-    def rate(self, micro_batch: int, checkpointing: bool) -> float | None:
+    def rate(self, like: Knobs) -> float | None:
         """Samples a second at the largest measured micro batch up to this one; None without a measurement."""
         measured = [
             (knobs.micro_batch, outcome.samples_per_second)
             for knobs, outcome in self.trials
-            if isinstance(outcome, Fit) and knobs.checkpointing == checkpointing and knobs.micro_batch <= micro_batch
+            if isinstance(outcome, Fit)
+            and knobs.checkpointing == like.checkpointing
+            and knobs.micro_batch <= like.micro_batch
         ]
         return max(measured)[1] if measured else None
 
@@ -62,12 +61,12 @@ class KnownRung:
                 return size < others
         return False
 
-    def ran_out_at(self, micro_batch: int, checkpointing: bool) -> bool:
+    def ran_out_at(self, like: Knobs) -> bool:
         """Whether a trial of this size, or of a smaller one, ran out of memory."""
         return any(
             isinstance(outcome, OutOfMemory)
-            and knobs.micro_batch <= micro_batch
-            and knobs.checkpointing >= checkpointing
+            and knobs.micro_batch <= like.micro_batch
+            and knobs.checkpointing >= like.checkpointing
             for knobs, outcome in self.trials
         )
 

@@ -58,21 +58,20 @@ class Situation:
 
     def find_fit(self, config: RunConfig) -> Fit | None:
         """The last trial that ran with the rung, micro batch and checkpointing of a config."""
-        return self.known(config.rung).find_fit(config.knobs.micro_batch, config.knobs.checkpointing)
+        return self.known(config.rung).find_fit(config.knobs)
 
     def rate(self, config: RunConfig) -> float | None:
         """Samples a second with a config, by the trials of its rung; None without a measurement."""
-        return self.known(config.rung).rate(config.knobs.micro_batch, config.knobs.checkpointing)
+        return self.known(config.rung).rate(config.knobs)
 
     def holds(self, config: RunConfig) -> bool:
         """Whether the device holds a config by its trial and the growth seen since; True where that is not known."""
-        knobs = config.knobs
-        if self.known(config.rung).ran_out_at(knobs.micro_batch, knobs.checkpointing):
+        if self.known(config.rung).ran_out_at(config.knobs):
             return False
         outcome = self.find_fit(config)
         if outcome is None or self.device_bytes is None:
             return True
-        return outcome.device_peak_bytes + self.growth_bytes * knobs.micro_batch <= self.device_bytes
+        return outcome.device_peak_bytes + self.growth_bytes * config.knobs.micro_batch <= self.device_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
