@@ -25,10 +25,11 @@ from rich.text import Text
 from autods.cli.commands import DifferenceFromFirst
 from autods.events import Event, SearchStarted, TrialFinished, TrialForecasted, TrialMoved, TrialStarted
 from autods.report import FitReport, serialize
-from autods.report.explanation import print_explanation
+from autods.report.answers.findings import make_explain_document
+from autods.report.answers.fit import make_fit_document
 from autods.report.fit_progress import FitState, advance, render_search, render_status
-from autods.report.fit_view import print_fit
 from autods.report.live import TrialProgress
+from autods.report.render_terminal import print_document
 from autods.report.results.explain import Explanation
 from autods.schema import read_known
 from autods.types import Knobs, Record, Skipped, TierUse, Trial
@@ -113,13 +114,14 @@ def draw_progress() -> str:
 
 def print_details() -> str:
     """The end of a fit with --verbose."""
-    print_fit(read_run(), console := _console(), verbose=True)
+    print_document(make_fit_document(read_run()), console := _console(), verbose=True)
     return _text(console)
 
 
 def print_explained() -> str:
     """A config in words, with what its keys cost."""
-    print_explanation(read_known(Explanation, json.loads(EXPLANATION.read_text())), console := _console())
+    explanation = read_known(Explanation, json.loads(EXPLANATION.read_text()))
+    print_document(make_explain_document(explanation), console := _console())
     return _text(console)
 
 
@@ -149,7 +151,7 @@ def tabulate_plan() -> str:
 
 def draw() -> str:
     """The end of a fit as an SVG image, which makes no request to another place."""
-    print_fit(read_run(), printed := _console(colour=True))
+    print_document(make_fit_document(read_run()), printed := _console(colour=True))
     console = _console(colour=True, record=True)
     # Lines that are printed whole, to be copied, are wrapped: a picture would cut them.
     console.print(Text.from_ansi(_text(printed)))

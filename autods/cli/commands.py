@@ -24,22 +24,19 @@ from ..errors import InputError
 from ..events import Listener, Note, RunListener
 from ..files import check_path
 from ..prober.grid import format_trial_label
-from ..report.checkup import print_checkup
-from ..report.diagnosis_view import print_diagnosis
-from ..report.explanation import print_explanation
-from ..report.fit_view import print_fit
+from ..report.answers.findings import make_diagnosis_document, make_doctor_document, make_explain_document
+from ..report.answers.fit import make_comparison, make_fit_document
+from ..report.answers.plan import make_plan_document
+from ..report.answers.probe import make_probe_document
+from ..report.answers.run import make_run_document
+from ..report.document import Document
 from ..report.live import PlanProgress, RunProgress, TrialProgress, announced
-from ..report.markdown import to_markdown
-from ..report.page import write_page
-from ..report.plan_page import write_plan_page
-from ..report.plan_view import print_plan
-from ..report.probe_page import write_probe_page
-from ..report.probe_view import print_probe
+from ..report.render_html import PAGE, RUN_PAGE, write_page
+from ..report.render_markdown import to_markdown
+from ..report.render_terminal import print_document
 from ..report.results.doctor import Checkup
 from ..report.results.explain import Explanation
 from ..report.results.run import RunReport
-from ..report.run_page import write_run_page
-from ..report.run_view import print_run
 from ..report.serialize import (
     check_writable,
     has_probe,
@@ -82,7 +79,7 @@ def run_fit(
     with progress as listen:
         listen(Note(text=f"{settings.source.name} on {machine}, {settings.profile.name} config → {settings.out}"))
         report = command.run(settings, listen)
-    _show(report, as_json, to_dict, partial(print_fit, verbose=verbose))
+    _show(report, as_json, to_dict, make_fit_document, verbose=verbose)
     return 0 if report.status == "fit" else 1
 
 
@@ -98,7 +95,7 @@ def run_run(call: Call, request: requests.RunRequest, *, as_json: bool = False, 
         machine = f"{format_ranks(fit.gpus, fit.device)} × {format_bytes(fit.device_bytes)}"
         listen(Note(text=f"{fit.source.name} on {machine} → {settings.out}"))
         report = command.run(settings, listen)
-    _show(report, as_json, RunReport.to_dict, print_run)
+    _show(report, as_json, RunReport.to_dict, make_run_document)
     return report.exit_code
 
 
@@ -118,21 +115,21 @@ def run_report(
         raise InputError(f"{option} is for fits", place=str(folder), hint=f"this is the folder of a {other}")
     if other == "probe":
         probe = read_probe(folder)
-        page = write_probe_page(probe, folder)
-        _show(probe, as_json, probe_to_dict, print_probe)
+        page = write_page(make_probe_document(probe, folder), folder / PAGE)
+        _show(probe, as_json, probe_to_dict, make_probe_document)
     elif other == "run":
         run = read_run(folder)
-        page = write_run_page(run, folder)
-        _show(run, as_json, RunReport.to_dict, print_run)
+        page = write_page(make_run_document(run, folder), folder / RUN_PAGE)
+        _show(run, as_json, RunReport.to_dict, make_run_document)
     else:
         reports = [read_report(Path(each)) for each in (request.folder, request.compare) if each is not None]
-        page = write_page(reports[0], folder)
+        page = write_page(make_fit_document(reports[0], folder), folder / PAGE)
         if as_json:
             print(json.dumps([to_dict(report) for report in reports], indent=2))
         elif markdown or len(reports) > 1:
-            print(to_markdown(reports))
+            print(to_markdown(make_comparison(reports)))
         else:
-            _show(reports[0], False, to_dict, partial(print_fit, verbose=verbose))
+            _show(reports[0], False, to_dict, make_fit_document, verbose=verbose)
     print(f"page: {page}", file=sys.stderr)
     return 0
 
@@ -146,8 +143,8 @@ def run_plan(
         check_writable(Path(html))
     forecast = _work(call.plan or PLAN, request, _SILENT if quiet else PlanProgress(), quiet)
     if html is not None:
-        write_plan_page(forecast, Path(html))
-    _show(forecast, as_json, plan_to_dict, print_plan)
+        write_page(make_plan_document(forecast), Path(html))
+    _show(forecast, as_json, plan_to_dict, make_plan_document)
     return 1 if forecast.status == "nothing_fits" else 0
 
 
@@ -179,22 +176,24 @@ def run_probe(
         report = command.run(probe, listen)
     if table is not None:
         write_csv(report, table)
-    view = print_probe if csv != "-" else lambda report, console: print(to_csv(report), end="")
-    _show(report, as_json, probe_to_dict, view)
+    if csv == "-":
+        print(to_csv(report), end="")
+    else:
+        _show(report, as_json, probe_to_dict, make_probe_document)
     return 0 if report.status == "done" else 1
 
 
 def run_explain(call: Call, request: requests.ExplainRequest, *, as_json: bool = False, quiet: bool = False) -> int:
     """Explain a DeepSpeed config."""
     explanation = _work(EXPLAIN, request, _SILENT if quiet else PlanProgress(), quiet)
-    _show(explanation, as_json, Explanation.to_dict, print_explanation)
+    _show(explanation, as_json, Explanation.to_dict, make_explain_document)
     return 1 if explanation.has_errors else 0
 
 
 def run_doctor(call: Call, request: requests.DoctorRequest, *, as_json: bool = False, quiet: bool = False) -> int:
     """Check this machine."""
     checkup = _work(DOCTOR, request, _SILENT if quiet else TrialProgress(), quiet)
-    _show(checkup, as_json, Checkup.to_dict, print_checkup)
+    _show(checkup, as_json, Checkup.to_dict, make_doctor_document)
     return 3 if checkup.is_broken else 0
 
 
@@ -204,7 +203,7 @@ def run_diagnose(call: Call, request: requests.DiagnoseRequest, *, as_json: bool
         raise InputError("neither a log nor an exit code is given", hint="give one: autods diagnose train.log")
     logs = find_logs(request.logs, stdin=True)
     diagnosis = diagnose_logs(logs, request.exit_code, lambda line: print(line, file=sys.stderr, flush=True))
-    _show(diagnosis, as_json, Diagnosis.to_dict, print_diagnosis)
+    _show(diagnosis, as_json, Diagnosis.to_dict, partial(make_diagnosis_document, whole=not Console().is_terminal))
     return 0
 
 
@@ -236,13 +235,15 @@ def _show(
     result: Result,
     as_json: bool,
     to_json: Callable[[Result], Mapping[str, Any]],
-    view: Callable[[Result, Console], None],
+    make: Callable[[Result], Document],
+    *,
+    verbose: bool = False,
 ) -> None:
-    """Print a result to standard output, as JSON or as tables."""
+    """Print a result to standard output, as JSON or as the document that is made of it."""
     if as_json:
         print(json.dumps(to_json(result), indent=2))
     else:
-        view(result, Console())
+        print_document(make(result), Console(), verbose=verbose)
 
 
 class DifferenceFromFirst:

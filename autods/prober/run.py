@@ -16,7 +16,8 @@ from ..forecast.simulate.client import SimulationFailed
 from ..forecast.values import StartSimulator
 from ..journal import TrialStore, workspace
 from ..planner.plan import make_user_error
-from ..report.probe_page import write_probe_page
+from ..report.answers.probe import make_probe_document
+from ..report.render_html import PAGE, write_page
 from ..report.results.probe import CellResult, ProbeQuestion, ProbeReport
 from ..report.serialize import write_probe
 from ..runner.cleanup import open_session
@@ -110,7 +111,7 @@ def probe(
         earlier_s = sum(record.seconds for record in past.records.values())
         report = build_report(question, cells, reference, store.records, time.monotonic() - began + earlier_s)
         write_probe(report, out)
-        write_probe_page(report, out)
+        write_page(make_probe_document(report, out), out / PAGE)
         return report
 
 

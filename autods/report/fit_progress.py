@@ -16,10 +16,11 @@ from rich.text import Text
 from ..events import Event, Note, SearchStarted, TrialFinished, TrialForecasted, TrialMoved, TrialStarted
 from ..types import Fit, OutOfMemory, Phase, Record, Skipped, Tier, TierUse, Trial
 from ..units import escape_controls, format_bytes
-from .text import MARKS, WIDE_PROGRESS, Mark, format_number_of, format_phase, format_rate, format_seconds
+from .text import MARKS, Mark, format_number_of, format_phase, format_rate, format_seconds
 
 LabelTrial = Callable[[Trial], str]
 _STEP_PHASES: tuple[Phase, ...] = ("forward", "backward", "step")
+WIDE_PROGRESS = 110  # terminal columns from which more is shown
 _NARROW_BAR, _WIDE_BAR = 15, 30  # cells
 _FORECAST, _MEASURED, _BOTH = "▀", "▄", "█"
 _AT_LIMIT, _BEYOND_LIMIT = "│", "▶"

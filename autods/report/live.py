@@ -32,13 +32,21 @@ from ..events import (
 from ..forecast.values import ForecastEvent, RungFinished, RungForecast, SimulationStarted
 from ..types import Skipped, Trial
 from ..units import escape_controls, format_bytes
-from .fit_progress import FitState, advance, describe_status, describe_trial, render_search, render_status
-from .plan_view import rung_table
+from .answers.plan import tabulate_rungs
+from .document import Medium
+from .fit_progress import (
+    WIDE_PROGRESS,
+    FitState,
+    advance,
+    describe_status,
+    describe_trial,
+    render_search,
+    render_status,
+)
 from .rank_logs import RankLogs
+from .render_terminal import fit_table
 from .text import (
     MARKS,
-    WIDE_PROGRESS,
-    WIDEST_LIVE_TABLE,
     Mark,
     format_outcome,
     format_record,
@@ -271,7 +279,7 @@ class PlanProgress(LiveView):
             rows = dict(self._rows)
         if len({machine for machine, _ in rows}) != 1:
             return self._spinner
-        table = rung_table(rows.values(), best=None, width=min(self._console.width, WIDEST_LIVE_TABLE))
+        table, _ = fit_table(tabulate_rungs(rows.values()), self._console, Medium.BRIEF)
         return Group(table, self._spinner)
 
 

@@ -32,7 +32,7 @@ from .launch import (
     trainer_arguments,
 )
 from .results.fit import FitReport
-from .results.plan import PlanReport, SiteForecast, forecast_training
+from .results.plan import PlanReport, SiteForecast
 from .results.probe import Capacity, CellResult, ProbeReport, Ratio
 from .results.run import RunReport
 
@@ -246,10 +246,11 @@ def _site(plan: PlanReport, forecast: SiteForecast) -> dict[str, Any]:
     names = ("world_size", "nodes", "ranks_per_node", "micro_batch")
     hardware = asdict(site.machine) | {name: getattr(site, name) for name in names}
     hardware["precision"] = precision_name(site.base)
-    rungs = [
-        {**rung_to_dict(rung, site.ranks_per_node), "training": _training(plan, forecast, rung)}
-        for rung in forecast.rungs
-    ]
+    rungs = []
+    for rung in forecast.rungs:
+        training = plan.forecast_training(forecast, rung)
+        row = rung_to_dict(rung, site.ranks_per_node)
+        rungs.append({**row, "training": None if training is None else asdict(training)})
     alternatives = [
         {
             "checkpointing": alternative.checkpointing,
@@ -265,14 +266,6 @@ def _site(plan: PlanReport, forecast: SiteForecast) -> dict[str, Any]:
         "alternatives": alternatives,
         "hardware": hardware | {"price_per_gpu_hour": site.price_per_gpu_hour},
     }
-
-
-def _training(plan: PlanReport, forecast: SiteForecast, rung: RungForecast) -> dict[str, Any] | None:
-    """How long the plan's tokens take on the rung, and what they cost; null without tokens or a time."""
-    if plan.tokens is None or rung.speed is None:
-        return None
-    training = forecast_training(forecast.site, rung.speed, plan.tokens)
-    return None if training is None else asdict(training)
 
 
 def rung_to_dict(rung: RungForecast, ranks_per_node: int) -> dict[str, Any]:

@@ -1,19 +1,14 @@
-"""Texts, marks, widths and layout that several views share."""
+"""How values are written: outcomes, sizes, rates and times as words; verdicts and statuses as marks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
-
-from rich import box
-from rich.console import Group, RenderableType
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
 
 from ..forecast.values import TierForecast
 from ..types import Failed, Fit, Knobs, Outcome, OutOfMemory, Phase, Record, Scalar, Tier, TierUse, first_line
 from ..units import choose_unit, format_bytes
+from .document import StyledLine, line
 
 
 def format_outcome(outcome: Outcome) -> str:
@@ -132,24 +127,17 @@ def _format_place(outcome: OutOfMemory | Failed) -> str:
     return f"{rank}, {format_phase(outcome.phase, outcome.step)}"
 
 
-# Terminal columns from which a view shows more.
-WIDE_PROGRESS = 110
-WIDE_FIT = 116  # the reasons stand in the table instead of under it
-PLAN_WITH_BARS, PLAN_WITH_PHASES, PLAN_WITH_REASONS = 110, 122, 150
-WIDEST_LIVE_TABLE = 130
-BAR_CELLS = 20
-
-
 class Mark(NamedTuple):
-    """A sign, its meaning in words, and its rich style."""
+    """A sign, its meaning in words, and its style."""
 
     sign: str
     word: str
     style: str
 
-    def text(self) -> Text:
+    @property
+    def words(self) -> StyledLine:
         """'✓ fits', coloured."""
-        return Text(f"{self.sign} {self.word}", style=self.style)
+        return line((f"{self.sign} {self.word}", self.style))
 
 
 # By the kind of an outcome, the verdict of a forecast or the status of a probe's cell.
@@ -171,23 +159,3 @@ TIER_NAMES: Mapping[Tier, str] = {
     "shm": "shared memory (/dev/shm)",
     "nvme": "disk space (NVMe)",
 }
-
-
-def plain_table(*, expand: bool = False, padding: tuple[int, ...] = (0, 1)) -> Table:
-    """A table with a rule under its head and no borders."""
-    return Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=padding, expand=expand)  # type: ignore[arg-type]
-
-
-def pairs_grid(pairs: Iterable[tuple[str, RenderableType]]) -> RenderableType:
-    """Names and their values in two columns; long text wraps in its own column."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in pairs:
-        table.add_row(name, value)
-    return Padding(table, (0, 0, 0, 2))
-
-
-def bullets(lines: Iterable[str], *, style: str = "") -> RenderableType:
-    """The lines, each indented and with a dot before it."""
-    return Group(*(Padding(Text(f"· {line}", style=style), (0, 0, 0, 2)) for line in lines))

@@ -25,9 +25,10 @@ from ..rank.job import JOB_FILE, RunOrder, read_job
 from ..rank.record import RunResult
 from ..rank.training_run.checkpoints import Layout, SavedCheckpoint, find_obstacle, list_checkpoints, remove_torn
 from ..rank.training_run.session import NO_SESSION
+from ..report.answers.run import make_run_document
+from ..report.render_html import RUN_PAGE, write_page
 from ..report.results.fit import FitReport
 from ..report.results.run import RunReport
-from ..report.run_page import RUN_PAGE, write_run_page
 from ..report.serialize import write_run
 from ..report.text import format_outcome
 from ..runner.placement import count_ranks
@@ -98,7 +99,7 @@ def run(
         with supervisor.stopping.listen(), contextlib.closing(supervisor.session):
             result = supervisor.run()
             write_run(result)
-            write_run_page(result, out)
+            write_page(make_run_document(result, out), out / RUN_PAGE)
         return result
 
 

@@ -23,7 +23,8 @@ from ..events import Listener, Note, SearchStarted
 from ..forecast.simulation_cache import why_not_forecast
 from ..journal import JOURNAL, STUDY, TrialStore, make_other_fit_error, workspace
 from ..report import serialize
-from ..report.page import write_page
+from ..report.answers.fit import make_fit_document
+from ..report.render_html import PAGE, write_page
 from ..report.results.fit import FitReport
 from ..types import Failed, Fit, ModelFacts, Record, Trial, is_machines_fault
 from ..workload.script_source import describe_kind
@@ -105,7 +106,7 @@ def fit(
         if estimate_real_s is not None:
             report = replace(report, real_fit_seconds=estimate_real_s(result, context))
         serialize.write(report, out)
-        write_page(report, out)
+        write_page(make_fit_document(report, out), out / PAGE)
         return report
 
 

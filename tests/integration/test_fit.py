@@ -175,7 +175,7 @@ def test_with_a_forecast_fewer_trials_give_the_same_answer(ray, tmp_path):
 
         foreseen, walked = fitted("with", forecast=True), fitted("without")
     assert foreseen.rung == walked.rung == "zero1"
-    cannot = {row["rung"] for row in foreseen.forecast if row["verdict"] == "cannot_fit"}
+    cannot = {row.rung for row in foreseen.forecast if row.verdict == "cannot_fit"}
     assert cannot == {skip.rung for skip in foreseen.skipped} == {"ddp"}
     tried = [{record.trial.rung for record in report.trials} for report in (foreseen, walked)]
     assert tried == [{"zero1"}, {"ddp", "zero1"}]

@@ -1,4 +1,4 @@
-"""What a report looks like on a terminal."""
+"""What documents look like on a terminal."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ import io
 from rich.console import Console
 
 from autods.report import FitReport
-from autods.report.fit_view import print_fit
+from autods.report.answers.fit import make_fit_document
+from autods.report.document import Document
+from autods.report.render_terminal import print_document
+
+
+def printed(document: Document, width: int, *, verbose: bool = False) -> str:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    print_document(document, console, verbose=verbose)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
 
 
 def shown(report: FitReport, width: int, *, verbose: bool = True) -> str:
-    console = Console(file=io.StringIO(), width=width)
-    print_fit(report, console, verbose=verbose)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    return printed(make_fit_document(report), width, verbose=verbose)

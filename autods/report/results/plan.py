@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from ...config.catalogue import Site
-from ...forecast.predict.step_time import Speed
 from ...forecast.values import RungForecast
 from ...types import ModelFacts, WorkloadSource
 
@@ -29,26 +28,6 @@ class Training:
     cost: float | None = None
     low_cost: float | None = None
     high_cost: float | None = None
-
-
-def forecast_training(site: Site, speed: Speed, tokens: float) -> Training | None:
-    """Return the training on so many tokens at this speed; None where the tokens of a sample are unknown."""
-    if speed.tokens_per_second is None:
-        return None
-    days = tokens / speed.tokens_per_second / 86_400
-    low, high = (bound / speed.step.seconds for bound in (speed.step.low_seconds, speed.step.high_seconds))
-    gpu_hours = days * 24 * site.world_size
-    cost = None if site.price_per_gpu_hour is None else gpu_hours * site.price_per_gpu_hour
-    return Training(
-        tokens=tokens,
-        days=days,
-        low_days=days * low,
-        high_days=days * high,
-        gpu_hours=gpu_hours,
-        cost=cost,
-        low_cost=None if cost is None else cost * low,
-        high_cost=None if cost is None else cost * high,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,3 +117,23 @@ class PlanReport:
         """The machines by rate, fastest first: those on which a rung fits, those where one may, then the others."""
         order: dict[Status, int] = {"fits": 0, "tight": 1, "not_forecast": 2, "nothing_fits": 3}
         return tuple(sorted(self.sites, key=lambda site: (order[site.status], -site.rate)))
+
+    def forecast_training(self, site: SiteForecast, rung: RungForecast | None) -> Training | None:
+        """The training on the plan's tokens with this rung; None without tokens, a rung or its time."""
+        if self.tokens is None or rung is None or rung.speed is None or rung.speed.tokens_per_second is None:
+            return None
+        step, price = rung.speed.step, site.site.price_per_gpu_hour
+        days = self.tokens / rung.speed.tokens_per_second / 86_400
+        low, high = step.low_seconds / step.seconds, step.high_seconds / step.seconds
+        gpu_hours = days * 24 * site.site.world_size
+        cost = None if price is None else gpu_hours * price
+        return Training(
+            tokens=self.tokens,
+            days=days,
+            low_days=days * low,
+            high_days=days * high,
+            gpu_hours=gpu_hours,
+            cost=cost,
+            low_cost=None if cost is None else cost * low,
+            high_cost=None if cost is None else cost * high,
+        )

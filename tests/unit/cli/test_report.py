@@ -9,7 +9,7 @@ import pytest
 
 from autods.cli.main import main
 from autods.report import serialize
-from autods.report.html_parts import PAGE
+from autods.report.render_html import PAGE
 from autods.runner.testing import surface
 from tests.support.probes import LIMIT, MIB, Bench, ask, probed
 from tests.support.reports import fitting_report

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from contextlib import nullcontext
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from autods import api
 from autods.cli.main import main
@@ -21,11 +19,12 @@ from autods.explainer.explain import ExplainSettings, explain, make_rung, resolv
 from autods.explainer.installed import describe
 from autods.forecast.testing import ScriptedSimulator, simulate_peaks
 from autods.forecast.values import EngineSpec, Simulation
-from autods.report.explanation import print_explanation
+from autods.report.answers.findings import make_explain_document
 from autods.report.results.explain import Explanation
 from autods.requests import ExplainRequest
 from tests.support.ds_configs import GUIDE, PRETRAINING
 from tests.support.planned import FACTS, GIB, LAPTOP, SOURCE
+from tests.support.terminal import printed
 
 SIZED: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,
@@ -111,9 +110,7 @@ def test_a_config_is_explained_on_one_machine() -> None:
 
 def test_the_terminal_shows_meaning_cost_and_findings() -> None:
     explanation, _ = explained(SIZED, workload="model.py", gpus=8, gpu_memory="40GiB", host_memory="1TiB")
-    written = io.StringIO()
-    print_explanation(explanation, Console(file=written, width=80))
-    text = written.getvalue()
+    text = printed(make_explain_document(explanation), 80)
     assert "zero_optimization\n  stage = 3\n    What is split over the GPUs" in text
     assert re.search(r"Here: device memory \+85\d\.\d MiB against 50,000,000\.", text)
     assert "model on 8 ranks: fits" in text

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import json
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from autods.cli.main import main
 from autods.errors import EnvironmentBroken
 from autods.inspector import examine as doctor
 from autods.inspector import toolchain
-from autods.report.checkup import print_checkup
+from autods.report.answers.findings import make_doctor_document
 from autods.report.results.doctor import Check, Checkup
+from tests.support.terminal import printed
 
 BUILT = {"built": True, "problem": None}
 UNBUILT = {"built": False, "problem": None}
@@ -85,10 +84,9 @@ def test_a_checkup_counts_its_lines() -> None:
         Check(group="GPUs", name="cards", status="ok", result="8"),
         Check(group="Limits", name="open files", status="warning", result="256", remedy="ulimit -n 65536"),
     )
-    written = io.StringIO()
-    print_checkup(Checkup(checks=checks), Console(file=written, width=80))
-    assert written.getvalue().splitlines()[-1] == "0 broken, 1 warnings, 1 ok"
-    assert "      ulimit -n 65536" in written.getvalue()
+    lines = [line.rstrip() for line in printed(make_doctor_document(Checkup(checks=checks)), 80).splitlines()]
+    assert lines[-1] == "0 broken, 1 warnings, 1 ok"
+    assert "      ulimit -n 65536" in lines
 
 
 def test_ray_that_starts_is_ok_with_its_seconds() -> None:

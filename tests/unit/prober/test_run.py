@@ -9,28 +9,25 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from autods.errors import EnvironmentBroken, InputError, Interrupted
 from autods.events import Note
 from autods.prober.grid import format_trial_label
 from autods.prober.probe_settings import ProbeSettings
-from autods.report.probe_view import print_probe
+from autods.report.answers.probe import make_probe_document
 from autods.report.results.probe import CellResult, ProbeReport, Ratio
 from autods.report.serialize import probe_to_dict as to_dict
 from autods.report.serialize import to_csv
 from autods.runner.testing import failed, fit, out_of_memory, surface
 from autods.types import Fit, Outcome, Trial
+from tests.support import terminal
 from tests.support.probes import FACTS, HERE, LIMIT, MIB, Bench, ask, probed
 
 SURFACE = surface(limit_bytes=LIMIT, state_bytes=100 * MIB, sample_bytes=100 * MIB)
 
 
 def shown(report: ProbeReport, width: int = 150) -> str:
-    console = Console(file=io.StringIO(), width=width, color_system=None)
-    print_probe(report, console)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    return terminal.printed(make_probe_document(report), width)
 
 
 def test_a_probe_measures_every_cell_and_names_the_fastest(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from autods.config.settings import apply_survey
 from autods.errors import InputError
 from autods.forecast.simulation_cache import why_not_forecast
-from autods.report.plan_view import suggestions
+from autods.report.answers.plan_advice import list_suggestions
 from autods.tuner.candidates import (
     Candidate,
     idle_stages_warning,
@@ -77,7 +77,7 @@ def test_a_plan_says_of_each_rung_that_it_is_refused_or_not_forecast() -> None:
     assert not planned.simulator.measured
     assert planned.forecast.status == "not_forecast"
     assert planned.forecast.sites[0].to_try == ("ddp", "zero1")
-    assert list(suggestions(planned.forecast, planned.forecast.sites[0])) == [
+    assert list(list_suggestions(planned.forecast, planned.forecast.sites[0])) == [
         "ddp and zero1 may fit: autods fit tries them"
     ]
 

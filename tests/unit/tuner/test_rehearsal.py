@@ -17,8 +17,9 @@ from autods.forecast.testing import Script, ScriptedSimulator, fail_with, simula
 from autods.forecast.values import EngineSpec, ForecastPhase, Simulation, Trace
 from autods.journal import workspace
 from autods.report import serialize
-from autods.report.markdown import to_markdown
-from autods.report.page import render_page
+from autods.report.answers.fit import make_comparison, make_fit_document
+from autods.report.render_html import to_page
+from autods.report.render_markdown import to_markdown
 from autods.report.results.fit import FitReport
 from autods.report.serialize import to_dict
 from autods.requests import FitRequest
@@ -81,7 +82,7 @@ def test_nothing_of_it_is_proven(tmp_path: Path) -> None:
     assert (row["rehearsed"], row["certificate"], row["launch"]) == (True, {}, None)
     assert row["question"]["rehearsed_on"] == "a100-80gb"
     assert [path.name for path in tmp_path.glob("ds_config*")] == ["ds_config_rehearsed.json"]
-    assert "not proven: a rehearsal, nothing ran" in render_page(report)
+    assert "not proven: a rehearsal, nothing ran" in to_page(make_fit_document(report))
 
 
 def test_it_runs_out_of_memory_at_the_machines_limit(tmp_path: Path) -> None:
@@ -133,13 +134,13 @@ def test_the_time_of_the_real_fit_has_its_certificate(tmp_path: Path) -> None:
     assert report.real_fit_seconds is not None
     checkpoint_s = 2 * 14 * FACTS.parameters / 1e9  # saved and loaded
     assert report.real_fit_seconds > sum(record.seconds for record in report.trials) + 8 + checkpoint_s
-    assert "a real fit and its certificate would take about" in render_page(report)
+    assert "a real fit and its certificate would take about" in to_page(make_fit_document(report))
 
 
 def test_nothing_that_fits_is_not_proven_either(tmp_path: Path) -> None:
     report, _ = run(tmp_path, ladder="ddp")
-    assert "not proven: a rehearsal" in render_page(report)
-    assert "not proven: a rehearsal" in to_markdown([report])
+    assert "not proven: a rehearsal" in to_page(make_fit_document(report))
+    assert "not proven: a rehearsal" in to_markdown(make_comparison([report]))
 
 
 def test_a_finished_rehearsal_answers_again_without_simulations(tmp_path: Path) -> None:
@@ -191,7 +192,7 @@ def test_its_folder_is_named_after_the_machine(tmp_path: Path, monkeypatch: pyte
 
 def test_a_table_for_a_pull_request_says_not_proven(tmp_path: Path) -> None:
     report, _ = run(tmp_path)
-    assert "not proven" in to_markdown([report])
+    assert "not proven" in to_markdown(make_comparison([report]))
 
 
 def test_a_killed_one_goes_on_and_counts_no_simulated_second(tmp_path: Path) -> None:

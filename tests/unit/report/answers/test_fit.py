@@ -9,7 +9,8 @@ from rich.console import Console
 from autods.devices import Card
 from autods.events import Event, Note, TrialFinished, TrialMoved, TrialStarted
 from autods.report import FitReport, text
-from autods.report.fit_view import describe_shortage, ladder_rows, remedies
+from autods.report.answers.fit import find_telling_trials
+from autods.report.answers.remedies import describe_shortage, list_remedies
 from autods.report.live import TrialProgress
 from autods.report.results.fit import Certificate
 from autods.types import Examined, Failed, Knobs, Record, Skipped, TierUse
@@ -116,7 +117,7 @@ def test_checkpointing_is_not_suggested_when_it_is_off() -> None:
 
 
 def test_the_winning_trial_stands_for_its_rung() -> None:
-    row = ladder_rows(fitting_report())["zero3"]
+    row = find_telling_trials(fitting_report())["zero3"]
     assert isinstance(row, Record)
     assert row.id == 6
 
@@ -129,20 +130,20 @@ def test_the_fastest_trial_stands_for_a_losing_rung() -> None:
         record(4, "ddp", oom("backward"), purpose="grow", knobs=Knobs(micro_batch=64)),
         *fitting_report().trials,
     )
-    row = ladder_rows(replace(fitting_report(), trials=trials))["ddp"]
+    row = find_telling_trials(replace(fitting_report(), trials=trials))["ddp"]
     assert isinstance(row, Record)
     assert row.id == 2
 
 
 def test_a_trial_without_the_limit_does_not_count_as_a_fit() -> None:
-    row = ladder_rows(hopeless_report())["zero3"]
+    row = find_telling_trials(hopeless_report())["zero3"]
     assert isinstance(row, Record)
     assert row.outcome.kind == "out_of_memory"
 
 
 def test_rungs_stand_in_the_order_of_the_ladder() -> None:
     report = replace(hopeless_report(), skipped=(Skipped(rung="zero1", reason="one rank"),))
-    assert list(ladder_rows(report)) == ["ddp", "zero1", "zero3"]
+    assert list(find_telling_trials(report)) == ["ddp", "zero1", "zero3"]
 
 
 def test_nothing_fits_names_closest_rung_and_missing_bytes() -> None:
@@ -151,7 +152,7 @@ def test_nothing_fits_names_closest_rung_and_missing_bytes() -> None:
 
 
 def test_when_nothing_fits_every_way_out_is_offered() -> None:
-    advice = list(remedies(hopeless_report()))
+    advice = list(list_remedies(hopeless_report()))
     assert advice[0] == "--gpu-memory 512MiB"  # 416 + 64 and a little room
     assert any("--nvme-path" in line for line in advice)
     assert any("--gpus 4" in line for line in advice)
@@ -160,7 +161,7 @@ def test_when_nothing_fits_every_way_out_is_offered() -> None:
 def test_when_every_rung_failed_the_advice_of_the_failures_is_given() -> None:
     report = FitReport(status="nothing_fits", trials=(record(1, "ddp", failure()), record(2, "ddp", failure())))
     assert describe_shortage(report) == "no rung could be run to its end"
-    assert next(iter(remedies(report))) == "ddp: apt-get install libaio-dev"
+    assert next(iter(list_remedies(report))) == "ddp: apt-get install libaio-dev"
     assert "libaio-dev" in shown(report, 80)
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from autods.report.answers.run import make_run_document
+from autods.report.render_html import RUN_PAGE, to_page, write_page
 from autods.report.results.run import AttemptRow, RunReport, read_steps
-from autods.report.run_page import render_run_page, write_run_page
 from autods.report.serialize import read_run, write_run
 from tests.support.pages import HOSTILE, check_page
 
@@ -39,7 +40,7 @@ def report(tmp_path: Path) -> RunReport:
 
 
 def test_the_page_has_attempts_charts_and_the_config(report: RunReport, tmp_path: Path) -> None:
-    parsed = check_page(render_run_page(report, tmp_path))
+    parsed = check_page(to_page(make_run_document(report, tmp_path)))
     assert "done at step 4 of 4" in parsed.words
     assert "1 rescue, 2 steps repeated" in parsed.words
     assert "zero2, 4 × 1 × 2" in parsed.words
@@ -55,29 +56,29 @@ def test_a_repeated_step_is_shown_as_it_was_done_last(report: RunReport, tmp_pat
 def test_a_page_shows_what_users_wrote_as_text(report: RunReport, tmp_path: Path) -> None:
     row = replace(report.attempts[0], evidence=HOSTILE, changed=HOSTILE, rung=HOSTILE)
     hostile = replace(report, reason=HOSTILE, advice=HOSTILE, warnings=(HOSTILE,), attempts=(row,))
-    check_page(render_run_page(hostile, tmp_path))
+    check_page(to_page(make_run_document(hostile, tmp_path)))
 
 
 def test_a_run_without_steps_or_attempts_has_a_page(tmp_path: Path) -> None:
     empty = RunReport(status="nothing_fits", exit_code=1, reason="no config fits", out=str(tmp_path))
-    assert "nothing fits" in check_page(render_run_page(empty, tmp_path)).words
+    assert "nothing fits" in check_page(to_page(make_run_document(empty, tmp_path))).words
 
 
 def test_torn_lines_and_infinite_losses_are_left_out(report: RunReport, tmp_path: Path) -> None:
     with open(tmp_path / "attempts" / "2" / "steps.jsonl", "a") as file:
         file.write('{"step": 5, "loss": null, "seconds": 0.5, "device_peak_bytes": null}\n{"step": 6, "lo')
     assert list(read_steps(tmp_path)) == [1, 2, 3, 4, 5]
-    check_page(render_run_page(report, tmp_path))
+    check_page(to_page(make_run_document(report, tmp_path)))
 
 
 def test_many_steps_make_a_small_page(report: RunReport, tmp_path: Path) -> None:
     rows = ({"step": n, "loss": 1 / n, "seconds": 0.5, "device_peak_bytes": 2**30} for n in range(1, 5001))
     (tmp_path / "attempts" / "2" / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    parsed = check_page(render_run_page(report, tmp_path))
+    parsed = check_page(to_page(make_run_document(report, tmp_path)))
     assert sum(tag == "circle" for tag, _ in parsed.tags) < 200
 
 
 def test_the_page_is_that_of_the_run_that_is_read_again(report: RunReport, tmp_path: Path) -> None:
     write_run(report)
-    page = write_run_page(read_run(tmp_path), tmp_path)
-    assert page.read_text() == render_run_page(report, tmp_path)
+    page = write_page(make_run_document(read_run(tmp_path), tmp_path), tmp_path / RUN_PAGE)
+    assert page.read_text() == to_page(make_run_document(report, tmp_path))

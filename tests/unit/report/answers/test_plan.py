@@ -10,11 +10,14 @@ from rich.console import Console
 
 from autods.events import Note
 from autods.forecast.values import RungFinished, SimulationStarted
+from autods.report.answers.plan import make_plan_document
+from autods.report.document import MemoryStack
 from autods.report.live import PlanProgress
-from autods.report.plan_view import bytes_by_kind, memory_bar, print_plan
+from autods.report.render_terminal import draw_bar
 from autods.report.results.plan import Alternative, PlanReport
 from autods.report.serialize import plan_to_dict as to_dict
 from autods.report.text import format_predicted
+from tests.support import terminal
 from tests.support.plans import (
     GIB,
     LIMIT,
@@ -22,7 +25,6 @@ from tests.support.plans import (
     comparison,
     forecast,
     hopeless,
-    left_out,
     predicted,
     rung,
     speed,
@@ -31,9 +33,7 @@ from tests.support.plans import (
 
 
 def printed(said: PlanReport, width: int = 160) -> str:
-    console = Console(file=io.StringIO(), width=width)
-    print_plan(said, console)
-    out: str = console.file.getvalue()  # type: ignore[attr-defined]
+    out = terminal.printed(make_plan_document(said), width)
     assert all(len(line) <= width for line in out.splitlines())
     return out
 
@@ -70,7 +70,8 @@ def test_a_narrow_terminal_loses_no_end_of_a_line() -> None:
         text = printed(forecast(), width)
         assert "…" not in text
         assert all(rung.rung in text for rung in RUNGS)
-        assert "– n/a" in text
+        assert "– not" in text
+        assert "applicable" in text
 
 
 def test_plan_names_the_fastest_fitting_rung_and_its_neighbours() -> None:
@@ -152,18 +153,17 @@ def test_several_machines_each_have_their_rungs_in_json() -> None:
 
 
 def test_a_bar_is_as_long_as_the_card_and_shows_what_lies_beyond() -> None:
-    fits, beyond = memory_bar(RUNGS[2], LIMIT).plain, memory_bar(RUNGS[0], LIMIT).plain
+    fits, beyond = (draw_bar(MemoryStack(forecast=RUNGS[place])).plain for place in (2, 0))
     assert len(fits) == len(beyond) == 21
     assert fits.endswith("│")
     assert beyond.endswith("▶")
     assert len(fits.rstrip("│ ")) == 10  # half of the card
-    assert memory_bar(left_out("x", "y"), LIMIT).plain == ""
 
 
-def test_what_the_tensors_do_not_explain_is_other() -> None:
-    parts = bytes_by_kind(RUNGS[2])
+def test_what_the_tensors_do_not_explain_is_outside() -> None:
+    parts = MemoryStack(forecast=RUNGS[2]).sizes
     assert sum(parts.values()) == 40 * GIB
-    assert parts["other"] == 40 * GIB - sum(RUNGS[2].breakdown.values())
+    assert parts["outside"] == 40 * GIB - sum(RUNGS[2].breakdown.values())
 
 
 def test_a_limit_far_larger_than_the_peak_has_its_own_unit() -> None:
@@ -269,7 +269,7 @@ def test_a_training_has_its_days_and_its_cost(width: int) -> None:
 
 @pytest.mark.parametrize("width", [80, 110, 130, 160])
 def test_no_cell_of_a_training_s_table_is_cut_off(width: int) -> None:
-    table = printed(training(), width).partition("spent on")[2].partition("fastest rung")[0]
+    table = printed(training(), width).partition("tokens/s")[2].partition("fastest rung")[0]
     assert "compute" in table
     assert "…" not in table
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from autods.errors import InputError
-from autods.report.probe_page import render_probe_page
+from autods.report.answers.probe import make_probe_document
+from autods.report.render_html import to_page
 from autods.report.results.probe import Capacity, ProbeReport
 from autods.report.serialize import has_probe, probe_from_dict, probe_to_dict, read_probe
 from autods.runner.testing import surface
@@ -25,7 +26,7 @@ def measured(folder: Path) -> ProbeReport:
 
 def test_the_page_of_a_probe_has_cells_charts_and_trials(tmp_path: Path) -> None:
     report = measured(tmp_path)
-    parsed = check_page(render_probe_page(report))
+    parsed = check_page(to_page(make_probe_document(report)))
     assert "fastest: cell" in parsed.words
     assert "samples/s by micro_batch" in parsed.words
     assert sum(tag == "tr" for tag, _ in parsed.tags) == len(report.cells) + 1
@@ -35,7 +36,7 @@ def test_the_page_of_a_probe_has_cells_charts_and_trials(tmp_path: Path) -> None
 def test_a_probe_writes_its_page(tmp_path: Path) -> None:
     report = measured(tmp_path)
     page = (tmp_path / "out" / "report.html").read_text()
-    assert page == render_probe_page(report, tmp_path / "out")
+    assert page == to_page(make_probe_document(report, tmp_path / "out"))
 
 
 def test_a_probe_is_read_again_as_it_was_written(tmp_path: Path) -> None:
@@ -64,4 +65,4 @@ def test_a_probe_page_escapes_what_users_wrote(tmp_path: Path) -> None:
         notes=(HOSTILE,),
         question=replace(report.question, workload=HOSTILE),
     )
-    assert "alert(1)" in check_page(render_probe_page(report)).text
+    assert "alert(1)" in check_page(to_page(make_probe_document(report))).text

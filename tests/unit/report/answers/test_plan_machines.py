@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
 
-from autods.report.machines_view import print_machines
+from autods.report.answers.plan import make_plan_document
 from autods.report.results.plan import PlanReport
+from tests.support import terminal
 from tests.support.plans import comparison, speed, with_rungs
 
 
@@ -34,10 +33,7 @@ def broad() -> PlanReport:
 
 @pytest.mark.parametrize("width", [80, 100, 112, 150])
 def test_nothing_of_the_machines_table_is_cut(width: int) -> None:
-    console = Console(file=io.StringIO(), width=width)
-    print_machines(broad(), console)
-    assert isinstance(console.file, io.StringIO)
-    text = console.file.getvalue()
+    text = terminal.printed(make_plan_document(broad()), width)
     assert "…" not in text
     for cell in ("a100-pcie-80gb", "zero3-offload-param", "✗ cannot fit", "✓ fits, batch 4096", "16 × 8 bf16"):
         assert cell in text, cell

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from autods.report import from_dict, to_dict
-from autods.report.fit_view import certificate_headline, print_fit
-from autods.report.fit_view import certificate_lines as lines_of
+from autods.report.answers.certificate import describe_verdict
+from autods.report.answers.certificate import list_checks as lines_of
 from autods.report.results.fit import Certificate, CheckpointProof, Parity
+from tests.support import terminal
 from tests.support.reports import fitting_report
 
 GIB = 2**30
@@ -43,10 +42,7 @@ def parity(**changes: Any) -> str:
 
 
 def shown(certificate: Certificate | None, width: int = 100) -> str:
-    console = Console(file=io.StringIO(), width=width)
-    print_fit(replace(fitting_report(), certificate=certificate), console, verbose=True)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    return terminal.shown(replace(fitting_report(), certificate=certificate), width)
 
 
 def test_every_part_that_was_proven_has_its_line() -> None:
@@ -110,7 +106,7 @@ def test_back_offs_failures_and_unchecked_parts_have_a_line_each() -> None:
     ],
 )
 def test_the_certificate_headline_tells_failed_from_incomplete(changes: dict[str, Any], ends: str) -> None:
-    assert str(certificate_headline(replace(CERTIFICATE, **changes))).strip() == f"Certificate: {ends}"
+    assert str(describe_verdict(replace(CERTIFICATE, **changes))).strip() == f"Certificate: {ends}"
 
 
 @pytest.mark.parametrize("width", [60, 80, 140])

@@ -11,7 +11,8 @@ from rich.console import Console
 
 import autods
 from autods.diagnosis import Diagnosis
-from autods.report.diagnosis_view import print_diagnosis
+from autods.report.answers.findings import make_diagnosis_document
+from autods.report.render_terminal import print_document
 
 OOM = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU {0} has a total capacity of 79.15 GiB"
@@ -21,7 +22,7 @@ EIGHT = "".join(f"[rank{rank}]: {OOM.format(rank)}. Process {4000 + rank} uses i
 
 def shown(diagnosis: Diagnosis, *, terminal: bool = False) -> list[str]:
     console = Console(file=io.StringIO(), width=80, force_terminal=terminal, no_color=True, highlight=False)
-    print_diagnosis(diagnosis, console)
+    print_document(make_diagnosis_document(diagnosis, whole=not terminal), console)
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
@@ -62,7 +63,7 @@ def test_advice_is_wrapped_on_a_terminal_and_log_lines_are_not() -> None:
 
 
 def test_the_documented_keys_are_those_of_the_json() -> None:
-    document = (Path(__file__).parents[3] / "docs" / "diagnose.md").read_text()
+    document = (Path(__file__).parents[4] / "docs" / "diagnose.md").read_text()
     _, _, table = document.partition("| key | value |")
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(autods.diagnose(EIGHT).to_dict())
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from autods.journal import read_record
-from autods.report.fit_view import communication_lines as lines_of
+from autods.report.answers.trials import describe_communication as lines_of
 from autods.report.serialize import from_dict, to_dict
 from autods.runner.node_messages import RankExit
 from autods.types import Collective, Communication, Fit

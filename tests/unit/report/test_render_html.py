@@ -10,9 +10,11 @@ import pytest
 
 from autods.forecast.values import RungForecast, TierForecast
 from autods.report import FitReport
-from autods.report.html_parts import stack_memory
-from autods.report.markdown import to_markdown
-from autods.report.page import PAGE, render_page, write_page
+from autods.report.answers.fit import make_comparison, make_fit_document
+from autods.report.charts import draw_stack
+from autods.report.document import MemoryStack
+from autods.report.render_html import PAGE, to_page, write_page
+from autods.report.render_markdown import to_markdown
 from autods.report.results.fit import Certificate
 from autods.types import Failed, Tier
 from tests.support.pages import HOSTILE, Parsed, check_page
@@ -31,11 +33,11 @@ def forecast(mib: int, breakdown: Mapping[str, int] | None = None) -> RungForeca
 
 @pytest.mark.parametrize("report", [fitting_report(), hopeless_report()], ids=["fit", "nothing fits"])
 def test_every_tag_is_closed_and_nothing_is_requested(report: FitReport) -> None:
-    check_page(render_page(report))
+    check_page(to_page(make_fit_document(report)))
 
 
 def test_the_page_has_answer_ladder_and_every_trial() -> None:
-    parsed = Parsed(render_page(fitting_report()))
+    parsed = Parsed(to_page(make_fit_document(fitting_report())))
     text = " ".join(parsed.text.split())
     assert "zero3 fits, the first rung tried that does" in text
     assert "deepspeed --num_accelerators 2 train.py" in text
@@ -50,7 +52,7 @@ def test_what_users_wrote_is_escaped(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "001-ddp" / f"rank{max(0, outcome.rank)}.log"
     log.parent.mkdir(parents=True)
     log.write_text(HOSTILE * 100_000)
-    page = render_page(report, tmp_path)
+    page = to_page(make_fit_document(report, tmp_path))
     assert "alert(1)" in check_page(page).text
     assert len(page) < 200_000
     assert isinstance(outcome, Failed)
@@ -58,63 +60,66 @@ def test_what_users_wrote_is_escaped(tmp_path: Path) -> None:
 
 def test_a_page_that_is_written_replaces_the_former(tmp_path: Path) -> None:
     (tmp_path / PAGE).write_text("old")
-    assert write_page(fitting_report(), tmp_path) == tmp_path / PAGE
+    assert write_page(make_fit_document(fitting_report()), tmp_path / PAGE) == tmp_path / PAGE
     assert (tmp_path / PAGE).read_text().startswith("<!doctype html>")
 
 
 def test_a_failed_certificate_is_shown() -> None:
     certificate = Certificate(passed=False, failures=("another loss",))
-    text = Parsed(render_page(replace(fitting_report(), certificate=certificate))).text
+    text = Parsed(to_page(make_fit_document(replace(fitting_report(), certificate=certificate)))).text
     assert "Certificate: not passed" in text
     assert "another loss" in text
 
 
 def test_markdown_escapes_what_users_wrote() -> None:
     report = replace(fitting_report(), out="a|b<script>")
-    text = to_markdown([report, hopeless_report()])
+    text = to_markdown(make_comparison([report, hopeless_report()]))
     assert "<script>" not in text
-    assert all(line.count("|") - line.count("\\|") in (4, 5) for line in text.splitlines() if line.startswith("|"))
+    tables = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
+    assert [len({line.count("|") - line.count("\\|") for line in lines}) for lines in tables] == [1, 1, 1]
     assert "nothing fits" in text
 
 
 def test_a_rungs_bar_is_its_forecast_by_kind_and_the_measured_mark() -> None:
     foreseen = forecast(300, {"parameters": 100 * MIB, "optimizer": 150 * MIB})
-    parsed = check_page(render_page(replace(fitting_report(), forecast=(foreseen,))))
+    parsed = check_page(to_page(make_fit_document(replace(fitting_report(), forecast=(foreseen,)))))
     (bar,) = (attributes for tag, attributes in parsed.tags if attributes.get("class") == "bar stack")
-    kinds = (
-        "weights: 100.0 MiB, optimizer states: 150.0 MiB, outside of tensors: allocator, context, libraries: 50.0 MiB"
+    assert bar["aria-label"] == "weights: 100.0 MiB, optimizer states: 150.0 MiB, outside of tensors: 50.0 MiB"
+    assert (
+        "forecast at micro batch 1: 300.0 MiB (270.0 to 330.0) of 416.0 MiB, measured 380.0 MiB, a difference of −21.1%"
+        in parsed.words
     )
-    assert bar["aria-label"] == kinds
-    assert "forecast at micro batch 1: 300.0 MiB (270.0 to 330.0) of 416.0 MiB, measured 380.0 MiB" in parsed.words
     assert f"left: {round(100 * 380 / 416 / 1.2, 1)}%" in [attributes.get("style") for _, attributes in parsed.tags]
 
 
 def test_a_bar_of_another_trials_size_has_no_mark() -> None:
     foreseen = replace(forecast(300), micro_batch=2)
-    words = check_page(render_page(replace(fitting_report(), forecast=(foreseen,)))).words
+    words = check_page(to_page(make_fit_document(replace(fitting_report(), forecast=(foreseen,))))).words
     assert "forecast at micro batch 2: 300.0 MiB (270.0 to 330.0) of 416.0 MiB " in words
 
 
 def test_tuning_is_drawn_by_trial_with_the_best_so_far() -> None:
     rates = ((8, 40.0), (9, 43.0), (10, 41.0))
     tuned = tuple(record(number, "zero3", fit(380, rate), purpose="tune") for number, rate in rates)
-    parsed = check_page(render_page(replace(fitting_report(), trials=(*fitting_report().trials, *tuned))))
+    parsed = check_page(
+        to_page(make_fit_document(replace(fitting_report(), trials=(*fitting_report().trials, *tuned))))
+    )
     assert "Tuning: samples/s by trial" in parsed.words
     assert "best so far, trial 10: 43" in parsed.words
     assert "trial, trial 10: 41" in parsed.words
-    assert "Tuning:" not in check_page(render_page(fitting_report())).words
+    assert "Tuning:" not in check_page(to_page(make_fit_document(fitting_report()))).words
 
 
 def test_the_winners_row_has_the_speed_of_the_answer() -> None:
     trials = (record(1, "zero2", oom()), record(2, "zero3", fit(393.4, 55.5), knobs=WINNING))
-    words = check_page(render_page(replace(fitting_report(), trials=trials, reasons={}))).words
-    assert "host memory: 1.3 GiB of 64.0 GiB 41.7fits" in words
-    assert "device memory: at least 505.4 MiB of 416.0 MiB" in words
+    words = check_page(to_page(make_fit_document(replace(fitting_report(), trials=trials, reasons={})))).words
+    assert "device 393.4 / 416.0 MiB host 1.3 / 64.0 GiB 41.7 fits" in words
+    assert "device ≥505.4 / 416.0 MiB" in words
 
 
 def test_a_bar_far_beyond_the_limit_holds_all_kinds() -> None:
     device = TierForecast(peak_bytes=4 * LIMIT, low_bytes=3 * LIMIT, high_bytes=5 * LIMIT, limit_bytes=LIMIT)
     kinds = {"parameters": LIMIT, "gradients": LIMIT, "optimizer": 2 * LIMIT}
-    bar = stack_memory(replace(forecast(300, kinds), memory={"device": device}))
+    bar = draw_stack(MemoryStack(forecast=replace(forecast(300, kinds), memory={"device": device})))
     assert [(segment.left, segment.width) for segment in bar.segments] == [(0, 20), (20, 20), (40, 40)]
     assert (bar.limit, bar.low, bar.high) == (20, 60, 100)

@@ -1,0 +1,155 @@
+"""The documents of `autods explain`, `doctor` and `diagnose`: what is wrong, how sure that is, and what mends it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ...config.validator import Severity
+from ...diagnosis import Diagnosis
+from ...units import format_bytes
+from .. import document as doc
+from ..document import StyledLine, line, make_document
+from ..results.doctor import CheckStatus, Checkup
+from ..results.explain import ExplainedKey, Explanation, KeyCost, NeededMemory
+from ..text import TIER_NAMES
+
+# Explain.
+
+_SEVERITY_STYLES: Mapping[Severity, str] = {"error": "red", "warning": "yellow", "note": "cyan"}
+
+
+def make_explain_document(explanation: Explanation) -> doc.Document:
+    """The keys by section, then what is wrong."""
+    question = f"{explanation.config}, as DeepSpeed {explanation.deepspeed} reads it"
+    return make_document(title=explanation.config, question=question, parts=_list_explained(explanation))
+
+
+def _list_explained(explanation: Explanation) -> Iterator[doc.Part]:
+    sections: dict[str, list[ExplainedKey]] = {"": []}  # keys at the top come first
+    for key in explanation.keys:
+        sections.setdefault(key.key.rpartition(".")[0], []).append(key)
+    for section, keys in sections.items():
+        if section:
+            yield doc.Heading(words=section)
+        for number, key in enumerate(keys):
+            words = line(f"{key.key.rpartition('.')[2]} = ", (_format_value(key.value), "cyan"))
+            yield doc.Paragraph(words=words, indent=2, gap=not section and not number)
+            yield from (doc.Paragraph(words=words, indent=4) for words in _explain_key(key))
+    if explanation.memory is not None:
+        yield doc.Paragraph(words=_describe_memory(explanation.memory), gap=True)
+    if not explanation.findings:
+        yield doc.Paragraph(words=line(("Nothing is wrong with it.", "green")), gap=True)
+    for number, finding in enumerate(explanation.findings):
+        severity = (finding.severity, f"bold {_SEVERITY_STYLES[finding.severity]}")
+        yield doc.Paragraph(words=line(severity, f": {finding.key}: {finding.problem}"), gap=not number)
+        if finding.hint:
+            yield doc.Paragraph(words=line((finding.hint, "dim")), indent=2)
+
+
+def _format_value(value: Any) -> str:
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) >= 10_000:
+        return f"{value:,.0f}"
+    return json.dumps(value)
+
+
+def _explain_key(key: ExplainedKey) -> Iterator[StyledLine]:
+    differs = key.has_default and key.default != key.value
+    default = f" Default: {_format_value(key.default)}." if differs else ""
+    yield line(key.meaning or "No description.", (default, "dim"))
+    if key.measured is not None:
+        yield line((_format_cost(key.measured), "yellow"))
+    elif key.cost:
+        yield line((key.cost, "dim"))
+
+
+def _format_cost(cost: KeyCost) -> str:
+    """'Here: device memory +1.2 GiB against 50,000,000.'"""
+    changes = [
+        f"{TIER_NAMES[tier]} {'+' if grown > 0 else '−'}{format_bytes(abs(grown))}"
+        for tier, grown in cost.tiers.items()
+    ]
+    return f"Here: {', '.join(changes) or 'no memory'} against {_format_value(cost.instead)}."
+
+
+def _describe_memory(memory: NeededMemory) -> StyledLine:
+    """What a rank needs on each tier."""
+    parts = []
+    for tier, size in memory.tiers.items():
+        if size or tier == "device":
+            limit = f" of {format_bytes(memory.limits[tier])}" if tier in memory.limits else ""
+            parts.append(f"{TIER_NAMES[tier]} {format_bytes(size)}{limit}")
+    return line(
+        (f"{memory.workload} on {memory.ranks} ranks: {memory.verdict.replace('_', ' ')}", "bold"),
+        f"  ({', '.join(parts)})" if parts else "",
+        f"\n  {memory.reason}" if memory.reason else "",
+    )
+
+
+# Doctor.
+
+_CHECK_MARKS: Mapping[CheckStatus, tuple[str, str]] = {
+    "ok": ("✓", "green"),
+    "warning": ("!", "yellow"),
+    "broken": ("✗", "red"),
+}
+
+
+def make_doctor_document(checkup: Checkup) -> doc.Document:
+    """A line for each check, and below it the remedy."""
+    parts: list[doc.Part] = []
+    for group, checks in itertools.groupby(checkup.checks, key=lambda check: check.group):
+        parts.append(doc.Heading(words=group))
+        for check in checks:
+            words = line(_CHECK_MARKS[check.status], f" {check.name}: {check.result}")
+            parts.append(doc.Paragraph(words=words, indent=2))
+            parts += [doc.Paragraph(words=line((check.remedy, "dim")), indent=6)] if check.remedy else []
+    counts = {status: sum(check.status == status for check in checkup.checks) for status in _CHECK_MARKS}
+    worst: CheckStatus = "broken" if counts["broken"] else "warning" if counts["warning"] else "ok"
+    summary = f"{counts['broken']} broken, {counts['warning']} warnings, {counts['ok']} ok"
+    parts.append(doc.Headline(words=line((summary, _CHECK_MARKS[worst][1])), gap=True))
+    return make_document(title="doctor", question="", parts=parts)
+
+
+# Diagnose.
+
+_KINDS = {
+    "memory_pressure": "Memory was short, nothing failed",
+    "config": "The configuration was refused",
+    "toolchain": "The environment cannot build or load something",
+    "communication": "The ranks could not communicate",
+    "secondary": "Another rank failed first; this log only shows who noticed",
+    "user_code": "The training code failed",
+    "infrastructure": "The machine or the scheduler ended the run",
+    "none": "No failure was found",
+}
+_CONFIDENCE_WORDS = ((0.85, "sure"), (0.55, "likely"), (0.0, "a guess"))
+
+
+def make_diagnosis_document(diagnosis: Diagnosis, *, whole: bool = False) -> doc.Document:
+    """'Out of device memory on rank 3  (likely, 0.60)', then the advice, the evidence and the notes.
+
+    Lines of a log stay whole, so that they can be searched for; with `whole` everything does, as a file wants it.
+    """
+    place = f" on rank {diagnosis.rank}" if diagnosis.rank is not None else ""
+    place += f" in {diagnosis.phase}" if diagnosis.phase else ""
+    headline = f"{_KINDS.get(diagnosis.kind, diagnosis.kind)}{place}"
+    if diagnosis.kind == "unknown":
+        failed = "The run" if diagnosis.rank is None else f"Rank {diagnosis.rank}"
+        headline = f"{failed} failed; the cause is not in the log"
+    elif diagnosis.kind == "out_of_memory" and diagnosis.tier:
+        headline = f"Out of {TIER_NAMES[diagnosis.tier]}{place}"
+    style = {"none": "green", "memory_pressure": "yellow"}.get(diagnosis.kind, "red")
+    sure = next(word for least, word in _CONFIDENCE_WORDS if diagnosis.confidence >= least)
+    parts: list[doc.Part] = [
+        doc.Headline(words=line((headline, f"bold {style}")), effort=f"{sure}, {diagnosis.confidence:.2f}", whole=whole)
+    ]
+    if diagnosis.advice:
+        parts.append(doc.Paragraph(words=line(("What to do: ", "bold"), diagnosis.advice), whole=whole))
+    ranks = f"  ×{len(diagnosis.ranks)} ranks" if len(diagnosis.ranks) > 1 else ""
+    for number, text in enumerate((*diagnosis.evidence, *(f"at {place}" for place in diagnosis.places))):
+        parts.append(doc.Paragraph(words=line((f"  {text}{'' if number else ranks}", "dim")), whole=True))
+    parts += (doc.Paragraph(words=line((f"  · {note}", "dim")), whole=whole) for note in diagnosis.notes)
+    return make_document(title="diagnosis", question="", parts=parts)

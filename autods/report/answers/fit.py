@@ -1,0 +1,343 @@
+"""The document of `autods fit`: the answer, the ladder, why it came so, and every trial.
+
+A row of the ladder is a `LadderRow`, and a column of it is one entry of `LADDER`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...config.settings import KEPT_BY_KERNEL, KEPT_BY_PYTHON
+from ...forecast.values import RungForecast
+from ...types import TIERS, Fit, OutOfMemory, Record, Scalar, Tier, TierUse
+from ...units import format_bytes, format_count
+from .. import document as doc
+from ..document import Cell, Column, Medium, Words, line, make_document, tabulate, titled
+from ..launch import ACCELERATE, DS_CONFIG, DS_CONFIG_HF, DS_CONFIG_REHEARSED, launch_lines
+from ..results.fit import FitReport
+from ..serialize import REPORT
+from ..text import (
+    MARKS,
+    TIER_NAMES,
+    Mark,
+    format_batch,
+    format_outcome,
+    format_ranks,
+    format_rate,
+    format_seconds,
+    format_use,
+)
+from .certificate import describe_proof, describe_verdict, list_checks
+from .remedies import describe_shortage, list_remedies
+from .trials import (
+    chart_memory,
+    chart_speed,
+    chart_tuning,
+    describe_communication,
+    describe_machine,
+    draw_time,
+    list_trials,
+    sort_by_ladder,
+)
+
+_MOST_IMPORTANCES = 3
+
+
+# The ladder.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LadderRow:
+    """What became of a rung: its most telling trial, or why it was skipped, and its forecast.
+
+    `memory` has the peaks by tier. `rate` is in samples a second. `measured` is what the device held in the trial that
+    `forecast` was made for.
+    """
+
+    rung: str
+    wins: bool
+    mark: Mark
+    reason: str
+    memory: Cell = ""
+    rate: float | None = None
+    forecast: RungForecast | None = None
+    measured: TierUse | None = None
+
+
+LADDER: tuple[Column[LadderRow], ...] = (
+    Column(name="rung", read=lambda row: line((row.rung, "bold" if row.wins else ""))),
+    Column(name="outcome", read=lambda row: row.mark.words),
+    Column(name="peak / limit", read=lambda row: row.memory),
+    Column(name="forecast", read=lambda row: _stack_forecast(row), on=Medium.PAGE),
+    Column(name="samples/s", read=lambda row: _format_row_rate(row), right=True),
+    Column(name="why", read=lambda row: row.reason, wraps=True, least_width=36, spare=1, below=True),
+)
+
+
+def _stack_forecast(row: LadderRow) -> Cell:
+    if row.forecast is None or "device" not in row.forecast.memory:
+        return ""
+    peak, limit = (None, None) if row.measured is None else (row.measured.peak_bytes, row.measured.limit_bytes)
+    return (doc.MemoryStack(forecast=row.forecast, measured_bytes=peak, trial_limit_bytes=limit),)
+
+
+def _format_row_rate(row: LadderRow) -> Words:
+    return "" if row.rate is None else line((format_rate(row.rate), "bold" if row.wins else ""))
+
+
+def list_ladder(report: FitReport) -> list[LadderRow]:
+    """A row for each rung that was tried, skipped or refused by the forecast, in the order of the ladder."""
+    return [_make_row(report, rung, trial) for rung, trial in find_telling_trials(report).items()]
+
+
+def _make_row(report: FitReport, rung: str, trial: Record | str) -> LadderRow:
+    """The row of a rung with its most telling trial, or why it was skipped."""
+    forecast = next((forecast for forecast in report.forecast if forecast.rung == rung), None)
+    wins = report.status == "fit" and rung == report.rung
+    mark, memory, rate = MARKS["skipped" if isinstance(trial, str) else trial.outcome.kind], list[doc.Gauge](), None
+    match trial if isinstance(trial, str) else trial.outcome:
+        case str() if forecast is not None and forecast.verdict == "cannot_fit" and "device" in forecast.memory:
+            device, mark = forecast.memory["device"], MARKS["cannot_fit"]
+            memory = [_gauge_use("device", device.peak_bytes, device.limit_bytes, "~")]
+        case Fit() as fit:
+            uses, rate = fit.memory, fit.samples_per_second
+            if wins:  # of the answer: several trials of it were measured
+                uses = report.memory or uses
+                rate = report.throughput.samples_per_second if report.throughput is not None else rate
+            memory = [_gauge_use(tier, uses[tier].peak_bytes, uses[tier].limit_bytes) for tier in TIERS if tier in uses]
+        case OutOfMemory(tier=tier, limit_bytes=int(limit), missing_bytes=int(missing)):
+            memory = [_gauge_use(tier, limit + missing, limit, "≥")]
+        case OutOfMemory(tier=tier, limit_bytes=int(limit)):
+            memory = [doc.Gauge(words=line((f"{tier:<8}", "dim"), f"full: {format_bytes(limit)}"), share=1.0)]
+        case _:
+            pass
+    return LadderRow(
+        rung=rung,
+        wins=wins,
+        mark=mark,
+        reason=report.reasons.get(rung) or (trial if isinstance(trial, str) else format_outcome(trial.outcome)),
+        memory=tuple(memory),
+        rate=rate,
+        forecast=forecast,
+        measured=None if forecast is None else _find_measured(report, forecast),
+    )
+
+
+def _gauge_use(tier: Tier, peak_bytes: int, limit_bytes: int | None, sign: str = " ") -> doc.Gauge:
+    """One tier's memory. `sign` is ≥ for a lower bound and ~ for a forecast."""
+    use = format_use(TierUse(peak_bytes=peak_bytes, limit_bytes=limit_bytes))
+    share = peak_bytes / limit_bytes if limit_bytes and sign != "~" else None
+    return doc.Gauge(words=line((f"{tier:<7}", "dim"), sign, use), share=share)
+
+
+def find_telling_trials(report: FitReport) -> dict[str, Record | str]:
+    """Return the most telling trial of each rung, or why it was skipped, in the ladder's order."""
+
+    def order(record: Record) -> tuple[bool, bool, float]:
+        """The most telling last: the winning knobs, else the fastest fit that is no exam, else the later trial."""
+        wins = record.trial.rung == report.rung and record.trial.knobs == report.knobs
+        if not isinstance(record.outcome, Fit):
+            return wins, False, 0.0
+        return wins, True, record.outcome.samples_per_second if record.trial.exam is None else 0.0
+
+    rows: dict[str, Record | str] = {skipped.rung: skipped.reason for skipped in report.skipped}
+    limited = [record for record in report.trials if record.trial.limited]  # others only measure what would be enough
+    rows |= {record.trial.rung: record for record in sorted(limited, key=order)}
+    return sort_by_ladder(report, rows)
+
+
+def _find_measured(report: FitReport, forecast: RungForecast) -> TierUse | None:
+    """What the trial that the forecast was made for held on the device, if it fitted."""
+    for record in report.trials:
+        trial = record.trial
+        if trial.rung == forecast.rung and trial.purpose == "walk" and trial.knobs.micro_batch == forecast.micro_batch:
+            return record.outcome.memory.get("device") if isinstance(record.outcome, Fit) else None
+    return None
+
+
+# The document.
+
+
+def make_fit_document(
+    report: FitReport, folder: Path | None = None, *, columns: Sequence[Column[LadderRow]] = LADDER
+) -> doc.Document:
+    """What a fit shows. Its page quotes the logs in `folder`, that of the fit; None leaves them out."""
+    return make_document(
+        title=report.question.workload,
+        question=describe_question(report),
+        parts=_list_parts(report, folder, columns),
+    )
+
+
+def make_comparison(reports: Sequence[FitReport]) -> doc.Document:
+    """Finished fits side by side: what was asked, the answers and the ladders, for a pull request."""
+    facts = [defaultdict[str, Words](str, _list_facts(report)) for report in reports]  # '' where one lacks a fact
+    columns: list[Column[str]] = [Column(name="", read=lambda name: name)]
+    columns += (Column(name=report.out, read=known.__getitem__) for report, known in zip(reports, facts, strict=True))
+    parts: list[doc.Part] = [tabulate(columns, dict.fromkeys(name for known in facts for name in [*known]))]
+    for report in reports:
+        parts += titled(f"Ladder of {report.out}", tabulate(LADDER, list_ladder(report)))
+    return make_document(title="fits", question="", parts=parts)
+
+
+def _list_facts(report: FitReport) -> Iterator[tuple[str, Words]]:
+    """What fits are compared by: the rows of their answers, with what was asked and what it took."""
+    yield "asked", describe_question(report)
+    yield "answer", report.rung or f"nothing fits: {describe_shortage(report)}"
+    if report.throughput is not None:
+        yield "samples/s", format_rate(report.throughput.samples_per_second)
+    yield from list_answer(report)
+    yield "effort", describe_effort(report)
+    yield "versions", ", ".join(f"{name} {version}" for name, version in report.versions.items())
+
+
+def _list_parts(report: FitReport, folder: Path | None, columns: Sequence[Column[LadderRow]]) -> Iterator[doc.Part]:
+    fits, ladder = report.status == "fit", list_ladder(report)
+    if fits:
+        answer = line((f"{report.rung}", "bold green"), (f" {describe_claim(report)}", "bold"))
+        yield doc.Headline(words=answer, effort=describe_effort(report))
+        yield doc.Pairs(items=tuple(list_answer(report)))
+        launch = tuple(launch_lines(report))
+        use = next((command for name, command in launch if name in ("launch", "or")), "")
+        yield doc.Pairs(items=(("use it", use),), whole=True, on=Medium.TERMINAL)
+        yield from titled("Train with it", doc.Pairs(items=launch, whole=True, on=Medium.PAGE))
+        if report.ds_config is not None:
+            yield doc.Details(items=(doc.Detail(summary=DS_CONFIG, text=json.dumps(report.ds_config, indent=2)),))
+    else:
+        answer = line(("nothing fits: ", "bold red"), (describe_shortage(report), "bold"))
+        yield doc.Headline(words=answer, effort=describe_effort(report))
+        yield doc.Bullets(items=tuple(list_remedies(report)), numbered=True)
+    yield doc.Heading(words="The ladder", on=Medium.PAGE | Medium.MARKDOWN)
+    yield doc.Legend(on=Medium.PAGE)
+    yield tabulate(columns, ladder, quiet=lambda row: fits and row.mark != MARKS["failed"])
+    yield from _explain_others(report, ladder)
+    communication = doc.Pairs(items=tuple(describe_communication(report)), on=Medium.DETAILS)
+    yield from titled("communication of a rank in an optimizer step", communication)
+    if fits:
+        more = f"-v shows the reasons, the certificate and more launchers, {Path(report.out) / REPORT} has all of it"
+        yield doc.Paragraph(words=line((more, "dim")), whole=True, gap=True, on=Medium.BRIEF)
+        yield from titled("The winner", doc.Pairs(items=tuple(_list_winner_facts(report)), on=Medium.DETAILS))
+    if report.certificate is not None:
+        checks = doc.Pairs(items=tuple(list_checks(report.certificate)), on=Medium.DETAILS)
+        yield doc.Heading(words=describe_verdict(report.certificate), on=Medium.DETAILS)
+        yield checks
+    yield from (chart_speed(report.trials), chart_memory(report.trials))
+    yield chart_tuning(report)
+    yield from titled("Time", draw_time(report.trials))
+    if fits:
+        configs = f"{DS_CONFIG}, {DS_CONFIG_HF}, {ACCELERATE}"
+        if report.question.rehearsed_on is not None:
+            configs = DS_CONFIG_REHEARSED
+        files = ("files", f"{configs} and {REPORT} in {Path(report.out)}")
+        yield from titled("Next", doc.Pairs(items=(*launch, files), whole=True, on=Medium.VERBOSE))
+    yield from titled("Every trial", list_trials(report.trials, folder))
+    yield from titled("Machine and versions", describe_machine(report.hardware, report.versions))
+
+
+def _explain_others(report: FitReport, ladder: Sequence[LadderRow]) -> Iterator[doc.Part]:
+    """Rungs that need no row, by the reason; then the variants of rungs that raced, such as 'zero2 without …'."""
+    named, rungs = {row.rung for row in ladder}, report.question.ladder
+    untried = {rung: report.reasons[rung] for rung in rungs if rung in report.reasons and rung not in named}
+    for reason in dict.fromkeys(untried.values()):
+        names = ", ".join(rung for rung in untried if untried[rung] == reason)
+        yield doc.Paragraph(words=line((f"  {reason}: {names}", "dim")), gap=True)
+    variants = [name for name in report.reasons if name not in rungs and name.partition(" ")[0] in rungs]
+    yield doc.Pairs(items=tuple((name, report.reasons[name]) for name in variants), on=Medium.DETAILS, gap=True)
+
+
+# What was asked, and the answer.
+
+
+def describe_question(report: FitReport) -> str:
+    """'gpt, 32.6M parameters, on 2 cpu ranks × 416.0 MiB'; unknown parts are left out."""
+    question = report.question
+    facts = [f"{format_count(question.parameters)} parameters"] if question.parameters else []
+    if question.pipeline_stages:
+        facts.append(f"a pipeline of {question.pipeline_stages} stages")
+    if question.experts:
+        facts.append(f"{question.experts} experts")
+    workload = ", ".join((question.workload, *facts)) + ("," if facts else "")
+    memory = f" × {format_bytes(question.device_bytes)}" if question.device_bytes else ""
+    return f"{workload} on {format_ranks(question.gpus, question.device)}{memory}"
+
+
+def describe_effort(report: FitReport) -> str:
+    """'12 trials, 4 min'; of a rehearsal also that it proves nothing, and what a real fit would take."""
+    effort = f"{len(report.trials)} trials, {format_seconds(report.seconds)}"
+    if report.question.rehearsed_on is None:
+        return effort
+    effort += ", not proven: a rehearsal"
+    if report.real_fit_seconds is None:
+        return effort
+    return f"{effort}; a real fit and its certificate would take about {format_seconds(report.real_fit_seconds)}"
+
+
+def describe_claim(report: FitReport) -> str:
+    """What the fit says of its rung: it is the fastest, or the first that fits where the others were not raced."""
+    raced = report.question.stop == "fastest"
+    if report.question.rehearsed_on is not None:
+        claim = "would be the fastest that fits" if raced else "would fit, the first rung tried that does"
+        return f"{claim} on {report.question.rehearsed_on}, by a rehearsal"
+    return "is the fastest that fits" if raced else "fits, the first rung tried that does"
+
+
+def list_answer(report: FitReport) -> Iterator[tuple[str, Words]]:
+    """The config that fits, its speed, its memory and its proof, each with a name."""
+    if report.knobs is None:
+        return
+    checkpointing = "gradient checkpointing" if report.knobs.checkpointing else "no gradient checkpointing"
+    yield (
+        "config",
+        f"micro batch {report.knobs.micro_batch} × accumulation {report.knobs.accumulation}, {checkpointing}",
+    )
+    if report.throughput is not None:
+        yield "speed", _describe_speed(report)
+    if report.memory:
+        uses = [f"{TIER_NAMES[tier]} {format_use(report.memory[tier])}" for tier in TIERS if tier in report.memory]
+        yield "memory", ", ".join(uses)
+    if report.question.rehearsed_on is not None:
+        yield "proof", line(("not proven: a rehearsal, nothing ran", "yellow"))
+    elif report.certificate is not None:
+        yield "proof", describe_proof(report.certificate)
+
+
+def _describe_speed(report: FitReport) -> str:
+    """'9.73 samples/s, 623 tokens/s: 4.94 × the first rung that fitted (zero3, micro batch 1)'."""
+    assert report.throughput is not None
+    rate, tokens = report.throughput.samples_per_second, report.throughput.tokens_per_second
+    text = f"{format_rate(rate)} samples/s" + (f", {format_rate(tokens)} tokens/s" if tokens is not None else "")
+    for record in report.trials:
+        fit = record.outcome
+        if record.trial.purpose == "walk" and isinstance(fit, Fit):
+            first = f"{record.trial.rung}, micro batch {record.trial.knobs.micro_batch}"
+            return f"{text}: {rate / fit.samples_per_second:.3g} × the first that fitted ({first})"
+    return text
+
+
+def _list_winner_facts(report: FitReport) -> Iterator[tuple[str, Words]]:
+    """The winner's batch and settings, and why the steps of the search stopped."""
+    assert report.knobs is not None
+    yield "batch", report.reasons.get("batch") or format_batch(report.knobs, report.question.gpus)
+    if report.largest_micro_batch is not None and report.largest_micro_batch != report.knobs.micro_batch:
+        yield "largest", f"micro batch {report.largest_micro_batch} also fits"
+    settings = (f"{key.rpartition('.')[2]} {_format_setting(value)}" for key, value in report.knobs.settings.items())
+    if text := ", ".join(settings):
+        yield "settings", text
+    for step in ("grow", "tune", "certify"):
+        if reason := report.reasons.get(step):
+            yield step, line((reason, "dim"))
+    if shares := sorted(report.importances.items(), key=lambda item: -item[1])[:_MOST_IMPORTANCES]:
+        text = ", ".join(f"{key.rpartition('.')[2]} {share:.0%}" for key, share in shares)
+        yield "mattered", line((f"{text} of the variation in tuning", "dim"))
+    if report.question.writes_confined is not None:
+        yield "your files", line((KEPT_BY_KERNEL if report.question.writes_confined else KEPT_BY_PYTHON, "dim"))
+
+
+def _format_setting(value: Scalar) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,246 @@
+"""The document of `autods probe`: every cell with its measurements, what they mean, and charts over the axes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+
+from ...types import TIERS, Scalar, Tier
+from ...units import format_bytes
+from .. import document as doc
+from ..document import Cell, Column, Medium, Words, line, make_document, tabulate, titled
+from ..results.probe import CellResult, ProbeReport
+from ..serialize import PROBE_CSV
+from ..text import MARKS, format_ranks, format_rate, format_seconds, format_value
+from .trials import describe_machine, list_trials
+
+_MOST_LINES = 8  # of a chart
+
+
+def make_probe_document(report: ProbeReport, folder: Path | None = None) -> doc.Document:
+    """What a probe shows. Its page quotes the logs in `folder`, that of the probe; None leaves them out."""
+    return make_document(
+        title=report.question.workload,
+        question=describe_question(report),
+        parts=_list_parts(report, folder),
+    )
+
+
+def _list_parts(report: ProbeReport, folder: Path | None) -> Iterator[doc.Part]:
+    yield tabulate(
+        list_columns(report),
+        report.cells,
+        style=lambda cell: "dim" if cell.same_as is not None or cell.status == "refused" else "",
+        also_in=f"{report.out}/{PROBE_CSV}" if report.out else "--csv FILE",
+    )
+    if reasons := tuple(list_reasons(report)):
+        yield doc.Heading(words="Why", on=Medium.PAGE)
+        yield doc.Pairs(items=reasons)
+    yield from list_conclusions(report)
+    yield doc.Bullets(items=tuple(line((note, "dim")) for note in report.notes))
+    yield from list_charts(report)
+    yield from titled("Every trial", list_trials(report.trials, folder))
+    yield from titled("Machine and versions", describe_machine(report.hardware, report.versions))
+
+
+def describe_question(report: ProbeReport) -> str:
+    """'gpt on 2 cpu ranks × 416.0 MiB, bf16, each cell 3 times'."""
+    question = report.question
+    varies_ranks = len(report.axes.get("gpus", ())) > 1
+    ranks = "ranks" if varies_ranks else format_ranks(question.gpus, question.device)
+    nodes = f" of {question.nodes} nodes" if (question.nodes) > 1 else ""
+    details = [_describe_value(name, values[0]) for name, values in report.axes.items() if len(values) == 1]
+    if "precision" not in report.axes:
+        details.append(str(question.precision))
+    if not question.capacity:
+        repeats = question.repeats
+        details.append(f"each cell {'once' if repeats == 1 else f'{repeats} times'}")
+    memory = format_bytes(question.device_bytes)
+    return f"{question.workload} on {ranks}{nodes} × {memory}, {', '.join(details)}"
+
+
+def _describe_value(name: str, value: Scalar | None) -> str:
+    """'zero1', 'micro_batch 4'."""
+    return str(value) if name == "rung" else f"{name} {format_value(value)}"
+
+
+def list_columns(report: ProbeReport) -> list[Column[CellResult]]:
+    """The columns of a cell, its number first. The axes that do not vary stand in the question."""
+    varied = [name for name, values in report.axes.items() if len(values) > 1]
+    axes = varied or [name for name in report.axes if name == "rung"]
+    reference = report.compared[0] if report.compared is not None else None
+    return [
+        Column(name="", read=lambda cell: str(cell.number), right=True),
+        *(Column(name=_make_heading(name), read=partial(_format_axis_value, name)) for name in axes),
+        Column(name="", read=_describe_outcome),
+        Column(name="forecast", read=_format_forecast, right=True, spare=2),
+        Column(name="largest\nmicro batch", read=_format_largest, right=True),
+        Column(name="samples/s", read=lambda cell: _format_rate(cell.samples_per_second, cell.spread), right=True),
+        Column(name="tokens/s", read=lambda cell: _format_rate(cell.tokens_per_second, None), right=True, spare=3),
+        Column(name=f"× cell {reference or 1}", read=partial(_format_ratio, reference), right=True),
+        *(
+            Column(name=tier, read=partial(_gauge, tier), right=True, spare=1 if tier == "device" else 5)
+            for tier in TIERS
+        ),
+        Column(name="sent\na step", read=_format_sent, right=True, spare=6),
+    ]
+
+
+def _make_heading(name: str) -> str:
+    """'NCCL_P2P_DISABLE', 'reduce_\nbucket_size': the last part of a name, in two lines where it is long."""
+    short = name.rpartition(".")[2]
+    middle = short.find("_", len(short) // 2)
+    return f"{short[: middle + 1]}\n{short[middle + 1 :]}" if len(short) > 12 and middle > 0 else short
+
+
+def _format_axis_value(name: str, cell: CellResult) -> str:
+    text = format_value(cell.values.get(name))
+    return f"({text})" if name in cell.unheeded else text
+
+
+def _describe_outcome(cell: CellResult) -> Words:
+    mark = MARKS[cell.status]
+    if cell.same_as is not None:
+        return line((f"= {cell.same_as}", "dim"))
+    if cell.status != "out_of_memory" or cell.tier is None:
+        return line((mark.sign, mark.style))
+    missing = "full" if cell.missing_bytes is None else f"lacks ≥ {format_bytes(cell.missing_bytes)}"
+    return line((f"{mark.sign} {cell.tier} {missing}", mark.style))
+
+
+def _format_largest(cell: CellResult) -> str:
+    capacity = cell.capacity
+    if capacity is None or capacity.verified is None:
+        return ""
+    bound = "" if capacity.exact else " ±" if capacity.refused else " or more"
+    return f"{capacity.verified:,}{bound}"
+
+
+def _format_forecast(cell: CellResult) -> str:
+    return "" if cell.capacity is None or cell.capacity.forecast is None else f"{cell.capacity.forecast:,}"
+
+
+def _format_rate(rate: float | None, spread: float | None) -> str:
+    if rate is None:
+        return ""
+    return format_rate(rate) + (f" ±{spread:.{0 if spread > 0.1 else 1}%}" if spread is not None else "")
+
+
+def _gauge(tier: Tier, cell: CellResult) -> Cell:
+    use = cell.memory.get(tier)
+    if use is None or not use.peak_bytes:
+        return ""
+    share = use.peak_bytes / use.limit_bytes if use.limit_bytes else None
+    return (doc.Gauge(words=format_bytes(use.peak_bytes), share=share),)
+
+
+def _format_sent(cell: CellResult) -> str:
+    return format_bytes(cell.sent_bytes) if cell.sent_bytes else ""
+
+
+def _format_ratio(reference: int | None, cell: CellResult) -> Words:
+    """'1.32', or '≈ 1.01' where that is within the noise."""
+    if cell.number == reference:
+        return line(("1", "dim"))
+    if cell.ratio is None:
+        return ""
+    if cell.ratio.differs:
+        return line((f"{cell.ratio.times:.2f}", "green" if cell.ratio.times > 1 else "yellow"))
+    return line((f"≈ {cell.ratio.times:.2f}", "dim"))
+
+
+def list_reasons(report: ProbeReport) -> Iterator[tuple[str, Words]]:
+    """Sentences by cells: why they did not run, how their capacity was found, or which values have no effect."""
+    cells_by_reason: dict[str, list[int]] = {}
+    for cell in report.cells:
+        if cell.same_as is None:
+            for reason in filter(None, (cell.reason, cell.capacity.explanation if cell.capacity else "")):
+                cells_by_reason.setdefault(reason, []).append(cell.number)
+        for name, why in cell.unheeded.items():
+            reason = f"{name} has no effect under {cell.values.get('rung')}: {why}"
+            cells_by_reason.setdefault(reason, []).append(cell.number)
+    for reason, numbers in cells_by_reason.items():
+        yield f"cell{'s' if len(numbers) > 1 else ''} {_format_ranges(numbers)}", reason
+
+
+def _format_ranges(numbers: Iterable[int]) -> str:
+    """'1-3, 7'."""
+    by_offset = itertools.groupby(enumerate(sorted(set(numbers))), key=lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in run] for _, run in by_offset]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def list_conclusions(report: ProbeReport) -> Iterator[doc.Part]:
+    """The answer of a probe first, then what its marks mean."""
+    effort = f"{len(report.trials)} trials, {format_seconds(report.seconds)}"
+    if report.status == "nothing_fits":
+        yield doc.Headline(words=line(("no cell fits", "bold red")), effort=effort)
+        return
+    fitting = [cell for cell in report.cells if cell.status == "fit" and cell.same_as is None]
+    if report.question.capacity:
+        best = max(fitting, key=lambda cell: cell.micro_batch or 0)
+        source = "by the forecast" if report.question.forecast_only else "by trials"
+        head = f"largest micro batch: {best.micro_batch:,} with {_distinction(report, best)}, {source}"
+        yield doc.Headline(words=line((head, "bold green")), effort=effort)
+        return
+    assert report.compared is not None
+    reference, measure = report.compared
+    best = max(fitting, key=lambda cell: _speed(cell, measure))
+    rate = f"{format_rate(_speed(best, measure))} {measure}/s"
+    head = f"fastest: cell {best.number}, {_distinction(report, best)}: {rate}"
+    within_noise = best.ratio is not None and not best.ratio.differs
+    unsure = f", within the noise of cell {reference}" if within_noise else ""
+    yield doc.Headline(words=line((head, "bold green"), unsure), effort=effort)
+    if any(cell.ratio is not None and not cell.ratio.differs for cell in report.cells):
+        words = f"≈: not told apart from cell {reference} by these measurements (95 %)"
+        yield doc.Paragraph(words=line((words, "dim")))
+
+
+def _speed(cell: CellResult, measure: str) -> float:
+    return (cell.tokens_per_second if measure == "tokens" else cell.samples_per_second) or 0.0
+
+
+def _distinction(report: ProbeReport, cell: CellResult) -> str:
+    """'zero1, micro_batch 4': the values that distinguish the cell."""
+    varied = (name for name, values in report.axes.items() if len(values) > 1 or name == "rung")
+    return ", ".join(_describe_value(name, cell.values[name]) for name in varied if name not in cell.unheeded)
+
+
+def list_charts(report: ProbeReport) -> Iterator[doc.Chart]:
+    """Speed, device memory or the largest micro batch over each axis of whole numbers, a line for each other value."""
+
+    def read_largest(cell: CellResult) -> float | None:
+        return None if cell.capacity is None else cell.capacity.verified or cell.capacity.forecast
+
+    def read_device(cell: CellResult) -> float | None:
+        return cell.memory["device"].peak_bytes if "device" in cell.memory else None
+
+    measures: tuple[tuple[str, Callable[[CellResult], float | None], Callable[[float], str]], ...] = (
+        ("samples/s", lambda cell: cell.samples_per_second, format_rate),
+        ("device memory", read_device, format_bytes),
+        ("largest micro batch", read_largest, lambda most: f"{most:.0f}"),
+    )
+    for axis, values in report.axes.items():
+        if len(values) < 2 or not all(_is_whole(value) and value > 0 for value in values):  # type: ignore[operator]
+            continue
+        for title, read, format_measure in measures:
+            lines: dict[str, dict[int, float]] = {}
+            for cell in report.cells:
+                place, value = cell.values.get(axis), read(cell)
+                if isinstance(place, int) and cell.status == "fit" and value is not None:
+                    lines.setdefault(_name_others(report, cell, axis), {})[place] = float(value)
+            drawn = dict(list(lines.items())[:_MOST_LINES])
+            yield doc.Chart(title=f"{title} by {axis}", lines=drawn, format_value=format_measure, x_name=axis)
+
+
+def _is_whole(value: Scalar | None) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _name_others(report: ProbeReport, cell: CellResult, axis: str) -> str:
+    """'zero2, seq_len 64': the values of the other axes that vary."""
+    others = [name for name, values in report.axes.items() if name != axis and len(values) > 1]
+    named = (str(cell.values[name]) if name == "rung" else f"{name} {cell.values[name]}" for name in others)
+    return ", ".join(named) or report.question.workload

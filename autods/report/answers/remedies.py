@@ -1,0 +1,98 @@
+"""What to do where nothing fits: how much is missing, and the ways to make something fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...forecast.values import RungForecast
+from ...types import TIERS_OF_A_NODE, Failed, OutOfMemory, Tier, first_line
+from ...units import format_bytes
+from ..results.fit import ClosestRung, FitReport
+from ..results.plan import PlanReport, SiteForecast
+from ..text import TIER_NAMES
+
+_MIB = 2**20
+_PEAK_VARIATION = 1.05  # a trial's peak varies a little from run to run
+
+
+def describe_shortage(report: FitReport) -> str:
+    """'zero3-nvme comes closest, at least 61.2 MiB of device memory are missing'."""
+    closest = report.closest
+    if closest is None:
+        failed = any(isinstance(record.outcome, Failed) for record in report.trials)
+        return f"no rung could be {'run to its end' if failed else 'tried'}"
+    if closest.missing_bytes is None:
+        return f"{closest.rung} comes closest"
+    missing = f"{'' if closest.exact else 'at least '}{format_bytes(closest.missing_bytes)} of {closest.tier} memory"
+    return f"{closest.rung} comes closest, {missing} are missing"
+
+
+def list_remedies(report: FitReport) -> Iterator[str]:
+    """Ways to make something fit, the surest first."""
+    yield from dict.fromkeys(
+        f"{record.trial.rung} ran out of {record.outcome.tier} memory: {first_line(record.outcome.advice)}"
+        for record in report.trials
+        if isinstance(record.outcome, OutOfMemory) and record.outcome.tier != "device" and record.outcome.advice
+    )
+    if report.closest is None:
+        yield from dict.fromkeys(
+            f"{record.trial.rung}: {first_line(record.outcome.advice)}"
+            for record in report.trials
+            if isinstance(record.outcome, Failed) and record.outcome.advice
+        )
+    elif report.closest.missing_bytes is not None:
+        yield _more_memory(report, report.closest, report.closest.missing_bytes)
+    else:
+        yield "more memory per rank (--gpu-memory)"
+    for rung in report.question.lacks_nvme:
+        yield f"--nvme-path DIR on a fast disk: {rung} was skipped because it needs one"
+    yield f"more ranks (--gpus {report.question.gpus * 2}): ZeRO splits the model over them"
+    yield "a smaller workload: a shorter sequence in build_batch, or a smaller model"
+
+
+def _more_memory(report: FitReport, closest: ClosestRung, missing: int) -> str:
+    limit = report.question.device_bytes
+    if closest.tier != "device" or limit is None:
+        return f"{format_bytes(missing)} more {closest.tier} memory"
+    enough_mib = -(-int((limit + missing) * _PEAK_VARIATION) // (16 * _MIB)) * 16
+    size = f"{enough_mib}MiB" if enough_mib < 10240 else f"{-(-enough_mib // 1024)}GiB"
+    if report.device.has_cards:
+        return f"a card with {size} or more for each rank (--gpu-memory {size})"
+    bound = "" if closest.exact else ", or more: the shortage is a lower bound"
+    return f"--gpu-memory {size}{bound}"
+
+
+def list_plan_remedies(forecast: PlanReport, site: SiteForecast) -> Iterator[str]:
+    """Ways to make something fit, the surest first."""
+    forecasts = [rung for rung in site.rungs if rung.memory]
+    if not forecasts:
+        yield "no rung applies: see the reasons above"
+        return
+    closest = min(forecasts, key=lambda rung: max(1.0, rung.fill))
+    yield f"{closest.rung} comes closest: it {describe_need(closest)}"
+    if find_fullest_tier(closest) == "host" and not forecast.zero_init:
+        yield "--zero-init: under deepspeed.zero.Init no rank builds the whole model in host memory (stage 3)"
+    for rung in site.lacks_nvme:
+        yield f"--nvme 2TiB, if a node has a disk: {rung} was left out because it needs one"
+    yield f"more ranks (--gpus {site.site.world_size * 2}): ZeRO splits the model over them"
+    if any(rung.micro_batch > 1 for rung in forecasts):
+        yield "a smaller micro batch (--micro-batch 1)"
+    yield "a shorter sequence (--seq-len), or --on all: which machine would do?"
+
+
+def describe_need(rung: RungForecast) -> str:
+    """'needs 36.1 GiB of device memory, 4.1 GiB more than there is'."""
+    tier = find_fullest_tier(rung)
+    if tier is None:
+        device = rung.memory.get("device")
+        return f"needs {format_bytes(device.peak_bytes)} of device memory" if device else rung.reason
+    predicted = rung.memory[tier]
+    missing = predicted.peak_bytes - (predicted.limit_bytes or 0)
+    memory = f"{TIER_NAMES[tier]}{' on a node' if tier in TIERS_OF_A_NODE else ''}"
+    return f"needs {format_bytes(predicted.peak_bytes)} of {memory}, {format_bytes(missing)} more than there is"
+
+
+def find_fullest_tier(rung: RungForecast) -> Tier | None:
+    """The tier that exceeds its limit by the largest share; None when none does."""
+    over = [tier for tier, predicted in rung.memory.items() if predicted.fill > 1]
+    return max(over, key=lambda tier: rung.memory[tier].fill, default=None)

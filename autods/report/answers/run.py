@@ -1,0 +1,111 @@
+"""The document of `autods run`: its attempts, what ended each, what was changed, and how to go on."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ...units import format_bytes
+from .. import document as doc
+from ..document import Column, Medium, line, make_document, tabulate
+from ..results.run import AttemptRow, RunReport, read_steps
+from ..text import format_number_of, format_seconds
+
+_TO_WEIGHTS = "zero_to_fp32.py"  # DeepSpeed puts it into a checkpoint of ZeRO
+_MOST_POINTS = 60  # of a chart
+_HEADLINES = {"done": "done", "stopped": "stopped", "failed": "failed", "nothing_fits": "nothing fits"}
+_STYLES = {"done": "green", "stopped": "yellow", "interrupted": "yellow"}  # of a run or an attempt; else red
+_MEASURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("loss", "loss", lambda loss: f"{loss:.4g}"),
+    ("seconds of a step", "seconds", lambda seconds: f"{seconds:.3g} s"),
+    ("device memory of rank 0, the peak", "device_peak_bytes", format_bytes),
+)
+
+ATTEMPTS: tuple[Column[AttemptRow], ...] = (
+    Column(name="", read=lambda row: str(row.number), right=True),
+    Column(name="began", read=lambda row: time.strftime("%m-%d %H:%M:%S", time.localtime(row.began)), wraps=True),
+    Column(name="config", read=lambda row: _describe_config(row), wraps=True),
+    Column(name="steps", read=lambda row: f"{row.first_step:,}–{row.last_step:,}", right=True),
+    Column(name="again", read=lambda row: str(row.repeated), right=True),
+    Column(name="time", read=lambda row: format_seconds(row.seconds), right=True),
+    Column(name="end", read=lambda row: line((_describe_end(row), _STYLES.get(row.ending, "red"))), wraps=True),
+    Column(name="then", read=lambda row: row.changed or "", wraps=True),
+)
+
+
+def _describe_config(row: AttemptRow) -> str:
+    return f"{row.rung}, {row.micro_batch} × {row.accumulation} × {row.world_size}"
+
+
+def _describe_end(row: AttemptRow) -> str:
+    return row.ending if row.evidence is None else f"{row.ending}: {row.evidence}"
+
+
+def make_run_document(report: RunReport, folder: Path | None = None) -> doc.Document:
+    """What a run shows. Its page has charts of the steps that its folder has on record; None leaves them out."""
+    title = Path(report.out).resolve().name
+    return make_document(title=title, question="", parts=_list_parts(report, folder))
+
+
+def _list_parts(report: RunReport, folder: Path | None) -> Iterator[doc.Part]:
+    goal = f" of {report.steps:,}" if report.steps is not None else ""
+    answer = f"{_HEADLINES[report.status]} at step {report.step:,}{goal}"
+    effort = f"{format_number_of(report.rescues, 'rescue')}, {format_number_of(report.repeated, 'step')} repeated"
+    yield doc.Headline(
+        words=line((answer, f"bold {_STYLES.get(report.status, 'red')}")),
+        effort=f"{format_seconds(report.seconds)}, {effort}",
+    )
+    if report.reason:
+        yield doc.Paragraph(words=report.reason, whole=True)
+    if report.advice:
+        yield doc.Paragraph(words=f"What to do: {report.advice}", whole=True)
+    if report.attempts:
+        yield tabulate(ATTEMPTS, report.attempts)
+        yield doc.Paragraph(words=line(("config: rung, micro batch × accumulation × ranks", "dim")), on=Medium.PAGE)
+    for warning in report.warnings:
+        yield doc.Paragraph(words=f"warning: {warning}", whole=True)
+    if folder is not None:
+        yield from _list_charts(folder)
+    yield doc.Pairs(items=tuple(_list_folders(report)), whole=True)
+    if report.status in ("stopped", "failed") and report.attempts:
+        before = "" if report.status == "stopped" else "once that is mended, "
+        yield doc.Paragraph(words=f"{before}the same command goes on")
+    if report.ds_config:
+        text = json.dumps(dict(report.ds_config), indent=2)
+        yield doc.Details(items=(doc.Detail(summary="The last DeepSpeed config", text=text),))
+
+
+def _list_folders(report: RunReport) -> Iterator[tuple[str, str]]:
+    """The checkpoint, how its weights are made, and the fit."""
+    if report.checkpoint is not None:
+        yield "checkpoint", report.checkpoint
+        if (Path(report.checkpoint) / _TO_WEIGHTS).is_file():
+            yield "weights", f"cd {shlex.quote(report.checkpoint)} && python {_TO_WEIGHTS} . weights -t state"
+    if report.fit:
+        yield "fit", report.fit
+
+
+def _list_charts(folder: Path) -> Iterator[doc.Chart]:
+    """What each optimizer step took and reached."""
+    steps = read_steps(folder)
+    for title, key, format_value in _MEASURES:
+        if points := _choose_points({step: row.get(key) for step, row in steps.items()}):
+            lines, x_name = {title: points}, "optimizer step"
+            yield doc.Chart(title=title, lines=lines, format_value=format_value, x_name=x_name, logarithmic=False)
+
+
+def _choose_points(values: Mapping[int, Any]) -> dict[int, float]:
+    """The values that a chart from 0 up can show: all, or evenly spread ones where there are many."""
+    shown = {
+        step: float(value)
+        for step, value in values.items()
+        if isinstance(value, int | float) and math.isfinite(value) and value >= 0
+    }
+    every = math.ceil(len(shown) / _MOST_POINTS) or 1
+    last = max(shown, default=0)
+    return {step: value for place, (step, value) in enumerate(shown.items()) if place % every == 0 or step == last}

@@ -1,0 +1,152 @@
+"""Trials in a document: each with its log, what they measured by micro batch, and what their ranks sent."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from ...system.host import Hardware
+from ...system.processes import read_tail
+from ...types import Fit, Record
+from ...units import format_bytes
+from .. import document as doc
+from ..document import Medium, Words, line
+from ..results.fit import FitReport
+from ..text import MARKS, format_number_of, format_outcome, format_rate, format_seconds
+
+_TAIL_BYTES = 4000  # of each log; a page stays small whatever a script prints
+_MOST_LOGS = 40
+_LEAST_SHARE = 0.01  # of the bytes sent, from which a collective is named
+Row = TypeVar("Row")
+
+
+def list_trials(records: Sequence[Record], folder: Path | None) -> doc.Details:
+    """Each trial with its knobs, its outcome, and the end of the log of a trial that failed.
+
+    `folder` is that of the fit or the probe; None leaves out the logs.
+    """
+    unfit = [record.id for record in records if not isinstance(record.outcome, Fit)]
+    quoted = set(unfit[:_MOST_LOGS]) if folder is not None else set()
+    details = []
+    for record in records:
+        outcome, knobs = record.outcome, record.trial.knobs
+        settings = {"checkpointing": knobs.checkpointing, "accumulation": knobs.accumulation, **knobs.settings}
+        log = ""
+        if folder is not None and not isinstance(outcome, Fit) and record.id in quoted:
+            name = f"{record.id:03d}-{record.trial.rung}"
+            log = read_tail(folder / "logs" / name / f"rank{max(0, outcome.rank)}.log", _TAIL_BYTES)
+        summary = line(
+            f"{record.id}: {record.trial.rung}, micro batch {knobs.micro_batch} ({record.trial.purpose}): ",
+            (format_outcome(outcome), MARKS[outcome.kind].style),
+            (f" [{format_seconds(record.seconds)}]", "dim"),
+        )
+        sentences = [", ".join(f"{key} {value}" for key, value in {**settings, **record.trial.conditions}.items())]
+        sentences += [] if isinstance(outcome, Fit) else [outcome.evidence, outcome.advice]
+        details.append(doc.Detail(summary=summary, sentences=tuple(filter(None, sentences)), text=log))
+    return doc.Details(items=tuple(details))
+
+
+def describe_machine(hardware: Hardware | None, versions: Mapping[str, str]) -> doc.Pairs:
+    """The machine, where it is known, and the versions."""
+    machine: list[tuple[str, str]] = []
+    if hardware is not None:
+        cards = ", ".join(f"{card.name} ({format_bytes(card.total_bytes)})" for card in hardware.cards)
+        machine = [
+            ("processor", f"{hardware.cpu}, {hardware.cores} cores"),
+            ("host memory", format_bytes(hardware.host_bytes)),
+            ("cards", cards or "none"),
+            ("driver", hardware.driver or "none"),
+        ]
+    return doc.Pairs(items=(*machine, *sorted(versions.items())), on=Medium.PAGE)
+
+
+# What they measured.
+
+
+def chart_speed(records: Sequence[Record]) -> doc.Chart:
+    """Samples a second by micro batch, a line for each rung with and without checkpointing."""
+    lines = _list_lines(records, lambda fit: fit.samples_per_second)
+    return doc.Chart(title="samples/s by micro batch", lines=lines, format_value=format_rate)
+
+
+def chart_memory(records: Sequence[Record]) -> doc.Chart:
+    """The device's peak by micro batch, a line for each rung with and without checkpointing."""
+    lines = _list_lines(records, lambda fit: float(fit.device_peak_bytes))
+    return doc.Chart(title="device memory by micro batch", lines=lines, format_value=format_bytes)
+
+
+def _list_lines(records: Sequence[Record], read: Callable[[Fit], float]) -> dict[str, dict[int, float]]:
+    lines: dict[str, dict[int, float]] = {}
+    for record in records:
+        if isinstance(record.outcome, Fit) and record.trial.exam is None and record.trial.limited:
+            knobs = record.trial.knobs
+            name = f"{record.trial.rung}{'' if knobs.checkpointing else ', no checkpointing'}"
+            lines.setdefault(name, {})[knobs.micro_batch] = read(record.outcome)
+    return lines
+
+
+def chart_tuning(report: FitReport) -> doc.Chart:
+    """Each trial of tuning that fitted, and the best of those so far."""
+    by_memory = report.question.objective == "memory"
+    measured: dict[int, float] = {}
+    for record in report.trials:
+        if record.trial.purpose == "tune" and isinstance(record.outcome, Fit):
+            fit = record.outcome
+            measured[record.id] = float(fit.device_peak_bytes) if by_memory else fit.samples_per_second
+    best = dict(zip(measured, itertools.accumulate(measured.values(), min if by_memory else max), strict=True))
+    return doc.Chart(
+        title=f"Tuning: {'device memory' if by_memory else 'samples/s'} by trial",
+        lines={"best so far": best, "trial": measured},
+        format_value=format_bytes if by_memory else format_rate,
+        x_name="trial",
+        logarithmic=False,
+        dots="trial",
+    )
+
+
+def draw_time(records: Sequence[Record]) -> doc.Strip:
+    """The trials one after the other."""
+    return doc.Strip(
+        items=tuple(
+            (
+                record.seconds,
+                MARKS[record.outcome.kind].style,
+                f"trial {record.id}: {record.trial.rung}, {record.trial.purpose}, {format_seconds(record.seconds)}",
+            )
+            for record in records
+        )
+    )
+
+
+def describe_communication(report: FitReport) -> Iterator[tuple[str, Words]]:
+    """A line for each rung: the bytes that a rank sends in an optimizer step, and their share of its time.
+
+    The trial of a rung is the fastest one with timed collectives, or else the fastest.
+    """
+    sending = [
+        (record.trial.rung, fit, fit.communication)
+        for record in report.trials
+        if isinstance(fit := record.outcome, Fit) and fit.communication and fit.communication.sent_bytes
+    ]
+    sending.sort(key=lambda row: (row[2].share is not None, row[1].samples_per_second))
+    fits = {rung: (fit, communication) for rung, fit, communication in sending}
+    for rung, (fit, communication) in sort_by_ladder(report, fits).items():
+        share, sent = communication.share, communication.sent_bytes
+        of_step = f", {share:.0%} of a step where nothing overlaps" if share is not None else ""
+        ops = sorted(communication.ops.items(), key=lambda item: -item[1].sent_bytes)
+        parts = ", ".join(
+            f"{name} {format_bytes(op.sent_bytes)} in {format_number_of(op.calls, 'call')}"
+            for name, op in ops
+            if op.sent_bytes >= _LEAST_SHARE * sent
+        )
+        samples = format_number_of(round(fit.samples_per_second * statistics.median(fit.step_s)), "sample")
+        yield rung, line(f"sends {format_bytes(sent)}{of_step}: {parts}", (f"; a step of {samples}", "dim"))
+
+
+def sort_by_ladder(report: FitReport, rows: Mapping[str, Row]) -> dict[str, Row]:
+    """What belongs to rungs, in the order of the ladder."""
+    places = {rung: place for place, rung in enumerate(report.question.ladder)}
+    return dict(sorted(rows.items(), key=lambda row: places.get(row[0], len(places))))

@@ -1,0 +1,162 @@
+"""Documents on a terminal, by rich."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, Group, RenderableType
+from rich.measure import Measurement
+from rich.padding import Padding
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from ..units import escape_controls
+from . import document as doc
+from .document import Cell, Column, Medium, Words, list_pieces, list_spans
+
+_BAR_CELLS = 20
+_AT_LIMIT, _BEYOND_LIMIT = "│", "▶"
+_WIDEST = 10_000  # columns
+
+
+def print_document(document: doc.Document, console: Console, *, verbose: bool = False) -> None:
+    """Print the parts that a terminal shows, or a terminal with -v."""
+    medium = Medium.VERBOSE if verbose else Medium.BRIEF
+    if document.question:
+        console.print(Text.assemble("\n", make_text(document.question, style="bold")))
+    at_gap = not document.question
+    for part in document.parts:
+        if medium in part.on:
+            if part.gap and not at_gap:
+                console.print()
+            at_gap = _print_part(part, console, verbose=verbose)
+
+
+def _print_part(part: doc.Part, console: Console, *, verbose: bool) -> bool:
+    """Print a part; return whether an empty line ends it."""
+    match part:
+        case doc.Heading():
+            console.print(make_text(part.words, style="bold"))
+            return True  # what it heads follows at once
+        case doc.Headline():
+            effort = (f"  ({part.effort})" if part.effort else "", "dim")
+            console.print(Text.assemble(make_text(part.words), effort), soft_wrap=part.whole)
+        case doc.Paragraph(indent=0):
+            console.print(make_text(part.words), soft_wrap=part.whole)
+        case doc.Paragraph():
+            console.print(Padding(make_text(part.words), (0, 0, 0, part.indent), expand=False))
+        case doc.Bullets(numbered=True):
+            console.print(make_grid((f"{number}.", item) for number, item in enumerate(part.items, 1)))
+        case doc.Bullets():
+            bullets = (Text.assemble("· ", make_text(item)) for item in part.items)
+            console.print(Group(*(Padding(bullet, (0, 0, 0, 2), expand=False) for bullet in bullets)))
+        case doc.Pairs(whole=True):
+            width = max(len(name) for name, _ in part.items)
+            for name, command in part.items:
+                console.print(Text.assemble((f"  {name:<{width}}  ", "cyan"), _make_cell(command)), soft_wrap=True)
+        case doc.Pairs():
+            console.print(make_grid(part.items))
+        case doc.Legend():
+            kinds = (Text.assemble((kind.sign, kind.style), f" {kind.name}") for kind in doc.MEMORY_KINDS.values())
+            console.print(Text("  ").join(kinds))
+        case doc.Table():
+            return _print_table(part, console, verbose=verbose)
+        case _:  # drawings
+            pass
+    return False
+
+
+def _print_table(table: doc.Table, console: Console, *, verbose: bool) -> bool:
+    drawn, left = fit_table(table, console, Medium.VERBOSE if verbose else Medium.BRIEF)
+    console.print(drawn)
+    names = [column.name.replace("\n", " ") for column in left if not column.below]
+    if names and table.also_in:
+        hint = Text(f"  {', '.join(names)}: on a wider terminal, and in {table.also_in}\n", style="dim")
+        console.print(hint, soft_wrap=True)
+    places = [place for place, column in enumerate(table.columns) if column in left and column.below]
+    below = []
+    for row in table.items:
+        texts = [text for place in places if (text := _make_cell(row.cells[place]))]
+        if texts and (verbose or not row.quiet):
+            below.append((str(_make_cell(row.cells[0])), Text("  ").join(texts)))
+    if below:
+        console.print(make_grid(below))
+        console.print()
+    return True
+
+
+def fit_table(table: doc.Table, console: Console, medium: Medium) -> tuple[RichTable, list[Column[object]]]:
+    """The table as far as it fits the terminal, and the columns that left it."""
+    shown = [column for column in table.columns if medium in column.on]
+    left: list[Column[object]] = []
+    while True:
+        drawn = _draw_table(table, shown)
+        fits = Measurement.get(console, console.options.update(max_width=_WIDEST), drawn).minimum <= console.width
+        spare = max((column for column in shown if column.spare), key=lambda column: column.spare, default=None)
+        if fits:
+            return drawn, left
+        if spare is None:
+            return _draw_table(table, shown, wrap=True), left
+        shown.remove(spare)
+        left.append(spare)
+
+
+def _draw_table(table: doc.Table, columns: Sequence[Column[object]], *, wrap: bool = False) -> RichTable:
+    """Draw these columns of the table. With `wrap` any cell may be broken but those of the first column."""
+    drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
+    places = [table.columns.index(column) for column in columns]
+    rows = [[_make_cell(row.cells[place]) for place in places] for row in table.items]
+    for number, column in enumerate(columns):
+        breaks = column.wraps or (wrap and number > 0)
+        texts = [column.name, *(row[number].plain for row in rows)]
+        lines = [line for text in texts for line in (text.split() if breaks else text.split("\n"))]
+        drawn.add_column(
+            column.name,
+            justify="right" if column.right else "left",
+            no_wrap=not breaks,
+            min_width=column.least_width if column.wraps and not wrap else max(map(cell_len, lines), default=1),
+            overflow="fold",
+        )
+    for row, cells in zip(table.items, rows, strict=True):
+        drawn.add_row(*cells, style=row.style)
+    return drawn
+
+
+def _make_cell(cell: Cell) -> Text:
+    return Text("\n").join(map(_make_piece, list_pieces(cell)))
+
+
+def _make_piece(piece: doc.Piece) -> Text:
+    if isinstance(piece, doc.MemoryStack):
+        return draw_bar(piece)
+    return make_text(piece.words if isinstance(piece, doc.Gauge) else piece)
+
+
+def draw_bar(stack: doc.MemoryStack) -> Text:
+    """The device memory by kind. A full bar is the card, and an arrow marks what lies beyond."""
+    bar, end = Text(), 0.0
+    for kind, size in stack.sizes.items():
+        end += size * _BAR_CELLS / stack.limit_bytes
+        bar.append(
+            doc.MEMORY_KINDS[kind].sign * (min(round(end), _BAR_CELLS) - len(bar)), style=doc.MEMORY_KINDS[kind].style
+        )
+    bar.append(" " * (_BAR_CELLS - len(bar)))
+    is_beyond = stack.forecast.memory["device"].peak_bytes > stack.limit_bytes
+    return bar.append(_BEYOND_LIMIT if is_beyond else _AT_LIMIT, style="red" if is_beyond else "dim")
+
+
+def make_text(words: Words, *, style: str = "") -> Text:
+    """The words as rich has them; what has no style gets `style`."""
+    return Text.assemble(*((escape_controls(text), span_style or style) for text, span_style in list_spans(words)))
+
+
+def make_grid(pairs: Iterable[tuple[str, Cell | Text]]) -> RenderableType:
+    """Names and what belongs to them in two columns; long text wraps in its own column."""
+    grid = RichTable.grid(padding=(0, 2))
+    grid.add_column(style="cyan", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in pairs:
+        grid.add_row(Text(name), value if isinstance(value, Text) else _make_cell(value))
+    return Padding(grid, (0, 0, 0, 2))

@@ -1,0 +1,69 @@
+"""One document, three renderers: what a row of the answer says is said alike everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from autods.report.answers.fit import LADDER, make_comparison, make_fit_document
+from autods.report.document import Column, Document, Medium, line, tabulate
+from autods.report.render_html import to_page
+from autods.report.render_markdown import to_markdown
+from tests.support.pages import check_page
+from tests.support.reports import WINNING, fit, fitting_report, oom, record
+from tests.support.terminal import printed
+
+
+def render(document: Document, width: int = 200) -> Iterator[str]:
+    yield " ".join(printed(document, width).split())
+    yield to_markdown(document)
+    yield check_page(to_page(document)).words
+
+
+def test_a_made_up_column_of_the_ladder_is_shown_everywhere() -> None:
+    spread = Column(name="spread", read=lambda row: line(("made up for ", "dim"), row.rung), right=True)
+    for text in render(make_fit_document(fitting_report(), columns=(*LADDER, spread))):
+        assert "spread" in text
+        assert "made up for zero3" in text
+
+
+def test_every_renderer_has_the_winners_rate_of_the_answer() -> None:
+    trials = (record(1, "zero2", oom()), record(2, "zero3", fit(393.4, 55.5), knobs=WINNING))
+    report = replace(fitting_report(), trials=trials, reasons={"zero3": "measured again in turn"})
+    for text in (*render(make_fit_document(report)), to_markdown(make_comparison([report]))):
+        ladder = text[text.index("peak / limit") :]
+        row = ladder[ladder.index("zero3") : ladder.index("measured again")]
+        assert "41.7" in row
+        assert "55.5" not in row
+
+
+def test_a_column_that_is_empty_in_each_row_is_left_out() -> None:
+    columns = (Column(name="a", read=str), Column(name="b", read=lambda value: "–"), Column(name="c", read=str))
+    assert [column.name for column in tabulate(columns, (1, 2)).columns] == ["a", "c"]
+
+
+def test_what_leaves_a_narrow_terminal_stands_below_or_is_named() -> None:
+    columns = (
+        Column(name="rung", read=lambda value: f"zero{value}"),
+        Column(name="size", read=lambda value: "123456789", spare=1),
+        Column(
+            name="why", read=lambda value: f"reason {value} of many", wraps=True, least_width=20, spare=2, below=True
+        ),
+    )
+    document = Document(title="", question="", parts=(tabulate(columns, (1, 2), also_in="x.csv"),))
+    wide, middle, narrow = (printed(document, width) for width in (60, 24, 12))
+    assert wide.count("zero1") == 1
+    assert "reason 1 of many" in wide
+    assert "zero1  123456789" in middle
+    assert "zero1  reason 1 of" in middle
+    assert "123456789" not in narrow
+    assert "size: on a wider terminal, and in x.csv" in narrow
+
+
+def test_a_part_is_shown_where_it_belongs() -> None:
+    page = check_page(to_page(make_fit_document(fitting_report()))).words
+    assert "Every trial" in page
+    assert "-v shows" not in page
+    assert "Every trial" not in printed(make_fit_document(fitting_report()), 100)
+    assert "Every trial" not in to_markdown(make_fit_document(fitting_report()))
+    assert Medium.VERBOSE in Medium.TERMINAL
