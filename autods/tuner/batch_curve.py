@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ..types import Fit, Record
@@ -83,16 +83,16 @@ class BatchCurve:
                 if record.outcome.step_s:
                     seconds = median_step_s(record) / record.trial.knobs.accumulation
                     times[size] = min(seconds, times.get(size, math.inf))
-        fitting = [size for size, record in last.items() if fits_well(record) and peaks[size] <= usable_bytes]
-        return cls(
-            peak_bytes=peaks,
-            micro_step_s=times,
-            usable_bytes=usable_bytes,
-            fits=max([smallest, *fitting]),
-            too_large=min((size for size in last if size > smallest and size not in fitting), default=None),
-        )
+        curve = cls(peak_bytes=peaks, micro_step_s=times, usable_bytes=usable_bytes)
+        fitting = [size for size, record in last.items() if curve.leaves_headroom(record)]
+        too_large = min((size for size in last if size > smallest and size not in fitting), default=None)
+        return replace(curve, fits=max([smallest, *fitting]), too_large=too_large)
 
     # Memory
+
+    def leaves_headroom(self, record: Record) -> bool:
+        """Whether the trial fitted well, and no repeat of its micro batch exceeded the usable memory."""
+        return fits_well(record) and self.peak_bytes[record.trial.knobs.micro_batch] <= self.usable_bytes
 
     def line_limit(self) -> float | None:
         """The micro batch that fills the usable memory by the line through the two largest that fit; None with one.

@@ -10,7 +10,7 @@ from ..types import Failed, Fit, OutOfMemory, Purpose, Record, Steps, Trial, fir
 from ..units import format_bytes
 from .batch_curve import LONGEST_JUMP, SURE, BatchCurve, well_below
 from .prospects import MOST_AT_FIRST
-from .trials import FitContext, fit_steps_to_budget, fits_well, median_step_s, run_with_retry, samples_per_second
+from .trials import FitContext, fit_steps_to_budget, median_step_s, run_with_retry, samples_per_second
 
 _LONGER_STEPS = 4  # a step may take so many times the shortest one, even where that exceeds the trial's budget
 _WORTH_A_LONG_STEP = 1.15  # ratio of micro batches below which a trial with steps near the longest is not worth it
@@ -120,9 +120,8 @@ class Growth:
         smallest, curve = self.context.sizes[0], self.curve
         eligible = []
         for record in self.records:
-            size = record.trial.knobs.micro_batch
-            leaves_headroom = fits_well(record) and curve.peak_bytes[size] <= curve.usable_bytes
-            if leaves_headroom or (size == smallest and isinstance(record.outcome, Fit)):
+            is_smallest = record.trial.knobs.micro_batch == smallest and isinstance(record.outcome, Fit)
+            if is_smallest or curve.leaves_headroom(record):
                 eligible.append(record)
         if eligible or self.walked is None:
             return eligible

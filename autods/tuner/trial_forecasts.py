@@ -41,6 +41,7 @@ from ..forecast.simulation_cache import (
 )
 from ..forecast.values import EngineSpec, RungForecast, Simulation, StartSimulator
 from ..journal import TrialStore, trial_key
+from ..report.serialize import write_whole
 from ..runner.cleanup import simulator_variables
 from ..schema import read_as
 from ..system.host import cache_folder
@@ -377,8 +378,5 @@ def _read_factors(path: Path, report: Callable[[str], None]) -> StepFactors | No
 
 
 def _write_factors(path: Path, factors: StepFactors) -> None:
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(asdict(factors)) + "\n")
-        os.replace(temporary, path)
+    with contextlib.suppress(AutodsError):  # of a disk that cannot be written
+        write_whole(path, json.dumps(asdict(factors)) + "\n")
