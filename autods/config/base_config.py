@@ -16,7 +16,7 @@ from ..files import read_text
 from ..schema import check_plain, parse_json
 from ..types import MOST_RANKS, WorkloadSource
 from ..units import parse_bytes
-from .deepspeed import BATCH_KEYS, enabled_half_precision, get_key, merge
+from .deepspeed import BATCH_KEYS, enabled_half_precision, get_key, merge, use_documented_names
 from .validator import SEARCH_RULES, Question, find_problems, find_unfilled_auto
 
 # Strings, which stay, and comments; then strings and trailing commas. DeepSpeed reads its files as Hjson.
@@ -93,6 +93,7 @@ def resolve_base_config(
         except (TypeError, ValueError, RecursionError) as error:
             raise InputError(f"cannot be written as JSON: {error}", place=place) from None
     check_base_config(base, world_size=world_size, place=place, filled_in=fills_in_auto(source))
+    base = use_documented_names(base)
     if precision != "auto":
         _check_precision(precision)
     enabled = enabled_half_precision(base)
@@ -112,7 +113,10 @@ def merge_script_config(
     source: WorkloadSource, scripts: Mapping[str, Any], over: Mapping[str, Any], *, world_size: int
 ) -> dict[str, Any]:
     """Return a script's own config with the keys of `over` over it; an "auto" in `over` keeps the script's value."""
-    base = merge(scripts, {key: value for key, value in over.items() if get_key(over, f"{key}.enabled") != "auto"})
+    base = merge(
+        use_documented_names(scripts),
+        {key: value for key, value in over.items() if get_key(over, f"{key}.enabled") != "auto"},
+    )
     place = f"the DeepSpeed config of {source.path}"
     check_base_config(base, world_size=world_size, place=place, filled_in=fills_in_auto(source))
     return base

@@ -71,6 +71,22 @@ def get_key(config: Mapping[str, Any], dotted: str) -> Any:
     return value
 
 
+def use_documented_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config with ZeRO's keys as DeepSpeed documents them.
+
+    It reads max_live_parameters, say, for stage3_max_live_parameters, and refuses both together.
+    """
+    zero = config.get("zero_optimization")
+    if not isinstance(zero, Mapping):
+        return dict(config)
+    return {**config, "zero_optimization": {documented_name(name): value for name, value in zero.items()}}
+
+
+def documented_name(name: str) -> str:
+    """'max_live_parameters' → 'stage3_max_live_parameters'; other names of ZeRO's keys stay."""
+    return f"stage3_{name}" if f"stage3_{name}" in read_known_keys().zero_optimization else name
+
+
 def enabled_half_precision(config: Mapping[str, Any]) -> str | None:
     """Return 'bf16' or 'fp16', whichever is enabled; None: fp32. DeepSpeed reads bf16's old name, too."""
     if get_key(config, "bf16.enabled") or ("bf16" not in config and get_key(config, "bfloat16.enabled")):
@@ -152,8 +168,9 @@ def micro_batches(global_batch: int | None, world_size: int, most: int) -> range
 
 def strip_rung_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config without the keys that the rung and the batch set."""
-    zero = {key: value for key, value in dict(config.get("zero_optimization") or {}).items() if key not in _RUNG_KEYS}
-    return {key: value for key, value in config.items() if key not in BATCH_KEYS} | {"zero_optimization": zero}
+    named = use_documented_names(config)
+    zero = {key: value for key, value in dict(named.get("zero_optimization") or {}).items() if key not in _RUNG_KEYS}
+    return {key: value for key, value in named.items() if key not in BATCH_KEYS} | {"zero_optimization": zero}
 
 
 def without_monitors(config: Mapping[str, Any]) -> dict[str, Any]:

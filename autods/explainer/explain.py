@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.base_config import read_base_config
-from ..config.deepspeed import BATCH_KEYS, get_key, merge, nest_key, read_known_keys
+from ..config.deepspeed import BATCH_KEYS, documented_name, get_key, merge, nest_key, read_known_keys
 from ..config.plan_settings import PlanSettings, resolve_plan
 from ..config.rungs import Rung, State
 from ..config.validator import EXPLAIN_RULES, Question, find_problems, walk_keys
@@ -111,13 +111,15 @@ def _explain_keys(
 ) -> Iterator[ExplainedKey]:
     texts = read_meanings()
     for name, value in walk_keys(config):
+        section, _, last = name.rpartition(".")
+        documented = f"{section}.{documented_name(last)}" if section == "zero_optimization" else name
         yield ExplainedKey(
             key=name,
             value=value,
             default=defaults.get(name),
             has_default=defaults.get(name) is not None,
-            meaning=texts.means.get(name, ""),
-            cost=texts.costs.get(name, ""),
+            meaning=texts.means.get(documented, ""),
+            cost=texts.costs.get(documented, ""),
             measured=costs.get(name),
         )
 

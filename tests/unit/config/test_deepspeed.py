@@ -15,6 +15,8 @@ from autods.config.deepspeed import (
     merge,
     required_ops,
     start_settings,
+    strip_rung_keys,
+    use_documented_names,
     without_monitors,
 )
 from autods.config.rungs import read_rungs
@@ -213,3 +215,12 @@ def test_monitors_and_profilers_are_for_the_training_not_for_trials() -> None:
 )
 def test_the_half_precision_is_the_one_that_is_enabled(config: dict[str, Any], kind: str | None) -> None:
     assert enabled_half_precision(config) == kind
+
+
+def test_zeros_keys_have_the_names_that_deepspeed_documents() -> None:
+    """DeepSpeed reads both names and refuses them together, and rungs set the documented ones."""
+    base = {"zero_optimization": {"stage": 3, "max_live_parameters": 5, "overlap_comm": True}}
+    named = {"stage": 3, "stage3_max_live_parameters": 5, "overlap_comm": True}
+    assert use_documented_names(base) == {"zero_optimization": named}
+    zero = strip_rung_keys(base)["zero_optimization"]
+    assert zero == {"stage3_max_live_parameters": 5, "overlap_comm": True}

@@ -70,6 +70,12 @@ def test_without_a_workload_nothing_is_simulated() -> None:
     assert [key.key for key in explanation.keys][:2] == ["train_batch_size", "train_micro_batch_size_per_gpu"]
 
 
+def test_a_field_is_explained_under_both_of_its_names() -> None:
+    config = {**SIZED, "zero_optimization": {"stage": 3, "max_live_parameters": 10**9}}
+    (key,) = [each for each in explained(config)[0].keys if each.key.endswith("live_parameters")]
+    assert key.meaning.startswith("Elements of collected parameters")
+
+
 def test_each_sized_key_is_simulated_with_another_value() -> None:
     explanation, specs = explained(SIZED, workload="model.py", gpus=8, gpu_memory="40GiB", host_memory="1TiB")
     costs = {key.key: key.measured for key in explanation.keys if key.measured is not None}
