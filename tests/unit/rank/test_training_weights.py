@@ -7,8 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from autods.rank import weights
-from autods.rank.weights import drawing_in_parallel
+from autods.rank.training import drawing_in_parallel
+
+LEAST = 4 << 20  # elements that are drawn in parallel, in chunks
+CHUNK = 1 << 20
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +20,7 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def draw(size: int = weights._LEAST, threads: int = 2, seed: int = 7, dtype: torch.dtype = torch.float32):
+def draw(size: int = LEAST, threads: int = 2, seed: int = 7, dtype: torch.dtype = torch.float32):
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     with drawing_in_parallel():
@@ -31,10 +33,10 @@ def plain(size: int, seed: int = 7, dtype: torch.dtype = torch.float32) -> torch
 
 
 def test_large_weights_are_normal_and_no_part_repeats_another() -> None:
-    drawn = draw(weights._LEAST + 12345).detach()
+    drawn = draw(LEAST + 12345).detach()
     assert drawn.mean().item() == pytest.approx(0.5, abs=1e-4)
     assert drawn.std().item() == pytest.approx(0.02, rel=1e-2)
-    chunks = drawn[: 4 * weights._CHUNK].view(4, -1)
+    chunks = drawn[: 4 * CHUNK].view(4, -1)
     assert not any(torch.equal(chunks[0], chunk) for chunk in chunks[1:])
     assert drawn[-12345:].std().item() == pytest.approx(0.02, rel=0.05)
 
@@ -44,7 +46,7 @@ def test_the_seed_decides_and_the_number_of_threads_does_not() -> None:
     assert not torch.equal(draw(seed=7), draw(seed=8))
 
 
-@pytest.mark.parametrize(("size", "dtype"), [(1000, torch.float32), (weights._LEAST, torch.bfloat16)])
+@pytest.mark.parametrize(("size", "dtype"), [(1000, torch.float32), (LEAST, torch.bfloat16)])
 def test_small_tensors_and_other_types_are_torch_s_own(size: int, dtype: torch.dtype) -> None:
     assert torch.equal(draw(size, dtype=dtype), plain(size, dtype=dtype))
 
@@ -52,12 +54,12 @@ def test_small_tensors_and_other_types_are_torch_s_own(size: int, dtype: torch.d
 def test_uniform_weights_stay_within_their_bounds() -> None:
     torch.manual_seed(7)
     with drawing_in_parallel():
-        drawn = torch.nn.init.uniform_(torch.empty(weights._LEAST), -0.5, 0.1)
+        drawn = torch.nn.init.uniform_(torch.empty(LEAST), -0.5, 0.1)
     assert -0.5 <= drawn.min().item() < -0.499
     assert 0.099 < drawn.max().item() <= 0.1
 
 
 def test_torch_draws_again_afterwards() -> None:
     draw()
-    size = weights._LEAST
+    size = LEAST
     assert torch.equal(plain(size), torch.empty(size).normal_(0.5, 0.02, generator=torch.Generator().manual_seed(7)))
