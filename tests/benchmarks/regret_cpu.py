@@ -61,7 +61,7 @@ from recorded import (
 from autods.config.profiles import Budget
 from autods.config.settings import Settings
 from autods.errors import AutodsError
-from autods.forecast.values import Engine, EngineSpec, ProcessSimulator, Simulation
+from autods.forecast.values import Engine, EngineSpec, Simulation, Simulator
 from autods.journal import Journal, TrialStore
 from autods.system.host import installed_versions, read_hardware
 from autods.tuner.fit import fit, search
@@ -325,10 +325,10 @@ def searched(
     with tempfile.TemporaryDirectory() as out:
         journal = Journal(Path(out) / "journal.jsonl")
         past = journal.open(fingerprint=settings.fingerprint())
-        memory = TrialStore(journal, past, lambda trial, id: runner.run(trial, id=id), lambda event: None)
+        memory = TrialStore(journal, past, runner.run, lambda event: None)
         start = lambda source: contextlib.nullcontext(simulator)  # noqa: E731
-        with open_forecaster(settings, runner.final_config, memory, lambda event: None, start=start) as forecaster:
-            facts, op_problems = runner.survey()
+        facts, op_problems = runner.survey()
+        with open_forecaster(settings, facts, memory, lambda event: None, start=start) as forecaster:
             context = FitContext(
                 settings=settings, facts=facts, op_problems=op_problems, memory=memory, forecaster=forecaster,
                 study=Path(out) / "study.jsonl", final_config=runner.final_config,
@@ -371,7 +371,7 @@ def told(records: Sequence[Record], reasons: Mapping[str, str]) -> tuple[str, ..
 class Remembered:
     """A simulator whose answers are kept from seed to seed: they are the same."""
 
-    def __init__(self, simulator: ProcessSimulator) -> None:
+    def __init__(self, simulator: Simulator) -> None:
         self.simulator = simulator
         self.known: dict[tuple[str, int], Simulation] = {}
 

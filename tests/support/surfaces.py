@@ -316,7 +316,7 @@ def searching(
         )  # fmt: skip
         journal = Journal(out / "journal.jsonl")
         past = journal.open(fingerprint="surface")
-        memory = TrialStore(journal, past, lambda trial, id: surface.run(trial, id=id), lambda event: None)
+        memory = TrialStore(journal, past, surface.run, lambda event: None)
         seer = NO_FORECASTER if blind else forecaster or SurfaceForecaster(surface)
         facts, op_problems = surface.survey()
         yield FitContext(
