@@ -8,7 +8,6 @@ import math
 import os
 import sys
 import types
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -55,16 +54,6 @@ _COORDINATOR = declare_all(
 _RANGE = declare(
     "deepspeed.runtime.zero.partition_parameters.range", "a gather makes a view for each rank of the world", adds=True
 )
-_ITER_PARAMS = declare(
-    "deepspeed.runtime.zero.partitioned_param_coordinator.iter_params",
-    "stage 3 asks for a module's own parameters some fifty times for each module of a step",
-    optional=True,
-)
-_IS_LEAF = declare(
-    "deepspeed.utils.z3_leaf_module.z3_leaf_module",
-    "stage 3 asks each module as often, and a module without the mark searches its parameters and children for it",
-    optional=True,
-)
 
 
 def install(ledger: Ledger) -> None:
@@ -74,9 +63,6 @@ def install(ledger: Ledger) -> None:
     _SAME_ON_ALL_RANKS["assert_lst_len_same_as_other_ranks"].install(lambda values: None)
     _SAME_ON_ALL_RANKS["get_lst_from_rank0"].install(lambda values: values)
     _NVTX.install(False)
-    if (iterate := _ITER_PARAMS.original()) is not None:
-        _ITER_PARAMS.install(functools.partial(_iter_parameters, iterate), everywhere=True)
-    _IS_LEAF.install(lambda module: module.__dict__.get("_z3_leaf", False), everywhere=True)
     PROCESSOR.install(dict)  # no vendor: an optimizer on the CPU asks for it, to warn of fp16
     complain = _DUPLICATES.original()
 
@@ -97,17 +83,6 @@ def _count_hook(hook: Any, ledger: Ledger) -> Any:
         return hook(*args, **kwargs)
 
     return count
-
-
-def _iter_parameters(real: Any, module: Any, recurse: bool = False) -> Iterable[Any]:
-    """The module's own parameters and the external ones, without the generators of `Module.named_parameters`."""
-    if recurse:
-        return real(module, recurse)  # type: ignore[no-any-return]
-    parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
-    if len(parameters) > 1:
-        parameters = list(dict.fromkeys(parameters))
-    parameters += [parameter for _, parameter in module.ds_external_parameters()]
-    return parameters
 
 
 class _Ops(types.ModuleType):

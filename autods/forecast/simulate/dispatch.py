@@ -66,15 +66,6 @@ _EXPERTS = "the first experts were taken to get all tokens, until every token ha
 Handler = Callable[[Any, Any, Any], Any]
 
 
-def _dispatch(self: Recorder, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    if func is _device_of:  # every second call where the C++ library is not there to answer: on CPU ranks
-        return _META if self._mode.in_kernel_invocation else getattr(args[0], FAKE_DEVICE)
-    handler = self._handlers.get(func)
-    if handler is None:
-        handler = self._handlers[func] = self._choose_handler(func)
-    return handler(func, args, kwargs or {})
-
-
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Every operator that Python or autograd dispatches passes here on its way to FakeTensorMode."""
 
@@ -95,6 +86,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             _aten.all.dim: self._all,
         }
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _device_of:  # every second call where the C++ library is not there to answer: on CPU ranks
+            return _META if self._mode.in_kernel_invocation else getattr(args[0], FAKE_DEVICE)
+        handler = self._handlers.get(func)
+        if handler is None:
+            handler = self._handlers[func] = self._choose_handler(func)
+        return handler(func, args, kwargs or {})
+
     def _choose_handler(self, func: Any) -> Handler:
         if func.namespace == "c10d":
             return self._run_collective
@@ -108,8 +107,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._factory
         if not ShapeCache.allows(func):
             return self._run
-        if func is _aten.detach.default:
-            return self._cache.detach
         return self._cache.view if func.is_view or func is _aten._unsafe_view.default else self._cache.call
 
     def _run_collective(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -265,9 +262,6 @@ _NO_ASSUMPTION = (
 )  # fmt: skip
 # Frames between an operator and the model's code.
 _LIBRARIES = ("/torch/", "/deepspeed/", "/autods/", "<frozen", "<string>", "/contextlib.py")
-# Set after the class is made: torch wraps the class's own function in a guard against torch.compile, which costs as
-# much as the rest.
-Recorder.__torch_dispatch__ = _dispatch  # type: ignore[assignment]
 
 
 def model_line() -> str | None:

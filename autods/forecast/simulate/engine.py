@@ -38,7 +38,7 @@ class SimulationContext:
         self._fake.cache_enabled = False  # the recorder has its own, see `shape_cache`
         if device.has_cards:
             fake_gpu.install(self.ledger)
-        torch_patches.install(self.ledger, self._fake, Recorder)
+        torch_patches.install(self.ledger)
         unknown_values.install()
         deepspeed_patches.install(self.ledger)
         self.recorder = Recorder(self.ledger, self._fake)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,13 +21,11 @@ _KERNELS = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call
 _NO_GPU = "there is no GPU to ask"
 _CONSTANTS: dict[str, Any] = {
     "is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0, "initial_seed": 0,
-    "_exchange_device": 0, "_maybe_exchange_device": 0, "get_device_name": _NAME,
-    "is_bf16_supported": True, "is_current_stream_capturing": False,
+    "_exchange_device": 0, "_maybe_exchange_device": 0, "is_bf16_supported": True, "is_current_stream_capturing": False,
 }  # fmt: skip
 _NO_OPS = (
-    "_lazy_init", "_lazy_call", "init", "set_device", "set_rng_state", "manual_seed",
-    "manual_seed_all", "seed", "seed_all", "ipc_collect", "reset_peak_memory_stats", "reset_max_memory_allocated",
-    "reset_max_memory_cached", "set_per_process_memory_fraction",
+    "_lazy_init", "_lazy_call", "set_device", "set_rng_state", "ipc_collect", "reset_peak_memory_stats",
+    "set_per_process_memory_fraction",
 )  # fmt: skip
 _CONSTANT_PATCHES = declare_all("torch.cuda", _CONSTANTS, _NO_GPU)
 _NO_OP_PATCHES = declare_all("torch.cuda", _NO_OPS, _NO_GPU)
@@ -40,13 +37,9 @@ _STREAM_PATCHES = declare_all(
 _RANDOM_STATE = declare("torch.cuda.get_rng_state", "random states need a GPU")
 _MEMORY_PATCHES = declare_all(
     "torch.cuda",
-    (
-        "memory_allocated", "memory_reserved", "memory_cached", "max_memory_allocated", "max_memory_reserved",
-        "max_memory_cached", "memory_stats", "mem_get_info", "empty_cache", "get_device_properties",
-        "get_device_capability",
-    ),
+    ("memory_stats", "mem_get_info", "empty_cache", "get_device_properties"),  # torch's other functions ask these
     "the ledger knows the memory of the simulated GPU",
-)  # fmt: skip
+)
 _AVAILABLE = declare(
     "deepspeed.accelerator.cuda_accelerator.CUDA_Accelerator.available_memory",
     "it asks NVML, which counts the CUDA context and NCCL as used, and there is no card",
@@ -130,37 +123,13 @@ class Stream:
         return hash(self.stream_id)
 
 
-@contextlib.contextmanager
-def no_gpu_visible() -> Iterator[None]:
-    """Hide GPU and NVML while DeepSpeed is imported.
-
-    With a GPU it looks for nvcc. With NVML it later asks for the free memory of a real card and fails, because
-    CUDA_VISIBLE_DEVICES is empty (CUDA_Accelerator.available_memory).
-    """
-    nvml = sys.modules.get("pynvml")
-    sys.modules["pynvml"] = None  # type: ignore[assignment]  # importing it raises ImportError
-    try:
-        with _CONSTANT_PATCHES["is_available"].installed(lambda: False):
-            yield
-    finally:
-        del sys.modules["pynvml"]
-        if nvml is not None:
-            sys.modules["pynvml"] = nvml
-
-
 def install(ledger: Ledger) -> None:
     """Replace the functions of torch.cuda: the ledger answers for memory, and a single idle card for the rest."""
 
-    def allocated(*args: Any) -> int:
-        return ledger.current[DEVICE]
-
-    def most_allocated(*args: Any) -> int:
-        return max(ledger.highest[DEVICE], *(peaks["device"] for peaks in ledger.peaks().values()))
-
-    def free_and_total(*args: Any) -> tuple[int, int]:
+    def free_and_total(*args: Any, **kwargs: Any) -> tuple[int, int]:
         return max(0, ledger.device_bytes - ledger.outside_bytes - ledger.current[DEVICE]), ledger.device_bytes
 
-    def properties(*args: Any) -> Any:
+    def properties(*args: Any, **kwargs: Any) -> Any:
         return types.SimpleNamespace(
             total_memory=ledger.device_bytes,
             major=ledger.capability[0],
@@ -170,20 +139,19 @@ def install(ledger: Ledger) -> None:
             warp_size=32,
         )
 
-    def statistics(*args: Any) -> Mapping[str, int]:
-        counts: dict[str, int] = collections.defaultdict(int)
+    def statistics(*args: Any, **kwargs: Any) -> Mapping[str, int]:
+        allocated = ledger.current[DEVICE]
+        peak = max(ledger.highest[DEVICE], *(peaks["device"] for peaks in ledger.peaks().values()))
+        counts: dict[str, int] = collections.defaultdict(int, num_ooms=0, num_alloc_retries=0)
         for name in ("allocated", "active", "reserved"):
-            counts |= {f"{name}_bytes.all.current": allocated(), f"{name}_bytes.all.peak": most_allocated()}
+            counts |= {f"{name}_bytes.all.current": allocated, f"{name}_bytes.all.peak": peak}
         return counts
 
-    memory: dict[str, Any] = {
-        **dict.fromkeys(("memory_allocated", "memory_reserved", "memory_cached"), allocated),
-        **dict.fromkeys(("max_memory_allocated", "max_memory_reserved", "max_memory_cached"), most_allocated),
+    memory: Mapping[str, Any] = {
         "memory_stats": statistics,
         "mem_get_info": free_and_total,
         "empty_cache": ledger.empty_cache,
         "get_device_properties": properties,
-        "get_device_capability": lambda *args, **kwargs: ledger.capability,
     }
     for name, value in _CONSTANTS.items():
         _CONSTANT_PATCHES[name].install(_always(value))

@@ -47,7 +47,6 @@ _WORLD = declare_all(
     ),
     "the simulated world is joined before the script starts",
 )  # fmt: skip
-_MEMORY_SUMMARY = declare("torch.cuda.memory.memory_summary", "it needs the statistics of a real allocator")
 
 
 def install(ledger: Ledger) -> None:
@@ -62,8 +61,6 @@ def install(ledger: Ledger) -> None:
         for patch in _SYNCHRONIZED_STATES.values():
             patch.install(_nothing, everywhere=True)
     _stay_in_the_joined_world()
-    if not ledger.one_memory:
-        _MEMORY_SUMMARY.install(lambda *args, **kwargs: "", everywhere=True)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

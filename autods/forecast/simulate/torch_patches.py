@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-import types
 from typing import Any
 
 import torch
@@ -31,15 +29,6 @@ _FAKE_TENSOR = declare_all(
     ("data", "data_ptr", "record_stream", "is_pinned", "numpy"),
     "DeepSpeed moves tensors by `.data =`, compares addresses and asks for pinned memory",
 )
-# FakeTensor's constructor sets these on every instance. The shape cache bypasses it, so the class has defaults.
-_DEFAULTS = declare_all(
-    "torch._subclasses.fake_tensor.FakeTensor",
-    (
-        "fake_mode", "constant", "pytype", "dispatch_keys", "real_tensor", "nonzero_memo", "item_memo", "unique_memo",
-        "unique_consecutive_memo", "nested_int_memo",
-    ),
-    "fake tensors are made without its constructor, which takes as long as the rest of an operator",
-)  # fmt: skip
 _APPLY = declare("torch.nn.Module._apply", "it swaps fake parameters instead of setting their data")
 _RAW_STREAM = declare("torch._C._cuda_getCurrentRawStream", "bitsandbytes imports it", adds=True)
 _COMPILE = declare("torch.compile", "there is no GPU to compile for")
@@ -47,25 +36,14 @@ _FOREACH_TYPES = (
     declare("torch.optim.optimizer._foreach_supported_types", "fake tensors take the default of a GPU, foreach"),
     declare("torch.utils._foreach_utils._foreach_supported_types", "fake tensors take the default of a GPU, foreach"),
 )
-_DISPATCH_RULE = declare(
-    "torch._library.simple_registry.find_torch_dispatch_rule",
-    "it is called for every operator, and nobody registers rules for our dispatch mode",
-)
-_INSPECT = declare(
-    "torch.autograd.function.inspect",
-    "it reads the signature of a function at each application, and ZeRO stage 3 applies several to each module",
-)
 _ONE_HOT = declare("torch.nn.functional.one_hot", "how many tokens experts get follows from routers' masks")
 _ATTENTION = declare(
     "torch.nn.functional.scaled_dot_product_attention", "torch would ask the driver for the kernel, and there is none"
 )
 
 
-def install(ledger: Ledger, mode: Any, recorder: type) -> None:
-    """Patch torch in this process, after DeepSpeed is imported.
-
-    `mode` is the process's only FakeTensorMode, and `recorder` the class of the dispatch mode around it.
-    """
+def install(ledger: Ledger) -> None:
+    """Patch torch in this process, after DeepSpeed is imported."""
     torch._C._set_only_lift_cpu_tensors(True)
     _INIT_GPU.install(lambda device=None: None)
     _AVOID_INIT.install(property(lambda self: True))
@@ -74,8 +52,6 @@ def install(ledger: Ledger, mode: Any, recorder: type) -> None:
     _FAKE_TENSOR["record_stream"].install(lambda tensor, stream: ledger.use_on(tensor, stream))
     _FAKE_TENSOR["is_pinned"].install(lambda self, device=None: ledger.is_pinned(self))
     _FAKE_TENSOR["numpy"].install(_refuse_values)
-    for patch in _DEFAULTS.values():
-        patch.install(mode if patch.symbol.endswith(".fake_mode") else None)
     _APPLY.install(_apply_in_place)
     if not ledger.one_memory:
         _RAW_STREAM.install(lambda device: 0)
@@ -93,9 +69,6 @@ def install(ledger: Ledger, mode: Any, recorder: type) -> None:
         return compile_code(*args, **kwargs)
 
     _COMPILE.install(compile_and_note)
-    find_rule = _DISPATCH_RULE.original()
-    _DISPATCH_RULE.install(lambda op, of_class: None if of_class is recorder else find_rule(op, of_class))
-    _INSPECT.install(types.SimpleNamespace(**{**vars(inspect), "signature": read_signature}))
     _route_attention(ledger)
     make_one_hot = _ONE_HOT.original()
 
@@ -106,51 +79,6 @@ def install(ledger: Ledger, mode: Any, recorder: type) -> None:
 
     _ONE_HOT.install(one_hot)
     Distribution.set_default_validate_args(False)  # it would look at values; routers of experts draw from one
-
-
-_signatures: dict[Any, _PositionalFirst] = {}
-
-
-def read_signature(function: Any) -> _PositionalFirst:
-    """Return the function's signature, read once for all functions of one `def`.
-
-    ZeRO stage 3 makes two classes for each module, and their functions differ in nothing but the module. Where a
-    signature does not follow from the code alone, by defaults or a decorator, it is read for each function.
-    """
-    differs = any(getattr(function, name, None) for name in ("__defaults__", "__kwdefaults__", "__dict__"))
-    key = function if differs else getattr(function, "__code__", function)
-    known = _signatures.get(key)
-    if known is None:
-        known = _signatures[key] = _PositionalFirst(function)
-    return known
-
-
-class _PositionalFirst:
-    """A function's signature as `torch.autograd.Function.apply` asks it; quick where a call gives each parameter."""
-
-    def __init__(self, function: Any) -> None:
-        self._signature = inspect.signature(function)
-        parameters = self._signature.parameters.values()
-        self._count = len(parameters)
-        self._is_plain = all(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
-
-    def bind(self, *args: Any, **kwargs: Any) -> Any:
-        """Return `args` and `kwargs` as `inspect.BoundArguments` has them."""
-        if self._is_plain and not kwargs and len(args) == self._count:
-            return _Bound(args)
-        return self._signature.bind(*args, **kwargs)
-
-
-class _Bound:
-    """The arguments of a call that needs no default."""
-
-    __slots__ = ("args", "kwargs")
-
-    def __init__(self, args: tuple[Any, ...]) -> None:
-        self.args, self.kwargs = args, dict[str, Any]()
-
-    def apply_defaults(self) -> None:
-        """Do nothing: nothing is missing."""
 
 
 class NoValues(Exception):

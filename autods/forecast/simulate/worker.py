@@ -105,10 +105,8 @@ def _import_libraries(device: Device) -> None:
         library.autods_register_guard()
         library.autods_answer_for_devices()
     from ...rank import preload
-    from .fake_gpu import no_gpu_visible
 
-    with no_gpu_visible() if device.has_cards else contextlib.nullcontext():
-        preload.preload()
+    preload.preload()
     # Torch replaces its thread pool in a child at the pool's first use (caffe2/utils/threadpool/pthreadpool-cpp.cc).
     # The threads of the first backward pass would race for it, and one aborts with "Invalid thread pool!".
     os.register_at_fork(after_in_child=_use_one_thread)

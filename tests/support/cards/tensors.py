@@ -31,7 +31,7 @@ def install(runtime: Runtime) -> None:
     ledger = CardLedger(runtime)
     fake_gpu.install_streams(ledger.work)
     torch.cuda.nccl.version = lambda: (2, 27, 0)
-    torch_patches.install(ledger, fake, CardRecorder)
+    torch_patches.install(ledger)
     unknown_values.install()
     deepspeed_patches.install(ledger)
     _replace_nccl(runtime)
