@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from ..arguments import Option, field_types, find_argument_type, list_options
-from ..errors import EnvironmentBroken, InputError, describe_failed_import
+from ..errors import EnvironmentBroken, InputError, describe_broken_machine, describe_failed_import
 from ..requests import TrialRequest, WorkloadRequest
 from .ending import Call, end_output, end_with_error
 from .synopsis import COMMANDS, Module, Synopsis
@@ -154,10 +154,8 @@ def _load_commands() -> ModuleType:
     """The module of the commands. Raises EnvironmentBroken where something that it imports is broken or hidden."""
     try:
         from . import commands
-    except ModuleNotFoundError:
-        raise
     except Exception as error:
-        raise EnvironmentBroken(describe_failed_import(error)) from error
+        raise EnvironmentBroken(describe_broken_machine(error) or describe_failed_import(error)) from error
     return commands
 
 

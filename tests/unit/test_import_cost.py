@@ -143,3 +143,13 @@ sys.exit(start())
 """
     ended = subprocess.run([sys.executable, "-c", interrupted], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
+def test_a_small_package_that_is_missing_is_named() -> None:
+    code = (
+        WITHOUT.replace("{*REQUIRED, ", '{"jinja2", *REQUIRED, ')
+        + "from autods.cli.main import main\nsys.exit(main(['doctor']))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 3
+    assert "what autods needs cannot be imported: ModuleNotFoundError: No module named 'jinja2'" in ended.stderr
