@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..schema import read_as
+from ..system.host import count_cores, threads_per_rank
 from ..types import PHASES, Exam, Phase, Steps, WorkloadSource
 from ..workload.protocol import WorkloadError
 
@@ -121,6 +122,11 @@ class RankJob:
     def stops_at_engine(self) -> bool:
         """Whether a script runs up to the creation of its engine only."""
         return self.job == "survey" or self.only_build
+
+    @property
+    def rank_threads(self) -> int:
+        """The threads of each rank on this node."""
+        return self.threads or threads_per_rank(len(self.local_ranks), count_cores())
 
     @property
     def train_batch(self) -> int:

@@ -24,7 +24,6 @@ from ..config.deepspeed import get_key
 from ..diagnosis.evidence import RESULT_PREVENTED_EXIT, RESULT_UNWRITTEN_EXIT
 from ..plain_text import read_traceback
 from ..system import processes, stacks
-from ..system.host import count_cores, find_interface, threads_per_rank
 from ..types import ModelFacts, Phase
 from ..workload.hf_config import partition_at_build
 from ..workload.load import bind_options, check_process, in_one_process, load
@@ -179,7 +178,7 @@ def run_rank(job: RankJob, slot: int, board: Heartbeats, store: socket.socket | 
     stacks.answer_requests()  # and a silent one where it is
     processes.put_pid_into_names()
     board.beat(slot, "start", 0)
-    torch.set_num_threads(_threads(job))  # it inherited one thread from the zygote, which has to stay single-threaded
+    torch.set_num_threads(job.rank_threads)  # the zygote has a single one, which it must keep
     meter = make_meter(job.device, job.limit_bytes, slot)
     observer = Observer(board, slot, meter)
     observer.watch_compiles()
@@ -285,33 +284,6 @@ _HANDLERS: Mapping[JobKind, Callable[[RankContext], JobResult]] = {
     "ops": _build_ops,
     "run": _run,
 }
-
-
-def environment(job: RankJob, slot: int, port: int) -> dict[str, str]:
-    """Return this process's environment with the variables of torchrun and the rank's number of threads."""
-    variables = {
-        "RANK": str(job.local_ranks[slot]),
-        "LOCAL_RANK": str(slot),
-        "WORLD_SIZE": str(job.world_size),
-        "LOCAL_WORLD_SIZE": str(len(job.local_ranks)),
-        "NODE_RANK": str(job.node_rank),
-        "GROUP_RANK": str(job.node_rank),
-        "MASTER_ADDR": job.master_address,
-        "MASTER_PORT": str(port),
-    }
-    if job.master_address == "127.0.0.1":
-        variables["GLOO_SOCKET_IFNAME"] = "lo"
-    elif (interface := find_interface(job.node_address)) is not None:
-        # By default gloo resolves the host's name, which is a loopback address on many machines. NCCL looks for the
-        # fastest interfaces by itself, which need not be Ray's.
-        variables["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", interface)
-    # The host works in CUDA jobs as well: an offloaded optimizer takes all cores that it gets.
-    variables["OMP_NUM_THREADS"] = variables["MKL_NUM_THREADS"] = str(_threads(job))
-    return {**os.environ, **variables}
-
-
-def _threads(job: RankJob) -> int:
-    return job.threads or threads_per_rank(len(job.local_ranks), count_cores())
 
 
 def main(argv: list[str]) -> NoReturn:

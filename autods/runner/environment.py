@@ -1,4 +1,4 @@
-"""The environment variables of a node's ranks: those that reach it from the fit's process, and those of a zygote."""
+"""The environment variables of ranks: those that reach their node from the fit's process, of a zygote and of a rank."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ..devices import DEVICES, find_device
+from ..rank.job import RankJob
 from ..rank.ops import ops_folder
-from ..system.host import cache_folder
+from ..system.host import cache_folder, find_interface
 
 # Prefixes of the variables that training reads. The first line has those of the `deepspeed` launcher.
 _TRAINING = (
@@ -44,7 +45,7 @@ def join_node_environment(exported: Mapping[str, str]) -> dict[str, str]:
 
 
 _ALWAYS = {
-    "OMP_NUM_THREADS": "1",  # a process with OpenMP threads must not fork; ranks get their number in `rank.worker`
+    "OMP_NUM_THREADS": "1",  # a process with OpenMP threads must not fork; ranks get their number below
     "MKL_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
@@ -64,3 +65,26 @@ def zygote_environment(device: str, environment: Mapping[str, str]) -> dict[str,
     kind = find_device(device)
     # Ray has set the visible variable of this agent to the cards that it gave it.
     return kind.complete_environment(variables, os.environ.get(kind.visible_variable or ""))
+
+
+def rank_environment(job: RankJob, slot: int, port: int) -> dict[str, str]:
+    """Return this process's environment with the variables of torchrun and the rank's number of threads."""
+    variables = {
+        "RANK": str(job.local_ranks[slot]),
+        "LOCAL_RANK": str(slot),
+        "WORLD_SIZE": str(job.world_size),
+        "LOCAL_WORLD_SIZE": str(len(job.local_ranks)),
+        "NODE_RANK": str(job.node_rank),
+        "GROUP_RANK": str(job.node_rank),
+        "MASTER_ADDR": job.master_address,
+        "MASTER_PORT": str(port),
+    }
+    if job.master_address == "127.0.0.1":
+        variables["GLOO_SOCKET_IFNAME"] = "lo"
+    elif (interface := find_interface(job.node_address)) is not None:
+        # By default gloo resolves the host's name, which is a loopback address on many machines. NCCL looks for the
+        # fastest interfaces by itself, which need not be Ray's.
+        variables["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", interface)
+    # The host works in CUDA jobs as well: an offloaded optimizer takes all cores that it gets.
+    variables["OMP_NUM_THREADS"] = variables["MKL_NUM_THREADS"] = str(job.rank_threads)
+    return {**os.environ, **variables}

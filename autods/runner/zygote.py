@@ -29,12 +29,13 @@ from ..diagnosis.evidence import RESULT_UNWRITTEN_EXIT
 from ..rank import ops, preload
 from ..rank.job import Beat, Heartbeats, RankJob
 from ..rank.record import describe_error
-from ..rank.worker import environment, run_rank
+from ..rank.worker import run_rank
 from ..system import private, processes, stacks
 from ..types import WorkloadSource
 from ..workload.load import in_one_process, load
 from ..workload.protocol import Workload
 from .cleanup import VARIABLE, has_session, note_job, remove_leftovers
+from .environment import rank_environment
 from .monitor import GpuMonitor, HostMonitor, RankMonitor, RunningRank
 from .node_messages import (
     ABORT,
@@ -76,7 +77,7 @@ def main(argv: list[str]) -> None:
 
 
 def _load(source: WorkloadSource, argv: list[str], agent: socket.socket) -> tuple[Ready | LoadFailed, Workload | None]:
-    """Import everything that ranks need. Of a script, that is the library that trains, not what else it imports.
+    """Import everything that ranks need. A script's library that trains is part of it, what else it imports is not.
 
     A module of the user's can make this process unfit to fork, or to go on at all. Then the process ends, the agent
     starts another one without that module, and each rank imports it.
@@ -245,7 +246,7 @@ class Zygote:
             processes.die_with_parent(parent)
             processes.prefer_for_oom_kill()
             rank = job.local_ranks[slot]
-            os.environ.update(environment(job, slot, port))
+            os.environ.update(rank_environment(job, slot, port))
             log = os.open(f"{job.folder}/rank{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
             store = self.store if rank == 0 else None
             store_fd = -1 if store is None else store.fileno()

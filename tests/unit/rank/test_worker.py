@@ -1,49 +1,14 @@
-"""The environment of a rank, and its heartbeats."""
+"""The heartbeats of a rank."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-from autods.rank.job import Beat, Heartbeats, RankJob
+from autods.rank.job import Beat, Heartbeats
 from autods.rank.memory import Meter
-from autods.rank.worker import Observer, environment
-from autods.types import PHASES, WorkloadSource
-
-SOURCE = WorkloadSource(kind="file", path="/home/me/model.py", name="model", digest="abc")
-
-
-def job(device: str, ranks: int = 2) -> RankJob:
-    return RankJob(
-        job="train", source=SOURCE, device=device, folder="/f", scratch="/s", world_size=ranks,
-        local_ranks=tuple(range(ranks)),
-    )  # fmt: skip
-
-
-def test_a_rank_gets_its_share_of_the_cores_or_the_users_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autods.rank.worker.count_cores", lambda: 16)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the zygote's
-    assert environment(job("cuda"), 0, 1)["OMP_NUM_THREADS"] == "8"
-    assert environment(job("cpu", 32), 0, 1)["OMP_NUM_THREADS"] == "1"
-    assert environment(replace(job("cuda"), threads=4), 0, 1)["MKL_NUM_THREADS"] == "4"
-
-
-def test_nccl_finds_its_network_and_gloo_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray's address may be that of a slow network for management."""
-    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("autods.rank.worker.find_interface", lambda address: "eth0")
-    part = replace(job("cuda"), master_address="10.0.0.1", node_address="10.0.0.2")
-    variables = environment(part, 0, 1)
-    assert "NCCL_SOCKET_IFNAME" not in variables
-    assert variables["GLOO_SOCKET_IFNAME"] == "eth0"
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib1")
-    variables = environment(part, 0, 1)
-    assert (variables["NCCL_SOCKET_IFNAME"], variables["GLOO_SOCKET_IFNAME"]) == ("ib0", "ib1")
+from autods.rank.worker import Observer
+from autods.types import PHASES
 
 
 class SettlingMeter(Meter):

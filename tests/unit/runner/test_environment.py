@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from autods.rank.job import RankJob
 from autods.runner import agent, environment
-from autods.runner.environment import choose_exported, join_node_environment, zygote_environment
+from autods.runner.environment import choose_exported, join_node_environment, rank_environment, zygote_environment
 from autods.types import WorkloadSource
 from tests.support.scripted_nvml import four
 
@@ -112,3 +114,33 @@ def test_what_torch_compiles_is_kept_for_the_next_trial(monkeypatch: pytest.Monk
     monkeypatch.setenv("AUTODS_CACHE", "/cache")
     assert zygote_environment("cpu", {})["TORCHINDUCTOR_CACHE_DIR"] == "/cache/torchinductor"
     assert zygote_environment("cpu", {"TORCHINDUCTOR_CACHE_DIR": "/mine"})["TORCHINDUCTOR_CACHE_DIR"] == "/mine"
+
+
+def job(device: str, ranks: int = 2) -> RankJob:
+    return RankJob(
+        job="train", source=SOURCE, device=device, folder="/f", scratch="/s", world_size=ranks,
+        local_ranks=tuple(range(ranks)),
+    )  # fmt: skip
+
+
+def test_a_rank_gets_its_share_of_the_cores_or_the_users_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autods.rank.job.count_cores", lambda: 16)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the zygote's
+    assert rank_environment(job("cuda"), 0, 1)["OMP_NUM_THREADS"] == "8"
+    assert rank_environment(job("cpu", 32), 0, 1)["OMP_NUM_THREADS"] == "1"
+    assert rank_environment(replace(job("cuda"), threads=4), 0, 1)["MKL_NUM_THREADS"] == "4"
+
+
+def test_nccl_finds_its_network_and_gloo_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's address may be that of a slow network for management."""
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("autods.runner.environment.find_interface", lambda address: "eth0")
+    part = replace(job("cuda"), master_address="10.0.0.1", node_address="10.0.0.2")
+    variables = rank_environment(part, 0, 1)
+    assert "NCCL_SOCKET_IFNAME" not in variables
+    assert variables["GLOO_SOCKET_IFNAME"] == "eth0"
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib1")
+    variables = rank_environment(part, 0, 1)
+    assert (variables["NCCL_SOCKET_IFNAME"], variables["GLOO_SOCKET_IFNAME"]) == ("ib0", "ib1")

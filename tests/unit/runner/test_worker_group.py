@@ -15,8 +15,8 @@ import pytest
 from autods.errors import EnvironmentBroken
 from autods.events import Event, Note
 from autods.rank.job import RankJob
-from autods.rank.worker import environment
 from autods.runner import parts, worker_group
+from autods.runner.environment import rank_environment
 from autods.runner.node_messages import Heartbeat, NodeLost, NodeResult, RankExit, StoreBound
 from autods.runner.outcome import find_failure
 from autods.runner.parts import Node, repeat_job, split_job
@@ -140,7 +140,7 @@ NO_MEMORY = an_error(
 
 def test_consecutive_ranks_share_a_node() -> None:
     parts = split_job(JOB, nodes(2), 2, 29500)
-    variables = [environment(job, slot, 1) for _, job in parts for slot in range(2)]
+    variables = [rank_environment(job, slot, 1) for _, job in parts for slot in range(2)]
     names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR")
     assert [tuple(rank[name] for name in names) for rank in variables] == [
         ("0", "0", "2", "0", "4", "10.0.0.1"),
