@@ -148,13 +148,17 @@ def find_misspelt_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def walk_keys(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def walk_keys(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield each (dotted key, value) that is no section, in order. An empty section counts as a value."""
+    return ((name, value) for name, value in _walk(config) if not (isinstance(value, Mapping) and value))
+
+
+def _walk(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each (dotted key, value), those of sections too."""
     for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from walk_keys(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+        yield f"{prefix}{key}", value
+        if isinstance(value, Mapping):
+            yield from _walk(value, f"{prefix}{key}.")
 
 
 def keeps_batch_identity(total: int, micro: int | None, accumulation: int | None, ranks: int) -> bool:
@@ -287,7 +291,7 @@ def _find_unknown(question: Question) -> Iterator[Problem]:
     """Keys that DeepSpeed does not know. It refuses them in some sections, and ignores them elsewhere."""
     installed = question.installed
     sections = {_section(name) for name in installed.defaults}
-    for name in _all_names(question.config):
+    for name, _ in _walk(question.config):
         section, _, last = name.rpartition(".")
         if name in installed.defaults or section not in sections or name.startswith(OPEN_SECTIONS):
             continue  # an unknown section itself is reported, or DeepSpeed does not say what belongs there
@@ -311,14 +315,6 @@ def _find_unknown(question: Question) -> Iterator[Problem]:
 
 def _section(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def _all_names(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Each dotted name, those of sections too."""
-    for key, value in config.items():
-        yield f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            yield from _all_names(value, f"{prefix}{key}.")
 
 
 def _find_contradictions(question: Question) -> Iterator[Problem]:

@@ -70,11 +70,11 @@ def resolve_explain(
         return ExplainSettings(name=name, config=config, ranks=request.gpus)
     shared = {each.name for each in fields(PlanRequest)} & {each.name for each in fields(ExplainRequest)}
     options = {name: getattr(request, name) for name in shared}
-    options |= {
-        "workload": os.fspath(request.workload),
-        "micro_batch": request.micro_batch or _read_micro_batch(config),
-    }
-    question = PlanRequest(**options, base_config=_without_batch(config), as_written=True, largest=False)
+    micro = config.get("train_micro_batch_size_per_gpu")
+    own_micro = micro if isinstance(micro, int) and micro > 0 else None
+    options |= {"workload": os.fspath(request.workload), "micro_batch": request.micro_batch or own_micro}
+    without_batch = {key: value for key, value in config.items() if key not in BATCH_KEYS}
+    question = PlanRequest(**options, base_config=without_batch, as_written=True, largest=False)
     settings = resolve_plan(question, make_source(question), hardware=hardware)
     if len(settings.sites) > 1:
         raise InputError("a config is explained on one machine", place=f"--on {request.on}", hint="name one")
@@ -122,15 +122,6 @@ def _explain_keys(
             cost=texts.costs.get(documented, ""),
             measured=costs.get(name),
         )
-
-
-def _without_batch(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key not in BATCH_KEYS}
-
-
-def _read_micro_batch(config: Mapping[str, Any]) -> int | None:
-    micro = config.get("train_micro_batch_size_per_gpu")
-    return micro if isinstance(micro, int) and micro > 0 else None
 
 
 def _simulate(

@@ -6,11 +6,9 @@ Some sections are pydantic models, whose fields are read here. The keys that fun
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
 import json
-import logging
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -131,8 +129,7 @@ def _check_section(section: str, model: Any, config: Mapping[str, Any]) -> Itera
     if not isinstance(values, Mapping):
         return
     try:
-        with _quiet():
-            model(**values)
+        model(**values)
     except ValidationError as refused:
         for error in refused.errors():
             if error["type"] != "extra_forbidden":
@@ -147,8 +144,7 @@ def _find_removed(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
     for key, value in config.items():
         try:
-            with _quiet():
-                DeepSpeedConfig({key: value})
+            DeepSpeedConfig({key: value})
         except Exception as error:  # mostly that a batch size is missing
             if "has been removed" in str(error):
                 yield key, str(error).split(". ")[0].rstrip(".")
@@ -168,16 +164,6 @@ def _has_optimizer(name: Any) -> bool:
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
     return name is None or str(name).lower() in DEEPSPEED_OPTIMIZERS or hasattr(torch.optim, str(name))
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep DeepSpeed's log lines about the probed configs out of the answer."""
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 if __name__ == "__main__":
