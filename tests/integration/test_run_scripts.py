@@ -28,7 +28,13 @@ from tests.support.settings import fit_settings
 
 SCRIPTS = Path(__file__).parent / "scripts_run"
 SIZES = ("--batch_size", "{micro_batch_size}", "--accumulate", "{gradient_accumulation_steps}")
-KINDS = {"deepspeed": "plain.py", "hf_trainer": "trainer.py", "accelerate": "accelerated.py", "lightning": "lit.py"}
+KINDS = {
+    "deepspeed": "plain.py",
+    "hf_trainer": "trainer.py",
+    "accelerate": "accelerated.py",
+    "lightning": "lit.py",
+    "fabric": "with_fabric.py",
+}
 STEPS, GLOBAL_BATCH = 10, 8  # 64 samples: the second epoch begins after step 8
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
 
@@ -39,8 +45,8 @@ class Runs:
     def __init__(self, runner: RayRunner, folder: Path) -> None:
         self.runner, self.folder = runner, folder
 
-    def attempt(self, number: int, micro_batch: int) -> RunResult | Failed | OutOfMemory:
-        trial = a_trial("zero2", micro_batch=micro_batch, accumulation=GLOBAL_BATCH // (micro_batch * 2))
+    def attempt(self, number: int, rung: str, micro_batch: int) -> RunResult | Failed | OutOfMemory:
+        trial = a_trial(rung, micro_batch=micro_batch, accumulation=GLOBAL_BATCH // (micro_batch * 2))
         latest = list_checkpoints(self.folder / "checkpoints").latest
         order = RunOrder(
             folder=str(self.folder),
@@ -72,18 +78,18 @@ def open_runs(script: str, folder: Path) -> Iterator[Runs]:
 
 @pytest.fixture(scope="module")
 def runs(ray: object, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A function that returns the folder of a finished run: its rank 1 dies in step 7, and half of its micro batch."""
+    """A function that returns the folder of a run: rank 1 dies in step 7; another rung and micro batch go on."""
 
     @functools.cache
     def train(kind: str) -> Path:
         folder = tmp_path_factory.mktemp(kind)
         with open_runs(KINDS[kind], folder) as runs:
-            killed = runs.attempt(1, 2)
+            killed = runs.attempt(1, "zero2", 2)
             assert isinstance(killed, Failed), killed
             assert "SIGKILL" in killed.evidence, killed
             for file in folder.glob("rank*.jsonl"):
                 file.rename(file.with_suffix(".first"))
-            done = runs.attempt(2, 1)
+            done = runs.attempt(2, "ddp", 1)
             assert isinstance(done, RunResult), done
             assert (done.ended, done.step) == ("done", STEPS)
         return folder
@@ -144,7 +150,7 @@ def test_the_steps_of_a_run_are_written_with_their_losses(runs: Callable[[str], 
 
 def test_a_run_that_trains_without_deepspeed_fails(ray: object, tmp_path: Path) -> None:
     with open_runs("alone.py", tmp_path) as runs:
-        outcome = runs.attempt(1, 2)
+        outcome = runs.attempt(1, "zero2", 2)
     assert isinstance(outcome, Failed), outcome
     assert outcome.failure == "user_code"
     assert "it ended and never called deepspeed.initialize" in outcome.evidence

@@ -18,7 +18,7 @@ from ...system.host import cache_folder
 from ...system.landlock import confine_writes
 from ..job import RankJob
 from ..patching import declare, declare_all, when_imported
-from .data import iter_tensors
+from .batches import iter_tensors
 from .overlay import Overlay
 from .policy import Policy
 from .user_errors import WRITABLE

@@ -24,7 +24,7 @@ from ..patching import declare
 from ..record import ScriptEnd
 from ..step_recorder import StepRecorder, was_skipped
 from . import sandbox
-from .data import Batches, find_loss, iter_tensors
+from .batches import Batches, find_loss, iter_tensors
 from .inject import Injection
 from .overlay import Overlay
 from .policy import Policy

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..job import RankJob, RunOrder
-from ..script.data import find_loss
+from ..script.batches import find_loss
 from ..script.policy import Policy, TrainerLoop
 from ..script.user_errors import script_error
 from . import session as sessions

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from autods.rank.script.data import Batches, Loader
+from autods.rank.script.batches import Batches, Loader
 from autods.system.stacks import Place
 from autods.workload import WorkloadError
 
