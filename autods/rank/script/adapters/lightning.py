@@ -86,7 +86,7 @@ def _install_in(injection: Injection, package: str, *, is_trainer: bool) -> None
     patches[f"{_STRATEGY}.__init__"].wrap(_replace_config, injection.config, policy if is_trainer else None)
     injection.skip(f"{package}.{_STRATEGY}", "save_checkpoint")
     if is_trainer:
-        patches[_BACKWARD].wrap(_divide_once)
+        patches[_BACKWARD].wrap(divide_once)
         injection.skip(f"{package}.Trainer", "save_checkpoint")
         if policy.host is None:
             patches[initial].wrap(_skip_validation)
@@ -131,7 +131,7 @@ def _replace_config(
         policy.evaluate_with(functools.partial(_repeat_training_step, strategy))
 
 
-def _divide_once(original: Any, precision: Any, /, tensor: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+def divide_once(original: Any, precision: Any, /, tensor: Any, model: Any, *args: Any, **kwargs: Any) -> None:
     """Lightning has divided the loss by the accumulation, and DeepSpeed would again: gradients would depend on it."""
     divides = {"scale_wrt_gas": False} if model.automatic_optimization else {}
     original(precision, tensor, model, *args, **kwargs, **divides)
