@@ -154,3 +154,13 @@ def test_a_run_that_trains_without_deepspeed_fails(ray: object, tmp_path: Path) 
     assert isinstance(outcome, Failed), outcome
     assert outcome.failure == "user_code"
     assert "it ended and never called deepspeed.initialize" in outcome.evidence
+
+
+def test_a_trainer_that_is_asked_to_stop_saves_its_step(ray: object, tmp_path: Path) -> None:
+    for name in ("stop", "killed"):
+        (tmp_path / name).touch()
+    with open_runs("lit.py", tmp_path) as runs:
+        end = runs.attempt(1, "zero2", 2)
+    assert isinstance(end, RunResult), end
+    assert (end.ended, end.step is not None and end.step < STEPS) == ("stopped", True)
+    assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path / "checkpoints").complete] == [end.step]
