@@ -8,7 +8,9 @@ import pytest
 
 from autods.rank.script.adapters.deepspeed import destroy_process_group, watch_engine
 from autods.rank.script.trial_policy import TrialPolicy
+from autods.rank.training_run.run_policy import RunPolicy
 from autods.workload import WorkloadError
+from tests.support.run_jobs import run_job
 from tests.support.script_trials import script_job
 
 
@@ -38,6 +40,9 @@ class Engine:
 
     def train(self, mode=True):
         self.training = mode
+
+    def save_checkpoint(self, folder):
+        return True
 
     def step(self):
         if self.is_gradient_accumulation_boundary():
@@ -104,6 +109,17 @@ def test_a_script_may_accumulate_by_itself():
             engine.backward(SimpleNamespace())
         engine.step()
     assert policy.boundaries == [True] * 3
+
+
+def test_a_run_beats_while_its_script_evaluates_and_saves(tmp_path):
+    phases = []
+    observer = SimpleNamespace(touch=lambda phase, step: phases.append(phase))
+    policy = RunPolicy(run_job(tmp_path, steps=None, checkpoint_every=1), observer)
+    watch_engine(engine := Engine(), policy)
+    engine.train(False)
+    engine.forward(1)
+    engine.save_checkpoint("folder")
+    assert phases == ["evaluate", "evaluate", "save"]
 
 
 @pytest.fixture
