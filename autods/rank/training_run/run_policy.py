@@ -81,11 +81,9 @@ class RunPolicy(Policy):
     # A trainer's loop.
 
     def keep_states(self, find: Callable[[], Sequence[Any]]) -> None:
-        """Save and restore these beside the engine's states."""
         sessions.keep_states(find)
 
     def begin_loop(self, loop: TrainerLoop) -> Path | None:
-        """Return what the trainer resumes from."""
         self._loop = loop
         self.observer("init", 0)
         loop.clean()
@@ -96,7 +94,6 @@ class RunPolicy(Policy):
         return WholeSteps(sampler, global_batch=self.job.train_batch, drop_last=drop_last, seed=seed)
 
     def restore(self, path: Path, *, strict: bool = True) -> Mapping[str, Any] | None:
-        """Load a checkpoint of the run, if this is one."""
         loop, path = self._loop, path.resolve()
         for checkpoint in list_checkpoints(self.order.checkpoints).complete:
             if loop is not None and loop.locate(checkpoint.path).resolve() == path:
@@ -104,31 +101,25 @@ class RunPolicy(Policy):
         return None
 
     def restore_random_states(self) -> bool:
-        """Set the generators as the checkpoint has them that was loaded last."""
         return self._session is not None and self._session.restore_random_states()
 
     def is_done(self) -> bool:
-        """Whether the run has done its steps."""
         return self._find_session().done
 
     def is_due(self) -> bool:
-        """Whether the run saves at this step."""
         return self._find_session().is_due
 
     def save(self) -> bool:
-        """Save what the script asks for, if the training has begun."""
         if self._session is None:
             return False
         self._session.save()
         return True
 
     def report_step(self, loss: Any = None) -> None:
-        """Report a step with its mean loss."""
         losses, self._losses = self._losses, []
         self._find_session().report_step(losses if loss is None else [loss])
 
     def end_loop_step(self) -> None:
-        """Save if that is due, and end the training where the order or the driver says so."""
         self._find_session().end_loop_step()
 
     def end_loop(self) -> None:
@@ -155,7 +146,6 @@ class LoopSession(sessions.Session):
 
     @property
     def step(self) -> int:
-        """The optimizer steps that are done, those of earlier attempts included."""
         return super().step if self.loop.step is None else self.loop.step
 
     @property
@@ -206,7 +196,6 @@ class LoopSession(sessions.Session):
         self.observer("forward", self.step)
 
     def _save_states(self, folder: Path) -> None:
-        """Write this rank's part of a checkpoint; all ranks call it."""
         state = self.loop.save(folder, self.consensus.wait)
         if not self.loop.saves_engine:
             states.save_engine(self.engine, folder)

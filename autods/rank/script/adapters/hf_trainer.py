@@ -184,12 +184,10 @@ class HfTrainerLoop(TrainerLoop):
 
     @property
     def step(self) -> int:
-        """The optimizer steps that are done, those of earlier attempts included."""
         return int(self.trainer.state.global_step)
 
     @property
     def last_step(self) -> int | None:
-        """The step at which the Trainer ends."""
         return int(self.trainer.state.max_steps)
 
     def train(
@@ -277,16 +275,13 @@ class HfTrainerLoop(TrainerLoop):
         return result
 
     def end(self) -> None:
-        """Let the Trainer end after this step."""
         self.trainer.control.should_training_stop = True
 
     @property
     def ends(self) -> bool:
-        """Whether the Trainer ends after this step."""
         return bool(self.trainer.control.should_training_stop)
 
     def list_samples(self, step: int) -> Any:
-        """The samples of a step."""
         return None if self._samples is None else self._samples.list_samples(step)
 
     # Checkpoints.
@@ -335,7 +330,6 @@ class HfTrainerLoop(TrainerLoop):
         return {}
 
     def complete(self, folder: Path) -> None:
-        """All ranks have saved."""
         (folder / FOLDER / _UNFINISHED).unlink()
 
     def rotate(self) -> None:

@@ -199,7 +199,6 @@ class LightningLoop(TrainerLoop):
 
     @property
     def last_step(self) -> int | None:
-        """The step at which the Trainer ends."""
         trainer, ends = self.trainer, []
         if trainer.max_steps > -1:
             ends.append(int(trainer.max_steps))
@@ -209,14 +208,12 @@ class LightningLoop(TrainerLoop):
 
     @property
     def ends(self) -> bool:
-        """Whether the Trainer ends after this step."""
         trainer, progress = self.trainer, self.trainer.fit_loop.epoch_loop.batch_progress
         is_last_epoch = -1 < (trainer.max_epochs or -1) <= trainer.current_epoch + 1
         is_last_step = -1 < trainer.max_steps <= trainer.global_step
         return bool(trainer.should_stop or is_last_step or (is_last_epoch and progress.is_last_batch))
 
     def end(self) -> None:
-        """Let the Trainer end after this step."""
         self.trainer.should_stop = True
         self.trainer.fit_loop.epoch_loop.max_steps = self.trainer.global_step
 
