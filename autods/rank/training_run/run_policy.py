@@ -75,8 +75,9 @@ class RunPolicy(Policy):
             )
 
     def leave_group(self) -> None:
-        """Save the last step while the ranks can still communicate."""
-        sessions.finish_current()
+        """Save the last step while the ranks can still communicate; not where an error ends this rank alone."""
+        if sys.exc_info()[0] is None:
+            sessions.finish_current()
 
     # A trainer's loop.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import replace
 from types import SimpleNamespace
@@ -60,6 +61,19 @@ def test_a_run_without_a_step_of_deepspeed_fails(policy):
         policy.conclude()
     engine.global_steps = 1
     policy.conclude()
+
+
+def test_the_last_step_is_saved_before_the_ranks_part(policy):
+    finished = []
+    sessions.begin(SimpleNamespace(finish=lambda: finished.append(True)))
+    policy.leave_group()
+    assert finished == [True]
+    with contextlib.suppress(RuntimeError):
+        try:
+            raise RuntimeError("this rank alone ends")
+        finally:
+            policy.leave_group()
+    assert finished == [True]
 
 
 def save(folder, step, *, extra=False):
