@@ -364,62 +364,6 @@ FORMS: Mapping[str, WorkloadForm] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptKind:
-    """A library that calls DeepSpeed for a script. Its adapter is the module of this name in `rank/script/adapters`.
-
-    A script is of the first kind in whose `packages` it imports a name that `names` matches; without any, of the first
-    whose `last_names` does. `preloaded` are modules that the adapter imports before the script begins.
-    `fills_in_auto`: the library replaces "auto" in a DeepSpeed config. `takes_local_rank`: its parser knows the option
-    of the `deepspeed` launcher.
-    """
-
-    name: str
-    description: str
-    packages: tuple[str, ...]
-    names: str
-    last_names: str = "(?!)"  # nothing
-    preloaded: tuple[str, ...] = ()
-    fills_in_auto: bool = False
-    takes_local_rank: bool = False
-
-
-_ROWS = (
-    ScriptKind(
-        name="deepspeed",
-        description="a DeepSpeed script: it calls deepspeed.initialize",
-        packages=("deepspeed",),
-        names="initialize",
-        last_names=".*",
-    ),
-    ScriptKind(
-        name="lightning",
-        description="a Lightning script",
-        packages=("lightning", "pytorch_lightning"),
-        names=".*",
-        preloaded=("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"),
-    ),
-    ScriptKind(
-        name="hf_trainer",
-        description="a script of Hugging Face's Trainer",
-        packages=("transformers", "trl", "sentence_transformers", "setfit"),
-        names="TrainingArguments|HfArgumentParser|.*Trainer",
-        preloaded=("transformers.trainer",),
-        fills_in_auto=True,
-        takes_local_rank=True,
-    ),
-    ScriptKind(
-        name="accelerate",
-        description="a script of Hugging Face's accelerate",
-        packages=("accelerate",),
-        names=".*",
-        preloaded=("accelerate",),
-        fills_in_auto=True,
-    ),
-)
-SCRIPT_KINDS: Mapping[str, ScriptKind] = {row.name: row for row in _ROWS}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadSource:
     """The place of a workload: a `model.py`, a pickled `Workload`, a Hugging Face config, or a training script.
 
@@ -430,8 +374,8 @@ class WorkloadSource:
     stage 3 builds an hf_config under `deepspeed.zero.Init`, already split.
 
     The other fields describe a script. `argv` has the placeholders of `workload.script_source`. `script_kind` names a
-    row of `SCRIPT_KINDS`, None if its imports do not show it. It runs in `folder`. If it starts with `python -m`,
-    `module` is its name, and `root` the folder of its top package.
+    row of `config.script_kinds`, None if its imports do not show it. It runs in `folder`. If it starts with
+    `python -m`, `module` is its name, and `root` the folder of its top package.
     """
 
     kind: Literal["file", "pickle", "hf_config", "script"]
@@ -455,11 +399,6 @@ class WorkloadSource:
     def form(self) -> WorkloadForm:
         """What the workload's form implies."""
         return FORMS[self.kind]
-
-    @property
-    def library(self) -> ScriptKind | None:
-        """The library that calls DeepSpeed for a script; None where that is unknown."""
-        return None if self.script_kind is None else SCRIPT_KINDS[self.script_kind]
 
     @property
     def place(self) -> str:

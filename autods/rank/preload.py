@@ -16,6 +16,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from ..config.script_kinds import find_library
 from ..devices import DEVICES, find_device
 from ..plain_text import read_text
 from ..system import processes
@@ -78,7 +79,8 @@ def remember_processor() -> None:
 
 def preload_trainer(source: WorkloadSource) -> None:
     """Import the library that trains in a script, if an adapter changes it. What else the script imports is its own."""
-    for name in source.library.preloaded if source.library is not None else ():
+    library = find_library(source)
+    for name in library.preloaded if library is not None else ():
         with contextlib.suppress(Exception):  # the adapter's own import reports the error
             importlib.import_module(name)
 

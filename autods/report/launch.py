@@ -10,26 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ..config.deepspeed import enabled_half_precision, get_key, is_default_optimizer, required_ops
+from ..config.script_kinds import DS_CONFIG, DS_CONFIG_HF, SCRIPT_KINDS
 from ..workload.script_source import ScriptLaunch, has_placeholder
 from .results.fit import FitReport
 
-DS_CONFIG = "ds_config.json"
-DS_CONFIG_HF = "ds_config_hf.json"  # with "auto" for the keys that the HF Trainer fills in
 DS_CONFIG_REHEARSED = "ds_config_rehearsed.json"  # of a rehearsal: no launcher takes it for a proven one
-DS_CONFIG_LIGHTNING = "ds_config_lightning.json"  # without the accumulation steps
 ACCELERATE = "accelerate.yaml"
-_CONFIG_FILES = {"hf_trainer": DS_CONFIG_HF, "lightning": DS_CONFIG_LIGHTNING}  # by kind of script; else DS_CONFIG
-# Where a kind of script takes its config, if not from its command line.
-_CONFIG_PLACES = {
-    "deepspeed": "deepspeed.initialize(…, config",
-    "hf_trainer": "TrainingArguments(…, deepspeed",
-    "lightning": "DeepSpeedStrategy(config",
-}
-# How the libraries treat CPU ranks outside of a trial. accelerate: `PartialState._prepare_backend`.
-_NOTES_ON_CPU_RANKS = {
-    "lightning": "on GPUs: Lightning's DeepSpeedStrategy takes no CPU ranks",
-    "accelerate": "on CPU ranks accelerate does not share out the data: each rank trains on all of it; on GPUs it does",
-}
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 _TRAINER_SIZES = {
     "micro_batch_size": "per_device_train_batch_size",
@@ -61,20 +47,21 @@ def launch_lines(report: FitReport) -> Iterator[tuple[str, str]]:
         yield "accelerate", commands["accelerate"]
         return
     takes_config = any("{ds_config}" in argument for argument in script.argv)
-    if not takes_config and script.kind in _CONFIG_PLACES:
-        yield "code", f"{_CONFIG_PLACES[script.kind]}={str(folder / _CONFIG_FILES.get(script.kind, DS_CONFIG))!r})"
+    library = SCRIPT_KINDS[script.kind]
+    if not takes_config and library.config_place is not None:
+        yield "code", f"{library.config_place}={str(folder / library.config_file)!r})"
     if sizes := [each for each in _lacking_sizes(script) if not _parses_trainer_arguments(script)]:
         values = _placeholder_values(report)
         yield "code", f"TrainingArguments(…, {', '.join(f'{_TRAINER_SIZES[each]}={values[each]}' for each in sizes)})"
-    if script.kind == "accelerate" and not takes_config:
+    if library.config_place is None and not takes_config:
         yield "launch", commands["accelerate"]  # the only launcher that gives the script its config
     else:
         yield "launch", commands["torchrun"]
         yield "or", commands["deepspeed"]
-        if script.kind in ("accelerate", "hf_trainer"):
+        if library.by_accelerate:
             yield "or", commands["accelerate"]
-    if report.device.stands_in and script.kind in _NOTES_ON_CPU_RANKS:
-        yield "note", _NOTES_ON_CPU_RANKS[script.kind]
+    if report.device.stands_in and library.note_on_cpu is not None:
+        yield "note", library.note_on_cpu
     if report.device.stands_in and report.question.stood_in:
         yield "note", f"on CPU ranks it fails at {', '.join(report.question.stood_in)}; trials did without"
 
@@ -142,9 +129,9 @@ def _program(report: FitReport, launcher: str) -> tuple[str, ...]:
 def _placeholder_values(report: FitReport) -> dict[str, object]:
     """What the placeholders of a script's command line stand for in the fastest config."""
     assert report.knobs is not None
-    kind = None if report.question.script is None else report.question.script.kind
+    script = report.question.script
     return {
-        "ds_config": str(Path(report.out) / (DS_CONFIG if kind is None else _CONFIG_FILES.get(kind, DS_CONFIG))),
+        "ds_config": str(Path(report.out) / (DS_CONFIG if script is None else SCRIPT_KINDS[script.kind].config_file)),
         "micro_batch_size": report.knobs.micro_batch,
         "gradient_accumulation_steps": report.knobs.accumulation,
         "train_batch_size": report.knobs.train_batch(report.question.gpus),
@@ -153,7 +140,7 @@ def _placeholder_values(report: FitReport) -> dict[str, object]:
 
 def _lacking_sizes(script: ScriptLaunch) -> list[str]:
     """The placeholders of a Trainer's sizes that the command line lacks: its trials set them in TrainingArguments."""
-    if script.kind != "hf_trainer":
+    if not SCRIPT_KINDS[script.kind].sets_sizes:
         return []
     return [name for name in _TRAINER_SIZES if not has_placeholder(script.argv, name)]
 

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from ..config.base_config import precision_name
 from ..config.deepspeed import to_lightning_config, to_trainer_config
+from ..config.script_kinds import DS_CONFIG, DS_CONFIG_HF, DS_CONFIG_LIGHTNING, SCRIPT_KINDS
 from ..errors import InputError, make_write_error
 from ..files import LARGEST_RECORD, describe_file_kind, read_file
 from ..forecast.predict.step_time import Speed, StepTime
@@ -23,9 +24,6 @@ from ..schema import read_as, read_known
 from ..types import TIERS, TIERS_OF_A_NODE, Record, Tier, TierUse
 from .launch import (
     ACCELERATE,
-    DS_CONFIG,
-    DS_CONFIG_HF,
-    DS_CONFIG_LIGHTNING,
     DS_CONFIG_REHEARSED,
     accelerate_yaml,
     launch_commands,
@@ -84,7 +82,8 @@ def write(report: FitReport, folder: Path) -> None:
         texts[DS_CONFIG] = as_json(report.ds_config)
         texts[DS_CONFIG_HF] = as_json(to_trainer_config(report.ds_config))
         texts[ACCELERATE] = accelerate_yaml(report, str(Path(report.out) / DS_CONFIG))
-        if report.question.script is not None and report.question.script.kind == "lightning":
+        script = report.question.script
+        if script is not None and SCRIPT_KINDS[script.kind].config_file == DS_CONFIG_LIGHTNING:
             texts[DS_CONFIG_LIGHTNING] = as_json(to_lightning_config(report.ds_config))
     for name in (DS_CONFIG, DS_CONFIG_HF, DS_CONFIG_LIGHTNING, DS_CONFIG_REHEARSED, ACCELERATE):
         if name in texts:

@@ -19,10 +19,11 @@ from typing import Any
 
 import cloudpickle
 
+from ..config.script_kinds import SCRIPT_KINDS
 from ..errors import InputError, make_write_error
 from ..files import read_file
 from ..system import private
-from ..types import SCRIPT_KINDS, WorkloadSource
+from ..types import WorkloadSource
 from .conditions import argument_names, bind_arguments
 from .hf_config import TASKS, find_config_file, infer_task, load_config, read_config, resolve_hf_path
 from .protocol import FUNCTIONS, Workload, WorkloadError, check_model_py, load_model_py, read_base_config

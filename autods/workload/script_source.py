@@ -14,9 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..config.script_kinds import SCRIPT_KINDS, find_library
 from ..errors import InputError
 from ..files import LARGEST_TEXT, read_file
-from ..types import SCRIPT_KINDS, WorkloadSource
+from ..types import WorkloadSource
 from .protocol import FUNCTIONS, bound_names, parse_python
 
 # Names that decide where the script itself uses them; its helper modules may import another library for other purposes.
@@ -106,14 +107,14 @@ class ScriptLaunch:
 
 def describe_kind(source: WorkloadSource) -> str:
     """What the script is, for the user."""
-    if source.library is None:
-        return "a script; its imports do not show which library calls deepspeed.initialize"
-    return source.library.description
+    library = find_library(source)
+    unknown = "a script; its imports do not show which library calls deepspeed.initialize"
+    return unknown if library is None else library.description
 
 
 def describe_launch(source: WorkloadSource) -> ScriptLaunch:
     """How to start the script, for the report."""
-    path, library = Path(source.path), source.library or SCRIPT_KINDS["deepspeed"]
+    path, library = Path(source.path), find_library(source) or SCRIPT_KINDS["deepspeed"]
     text = read_file(path) if os.path.isfile(path) else b""
     takes_local_rank = (
         library.takes_local_rank

@@ -36,7 +36,7 @@ class RunPolicy(Policy):
         self._loop: TrainerLoop | None = None
         self._session: LoopSession | None = None
         self._losses: list[Any] = []  # of a step of the trainer's loop
-        self._warned = False
+        self._stepped = False
 
     def start_training(self, engine: Any) -> None:
         """Check that the engine is one of all ranks."""
@@ -58,17 +58,16 @@ class RunPolicy(Policy):
         if self._loop is not None and (loss := find_loss(output)) is not None:
             self._losses.append(loss.detach())
 
-    def begin_step(self) -> None:
+    def end_step(self, *, boundary: bool) -> None:
         """Say once that the script has made no session until its first step."""
-        super().begin_step()
-        if not self._warned and self._loop is None and not sessions.has_begun() and os.environ.get("RANK", "0") == "0":
+        if not self._stepped and self._loop is None and not sessions.has_begun() and os.environ.get("RANK") == "0":
             print(f"autods: warning: {sessions.NO_SESSION}", file=sys.stderr, flush=True)
-        self._warned = True
+        self._stepped = True
 
     def conclude(self) -> None:
         """Raises WorkloadError also where the engine has done no step: the script has trained without it."""
         super().conclude()
-        if self.step == 0:
+        if not (self._stepped or self.step):
             raise script_error(
                 "it ended, and the engine of deepspeed.initialize has done no step",
                 hint="let it train with the engine: engine.backward(loss), then engine.step()",

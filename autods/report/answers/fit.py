@@ -11,13 +11,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...config.script_kinds import DS_CONFIG, DS_CONFIG_HF
 from ...config.settings import KEPT_BY_KERNEL, KEPT_BY_PYTHON
 from ...forecast.values import RungForecast
 from ...types import TIERS, Fit, OutOfMemory, Record, Scalar, Tier, TierUse
 from ...units import format_bytes, format_count
 from .. import document as doc
 from ..document import Cell, Column, Medium, Words, line, make_document, tabulate, titled
-from ..launch import ACCELERATE, DS_CONFIG, DS_CONFIG_HF, DS_CONFIG_REHEARSED, launch_lines
+from ..launch import ACCELERATE, DS_CONFIG_REHEARSED, launch_lines
 from ..results.fit import FitReport
 from ..serialize import REPORT
 from ..text import (

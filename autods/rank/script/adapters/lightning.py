@@ -40,6 +40,7 @@ _GPU = "strategies.deepspeed.CUDAAccelerator"
 _GPU_INDEX = "strategies.deepspeed._validate_device_index_selection"
 _ARGUMENTS = "strategies.deepspeed.argparse"
 _FIT, _SAVE, _LOAD = "Trainer.fit", f"{_STRATEGY}.save_checkpoint", f"{_STRATEGY}.load_checkpoint"
+_STEP = f"{_STRATEGY}.optimizer_step"
 _BACKWARD = "plugins.precision.DeepSpeedPrecision.backward"
 _LOADER = "trainer.connectors.data_connector._DataConnector._prepare_dataloader"
 _OF_TRAINER = (_FIT, _SAVE, _LOAD, _LOADER, _BACKWARD)
@@ -48,7 +49,7 @@ _PATCHES = {
         package,
         (
             *(f"{_STRATEGY}.__init__", f"{entry}.__init__", _CPU_COUNT, _GPU, _GPU_INDEX, _ARGUMENTS),
-            *(_OF_TRAINER if entry == "Trainer" else ()),
+            *(_OF_TRAINER if entry == "Trainer" else (_STEP,)),
         ),
         "the strategy gets the chosen config, CPU ranks stand in for GPUs, and a run saves and resumes",
     )
@@ -85,6 +86,8 @@ def _install_in(injection: Injection, package: str, *, is_trainer: bool) -> None
     policy = injection.policy
     patches[f"{_STRATEGY}.__init__"].wrap(_replace_config, injection.config, policy if is_trainer else None)
     injection.skip(f"{package}.{_STRATEGY}", "save_checkpoint")
+    if not is_trainer:
+        patches[_STEP].wrap(step_engine)
     if is_trainer:
         patches[_BACKWARD].wrap(divide_once)
         injection.skip(f"{package}.Trainer", "save_checkpoint")
@@ -129,6 +132,11 @@ def _replace_config(
         strategy.config = to_lightning_config(strategy.config)
         strategy.config["train_micro_batch_size_per_gpu"] = config.job.micro_batch
         policy.evaluate_with(functools.partial(_repeat_training_step, strategy))
+
+
+def step_engine(original: Any, strategy: Any, /, optimizer: Any, **kwargs: Any) -> Any:
+    """Step the engine, which accumulates and counts. Fabric does not take it for one with this release of DeepSpeed."""
+    return original(strategy, strategy.model or optimizer, **kwargs)
 
 
 def divide_once(original: Any, precision: Any, /, tensor: Any, model: Any, *args: Any, **kwargs: Any) -> None:

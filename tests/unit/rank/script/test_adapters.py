@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from autods.config.script_kinds import SCRIPT_KINDS, ScriptKind, find_library
 from autods.rank.distributed import Traffic
 from autods.rank.memory import Meter
 from autods.rank.patching import declare
@@ -24,7 +25,7 @@ from autods.rank.script.trial_policy import Enough, TrialPolicy
 from autods.rank.training_run import session as sessions
 from autods.rank.training_run.checkpoints import list_checkpoints
 from autods.rank.training_run.run_policy import RunPolicy
-from autods.types import SCRIPT_KINDS, ScriptKind, Steps
+from autods.types import Steps
 from autods.workload import make_source
 from tests.support.run_jobs import run_job
 from tests.support.script_trials import script_job
@@ -175,7 +176,7 @@ def train(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_script_is_of_the_new_kind_by_its_imports(train: Any, tmp_path: Path) -> None:
     (script := tmp_path / "train.py").write_text("from toytrainer import Trainer\n")
-    assert make_source(script, argv=("--x",)).library == SCRIPT_KINDS["toy"]
+    assert find_library(make_source(script, argv=("--x",))) == SCRIPT_KINDS["toy"]
 
 
 def toy_job(**fields: Any) -> Any:

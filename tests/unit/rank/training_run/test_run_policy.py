@@ -36,13 +36,13 @@ def policy(tmp_path, monkeypatch):
 
 def test_a_script_without_a_session_hears_of_it_once(policy, capsys):
     for _ in range(3):
-        policy.begin_step()
+        policy.end_step(boundary=True)
     assert capsys.readouterr().err.count("calls no autods.session(engine)") == 1
 
 
 def test_a_script_with_a_session_hears_nothing(policy, capsys):
     sessions.begin(SimpleNamespace())
-    policy.begin_step()
+    policy.end_step(boundary=True)
     assert capsys.readouterr().err == ""
 
 

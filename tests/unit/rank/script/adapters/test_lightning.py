@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from autods.rank.script.adapters.lightning import RankSamples, divide_once, rescale_batches, use_cpu_ranks
+from autods.rank.script.adapters.lightning import RankSamples, divide_once, rescale_batches, step_engine, use_cpu_ranks
 from autods.rank.training_run.samples import WholeSteps
 
 
@@ -74,3 +74,10 @@ def test_the_loss_is_divided_by_the_accumulation_once():
             lambda *args, **kwargs: given.append(kwargs), None, 1.0, SimpleNamespace(automatic_optimization=automatic)
         )
     assert given == [{"scale_wrt_gas": False}, {}]
+
+
+def test_fabric_steps_the_engine():
+    stepped, engine = [], object()
+    step_engine(lambda strategy, optimizer: stepped.append(optimizer), SimpleNamespace(model=engine), "optimizer")
+    step_engine(lambda strategy, optimizer: stepped.append(optimizer), SimpleNamespace(model=None), "optimizer")
+    assert stepped == [engine, "optimizer"]

@@ -1,0 +1,94 @@
+"""The kinds of training scripts: the libraries that call DeepSpeed for them. A further one is a row and an adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..types import WorkloadSource
+
+# The files of a fit's config.
+DS_CONFIG = "ds_config.json"
+DS_CONFIG_HF = "ds_config_hf.json"  # with "auto" for the keys that the HF Trainer fills in
+DS_CONFIG_LIGHTNING = "ds_config_lightning.json"  # without the accumulation steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptKind:
+    """A library that calls DeepSpeed for a script. Its adapter is the module of this name in `rank/script/adapters`.
+
+    A script is of the first kind in whose `packages` it imports a name that `names` matches; without any, of the first
+    whose `last_names` does. `preloaded` are modules that the adapter imports before the script begins.
+    `fills_in_auto`: the library replaces "auto" in a DeepSpeed config. `takes_local_rank`: its parser knows the option
+    of the `deepspeed` launcher. `sets_sizes`: trials set the sizes in its arguments.
+
+    The others tell how a user starts the script: the file of its config, and the place for that in the code, which is
+    None where its launcher gives it the config. `by_accelerate`: `accelerate launch` starts it too. `note_on_cpu` is
+    how the library treats CPU ranks outside of a trial.
+    """
+
+    name: str
+    description: str
+    packages: tuple[str, ...]
+    names: str
+    last_names: str = "(?!)"  # nothing
+    preloaded: tuple[str, ...] = ()
+    fills_in_auto: bool = False
+    takes_local_rank: bool = False
+    sets_sizes: bool = False
+    config_file: str = DS_CONFIG
+    config_place: str | None = None
+    by_accelerate: bool = False
+    note_on_cpu: str | None = None
+
+
+_ROWS = (
+    ScriptKind(
+        name="deepspeed",
+        description="a DeepSpeed script: it calls deepspeed.initialize",
+        packages=("deepspeed",),
+        names="initialize",
+        last_names=".*",
+        config_place="deepspeed.initialize(…, config",
+    ),
+    ScriptKind(
+        name="lightning",
+        description="a Lightning script",
+        packages=("lightning", "pytorch_lightning"),
+        names=".*",
+        preloaded=("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"),
+        config_file=DS_CONFIG_LIGHTNING,
+        config_place="DeepSpeedStrategy(config",
+        note_on_cpu="on GPUs: Lightning's DeepSpeedStrategy takes no CPU ranks",
+    ),
+    ScriptKind(
+        name="hf_trainer",
+        description="a script of Hugging Face's Trainer",
+        packages=("transformers", "trl", "sentence_transformers", "setfit"),
+        names="TrainingArguments|HfArgumentParser|.*Trainer",
+        preloaded=("transformers.trainer",),
+        fills_in_auto=True,
+        takes_local_rank=True,
+        sets_sizes=True,
+        config_file=DS_CONFIG_HF,
+        config_place="TrainingArguments(…, deepspeed",
+        by_accelerate=True,
+    ),
+    ScriptKind(
+        name="accelerate",
+        description="a script of Hugging Face's accelerate",
+        packages=("accelerate",),
+        names=".*",
+        preloaded=("accelerate",),
+        fills_in_auto=True,
+        by_accelerate=True,
+        note_on_cpu="on CPU ranks accelerate does not share out the data: each rank trains on all of it; "
+        "on GPUs it does",
+    ),
+)
+SCRIPT_KINDS: Mapping[str, ScriptKind] = {row.name: row for row in _ROWS}
+
+
+def find_library(source: WorkloadSource) -> ScriptKind | None:
+    """The library that calls DeepSpeed for a script; None where its imports do not show it, and for other workloads."""
+    return None if source.script_kind is None else SCRIPT_KINDS[source.script_kind]
