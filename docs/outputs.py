@@ -27,7 +27,7 @@ from autods.events import Event, SearchStarted, TrialFinished, TrialForecasted, 
 from autods.report import FitReport, serialize
 from autods.report.answers.findings import make_explain_document
 from autods.report.answers.fit import make_fit_document
-from autods.report.fit_progress import FitState, advance, render_search, render_status
+from autods.report.fit_progress import FitState, advance, describe_status, render_search
 from autods.report.live import TrialProgress
 from autods.report.render_terminal import print_document
 from autods.report.results.explain import Explanation
@@ -108,7 +108,7 @@ def draw_progress() -> str:
         state = advance(state, TrialMoved(id=len(walk) + 1, phase="backward", step=step), 4.0 + 3.0 * step)
     console = _console(width=80)
     console.print(render_search(state, 8.0, width=80, height=24))
-    console.print(render_status(state, 8.0))
+    console.print(describe_status(state, 8.0))
     return _text(console)
 
 

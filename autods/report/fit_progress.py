@@ -20,7 +20,7 @@ from .text import MARKS, Mark, format_number_of, format_phase, format_rate, form
 
 LabelTrial = Callable[[Trial], str]
 _STEP_PHASES: tuple[Phase, ...] = ("forward", "backward", "step")
-WIDE_PROGRESS = 110  # terminal columns from which more is shown
+_WIDE = 110  # terminal columns from which more is shown
 _NARROW_BAR, _WIDE_BAR = 15, 30  # cells
 _FORECAST, _MEASURED, _BOTH = "▀", "▄", "█"
 _AT_LIMIT, _BEYOND_LIMIT = "│", "▶"
@@ -151,42 +151,22 @@ def describe_trial(trial: Trial) -> str:
     return f"{trial.purpose} {trial.knobs.micro_batch}×{trial.knobs.accumulation}{limit}"
 
 
-def describe_status(state: FitState, now_s: float, label: LabelTrial) -> Text:
-    """A plain line for each running trial, or the last note while nothing runs."""
+def describe_status(state: FitState, now_s: float, label: LabelTrial = lambda trial: "") -> Text:
+    """A line for each running trial: its phase, steps, and the seconds it took and has left; else the last note."""
     if not state.running:
         return Text(f"{state.note or 'deciding'}  {format_seconds(now_s - state.since_s)}", style="dim")
-    lines = (
-        Text.assemble(
-            (running.trial.rung, "bold"),
-            f"  {describe_trial(running.trial)}  {label(running.trial)}  ",
-            (format_phase(running.phase, running.step), "cyan"),
-            (f"  {format_seconds(now_s - running.since_s)}", "dim"),
-        )
-        for running in state.running.values()
-    )
+    lines = []
+    for running in state.running.values():
+        left_s = estimate_seconds_left(state, running, now_s)
+        left = "" if left_s is None or left_s < 1 else f", about {_format_rough_seconds(left_s)} left"
+        asked = "  ".join(filter(None, (describe_trial(running.trial), label(running.trial))))
+        spent = f"  {format_seconds(now_s - running.since_s)}{left}"
+        place = (_describe_place(running), "cyan")
+        lines.append(Text.assemble((running.trial.rung, "bold"), f"  {asked}  ", place, (spent, "dim")))
     return Text("\n").join(lines)
 
 
 # How it looks.
-
-
-def render_status(state: FitState, now_s: float, label: LabelTrial = lambda trial: "") -> RenderableType:
-    """The running trials with their phase, steps, and the time that they took and have left; else the last note."""
-    if not state.running:
-        return describe_status(state, now_s, label)
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for column_style in ("bold", "", "cyan", "dim"):
-        table.add_column(style=column_style, no_wrap=column_style != "")
-    for running in state.running.values():
-        left_s = estimate_seconds_left(state, running, now_s)
-        left = "" if left_s is None or left_s < 1 else f", about {_format_rough_seconds(left_s)} left"
-        table.add_row(
-            running.trial.rung,
-            Text("  ".join(filter(None, (describe_trial(running.trial), label(running.trial))))),
-            _describe_place(running),
-            f"{format_seconds(now_s - running.since_s)}{left}",
-        )
-    return table
 
 
 def _format_rough_seconds(seconds: float) -> str:
@@ -284,7 +264,7 @@ def _find_mark(state: FitState, rung: str, record: Record | None) -> Mark:
 
 
 def _rung_table(state: FitState, search: SearchStarted, width: int) -> Table:
-    wide = width >= WIDE_PROGRESS
+    wide = width >= _WIDE
     rows = list_rows(state)
     other_tiers = any(row.tier != "device" for row in rows.values())
     table = Table.grid(padding=(0, 1, 0, 0))

@@ -12,7 +12,6 @@ from typing import Self
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.spinner import Spinner
-from rich.table import Table
 from rich.text import Text
 
 from ..config.catalogue import ASKED, HERE
@@ -35,20 +34,16 @@ from ..units import escape_controls, format_bytes
 from .answers.plan import tabulate_rungs
 from .document import Medium
 from .fit_progress import (
-    WIDE_PROGRESS,
     FitState,
     advance,
     describe_status,
-    describe_trial,
     render_search,
-    render_status,
 )
 from .rank_logs import RankLogs
 from .render_terminal import fit_table
 from .text import (
     MARKS,
     Mark,
-    format_outcome,
     format_record,
     format_seconds,
 )
@@ -163,22 +158,13 @@ class TrialProgress(LiveView):
         if isinstance(event, TrialFinished) and not event.replayed:
             self._print_logs(event.record.id, event.record.trial, ended=True)
         match event:
-            case Note():
-                self._print(Text(escape_controls(event.text), style="dim"), event.text)
+            case Note(text=text):
+                self._print(text, style="dim")
             case Skipped(rung=rung, reason=reason):
-                row = self._row(MARKS["skipped"], rung=rung, text=f"skipped: {reason}")
-                self._print(row, f"skipped {rung}: {reason}")
+                self._print(f"skipped {rung}: {reason}", mark=MARKS["skipped"], style="dim")
             case TrialFinished(record=record, replayed=replayed):
-                label = self._label(record.trial)
-                row = self._row(
-                    MARKS[record.outcome.kind],
-                    rung=record.trial.rung,
-                    trial=describe_trial(record.trial),
-                    text=": ".join(filter(None, (label, format_outcome(record.outcome)))),
-                    end="journal" if replayed else format_seconds(record.seconds),
-                    style="dim" if replayed else "",
-                )
-                self._print(row, format_record(record, replayed=replayed, label=label))
+                line = format_record(record, replayed=replayed, label=self._label(record.trial))
+                self._print(line, mark=MARKS[record.outcome.kind], style="dim" if replayed else "")
             case SearchStarted() | TrialForecasted() | TrialStarted() | TrialMoved():
                 pass  # the view below shows them
 
@@ -194,29 +180,16 @@ class TrialProgress(LiveView):
             else:
                 self._print_plain(line)
 
-    def _print(self, pretty: RenderableType, plain: str) -> None:
-        if self._live is not None:
-            self._console.print(pretty)
-        else:
-            self._print_plain(plain)
-
-    def _row(
-        self, mark: Mark, *, rung: str, text: str, trial: str = "", end: str = "", style: str = "dim"
-    ) -> RenderableType:
-        """One line whose columns have fixed places, so that lines printed one by one align."""
-        wide = self._console.width >= WIDE_PROGRESS
-        table = Table.grid(padding=(0, 1), expand=True)
-        table.add_column(width=1, style=mark.style)
-        table.add_column(width=19 if wide else 13, overflow="fold", style="bold")
-        table.add_column(width=12 if wide else 9)
-        table.add_column(ratio=1)
-        table.add_column(width=7, justify="right", style="dim")
-        table.add_row(mark.sign, Text(rung), Text(trial), Text(text), end, style=style)
-        return table
+    def _print(self, line: str, *, mark: Mark | None = None, style: str = "") -> None:
+        if self._live is None:
+            self._print_plain(line)
+            return
+        sign = (f"{mark.sign} ", mark.style) if mark is not None else ""
+        self._console.print(Text.assemble(sign, (escape_controls(line), style)))
 
     def _current(self) -> RenderableType:
         now_s, size = time.monotonic(), self._console.size
-        self._spinner.update(text=render_status(self._state, now_s, self._label))
+        self._spinner.update(text=describe_status(self._state, now_s, self._label))
         search = render_search(self._state, now_s, width=size.width, height=size.height)
         return self._spinner if search is None else Group("", search, self._spinner)
 

@@ -22,11 +22,11 @@ from autods.events import (
 from autods.report.fit_progress import (
     FitState,
     advance,
+    describe_status,
     estimate_seconds_left,
     find_best,
     list_rows,
     render_search,
-    render_status,
 )
 from autods.types import Knobs, Outcome, Phase, Skipped, Steps, TierUse, Trial
 from tests.support.reports import LADDER, LIMIT, MIB, fit, memory, oom, record
@@ -61,7 +61,7 @@ def state_after(*events: Event | tuple[float, Event]) -> FitState:
 def draw(state: FitState, now_s: float, width: int = 80, height: int = 40) -> list[str]:
     console = Console(file=io.StringIO(), width=width)
     search = render_search(state, now_s, width=width, height=height)
-    for part in (search, render_status(state, now_s)):
+    for part in (search, describe_status(state, now_s)):
         if part is not None:
             console.print(part)
     assert isinstance(console.file, io.StringIO)
