@@ -1,4 +1,4 @@
-"""The geometry of a page's drawings: charts of lines over an axis, stacked bars of memory, and strips of time."""
+"""The geometry of a page's drawings: charts of lines over an axis, and stacked bars of memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..units import format_bytes
-from .document import MEMORY_KINDS, Chart, MemoryStack, Strip
+from .document import MEMORY_KINDS, Chart, MemoryStack
 
 _WIDTH, _HEIGHT = 640, 240  # of a chart, in its own units
 _LEFT, _RIGHT, _TOP, _BOTTOM = 84, 16, 12, 40  # its margins
@@ -17,11 +17,11 @@ _BEYOND = 1.2  # a bar's whole length, as a multiple of the limit
 
 
 class Segment(NamedTuple):
-    """A part of a bar or a strip: its place and width in percent, its colour or its class, its words."""
+    """A part of a bar: its place and width in percent, the number of its colour, its words."""
 
     left: float
     width: float
-    colour: int | str
+    colour: int
     text: str
 
 
@@ -72,16 +72,6 @@ def draw_stack(stack: MemoryStack) -> StackedBar:
         high=place(device.high_bytes),
         limit=place(limit),
         mark=None if measured is None else place(measured),
-    )
-
-
-def draw_strip(strip: Strip) -> tuple[Segment, ...]:
-    """The spans one after the other, in percent of the time that all of them took."""
-    total = sum(seconds for seconds, _, _ in strip.items) or 1.0
-    ends = itertools.accumulate(seconds for seconds, _, _ in strip.items)
-    return tuple(
-        Segment(left=100 * (end - seconds) / total, width=100 * seconds / total, colour=style, text=words)
-        for end, (seconds, style, words) in zip(ends, strip.items, strict=True)
     )
 
 

@@ -242,14 +242,6 @@ class Chart(Part):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Strip(Listing):
-    """Spans of time one after the other: (seconds, style, words)."""
-
-    items: tuple[tuple[float, str, str], ...]
-    on: Medium = Medium.PAGE
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Detail:
     """Something that opens: its summary, sentences, and the text of a log or a config, which can be copied."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from .charts import draw_chart, draw_stack, draw_strip, place_on_bar
+from .charts import draw_chart, draw_stack, place_on_bar
 from .document import MEMORY_KINDS, Document, Headline, Medium, Part, Piece, Words, list_pieces, list_spans
 from .serialize import write_whole
 
@@ -56,7 +56,6 @@ def _environment() -> Environment:
         "pieces": list_pieces,
         "draw": draw_chart,
         "stack": draw_stack,
-        "strip": draw_strip,
         "place": place_on_bar,
     }
     return environment

@@ -242,9 +242,8 @@ def plan_to_dict(forecast: PlanReport) -> dict[str, Any]:
 
 def _site(plan: PlanReport, forecast: SiteForecast) -> dict[str, Any]:
     site = forecast.site
-    names = ("world_size", "nodes", "ranks_per_node", "micro_batch")
-    hardware = asdict(site.machine) | {name: getattr(site, name) for name in names}
-    hardware["precision"] = precision_name(site.base)
+    hardware = asdict(site.machine) | {name: getattr(site, name) for name in ("world_size", "nodes", "ranks_per_node")}
+    hardware |= {"precision": precision_name(site.base), "micro_batch": site.micro_batch}
     rungs = []
     for rung in forecast.rungs:
         training = plan.forecast_training(forecast, rung)

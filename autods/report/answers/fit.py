@@ -40,7 +40,6 @@ from .trials import (
     chart_tuning,
     describe_communication,
     describe_machine,
-    draw_time,
     list_trials,
     sort_by_ladder,
 )
@@ -228,7 +227,6 @@ def _list_parts(report: FitReport, folder: Path | None, columns: Sequence[Column
         yield checks
     yield from (chart_speed(report.trials), chart_memory(report.trials))
     yield chart_tuning(report)
-    yield from titled("Time", draw_time(report.trials))
     if fits:
         configs = f"{DS_CONFIG}, {DS_CONFIG_HF}, {ACCELERATE}"
         if report.question.rehearsed_on is not None:

@@ -231,7 +231,7 @@ def _list_parts_of_machines(plan: PlanReport) -> Iterator[doc.Part]:
         yield doc.Heading(words=f"{name}: {describe_site_answer(site)}", on=Medium.PAGE)
         yield doc.Paragraph(words=describe_site(plan, site.site), on=Medium.PAGE)
         parts = (*_list_tables(plan, site), doc.Bullets(items=tuple(list_suggestions(plan, site))))
-        yield from (replace(part, on=Medium.PAGE) for part in parts)
+        yield from (replace(part, on=Medium.PAGE) for part in parts if not isinstance(part, doc.Legend))
 
 
 def _list_parts_of_site(plan: PlanReport, site: SiteForecast) -> Iterator[doc.Part]:

@@ -107,20 +107,6 @@ def chart_tuning(report: FitReport) -> doc.Chart:
     )
 
 
-def draw_time(records: Sequence[Record]) -> doc.Strip:
-    """The trials one after the other."""
-    return doc.Strip(
-        items=tuple(
-            (
-                record.seconds,
-                MARKS[record.outcome.kind].style,
-                f"trial {record.id}: {record.trial.rung}, {record.trial.purpose}, {format_seconds(record.seconds)}",
-            )
-            for record in records
-        )
-    )
-
-
 def describe_communication(report: FitReport) -> Iterator[tuple[str, Words]]:
     """A line for each rung: the bytes that a rank sends in an optimizer step, and their share of its time.
 
