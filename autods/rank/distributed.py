@@ -71,14 +71,10 @@ def _open_private_store(job: RankJob, opened: collections.Counter[int], original
 
 
 def _serve_on(listening: socket.socket, original: Any, /, *args: Any, **kwargs: Any) -> Any:
-    if kwargs.get("is_master") and kwargs.get("port") == _port_of(listening):
+    is_free = listening.fileno() >= 0  # no store has taken it yet
+    if is_free and kwargs.get("is_master") and kwargs.get("port") == listening.getsockname()[1]:
         kwargs["master_listen_fd"] = listening.detach()
     return original(*args, **kwargs)
-
-
-def _port_of(listening: socket.socket) -> int | None:
-    """The port of the socket; None after the store has taken it."""
-    return None if listening.fileno() < 0 else int(listening.getsockname()[1])
 
 
 @dataclass(frozen=True, slots=True)

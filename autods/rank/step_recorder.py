@@ -44,15 +44,27 @@ class StepRecorder:
         """
         self._seen += 1
         self.steps_s += seconds
+        self.skipped += skipped
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        if self._skipped_in_a_row > _MOST_SKIPPED:
+            raise WorkloadError(
+                f"{self._skipped_in_a_row} optimizer steps in a row were skipped, because gradients in fp16 overflowed",
+                hint="lower fp16.initial_scale_power or fp16.loss_scale, or train in bf16",
+            )
         if skipped:
-            self._skip()
             return
-        self._skipped_in_a_row = 0
         self.held_bytes.append(held_bytes)
         if is_whole:
             self.times.append(seconds)
-        if losses:
-            self.losses.append(statistics.fmean(self._check_finite(loss) for loss in losses))
+        if not losses:
+            return
+        loss = statistics.fmean(map(float, losses))
+        if not math.isfinite(loss):
+            raise WorkloadError(
+                f"the loss is {loss} at step {self._seen}",
+                hint="check the data, the learning rate and the initialisation",
+            )
+        self.losses.append(loss)
 
     @property
     def timed(self) -> tuple[float, ...]:
@@ -81,24 +93,6 @@ class StepRecorder:
             skipped_steps=self.skipped,
             **others,
         )
-
-    def _skip(self) -> None:
-        self.skipped += 1
-        self._skipped_in_a_row += 1
-        if self._skipped_in_a_row > _MOST_SKIPPED:
-            raise WorkloadError(
-                f"{self._skipped_in_a_row} optimizer steps in a row were skipped, because gradients in fp16 overflowed",
-                hint="lower fp16.initial_scale_power or fp16.loss_scale, or train in bf16",
-            )
-
-    def _check_finite(self, loss: Any) -> float:
-        value = float(loss)
-        if not math.isfinite(value):
-            raise WorkloadError(
-                f"the loss is {value} at step {self._seen}",
-                hint="check the data, the learning rate and the initialisation",
-            )
-        return value
 
 
 def was_skipped(engine: Any) -> bool:

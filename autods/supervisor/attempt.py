@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 _END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
 
-StartRunner = Callable[[Settings, Mapping[str, str], RunListener], RayRunner]
+StartRunner = Callable[..., RayRunner]  # as the class itself
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class RunnerSession:
             if allocator is not None:
                 given = os.environ.get(ALLOCATOR)
                 environment[ALLOCATOR] = f"{given},{allocator}" if given else allocator
-            self.runner = self._stack.enter_context(self.start(settings, environment, self.listen))
+            self.runner = self._stack.enter_context(self.start(settings, self.listen, environment=environment))
             self._key = key
             if facts is not None:
                 self.runner.adopt(facts)
@@ -69,14 +69,6 @@ def judge_attempt(result: RunResult | OutOfMemory | Failed, *, seen_step: int, s
         )  # fmt: skip
         return AttemptEnd(ending="failed", last_step=seen_step, seconds=seconds, cause=cause)
     return AttemptEnd(ending=result.ended, last_step=max(seen_step, result.step or 0), seconds=seconds)
-
-
-def describe_lost_session(error: Exception) -> Failed:
-    """The failure of an attempt whose Ray or nodes are gone."""
-    return Failed(
-        failure="infrastructure", rank=-1, phase="start", evidence=str(error).split("\n")[0], action="retry",
-        advice="the run goes on by itself",
-    )  # fmt: skip
 
 
 class StopRequest:

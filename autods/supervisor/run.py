@@ -10,7 +10,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -42,10 +42,9 @@ from .attempt import (
     RunnerSession,
     StartRunner,
     StopRequest,
-    describe_lost_session,
     judge_attempt,
 )
-from .known_rungs import KnownRung, gather_known_rungs
+from .known_rungs import gather_known_rungs
 from .progress import AttemptProgress, parse_steps
 from .rescue import NextConfig, RunFailure, Situation, decide
 from .run_journal import Attempt, AttemptEnd, Decision, Prepared, RunConfig, RunHistory, RunJournal, list_rows
@@ -55,15 +54,11 @@ _STOP_WITHIN_S = 120.0  # beyond twice the time of the last save: then a run tha
 CountRanks = Callable[[Settings], int | None]
 
 
-def _start_runner(settings: Settings, environment: Mapping[str, str], listen: RunListener) -> RayRunner:
-    return RayRunner(settings, listen, environment=environment)
-
-
 def run(
     settings: RunSettings,
     *,
     listen: RunListener,
-    start: StartRunner = _start_runner,
+    start: StartRunner = RayRunner,
     find_fit: FindFit = lambda settings, listen: fit(settings, listen=listen),
     count_ranks: CountRanks = count_ranks,
 ) -> RunReport:
@@ -135,8 +130,9 @@ class Supervisor:
         """Attempt after attempt, until one ends well or none can."""
         self._close_interrupted()
         self.earlier = len(self.history.attempts)
-        if (finished := self._find_end()) is not None:
-            return finished
+        if self.settings.is_done(self.history):
+            self.listen(Note(text=f"this run is done (--fresh forgets it): {self.settings.out}"))
+            return self._summarize("done", 0)
         self._report_lost_checkpoints()
         try:
             self._prepare()
@@ -174,13 +170,6 @@ class Supervisor:
     def _warn(self, text: str) -> None:
         self.journal.warn(text)
         self.listen(Note(text=f"warning: {text}"))
-
-    def _find_end(self) -> RunReport | None:
-        """The report of a run that is done already."""
-        if not self.settings.is_done(self.history):
-            return None
-        self.listen(Note(text=f"this run is done (--fresh forgets it): {self.settings.out}"))
-        return self._summarize("done", 0)
 
     def _prepare(self) -> None:
         """The survey of the workload, once in a run, and the config of the fit as the first decision."""
@@ -238,9 +227,12 @@ class Supervisor:
             return decision.config
         saved, saved_step = self._latest(), self._saved_step
         before = max((each.step for each in history.decisions), default=0)
+        assert history.prepared is not None
+        fit = apply_survey(self.settings.fit, self._facts)
+        ladder = list_candidates(fit, self._facts, history.prepared.op_problems)
         situation = Situation(
             config=decision.config,
-            known_rungs=self._known_rungs(),
+            known_rungs=gather_known_rungs(self.report, ladder),
             failed=history.failed,
             rescues=len(history.rescues),
             most_rescues=self.settings.most_rescues,
@@ -339,7 +331,10 @@ class Supervisor:
             raise error
         with contextlib.suppress(Exception):  # what is gone cannot be ended well; its guard ends the rest
             self.session.close()
-        return describe_lost_session(error)
+        return Failed(
+            failure="infrastructure", rank=-1, phase="start", evidence=str(error).split("\n")[0], action="retry",
+            advice="the run goes on by itself",
+        )  # fmt: skip
 
     def _settings_for(self, config: RunConfig) -> Settings:
         """The fit's settings with this number of ranks, in the run's folder."""
@@ -375,12 +370,6 @@ class Supervisor:
 
     def _attempt_folder(self, number: int) -> Path:
         return self.settings.out / "attempts" / str(number)
-
-    def _known_rungs(self) -> tuple[KnownRung, ...]:
-        assert self.history.prepared is not None
-        settings = apply_survey(self.settings.fit, self._facts)
-        ladder = list_candidates(settings, self._facts, self.history.prepared.op_problems)
-        return gather_known_rungs(self.report, ladder)
 
     def _find_obstacle(self, config: RunConfig, saved: SavedCheckpoint | None) -> str | None:
         if saved is None:

@@ -5,9 +5,8 @@ A decision is written before it is carried out.
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -243,14 +242,9 @@ class RunJournal:
         return InputError(f"is damaged: {why}", place=f"{self.path}:{number}", hint=hint)
 
 
-def count_repeated(attempts: Sequence[Attempt]) -> list[int]:
-    """Return for each attempt how many steps of the one before it did again, from its checkpoint on."""
-    pairs = itertools.pairwise(attempts)
-    return [0, *(max(0, before.last_step - after.first_step) for before, after in pairs)][: len(attempts)]
-
-
 def list_rows(history: RunHistory) -> tuple[AttemptRow, ...]:
-    """The attempts as a report shows them."""
+    """The attempts as a report shows them. Each did again what the one before it had done since its checkpoint."""
+    before = [0, *(each.last_step for each in history.attempts)]
     changes = {each.after_attempt: each.changed for each in history.decisions}
     return tuple(
         AttemptRow(
@@ -263,11 +257,11 @@ def list_rows(history: RunHistory) -> tuple[AttemptRow, ...]:
             checkpointing=each.config.knobs.checkpointing,
             first_step=each.first_step,
             last_step=each.last_step,
-            repeated=repeated,
+            repeated=max(0, last_step - each.first_step),
             seconds=each.seconds,
             ending=each.ending or "interrupted",
             evidence=None if each.cause is None else format_outcome(each.cause),
             changed=changes.get(each.number),
         )
-        for each, repeated in zip(history.attempts, count_repeated(history.attempts), strict=True)
+        for each, last_step in zip(history.attempts, before, strict=False)
     )

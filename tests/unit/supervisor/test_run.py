@@ -21,8 +21,8 @@ from autods.runner.testing import failed, out_of_memory
 from autods.supervisor.rescue import MOST_REPEATS
 from autods.supervisor.run import run
 from autods.supervisor.run_settings import RunSettings
-from autods.supervisor.testing import ScriptedLauncher
 from autods.types import Knobs
+from tests.support.scripted_runs import ScriptedLauncher
 from tests.support.walks import FACTS, SETTINGS
 
 RUNGS = read_rungs()

@@ -6,13 +6,13 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self
 
-from ..config.settings import Settings
-from ..events import RunListener
-from ..rank.job import RankJob, RunOrder
-from ..rank.record import RunResult
-from ..rank.training_run.checkpoints import Layout, Manifest, checkpoint_folder, write_manifest
-from ..runner.runner import RayRunner
-from ..types import Failed, ModelFacts, OutOfMemory
+from autods.config.settings import Settings
+from autods.events import RunListener
+from autods.rank.job import RankJob, RunOrder
+from autods.rank.record import RunResult
+from autods.rank.training_run.checkpoints import Layout, Manifest, checkpoint_folder, write_manifest
+from autods.runner.runner import RayRunner
+from autods.types import Failed, ModelFacts, OutOfMemory
 
 Answer = Callable[[RankJob], tuple[int, OutOfMemory | Failed | RunResult | Literal["done", "stopped"]]]
 
@@ -30,7 +30,7 @@ class ScriptedLauncher:
         self.settings: list[Settings] = []  # those of each session
         self.answer, self.facts = answer, facts
 
-    def start(self, settings: Settings, environment: Mapping[str, str], listen: RunListener) -> ScriptedRayRunner:
+    def start(self, settings: Settings, listen: RunListener, *, environment: Mapping[str, str]) -> ScriptedRayRunner:
         """Begin a session."""
         self.starts.append(environment)
         self.settings.append(settings)
