@@ -22,34 +22,27 @@ _SLOW_BYTES_S = 10**9  # an NVMe disk reads 3 GB/s and more; a trial on a slower
 def check_nvme(folder: Path, *, file_bytes: int = _FILE_BYTES) -> Iterator[Check]:
     """Free space of the folder, and how fast it is written and read past the page cache."""
     if not folder.is_dir():
-        yield Check(
-            group="NVMe",
-            name=str(folder),
-            status="broken",
-            result="there is no such folder",
-            remedy=f"mkdir -p {folder}",
-        )
+        yield Check.broken("NVMe", str(folder), "there is no such folder", f"mkdir -p {folder}")
         return
     free = shutil.disk_usage(folder).free
     if free < 2 * file_bytes:
-        result = f"{format_bytes(free)} free"
-        yield Check(
-            group="NVMe", name=str(folder), status="broken", result=result, remedy="make room, or name another folder"
-        )
+        yield Check.broken("NVMe", str(folder), f"{format_bytes(free)} free", "make room, or name another folder")
         return
-    yield Check(group="NVMe", name=str(folder), status="ok", result=f"{format_bytes(free)} free")
+    yield Check.ok("NVMe", str(folder), f"{format_bytes(free)} free")
     try:
         written, read = measure_bandwidth(folder, file_bytes)
     except OSError as error:
         result = f"direct I/O fails: {error.strerror}"
         remedy = "take a local disk: network and memory file systems have no direct I/O"
-        yield Check(group="NVMe", name="bandwidth", status="broken", result=result, remedy=remedy)
+        yield Check.broken("NVMe", "bandwidth", result, remedy)
         return
     speeds = f"writes {format_bytes(int(written))}/s, reads {format_bytes(int(read))}/s"
     result = f"{speeds} (direct I/O, {format_bytes(file_bytes)})"
-    slow = min(written, read) < _SLOW_BYTES_S
-    remedy = "a step moves all optimizer states: name a faster disk" if slow else ""
-    yield Check(group="NVMe", name="bandwidth", status="warning" if slow else "ok", result=result, remedy=remedy)
+    if min(written, read) < _SLOW_BYTES_S:
+        remedy = "a step moves all optimizer states: name a faster disk"
+        yield Check.warning("NVMe", "bandwidth", result, remedy)
+    else:
+        yield Check.ok("NVMe", "bandwidth", result)
 
 
 def measure_bandwidth(folder: Path, file_bytes: int) -> tuple[float, float]:

@@ -85,7 +85,7 @@ def _check_builds(
             yield check
     if "async_io" in missing and not _has_header("libaio.h", variables):
         remedy = "apt-get install libaio-dev"
-        check = Check(group="Software", name="libaio", status="broken", result="libaio.h is missing", remedy=remedy)
+        check = Check.broken("Software", "libaio", "libaio.h is missing", remedy)
         yield _explain_skip(check, {"async_io": missing["async_io"]})
 
 

@@ -44,55 +44,47 @@ def check_cards(hardware: Hardware) -> Iterator[Check]:
     """The cards, their driver, and other processes on them."""
     if hardware.unusable is not None:
         problem, _, remedy = hardware.unusable.partition("\n")
-        yield Check(group="GPUs", name="cards", status="broken", result=problem, remedy=remedy.strip())
+        yield Check.broken("GPUs", "cards", problem, remedy.strip())
         return
     if not hardware.cards:
         result = "none: CPU ranks can stand in for them (--device cpu), and `autods plan` needs none"
-        yield Check(
-            group="GPUs", name="cards", status="warning", result=result, remedy="nvidia-smi shows what the driver sees"
-        )
+        yield Check.warning("GPUs", "cards", result, "nvidia-smi shows what the driver sees")
         return
     names = [f"{card.name} ({format_bytes(card.total_bytes)})" for card in hardware.cards]
     counted = ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
-    yield Check(group="GPUs", name="cards", status="ok", result=counted)
-    yield Check(group="GPUs", name="driver", status="ok", result=f"{hardware.driver}, runs CUDA {hardware.cuda}")
+    yield Check.ok("GPUs", "cards", counted)
+    yield Check.ok("GPUs", "driver", f"{hardware.driver}, runs CUDA {hardware.cuda}")
     if len(set(names)) > 1:
         result = "cards differ, and the smallest one limits every rank"
-        yield Check(
-            group="GPUs", name="equal cards", status="warning", result=result, remedy="choose with CUDA_VISIBLE_DEVICES"
-        )
+        yield Check.warning("GPUs", "equal cards", result, "choose with CUDA_VISIBLE_DEVICES")
     for sentence in describe_shared_cards(hardware.cards):
-        yield Check(
-            group="GPUs", name="shared", status="warning", result=sentence, remedy="end them, or choose other cards"
-        )
+        yield Check.warning("GPUs", "shared", sentence, "end them, or choose other cards")
     if any(not card.bf16 for card in hardware.cards):
-        result = "only emulated on these cards"
-        yield Check(
-            group="GPUs", name="bf16", status="warning", result=result, remedy="train in fp16 (--precision fp16)"
-        )
+        yield Check.warning("GPUs", "bf16", "only emulated on these cards", "train in fp16 (--precision fp16)")
 
 
 def check_memory(hardware: Hardware, *, shared: Path = Path("/dev/shm"), quota: float | None = None) -> Iterator[Check]:
     """Host memory and processors, as containers and groups limit them, and shared memory."""
     free, total = format_bytes(hardware.host_free_bytes), format_bytes(hardware.host_bytes)
     least = sum(card.total_bytes for card in hardware.cards)
-    status, remedy = "ok", ""
     if hardware.host_bytes < least:
-        status, remedy = "warning", f"offloading may need more: the cards have {format_bytes(least)} together"
-    yield Check(group="Memory", name="host", status=status, result=f"{free} free of {total}", remedy=remedy)  # type: ignore[arg-type]
+        remedy = f"offloading may need more: the cards have {format_bytes(least)} together"
+        yield Check.warning("Memory", "host", f"{free} free of {total}", remedy)
+    else:
+        yield Check.ok("Memory", "host", f"{free} free of {total}")
     cores = os.cpu_count() or 1
     limit = read_cpu_quota() if quota is None else quota
     if limit is not None and limit < cores:
         result = f"{limit:g} of {cores} processors by the container's quota"
         remedy = "CPU offload steps the optimizer on them: raise the limit (docker --cpus)"
-        yield Check(group="Memory", name="processors", status="warning", result=result, remedy=remedy)
+        yield Check.warning("Memory", "processors", result, remedy)
     else:
-        yield Check(group="Memory", name="processors", status="ok", result=f"{hardware.cores} cores")
+        yield Check.ok("Memory", "processors", f"{hardware.cores} cores")
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
     if nodes > 1:
         result = f"{nodes} nodes"
         remedy = "bind ranks to the node of their card: deepspeed --bind_cores_to_rank"
-        yield Check(group="Memory", name="NUMA", status="ok", result=result, remedy=remedy)
+        yield Check.ok("Memory", "NUMA", result, remedy)
     yield from check_shared_memory(shared)
 
 
@@ -103,14 +95,14 @@ def check_shared_memory(folder: Path) -> Iterator[Check]:
         usage = shutil.disk_usage(folder)
         free = usage.free
     except OSError as error:
-        result = f"cannot be used: {error.strerror}"
-        yield Check(group="Memory", name=name, status="broken", result=result, remedy=remedy)
+        yield Check.broken("Memory", name, f"cannot be used: {error.strerror}", remedy)
         return
-    status = "broken" if free < 64 * _MIB else "warning" if free < _LEAST_SHARED else "ok"
     result = f"{format_bytes(free)} free of {format_bytes(usage.total)}"
-    if status != "ok":
-        result += "; NCCL, Ray and DataLoader workers share memory there"
-    yield Check(group="Memory", name=name, status=status, result=result, remedy="" if status == "ok" else remedy)  # type: ignore[arg-type]
+    if free >= _LEAST_SHARED:
+        yield Check.ok("Memory", name, result)
+    else:
+        judge = Check.broken if free < 64 * _MIB else Check.warning
+        yield judge("Memory", name, f"{result}; NCCL, Ray and DataLoader workers share memory there", remedy)
 
 
 def may_lock_memory() -> bool:
@@ -137,13 +129,11 @@ def check_limits(
         if most == resource.RLIM_INFINITY or most >= least or (number == resource.RLIMIT_MEMLOCK and may_lock()):
             continue
         size = format_bytes(most) if number == resource.RLIMIT_MEMLOCK else f"{most:,}"
-        yield Check(group="Limits", name=name, status="warning", result=f"{size}; {why}", remedy=remedy)
+        yield Check.warning("Limits", name, f"{size}; {why}", remedy)
     data = read(resource.RLIMIT_DATA)[1]
     if data != resource.RLIM_INFINITY:
         result = f"a process may hold {format_bytes(data)} (ulimit -Hd)"
-        yield Check(
-            group="Limits", name="memory of a process", status="warning", result=result, remedy="ulimit -d unlimited"
-        )
+        yield Check.warning("Limits", "memory of a process", result, "ulimit -d unlimited")
 
 
 def check_folders(folders: Mapping[str, Path]) -> Iterator[Check]:
@@ -153,45 +143,34 @@ def check_folders(folders: Mapping[str, Path]) -> Iterator[Check]:
         free = shutil.disk_usage(existing).free
         if not os.access(existing, os.W_OK | os.X_OK):
             result, remedy = f"{folder} cannot be written", f"make {existing} writable"
-            yield Check(group="Disk", name=name, status="broken", result=result, remedy=remedy)
+            yield Check.broken("Disk", name, result, remedy)
         elif free < _LEAST_FREE:
             result = f"{folder}: {format_bytes(free)} free; checkpoints and built ops need more"
-            yield Check(
-                group="Disk", name=name, status="warning", result=result, remedy="make room, or name another folder"
-            )
+            yield Check.warning("Disk", name, result, "make room, or name another folder")
         else:
-            yield Check(group="Disk", name=name, status="ok", result=f"{folder}: {format_bytes(free)} free")
+            yield Check.ok("Disk", name, f"{folder}: {format_bytes(free)} free")
 
 
 def check_environment(variables: Mapping[str, str]) -> Iterator[Check]:
     """Variables that slow training down."""
     slow = [
-        Check(
-            group="Settings", name=f"{name}={variables[name]}", status="warning", result=effect, remedy=f"unset {name}"
-        )
+        Check.warning("Settings", f"{name}={variables[name]}", effect, f"unset {name}")
         for name, (is_slow, effect) in _SLOW.items()
         if is_slow(variables.get(name, ""))
     ]
     yield from slow
     if not slow:
-        result = "no variable of NCCL, CUDA or torch slows training down"
-        yield Check(group="Settings", name="environment", status="ok", result=result)
+        yield Check.ok("Settings", "environment", "no variable of NCCL, CUDA or torch slows training down")
 
 
 def check_kernel(version: Callable[[], int] = landlock.find_version) -> Iterator[Check]:
     """What the kernel offers: Landlock, and ports on loopback."""
     if version() >= 2:
-        result = f"version {version()}: scripts in trials cannot write to your files"
-        yield Check(group="Settings", name="Landlock", status="ok", result=result)
+        yield Check.ok("Settings", "Landlock", f"version {version()}: scripts in trials cannot write to your files")
     else:
         result = "not there: what C libraries and programs of a script write in a trial is real"
-        yield Check(
-            group="Settings", name="Landlock", status="warning", result=result, remedy="Linux 5.19 or later has it"
-        )
+        yield Check.warning("Settings", "Landlock", result, "Linux 5.19 or later has it")
     try:
         socket.create_server(("127.0.0.1", 0)).close()
     except OSError as error:
-        result = f"cannot be opened: {error.strerror}"
-        yield Check(
-            group="Settings", name="ports on loopback", status="broken", result=result, remedy="ip link set lo up"
-        )
+        yield Check.broken("Settings", "ports on loopback", f"cannot be opened: {error.strerror}", "ip link set lo up")

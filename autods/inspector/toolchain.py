@@ -29,9 +29,10 @@ _ONLY_ON_CARDS = ("fused_adam",)
 def check_versions(versions: Callable[[], Mapping[str, str]] = installed_versions) -> Iterator[Check]:
     """The packages that a fit needs."""
     for name, version in versions().items():
-        missing = version == "not installed"
-        remedy = f"pip install {name}" if missing else ""
-        yield Check(group="Software", name=name, status="broken" if missing else "ok", result=version, remedy=remedy)
+        if version == "not installed":
+            yield Check.broken("Software", name, version, f"pip install {name}")
+        else:
+            yield Check.ok("Software", name, version)
 
 
 def check_compiler(which: Callable[[str], str | None] = shutil.which) -> Iterator[Check]:
@@ -40,17 +41,15 @@ def check_compiler(which: Callable[[str], str | None] = shutil.which) -> Iterato
     result = which(compiler)
     if result is None:
         text = f"{compiler} is not installed; forecasts and offloading need it"
-        yield Check(group="Software", name="compiler", status="broken", result=text, remedy="apt-get install g++")
+        yield Check.broken("Software", "compiler", text, "apt-get install g++")
     else:
-        yield Check(group="Software", name="compiler", status="ok", result=result)
+        yield Check.ok("Software", "compiler", result)
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
         text = "Python.h is missing; no op can be built"
-        yield Check(
-            group="Software", name="headers", status="broken", result=text, remedy="apt-get install python3-dev"
-        )
+        yield Check.broken("Software", "headers", text, "apt-get install python3-dev")
     installed = Path(sys.executable).with_name("ninja")
     if which("ninja") is None and not installed.exists():
-        yield Check(group="Software", name="ninja", status="broken", result="not installed", remedy="pip install ninja")
+        yield Check.broken("Software", "ninja", "not installed", "pip install ninja")
 
 
 def check_ray(measure: Callable[[], float]) -> Iterator[Check]:
@@ -59,9 +58,9 @@ def check_ray(measure: Callable[[], float]) -> Iterator[Check]:
         result = f"starts and runs a task in {measure():.1f} s"
     except EnvironmentBroken as error:
         problem, _, remedy = str(error).partition("\n")
-        yield Check(group="Software", name="Ray", status="broken", result=problem, remedy=remedy.strip())
+        yield Check.broken("Software", "Ray", problem, remedy.strip())
     else:
-        yield Check(group="Software", name="Ray", status="ok", result=result)
+        yield Check.ok("Software", "Ray", result)
 
 
 def check_ops(*, has_cards: bool, build: bool, note: Callable[[str], None] = lambda text: None) -> Iterator[Check]:
@@ -70,42 +69,30 @@ def check_ops(*, has_cards: bool, build: bool, note: Callable[[str], None] = lam
     try:
         state = _ask(["state", *names], has_cards=has_cards)
     except RuntimeError as error:
-        yield Check(
-            group="DeepSpeed ops",
-            name="all",
-            status="broken",
-            result=str(error),
-            remedy="python -m deepspeed.env_report",
-        )
+        yield Check.broken("DeepSpeed ops", "all", str(error), "python -m deepspeed.env_report")
         return
     for name in names:
         problem, built = state[name]["problem"], state[name]["built"]
         purpose = f"for {_NEEDED_FOR[name]}"
         if problem is not None:
             text, _, rest = problem.partition(" (")
-            yield Check(
-                group="DeepSpeed ops",
-                name=name,
-                status="broken",
-                result=f"{text}; it is {purpose}",
-                remedy=rest.rstrip(")"),
-            )
+            yield Check.broken("DeepSpeed ops", name, f"{text}; it is {purpose}", rest.rstrip(")"))
         elif built:
-            yield Check(group="DeepSpeed ops", name=name, status="ok", result=f"built, {purpose}")
+            yield Check.ok("DeepSpeed ops", name, f"built, {purpose}")
         elif build:
             note(f"building {name}, about {USUAL_BUILD_S[name]} s")
             yield _build(name, has_cards=has_cards)
         else:
             text = f"not built yet, {purpose}: a trial builds it when it needs it (about {USUAL_BUILD_S[name]} s)"
-            yield Check(group="DeepSpeed ops", name=name, status="warning", result=text, remedy="autods doctor --fix")
+            yield Check.warning("DeepSpeed ops", name, text, "autods doctor --fix")
 
 
 def _build(name: str, *, has_cards: bool) -> Check:
     try:
         seconds = _ask(["build", name], has_cards=has_cards, limit_s=3600.0)[name]["seconds"]
     except RuntimeError as error:
-        return Check(group="DeepSpeed ops", name=name, status="broken", result=f"could not be built: {error}")
-    return Check(group="DeepSpeed ops", name=name, status="ok", result=f"built in {seconds:.0f} s")
+        return Check.broken("DeepSpeed ops", name, f"could not be built: {error}")
+    return Check.ok("DeepSpeed ops", name, f"built in {seconds:.0f} s")
 
 
 def _ask(words: list[str], *, has_cards: bool, limit_s: float = _LIMIT_S) -> dict[str, dict[str, Any]]:

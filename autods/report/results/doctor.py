@@ -22,6 +22,18 @@ class Check:
     result: str
     remedy: str = ""
 
+    @classmethod
+    def ok(cls, group: str, name: str, result: str, remedy: str = "") -> Check:
+        return cls(group=group, name=name, status="ok", result=result, remedy=remedy)
+
+    @classmethod
+    def warning(cls, group: str, name: str, result: str, remedy: str = "") -> Check:
+        return cls(group=group, name=name, status="warning", result=result, remedy=remedy)
+
+    @classmethod
+    def broken(cls, group: str, name: str, result: str, remedy: str = "") -> Check:
+        return cls(group=group, name=name, status="broken", result=result, remedy=remedy)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkup:
