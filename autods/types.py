@@ -374,7 +374,7 @@ class WorkloadSource:
     stage 3 builds an hf_config under `deepspeed.zero.Init`, already split.
 
     The other fields describe a script. `argv` has the placeholders of `workload.script_source`. `script_kind` names a
-    row of `config.script_kinds`, None if its imports do not show it. It runs in `folder`. If it starts with
+    row of `config.trainers`, None if its imports do not show it. It runs in `folder`. If it starts with
     `python -m`, `module` is its name, and `root` the folder of its top package.
     """
 

@@ -17,7 +17,7 @@ from ..schema import check_plain, parse_json
 from ..types import MOST_RANKS, WorkloadSource
 from ..units import parse_bytes
 from .deepspeed import BATCH_KEYS, enabled_half_precision, get_key, merge, use_documented_names
-from .script_kinds import find_library
+from .trainers import find_library
 from .validator import SEARCH_RULES, Question, find_problems, find_unfilled_auto
 
 # Strings, which stay, and comments; then strings and trailing commas. DeepSpeed reads its files as Hjson.

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..config.script_kinds import find_library
+from ..config.trainers import find_library
 from ..devices import DEVICES, find_device
 from ..plain_text import read_text
 from ..system import processes

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.deepspeed import enabled_half_precision, get_key, is_default_optimizer, required_ops
-from ..config.script_kinds import DS_CONFIG, DS_CONFIG_HF, SCRIPT_KINDS
+from ..config.trainers import DS_CONFIG, DS_CONFIG_HF, SCRIPT_KINDS
 from ..workload.script_source import ScriptLaunch, has_placeholder
 from .results.fit import FitReport
 

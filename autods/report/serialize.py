@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from ..config.base_config import precision_name
 from ..config.deepspeed import to_lightning_config, to_trainer_config
-from ..config.script_kinds import DS_CONFIG, DS_CONFIG_HF, DS_CONFIG_LIGHTNING, SCRIPT_KINDS
+from ..config.trainers import DS_CONFIG, DS_CONFIG_HF, DS_CONFIG_LIGHTNING, SCRIPT_KINDS
 from ..errors import InputError, make_write_error
 from ..files import LARGEST_RECORD, describe_file_kind, read_file
 from ..forecast.predict.step_time import Speed, StepTime

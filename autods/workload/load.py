@@ -19,7 +19,7 @@ from typing import Any
 
 import cloudpickle
 
-from ..config.script_kinds import SCRIPT_KINDS
+from ..config.trainers import SCRIPT_KINDS
 from ..errors import InputError, make_write_error
 from ..files import read_file
 from ..system import private

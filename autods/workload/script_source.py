@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..config.script_kinds import SCRIPT_KINDS, find_library
+from ..config.trainers import SCRIPT_KINDS, find_library
 from ..errors import InputError
 from ..files import LARGEST_TEXT, read_file
 from ..types import WorkloadSource

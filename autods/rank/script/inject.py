@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ...config.trainers import find_library
 from ...types import Phase, WorkloadSource
 from ...workload.protocol import WorkloadError
 from ...workload.script_source import fill_placeholders, has_local_rank_parameter
@@ -97,8 +98,8 @@ def run_script(job: RankJob, slot: int, store: socket.socket | None, policy: Pol
 
 def install_adapters(injection: Injection) -> None:
     """Install DeepSpeed's adapter, and that of the trainer which the script uses, for the rest of this process."""
-    kind = injection.job.source.script_kind
-    for name in dict.fromkeys(("deepspeed", kind or "deepspeed")):
+    library = find_library(injection.job.source)
+    for name in dict.fromkeys(("deepspeed", "deepspeed" if library is None else library.name)):
         importlib.import_module(f".adapters.{name}", __package__).install(injection)
 
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...config.script_kinds import DS_CONFIG, DS_CONFIG_HF
 from ...config.settings import KEPT_BY_KERNEL, KEPT_BY_PYTHON
+from ...config.trainers import DS_CONFIG, DS_CONFIG_HF
 from ...forecast.values import RungForecast
 from ...types import TIERS, Fit, OutOfMemory, Record, Scalar, Tier, TierUse
 from ...units import format_bytes, format_count

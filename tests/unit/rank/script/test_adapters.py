@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from autods.config.script_kinds import SCRIPT_KINDS, ScriptKind, find_library
+from autods.config.trainers import SCRIPT_KINDS, ScriptKind, find_library
 from autods.rank.distributed import Traffic
 from autods.rank.memory import Meter
 from autods.rank.patching import declare
