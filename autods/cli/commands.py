@@ -30,7 +30,7 @@ from ..report.answers.plan import make_plan_document
 from ..report.answers.probe import make_probe_document
 from ..report.answers.run import make_run_document
 from ..report.document import Document
-from ..report.live import PlanProgress, RunProgress, TrialProgress, announced
+from ..report.live import CheckProgress, PlanProgress, RunProgress, TrialProgress
 from ..report.render_html import PAGE, RUN_PAGE, write_page
 from ..report.render_markdown import to_markdown
 from ..report.render_terminal import print_document
@@ -223,12 +223,12 @@ def _work(
         return command.run(settings, listen)
 
 
-def _checking(request: object, quiet: bool) -> AbstractContextManager[None]:
-    """A block that says after some seconds what is checked: files that do not answer, or a cluster."""
+def _checking(request: object, quiet: bool) -> AbstractContextManager[object]:
+    """A block that shows what is checked, which may take long."""
     address = getattr(request, "address", None)
     machine = "this machine" if address is None else f"the Ray cluster at {address}"
     workload = "the workload, " if getattr(request, "workload", None) is not None else ""
-    return nullcontext() if quiet else announced(f"checking {workload}the options and {machine}")
+    return nullcontext() if quiet else CheckProgress(f"checking {workload}the options and {machine}")
 
 
 def _show(

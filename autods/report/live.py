@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
@@ -86,7 +85,9 @@ class LiveView:
             self._live = None
 
     def _current(self) -> RenderableType:
-        raise NotImplementedError
+        """What is drawn: a line with what goes on now."""
+        self._spinner.update(text=self._status())
+        return self._spinner
 
     def _status(self) -> Text:
         """What goes on now, with its seconds."""
@@ -104,23 +105,15 @@ class LiveView:
         self._console.print(escape_controls(line), markup=False, highlight=False, soft_wrap=True, style=None)
 
 
-@contextlib.contextmanager
-def announced(subject: str) -> Iterator[None]:
-    """Print a line to standard error after some seconds, and every minute from then on, while the block runs."""
-    over, began_s = threading.Event(), time.monotonic()
+class CheckProgress(LiveView):
+    """A context manager that shows what is checked, which may take long: files that do not answer, or a cluster."""
 
-    def announce() -> None:
-        pause_s = _QUIET_S
-        while not over.wait(pause_s):
-            elapsed = format_seconds(time.monotonic() - began_s)
-            Console(stderr=True).print(f"… {subject} {elapsed}", markup=False, highlight=False, soft_wrap=True)
-            pause_s = _QUIET_AGAIN_S
+    def __init__(self, subject: str) -> None:
+        super().__init__()
+        self._subject = subject
 
-    threading.Thread(target=announce, name="announced", daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()
+    def _status(self) -> Text:
+        return Text(f"{self._subject} {format_seconds(time.monotonic() - self._since)}")
 
 
 class TrialProgress(LiveView):
@@ -188,10 +181,9 @@ class TrialProgress(LiveView):
         self._console.print(Text.assemble(sign, (escape_controls(line), style)))
 
     def _current(self) -> RenderableType:
-        now_s, size = time.monotonic(), self._console.size
-        self._spinner.update(text=describe_status(self._state, now_s, self._label))
-        search = render_search(self._state, now_s, width=size.width, height=size.height)
-        return self._spinner if search is None else Group("", search, self._spinner)
+        size = self._console.size
+        search = render_search(self._state, time.monotonic(), width=size.width, height=size.height)
+        return super()._current() if search is None else Group("", search, super()._current())
 
     def _status(self) -> Text:
         return describe_status(self._state, time.monotonic(), self._label)
@@ -247,13 +239,12 @@ class PlanProgress(LiveView):
 
     def _current(self) -> RenderableType:
         """The rows of the machine that is being simulated, and a line with the current simulation."""
-        self._spinner.update(text=self._status())
         with self._lock:
             rows = dict(self._rows)
         if len({machine for machine, _ in rows}) != 1:
-            return self._spinner
+            return super()._current()
         table, _ = fit_table(tabulate_rungs(rows.values()), self._console, Medium.BRIEF)
-        return Group(table, self._spinner)
+        return Group(table, super()._current())
 
 
 class RunProgress:

@@ -36,7 +36,7 @@ from .results.run import RunReport
 
 REPORT, PROBE, PROBE_CSV, RUN = "report.json", "probe.json", "probe.csv", "run.json"
 SO_FAR = "ds_config_so_far.json"
-Finished = TypeVar("Finished", FitReport, ProbeReport)
+Finished = TypeVar("Finished", FitReport, ProbeReport, RunReport)
 _MEASURE: Any = Literal["samples", "tokens"]  # of a probe's ratios
 
 
@@ -435,9 +435,5 @@ def has_run(folder: Path) -> bool:
 
 
 def read_run(folder: Path) -> RunReport:
-    """Read run.json. Raises InputError for a file that cannot be read."""
-    path = folder / RUN
-    try:
-        return read_known(RunReport, json.loads(read_file(path, most=LARGEST_RECORD)))
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"is damaged: {error}", place=str(path), hint="the same autods run writes it again") from None
+    """The run of this folder. Raises InputError when its report is missing or damaged."""
+    return _read_finished(folder / RUN, lambda data: read_known(RunReport, data), "run")

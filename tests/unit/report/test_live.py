@@ -10,7 +10,7 @@ from rich.console import Console
 
 from autods.events import Note
 from autods.report import live
-from autods.report.live import TrialProgress, announced
+from autods.report.live import CheckProgress, TrialProgress
 
 
 def wait_for_lines(read: object, count: int) -> list[str]:
@@ -37,13 +37,13 @@ def test_what_goes_on_is_said_again_where_nothing_else_is() -> None:
     assert all(line.startswith("… starting Ray ") for line in lines[2:])
 
 
-def test_a_long_check_of_the_request_is_announced(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_check_of_the_request_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     printed: list[str] = []
 
     def read() -> str:
         printed.append(capsys.readouterr().err)
         return "".join(printed)
 
-    with announced("checking the workload"):
+    with CheckProgress("checking the workload"):
         lines = wait_for_lines(read, 1)
     assert lines[0].startswith("… checking the workload ")
