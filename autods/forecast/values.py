@@ -11,8 +11,7 @@ from ..config.catalogue import Machine
 from ..events import Note
 from ..types import ModelFacts, Tier, WorkloadSource
 from ..units import format_bytes
-from .predict.schedule import Schedule
-from .predict.step_time import Speed
+from .predict.step_time import Schedule, Speed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from ..config.catalogue import Site
-from ..forecast.predict.prices import PriceList, read_constants
-from ..forecast.predict.schedule import BITS, CODES, HOST, RUN, STREAMS, SWITCH, WAIT, Schedule, Work
-from ..forecast.predict.step_time import BOUNDS, Bound, StepClocks
+from ..forecast.predict.prices import PriceList, Work, read_constants
+from ..forecast.predict.step_time import (
+    BITS,
+    BOUNDS,
+    CODES,
+    HOST,
+    RUN,
+    STREAMS,
+    SWITCH,
+    WAIT,
+    Bound,
+    Schedule,
+    StepClocks,
+)
 from ..forecast.values import KINDS, Simulation, Trace
 from ..report.serialize import write_whole
 

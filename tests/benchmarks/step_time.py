@@ -31,8 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from autods.config.catalogue import Machine, read_catalogue
 from autods.forecast.predict.prices import Constants, PriceList, read_constants
-from autods.forecast.predict.schedule import Schedule
-from autods.forecast.predict.step_time import StepTime, forecast_step
+from autods.forecast.predict.step_time import Schedule, StepTime, forecast_step
 from autods.forecast.simulate.client import ProcessSimulator
 from autods.forecast.values import EngineSpec
 from autods.types import WorkloadSource

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import pytest
 
 from autods.config.deepspeed import merge
-from autods.forecast.predict.schedule import BITS, CODES, HOST, RUN, Work
+from autods.forecast.predict.prices import Work
+from autods.forecast.predict.step_time import BITS, CODES, HOST, RUN
 from autods.forecast.simulate import ProcessSimulator, SimulatedEngine, SimulationFailed
 from autods.forecast.values import EngineSpec, Simulation
 from autods.workload import make_source

@@ -20,8 +20,7 @@ from ..values import EngineSpec, ForecastPhase, Interval, Simulation, Trace
 from .allocator import find_least_limit, replay
 from .host_allocators import peak_pinned_bytes, replay_process
 from .prices import PriceList, Unpriced, read_constants
-from .schedule import Schedule
-from .step_time import StepClocks
+from .step_time import Schedule, StepClocks
 
 Place = Literal["inside", "outside"]  # of the memory that torch allocates
 ShareOf = Literal["tensors", "activations", "reduce_bucket"]

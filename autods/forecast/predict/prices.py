@@ -1,4 +1,4 @@
-"""How long each piece of work takes on a machine: a roofline for the card, bandwidths for links and the host."""
+"""Pieces of work, and how long each takes on a machine: a roofline for the card, bandwidths for links and the host."""
 
 from __future__ import annotations
 
@@ -7,17 +7,49 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
 from pathlib import Path
+from typing import Literal
 
 from ...config.catalogue import Machine, Rates
 from ...schema import read_toml_as
 from ...system.host import data_folder
-from .schedule import Work
 
 _G = 1e9
 _HOPPER = (9, 0)
 _PREFER_CUDNN = ((9, 0), (10, 0))  # torch's sdp_utils.cpp, check_prefer_cudnn_attention, with cuDNN from 9.15.1 on
 _IN_CACHE = 1 << 20  # bytes of host work that need no bandwidth of the memory
 _DTYPES: Mapping[str, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "tf32": "tf32"}
+
+
+# What a piece of work is limited by. `view` and `hook`, a call of DeepSpeed's, cost the host time and nothing else.
+WorkKind = Literal[
+    "matmul", "attention", "kernel", "reduction", "view", "hook", "copy", "pageable_copy", "collective", "host",
+    "host_optimizer", "nvme",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """The amount of one piece of work. `name` is its operator's, for people.
+
+    `bytes` are read and written; of a collective, those that a ring of infinitely many ranks would move a rank.
+    `fresh` of them are written to host memory that the process has just got from the system. `compared` elements of
+    host memory become truth values.
+    `dtype` is that of a matmul's operands. `aligned` says whether all its rows begin at multiples of 16 bytes.
+    A collective has `ranks`, and `stride` is the distance of neighbours among all ranks.
+    `launches` counts views that follow one another.
+    """
+
+    kind: WorkKind
+    name: str = ""
+    flops: float = 0.0
+    bytes: int = 0
+    fresh: int = 0
+    compared: int = 0
+    dtype: str = ""
+    aligned: bool = True
+    ranks: int = 1
+    stride: int = 1
+    launches: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

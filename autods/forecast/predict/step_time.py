@@ -1,4 +1,4 @@
-"""Replay a schedule on clocks: one for each stream and one for the host. The span of the step is its time."""
+"""The schedule of an optimizer step, replayed on clocks: one for each stream and one for the host."""
 
 from __future__ import annotations
 
@@ -8,23 +8,34 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ...config.catalogue import Machine
-from .prices import Constants, PriceList, Unpriced, read_constants
-from .schedule import (
-    BITS,
-    CODES,
-    HOST,
-    HOST_WAITS_RECORD,
-    HOST_WAITS_STREAM,
-    MICRO_BATCH,
-    RECORD,
-    RUN,
-    STREAM_BITS,
-    STREAMS,
-    SWITCH,
-    WAIT,
-    Schedule,
-    WorkKind,
-)
+from .prices import Constants, PriceList, Unpriced, Work, WorkKind, read_constants
+
+# An event is `argument << BITS | code`. Streams are numbered; 0 is the default stream.
+BITS, CODES = 4, 15
+RUN = 0  # a work, on the current stream; the host pays its launch
+HOST = 1  # a work of the host itself
+SWITCH = 2  # a stream becomes the current one
+RECORD = 3  # a stream's clock is kept: `record << STREAM_BITS | stream`
+WAIT = 4  # a stream waits for a record: `record << STREAM_BITS | stream`
+HOST_WAITS_RECORD = 5
+HOST_WAITS_STREAM = 6
+HOST_WAITS_ALL = 7
+MICRO_BATCH = 8  # the next micro batch of the step begins
+STREAM_BITS = 12
+STREAMS = (1 << STREAM_BITS) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """What the engine issued in one optimizer step, in order and without any time: it does not depend on the machine.
+
+    RUN and HOST have the index of their work as the argument. `first` is how many events came before this step.
+    """
+
+    events: Sequence[int]
+    works: tuple[Work, ...]
+    first: int = 0
+
 
 Bound = Literal["compute", "memory", "communication", "host", "launch"]
 BOUNDS: tuple[Bound, ...] = ("compute", "memory", "communication", "host", "launch")

@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ...types import Phase
-from ..predict import schedule
-from ..predict.schedule import BITS, STREAM_BITS, STREAMS, Schedule, Work
+from ..predict import step_time as codes
+from ..predict.prices import Work
+from ..predict.step_time import BITS, STREAM_BITS, STREAMS, Schedule
 from .stream_order import StreamOrder
 
 _aten = torch.ops.aten
@@ -73,7 +74,7 @@ class WorkLog:
         self._communicators: dict[Any, tuple[int, int, int]] = {}  # group → stream, ranks, stride
         self._handles: list[_CollectiveWork] = []  # C++ returns the Python object while it is alive
         self.last_issued: int | None = None  # of the last operator; None where its shapes do not determine it
-        self.view_code = self._code(schedule.RUN, _VIEW)
+        self.view_code = self._code(codes.RUN, _VIEW)
         self.is_pinned: Callable[[Any], bool] = lambda tensor: False
 
     def begin(self, phase: Phase, step: int) -> None:
@@ -85,7 +86,7 @@ class WorkLog:
             self._handles.clear()
             self.switch(self.current)
         elif phase == "forward":
-            self.events.append(schedule.MICRO_BATCH)
+            self.events.append(codes.MICRO_BATCH)
 
     def schedule(self) -> Schedule:
         return Schedule(events=array("q", self.events), works=tuple(self._works), first=self._forgotten)
@@ -109,38 +110,38 @@ class WorkLog:
     def switch(self, stream: int) -> int:
         """Make a stream the current one; return the former."""
         former, self.current = self.current, stream
-        self.events.append(stream << BITS | schedule.SWITCH)
+        self.events.append(stream << BITS | codes.SWITCH)
         return former
 
     def record(self, stream: int) -> int:
         """Record the stream's clock; return the record's number."""
         record = self.order.record(stream)
-        self.events.append((record << STREAM_BITS | stream) << BITS | schedule.RECORD)
+        self.events.append((record << STREAM_BITS | stream) << BITS | codes.RECORD)
         return record
 
     def wait(self, record: int, stream: int) -> None:
         """Let the stream wait for a record."""
         self.order.wait(record, stream)
-        self.events.append((record << STREAM_BITS | stream) << BITS | schedule.WAIT)
+        self.events.append((record << STREAM_BITS | stream) << BITS | codes.WAIT)
 
     def host_waits_for_record(self, record: int) -> None:
         self.order.host_waits_for_record(record)
-        self.events.append(record << BITS | schedule.HOST_WAITS_RECORD)
+        self.events.append(record << BITS | codes.HOST_WAITS_RECORD)
 
     def host_waits_for_stream(self, stream: int) -> None:
         self.order.host_waits_for_stream(stream)
-        self.events.append(stream << BITS | schedule.HOST_WAITS_STREAM)
+        self.events.append(stream << BITS | codes.HOST_WAITS_STREAM)
 
     def host_waits_for_all(self) -> None:
         self.order.host_waits_for_all()
-        self.events.append(schedule.HOST_WAITS_ALL)
+        self.events.append(codes.HOST_WAITS_ALL)
 
     # Work.
 
     def launch_views(self, count: int) -> None:
         """Enter so many calls of operators that make views."""
         if count > 0:
-            self.events.append(self._code(schedule.RUN, Work(kind="view", launches=count)))
+            self.events.append(self._code(codes.RUN, Work(kind="view", launches=count)))
 
     def issue(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Enter a call of an operator."""
@@ -154,20 +155,20 @@ class WorkLog:
         if name in _WITHOUT_KERNEL or not devices - {"meta"}:
             code = self.view_code
         elif "cuda" in devices:
-            code = self._code(schedule.RUN, _describe_kernel(func, name, args, kwargs, out))
+            code = self._code(codes.RUN, _describe_kernel(func, name, args, kwargs, out))
         else:
-            code = self._code(schedule.HOST, _describe_host_work(func, name, args, kwargs, out))
+            code = self._code(codes.HOST, _describe_host_work(func, name, args, kwargs, out))
         self.events.append(code)
         self.last_issued = code
 
     def hook(self) -> None:
         """Enter that DeepSpeed's own Python runs before or after a module."""
-        self.events.append(self._code(schedule.RUN, _HOOK))
+        self.events.append(self._code(codes.RUN, _HOOK))
 
     def read_back(self, tensor: Any) -> None:
         """Enter that the host reads a value of the tensor."""
         if tensor.is_cuda:
-            self.events.append(self._code(schedule.RUN, Work(kind="copy", name="item", bytes=tensor.element_size())))
+            self.events.append(self._code(codes.RUN, Work(kind="copy", name="item", bytes=tensor.element_size())))
             self.host_waits_for_stream(self.current)
 
     def optimize(self, args: Iterable[Any]) -> None:
@@ -175,14 +176,14 @@ class WorkLog:
         tensors = [leaf for leaf in tree_leaves(list(args)) if isinstance(leaf, torch.Tensor)]
         size = int(_OPTIMIZER_BYTES * sum(map(_bytes, tensors)))
         if any(tensor.is_cuda for tensor in tensors):
-            self.events.append(self._code(schedule.RUN, Work(kind="kernel", name="optimizer", bytes=size)))
+            self.events.append(self._code(codes.RUN, Work(kind="kernel", name="optimizer", bytes=size)))
         elif tensors:
-            self.events.append(self._code(schedule.HOST, Work(kind="host_optimizer", name="optimizer", bytes=size)))
+            self.events.append(self._code(codes.HOST, Work(kind="host_optimizer", name="optimizer", bytes=size)))
 
     def swap(self, tensor: Any) -> None:
         """Enter an asynchronous read or write of the tensor's bytes on NVMe."""
         former = self.switch(_NVME_STREAM)
-        self.events.append(self._code(schedule.RUN, Work(kind="nvme", name="swap", bytes=_bytes(tensor))))
+        self.events.append(self._code(codes.RUN, Work(kind="nvme", name="swap", bytes=_bytes(tensor))))
         self.switch(former)
 
     def host_waits_for_nvme(self) -> None:
@@ -199,7 +200,7 @@ class WorkLog:
         current = self.current
         self.wait(self.record(current), stream)
         self.switch(stream)
-        self.events.append(self._code(schedule.RUN, work))
+        self.events.append(self._code(codes.RUN, work))
         self.switch(current)
         handle = _CollectiveWork(self, self.record(stream))
         if name == "barrier":
@@ -218,16 +219,16 @@ class WorkLog:
             pinned = pinned and host is target
             size = _bytes(source) + target.element_size() * source.numel()
             if host is target:
-                self.events.append(self._code(schedule.RUN, Work(kind="kernel", name="convert", bytes=size)))
+                self.events.append(self._code(codes.RUN, Work(kind="kernel", name="convert", bytes=size)))
             else:
                 work = Work(kind="host", name="convert", bytes=size, fresh=_mapped_bytes([target]))
-                self.events.append(self._code(schedule.HOST, work))
+                self.events.append(self._code(codes.HOST, work))
         work = Work(
             kind="copy" if pinned else "pageable_copy",
             name="to host" if host is target else "from host",
             bytes=_bytes(target),
         )
-        self.events.append(self._code(schedule.RUN, work))
+        self.events.append(self._code(codes.RUN, work))
         if not (asynchronous and pinned):
             self.host_waits_for_stream(self.current)
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from autods.errors import EnvironmentBroken, InputError, Interrupted
-from autods.forecast.predict.schedule import Schedule, Work
+from autods.forecast.predict.prices import Work
+from autods.forecast.predict.step_time import Schedule
 from autods.forecast.simulate import SimulationFailed
 from autods.forecast.testing import ScriptedSimulator, fail_with, simulate_peaks
 from autods.forecast.values import EngineSpec, RungFinished, RungForecast, Simulation

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from autods.errors import InputError
-from autods.forecast.predict import schedule as codes
-from autods.forecast.predict.schedule import BITS, STREAM_BITS, Schedule, Work
+from autods.forecast.predict import step_time as codes
+from autods.forecast.predict.prices import Work
+from autods.forecast.predict.step_time import BITS, STREAM_BITS, Schedule
 from autods.forecast.testing import simulate_peaks
 from autods.forecast.values import EngineSpec, Simulation, Trace
 from autods.planner.timeline import build_timeline

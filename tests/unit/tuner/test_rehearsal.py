@@ -12,7 +12,8 @@ import pytest
 
 from autods.config.plan_settings import resolve_rehearsal
 from autods.errors import InputError
-from autods.forecast.predict.schedule import BITS, RUN, Schedule, Work
+from autods.forecast.predict.prices import Work
+from autods.forecast.predict.step_time import BITS, RUN, Schedule
 from autods.forecast.testing import Script, ScriptedSimulator, fail_with, simulate_peaks
 from autods.forecast.values import EngineSpec, ForecastPhase, Simulation, Trace
 from autods.journal import workspace

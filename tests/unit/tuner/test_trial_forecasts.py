@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from autods.config.catalogue import Machine, Rates, Tflops, read_catalogue
-from autods.forecast.predict.schedule import BITS, RUN, Schedule, Work
+from autods.forecast.predict.prices import Work
+from autods.forecast.predict.step_time import BITS, RUN, Schedule
 from autods.forecast.simulation_cache import SimulationCache
 from autods.forecast.testing import Script, ScriptedSimulator, fail_with, simulate_peaks
 from autods.forecast.values import EngineSpec, Simulation, Trace

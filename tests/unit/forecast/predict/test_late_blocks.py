@@ -8,8 +8,8 @@ import pytest
 
 from autods.config.catalogue import read_catalogue
 from autods.forecast.predict.memory_model import find_returns
-from autods.forecast.predict.prices import PriceList, Unpriced, read_constants
-from autods.forecast.predict.schedule import HOST_WAITS_STREAM, RUN, Schedule, Work
+from autods.forecast.predict.prices import PriceList, Unpriced, Work, read_constants
+from autods.forecast.predict.step_time import HOST_WAITS_STREAM, RUN, Schedule
 from autods.forecast.values import Trace
 
 H100 = read_catalogue()["h100-80gb"]

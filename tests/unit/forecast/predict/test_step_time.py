@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 
 from autods.config.catalogue import Links, Machine, Rates, Tflops
-from autods.forecast.predict import schedule as codes
-from autods.forecast.predict.prices import Constants, Efficiency, Price, PriceList, Unpriced, read_constants
-from autods.forecast.predict.schedule import BITS, STREAM_BITS, Schedule, Work
-from autods.forecast.predict.step_time import StepTime, forecast_step
+from autods.forecast.predict import step_time as codes
+from autods.forecast.predict.prices import Constants, Efficiency, Price, PriceList, Unpriced, Work, read_constants
+from autods.forecast.predict.step_time import BITS, STREAM_BITS, Schedule, StepTime, forecast_step
 
 _PERFECT = Efficiency(
     matmul_traffic=1, unaligned=1, unaligned_from_hopper=1, attention=1, cudnn_attention=1, cudnn_half_intensity=0,

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autods.forecast.predict import schedule
-from autods.forecast.predict.schedule import BITS, CODES, STREAM_BITS, Work
+from autods.forecast.predict import step_time as codes
+from autods.forecast.predict.prices import Work
+from autods.forecast.predict.step_time import BITS, CODES, STREAM_BITS
 from autods.forecast.simulate.fake_gpu import Event, Stream
 from autods.forecast.simulate.work_log import WorkLog
 
@@ -45,10 +46,10 @@ def _issue(log: WorkLog, func: object, *args: object) -> Work:
 def test_a_stream_waits_for_another_s_record(log: WorkLog) -> None:
     first, second = Stream(), Stream()
     second.wait_stream(first)
-    assert _codes(log) == [schedule.RECORD, schedule.WAIT]
+    assert _codes(log) == [codes.RECORD, codes.WAIT]
     recorded, waited = (event >> BITS for event in log.events)
     assert recorded >> STREAM_BITS == waited >> STREAM_BITS
-    assert waited & schedule.STREAMS == second.stream_id
+    assert waited & codes.STREAMS == second.stream_id
 
 
 def test_a_stream_is_current_inside_its_block(log: WorkLog) -> None:
@@ -65,7 +66,7 @@ def test_an_event_that_was_never_recorded_holds_nobody(log: WorkLog) -> None:
     assert not log.events
     event.record()
     event.synchronize()
-    assert _codes(log) == [schedule.RECORD, schedule.HOST_WAITS_RECORD]
+    assert _codes(log) == [codes.RECORD, codes.HOST_WAITS_RECORD]
 
 
 def test_a_new_step_forgets_the_former(log: WorkLog) -> None:
@@ -73,14 +74,14 @@ def test_a_new_step_forgets_the_former(log: WorkLog) -> None:
     log.begin("backward", 0)
     assert len(log.events) == 1
     log.begin("forward", 0)
-    assert _codes(log)[-1] == schedule.MICRO_BATCH
+    assert _codes(log)[-1] == codes.MICRO_BATCH
     log.begin("forward", 1)
-    assert _codes(log) == [schedule.SWITCH]
+    assert _codes(log) == [codes.SWITCH]
 
 
 def test_operators_of_the_host_are_the_host_s_work(log: WorkLog, fake: FakeTensorMode) -> None:
     work = _issue(log, _aten.add.Tensor, torch.empty(100), torch.empty(100))
-    assert _codes(log) == [schedule.HOST]
+    assert _codes(log) == [codes.HOST]
     assert work == Work(kind="host", name="add", bytes=3 * 400)
 
 
@@ -116,26 +117,26 @@ def _copy(log: WorkLog, target: torch.Tensor, source: torch.Tensor) -> list[tupl
     """The kinds and bytes of the work that an asynchronous copy between page-locked memory and the device makes."""
     log.is_pinned = lambda tensor: True
     log.issue(_aten.copy_.default, (target, source, True), {}, target)
-    entered = [event >> BITS for event in log.events if event & CODES in (schedule.RUN, schedule.HOST)]
+    entered = [event >> BITS for event in log.events if event & CODES in (codes.RUN, codes.HOST)]
     return [(work.kind, work.bytes) for work in (log.schedule().works[number] for number in entered)]
 
 
 def test_a_converting_copy_from_the_host_is_pageable(log: WorkLog, fake: FakeTensorMode) -> None:
     target = torch.zeros(8, dtype=torch.bfloat16, device="cuda")
     assert _copy(log, target, torch.zeros(8)) == [("host", 48), ("pageable_copy", 16)]
-    assert schedule.HOST_WAITS_STREAM in _codes(log)
+    assert codes.HOST_WAITS_STREAM in _codes(log)
 
 
 def test_a_converting_copy_to_the_host_converts_first(log: WorkLog, fake: FakeTensorMode) -> None:
     source = torch.zeros(8, dtype=torch.bfloat16, device="cuda")
     assert _copy(log, torch.zeros(8), source) == [("kernel", 48), ("copy", 32)]
-    assert schedule.HOST_WAITS_STREAM not in _codes(log)
+    assert codes.HOST_WAITS_STREAM not in _codes(log)
 
 
 def _describe(log: WorkLog, func: object, *args: object) -> Work:
     """The work of an operator on the device."""
     log.issue(func, args, {}, func(*args))  # type: ignore[operator]
-    (number,) = (event >> BITS for event in log.events if event & CODES == schedule.RUN)
+    (number,) = (event >> BITS for event in log.events if event & CODES == codes.RUN)
     del log.events[:]
     return log.schedule().works[number]
 
