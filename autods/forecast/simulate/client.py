@@ -145,24 +145,16 @@ class ProcessSimulator(values.Simulator):
                 if device not in self._workers:
                     self._workers[device] = _Worker(self._source, device, self._limit_s, self._report, self._variables)
                 worker = self._workers[device]
-            with self._remember_stuck():
+            try:
                 worker.wait_ready()  # outside the lock, so that another thread can stop it meanwhile
                 driver_end, engine_end = socket.socketpair()
-                engine = SimulatedEngine(driver_end, worker.log, worker.wait_for)
-                try:
+                with contextlib.closing(SimulatedEngine(driver_end, worker.log, worker.wait_for)) as engine:
                     worker.fork(request, engine_end)
                     yield engine
-                finally:
-                    engine.close()
-
-    @contextlib.contextmanager
-    def _remember_stuck(self) -> Iterator[None]:
-        try:
-            yield
-        except SimulationFailed as failed:
-            if failed.kind == "stuck":
-                self._stuck = failed
-            raise
+            except SimulationFailed as failed:
+                if failed.kind == "stuck":
+                    self._stuck = failed
+                raise
 
 
 class _Worker:

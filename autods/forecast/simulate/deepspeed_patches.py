@@ -64,25 +64,20 @@ def install(ledger: Ledger) -> None:
     _SAME_ON_ALL_RANKS["get_lst_from_rank0"].install(lambda values: values)
     _NVTX.install(False)
     PROCESSOR.install(dict)  # no vendor: an optimizer on the CPU asks for it, to warn of fp16
-    complain = _DUPLICATES.original()
-
-    def check_for_duplicates(engine: Any, optimizer: Any) -> None:
-        listed = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-        if len(set(listed)) != len(listed):
-            complain(engine, optimizer)
-
-    _DUPLICATES.install(check_for_duplicates)
+    _DUPLICATES.wrap(_check_for_duplicates)
     for patch in _COORDINATOR.values():
-        patch.install(_count_hook(patch.original(), ledger))
+        patch.wrap(_count_hook, ledger.work)
 
 
-def _count_hook(hook: Any, ledger: Ledger) -> Any:
-    @functools.wraps(hook)
-    def count(*args: Any, **kwargs: Any) -> Any:
-        ledger.work.hook()
-        return hook(*args, **kwargs)
+def _check_for_duplicates(complain: Any, engine: Any, optimizer: Any) -> None:
+    listed = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    if len(set(listed)) != len(listed):
+        complain(engine, optimizer)
 
-    return count
+
+def _count_hook(work: WorkLog, hook: Any, *args: Any, **kwargs: Any) -> Any:
+    work.hook()
+    return hook(*args, **kwargs)
 
 
 class _Ops(types.ModuleType):

@@ -25,7 +25,10 @@ from .ledger import DEFAULT_CAPABILITY, DEVICE, PINNED, Ledger
 from .protocol import explain_optimizer_errors
 
 _STEPS = 2  # the second differs: optimizer states exist, and stage 3 knows the order of its parameters
-_PHASES: Mapping[Phase, ForecastPhase] = {"forward": "forward", "backward": "backward", "step": "step"}
+_PHASES: Mapping[Phase, ForecastPhase] = {
+    "build": "init", "init": "init", "forward": "forward", "backward": "backward", "step": "step",
+    "evaluate": "forward",
+}  # fmt: skip
 
 
 class SimulationContext:
@@ -49,11 +52,21 @@ class SimulationContext:
         with self._fake, self.recorder:
             yield
 
-    def become_rank(self, spec: EngineSpec) -> None:
-        """Make this process rank 0 of the world in `spec`, and begin to record."""
+    def take_card(self, spec: EngineSpec) -> None:
+        """Simulate the card of `spec`."""
         self.ledger.device_bytes = spec.device_bytes
         self.ledger.capability = spec.capability or DEFAULT_CAPABILITY
         self.ledger.outside_bytes = estimate_outside_bytes(spec)
+
+    def begin(self, phase: Phase, step: int) -> None:
+        """Begin a phase of an optimizer step. The ledger leaves out what no forecast has."""
+        if phase in _PHASES:
+            self.ledger.begin(_PHASES[phase])
+            self.ledger.work.begin(phase, step)
+
+    def become_rank(self, spec: EngineSpec) -> None:
+        """Make this process rank 0 of the world in `spec`, and begin to record."""
+        self.take_card(spec)
         join_world(spec.world_size, spec.ranks_per_node)
         deepspeed_patches.install_rank_zero(self.ledger)
         self.ledger.kind_of_new = attribution.kind_by_caller
@@ -94,9 +107,7 @@ class RankEngine:
         self._config = swap_into(scratch, spec.ds_config)
         self._accumulation = int(self._config.get("gradient_accumulation_steps", 1))
         self._engine: Any = None
-        context.ledger.device_bytes = spec.device_bytes
-        context.ledger.capability = spec.capability or DEFAULT_CAPABILITY
-        context.ledger.outside_bytes = estimate_outside_bytes(spec)
+        context.take_card(spec)
 
     def initialize(self) -> None:
         """Build the model if that is still to be done, and DeepSpeed's engine on it. Passes on errors of user code."""
@@ -128,18 +139,13 @@ class RankEngine:
         """Run two steps on the initialised engine. Errors of user code pass through."""
         began = time.perf_counter()
         ledger, engine = self._context.ledger, self._engine
-
-        def begin_phase(phase: Phase, step: int) -> None:
-            ledger.begin(_PHASES[phase])
-            ledger.work.begin(phase, step)
-
         with self._context.active():
             batch = check_batch(self._workload.build_batch(micro_batch), micro_batch)
             self._context.recorder.masks = unknown_values.inspect_masks(self._workload.build_batch, batch)
             batch = place(batch, engine)
             with explain_optimizer_errors(self._config):
                 for index in range(_STEPS):
-                    optimizer_step(self._workload, engine, batch, self._accumulation, index, begin_phase)
+                    optimizer_step(self._workload, engine, batch, self._accumulation, index, self._context.begin)
             return read_ledger(ledger, engine, micro_batch, time.perf_counter() - began)
 
 

@@ -122,29 +122,22 @@ class Ledger:
 
     def lock(self, tensor: Any) -> None:
         """Note that a pinned tensor does not come from torch's allocator, which would round its size."""
-        known = self._live.get(tensor.untyped_storage()._cdata)
-        if known is not None and known[1] == PINNED:
-            self._locked.add(known[2])
+        if (block := self._find_block(tensor, PINNED)) is not None:
+            self._locked.add(block)
 
     def use_on(self, tensor: Any, stream: Any) -> None:
         """Note that a stream uses the tensor's memory, as `torch.Tensor.record_stream` does."""
-        known = self._live.get(tensor.untyped_storage()._cdata)
-        if (
-            known is not None
-            and known[1] == DEVICE
-            and self._number_pool(stream.stream_id) != self._stream_of[known[2]]
-        ):
-            self._uses.setdefault(known[2], set()).add(stream.stream_id)
+        block = self._find_block(tensor, DEVICE)
+        if block is not None and self._number_pool(stream.stream_id) != self._stream_of[block]:
+            self._uses.setdefault(block, set()).add(stream.stream_id)
 
     def is_pinned(self, tensor: Any) -> bool:
-        known = self._live.get(tensor.untyped_storage()._cdata)
-        return known is not None and known[1] == PINNED
+        return self._find_block(tensor, PINNED) is not None
 
     def label(self, tensor: Any, kind: int) -> None:
         """Set the kind of a living tensor of the device."""
-        known = self._live.get(tensor.untyped_storage()._cdata)
-        if known is not None and known[1] == DEVICE:
-            self._kinds[known[2]] = kind
+        if (block := self._find_block(tensor, DEVICE)) is not None:
+            self._kinds[block] = kind
 
     def assume(self, sentence: str) -> None:
         """Note a sentence for the user, once."""
@@ -187,6 +180,11 @@ class Ledger:
             if block not in freed:
                 by_kind[self._kinds[block]] += size
         return by_kind
+
+    def _find_block(self, tensor: Any, tier: int) -> int | None:
+        """Return the block of a living tensor; None if it lies on another tier."""
+        known = self._live.get(tensor.untyped_storage()._cdata)
+        return None if known is None or known[1] != tier else known[2]
 
     def _add(self, key: int, size: int, tier: int, watch: _Watch | None) -> None:
         tape = self._tapes[tier]

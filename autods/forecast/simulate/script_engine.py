@@ -30,7 +30,7 @@ from ...system.stacks import find_raiser
 from ...types import ModelFacts, Phase, Steps, WorkloadSource
 from ...units import format_signal
 from ...workload.protocol import WorkloadError
-from ..values import EngineSpec, ForecastPhase, Simulation
+from ..values import EngineSpec, Simulation
 from . import attribution, script_patches
 from .engine import SimulationContext, read_ledger, swap_into
 from .protocol import (
@@ -49,10 +49,6 @@ _LIMIT_S = 300.0  # of one run; simulated steps take seconds, the rest is the sc
 _ENOUGH_ACCUMULATION = 2  # a third micro batch of a step allocates what the second does, and needs more data
 _ANSWERED = 93  # exit code of a run that has sent its answer; unlikely to be a script's own
 _HINT = "real trials measure it: autods fit"
-_PHASES: Mapping[Phase, ForecastPhase] = {
-    "build": "init", "init": "init", "forward": "forward", "backward": "backward", "step": "step",
-    "evaluate": "forward",
-}  # fmt: skip
 DRAWN = "the batches of the script's first two optimizer steps were simulated: longer samples need more"
 
 
@@ -157,9 +153,8 @@ class _ScriptRun:
 
     def touch(self, phase: Phase, step: int) -> None:
         """Observer: the script is in this phase, which may be one that no forecast has."""
-        if phase in _PHASES and self.result is None:
-            self.context.ledger.begin(_PHASES[phase])
-            self.context.ledger.work.begin(phase, step)
+        if self.result is None:
+            self.context.begin(phase, step)
 
     __call__ = touch
 

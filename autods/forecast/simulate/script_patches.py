@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 import sys
@@ -55,7 +54,7 @@ def install(ledger: Ledger) -> None:
     _open_weights_without_values()
     _load_data_in_this_process(ledger)
     for patch in _SAMPLERS:
-        patch.install(_draw_real_indices(patch.original()))
+        patch.wrap(_draw_real_indices)
     _RANDOM_STATE.install(_nothing, everywhere=True)
     if _ACCELERATE_RANDOM in sys.modules:
         for patch in _SYNCHRONIZED_STATES.values():
@@ -148,28 +147,21 @@ def _give_zeros_for_values(ledger: Ledger) -> None:
 
 
 def _load_data_in_this_process(ledger: Ledger) -> None:
-    real = _LOADER.original()
-    signature = inspect.signature(real)
+    signature = inspect.signature(_LOADER.original())
 
-    @functools.wraps(real)
-    def init(*args: Any, **kwargs: Any) -> None:
+    def init(real: Any, *args: Any, **kwargs: Any) -> None:
         given = signature.bind(*args, **kwargs)
         if given.arguments.get("num_workers"):
             ledger.assume("its DataLoader's workers were not started: the host memory that they hold is not counted")
         given.arguments.update({name: value for name, value in _NO_WORKERS.items() if name in given.arguments})
         real(*given.args, **given.kwargs)
 
-    _LOADER.install(init)
+    _LOADER.wrap(init)
 
 
-def _draw_real_indices(real: Callable[[Any], Iterator[int]]) -> Callable[[Any], Iterator[int]]:
-    @functools.wraps(real)
-    def draw(sampler: Any) -> Iterator[int]:
-        with _disable_current_modes():
-            order = list(real(sampler))
-        return iter(order)
-
-    return draw
+def _draw_real_indices(real: Callable[[Any], Iterator[int]], sampler: Any) -> Iterator[int]:
+    with _disable_current_modes():
+        return iter(list(real(sampler)))
 
 
 def _stay_in_the_joined_world() -> None:
@@ -193,14 +185,7 @@ def _stay_in_the_joined_world() -> None:
     def scatter_object_list(output: Any, objects: Any = None, *args: Any, **kwargs: Any) -> None:
         output[0] = objects[0] if objects else None
 
-    replacements: Mapping[str, Any] = {
-        "init_process_group": init_process_group,
-        "destroy_process_group": _nothing,
-        "broadcast_object_list": _nothing,
-        "new_group": new_group,
-        "all_gather_object": all_gather_object,
-        "gather_object": gather_object,
-        "scatter_object_list": scatter_object_list,
-    }
-    for name, patch in _WORLD.items():
-        patch.install(replacements[name], everywhere=True)
+    for function in (init_process_group, new_group, all_gather_object, gather_object, scatter_object_list):
+        _WORLD[function.__name__].install(function, everywhere=True)
+    for name in ("destroy_process_group", "broadcast_object_list"):
+        _WORLD[name].install(_nothing, everywhere=True)

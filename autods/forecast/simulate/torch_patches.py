@@ -59,25 +59,23 @@ def install(ledger: Ledger) -> None:
         if FakeTensor not in (supported := patch.original()):
             supported.append(FakeTensor)
     torch.compiler.set_stance("force_eager")
-    compile_code = _COMPILE.original()
 
-    def compile_and_note(*args: Any, **kwargs: Any) -> Any:
+    def compile_and_note(compile_code: Any, *args: Any, **kwargs: Any) -> Any:
         ledger.assume(
             "code under torch.compile was simulated as it is written: compiled, it keeps other activations and"
             " temporaries, mostly fewer"
         )
         return compile_code(*args, **kwargs)
 
-    _COMPILE.install(compile_and_note)
+    _COMPILE.wrap(compile_and_note)
     _route_attention(ledger)
-    make_one_hot = _ONE_HOT.original()
 
-    def one_hot(tensor: Any, num_classes: int = -1) -> Any:
-        mask = make_one_hot(tensor, num_classes)
+    def make_one_hot(one_hot: Any, tensor: Any, num_classes: int = -1) -> Any:
+        mask = one_hot(tensor, num_classes)
         ledger.choices.note(mask, tensor)
         return mask
 
-    _ONE_HOT.install(one_hot)
+    _ONE_HOT.wrap(make_one_hot)
     Distribution.set_default_validate_args(False)  # it would look at values; routers of experts draw from one
 
 

@@ -244,7 +244,7 @@ def _answer_requests(connection: socket.socket, request: Request, prepared: _Pre
                 engine = RankEngine(context, workload, request, scratch, prepared.model)
                 initialized = False
                 for micro_batch in receive(connection):
-                    initialized = initialized or _succeeds(connection, source, engine.initialize)
+                    initialized = initialized or _answer(connection, source, engine.initialize)
                     if not initialized:
                         break
                     # Each in a fork of its own: the answer does not depend on the sizes before it.
@@ -273,16 +273,8 @@ def _answer_in_fork(connection: socket.socket, source: WorkloadSource, work: Cal
     return os.waitpid(pid, 0)[1] == 0
 
 
-def _answer(connection: socket.socket, source: WorkloadSource, work: Callable[[], Answer]) -> bool:
-    """Do the work and send its result, or the failure; whether it went well."""
-    results: list[Answer] = []
-    if went_well := _succeeds(connection, source, lambda: results.append(work())):
-        send(connection, results[0])
-    return went_well
-
-
-def _succeeds(connection: socket.socket, source: WorkloadSource, work: Callable[[], object]) -> bool:
-    """Do the work, and send its failure if it fails; whether it went well."""
+def _answer(connection: socket.socket, source: WorkloadSource, work: Callable[[], Answer | None]) -> bool:
+    """Do the work and send its result, if it has any, or the failure; whether it went well."""
     from ...workload.load import in_one_process
 
     def report(error: BaseException) -> None:
@@ -290,12 +282,14 @@ def _succeeds(connection: socket.socket, source: WorkloadSource, work: Callable[
 
     try:
         with processes.die_with_peer(connection), in_one_process(report):
-            work()
+            answer = work()
     except BaseException as error:
         with contextlib.suppress(Exception):  # its methods are the workload's
             traceback.print_exc()
         report(error)
         return False
+    if answer is not None:
+        send(connection, answer)
     return True
 
 
