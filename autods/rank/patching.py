@@ -49,18 +49,15 @@ class Patch:
         """The symbol's current value, or None if it may be absent and is. Raises SymbolMissing."""
         return self._find()[1]
 
-    def install(self, replacement: Any, *, owner: Any = None, everywhere: bool = False) -> Any:
+    def install(self, replacement: Any, *, everywhere: bool = False) -> Any:
         """Replace the symbol for the rest of this process and return its former value. Raises SymbolMissing.
 
-        With `owner`, an instance of the class in `symbol`, only this instance is changed. With `everywhere`, modules
-        that have imported the symbol under its own name get the replacement as well.
+        With `everywhere`, modules that have imported the symbol under its own name get the replacement as well.
         """
         holder, former = self._find()
         if holder is None:
             return None
         name = self.symbol.rpartition(".")[2]
-        if owner is not None:
-            holder, former = owner, getattr(owner, name)
         setattr(holder, name, replacement)
         for module in list(sys.modules.values()) if everywhere else ():
             if module is not None and getattr(module, "__dict__", {}).get(name) is former:

@@ -101,12 +101,6 @@ def measure_start() -> float:
         return time.monotonic() - began
 
 
-def _list_services(folder: Path) -> list[int]:
-    """The processes of our own Ray: those that we started with this folder, and the agents that they started."""
-    services = [pid for pid in processes.list_children() if str(folder) in processes.read_command(pid)]
-    return services + [child for pid in services for child in processes.list_children(pid)]
-
-
 def find_head_problem(head: str) -> str | None:
     """Why nobody answers at HOST:PORT of a cluster's head; None where somebody does."""
     host, _, port = head.rpartition(":")
@@ -175,7 +169,8 @@ def _killed_after(limit_s: float, folder: Path) -> Iterator[None]:
     """Kill our Ray's processes if the block takes longer: ray.shutdown() waits for the raylet's answer without end."""
 
     def kill() -> None:
-        for pid in _list_services(folder):
+        ours = [pid for pid in processes.list_children() if str(folder) in processes.read_command(pid)]
+        for pid in [*ours, *(agent for parent in ours for agent in processes.list_children(parent))]:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
 

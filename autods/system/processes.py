@@ -268,12 +268,12 @@ def file_bytes(path: Path) -> int:
         return 0
 
 
-def read_from(path: Path, start: int, size: int = 2**16) -> str:
-    """Return the text of a file from this byte on, `size` bytes at most; '' when it does not exist."""
+def read_from(path: Path, start: int) -> str:
+    """Return the text of a file from this byte on, 64 KiB at most; '' when it does not exist."""
     try:
         with open(path, "rb") as file:
             file.seek(start)
-            return file.read(size).decode(errors="replace")
+            return file.read(2**16).decode(errors="replace")
     except OSError:
         return ""
 

@@ -22,7 +22,7 @@ from . import processes
 
 # No other program uses it: schedulers send SIGUSR1 and SIGUSR2, and trainers save checkpoints then.
 _ASK = signal.SIGRTMIN + 9
-_LOOK_EVERY_S = 0.02
+_LOOK_EVERY_S, _ANSWER_S = 0.02, 2.0
 _MOST_BYTES = 2**16
 _FRAME = re.compile(r'^  File "([^"\n]*)", line (\d+) in ([^\n]*)$')
 _HEADINGS = ("Current thread 0x", "Stack (most recent call first):")  # with the other threads, and without them
@@ -72,7 +72,7 @@ def ask(pid: int) -> bool:
     return True
 
 
-def read_stack(pid: int, log: int, within_s: float = 2.0) -> tuple[Frame, ...]:
+def read_stack(pid: int, log: int) -> tuple[Frame, ...]:
     """Return the main thread's stack of a process that logs into the open file `log`; () if it does not answer.
 
     The innermost frame comes first.
@@ -81,7 +81,7 @@ def read_stack(pid: int, log: int, within_s: float = 2.0) -> tuple[Frame, ...]:
     if not ask(pid):
         return ()
     stack: tuple[Frame, ...] = ()
-    until = time.monotonic() + within_s
+    until = time.monotonic() + _ANSWER_S
     while time.monotonic() < until:
         time.sleep(_LOOK_EVERY_S)
         text = os.pread(log, _MOST_BYTES, before).decode(errors="replace")
@@ -177,14 +177,9 @@ def _list_libraries() -> tuple[str, ...]:
     return (*library_folders(sys.path), _AUTODS, "<")
 
 
-def is_users(file: str) -> bool:
-    """Whether a file of a frame is neither a library's nor autods' own."""
-    return not file.startswith(_list_libraries())
-
-
-def find_caller(frame: FrameType | None = None) -> Place | None:
-    """The innermost line of the user's files on the current stack, or on that of `frame`; None if there is none."""
-    return _first_of_user(traceback.walk_stack(frame or sys._getframe(1)))
+def find_caller() -> Place | None:
+    """The innermost line of the user's files on the current stack; None if there is none."""
+    return _first_of_user(traceback.walk_stack(sys._getframe(1)))
 
 
 def find_raiser(error: BaseException) -> Place | None:
@@ -195,6 +190,6 @@ def find_raiser(error: BaseException) -> Place | None:
 def _first_of_user(frames: Iterable[tuple[FrameType, int]]) -> Place | None:
     for frame, line in frames:
         file = frame.f_code.co_filename
-        if is_users(file):
+        if not file.startswith(_list_libraries()):
             return Place(file, line, linecache.getline(file, line).strip())
     return None

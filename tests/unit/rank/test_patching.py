@@ -58,12 +58,6 @@ def test_a_wrapper_gets_its_context_and_the_original(library: types.ModuleType) 
     assert not hasattr(library, "absent")
 
 
-def test_one_instance_alone_can_be_patched(library: types.ModuleType) -> None:
-    changed = library.Child()
-    patch("somelib.Child.run").install(lambda: "ours", owner=changed)
-    assert (changed.run(), library.Child().run()) == ("ours", "real")
-
-
 def test_names_imported_elsewhere_follow(library: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     user = types.ModuleType("user")
     user.function = library.function  # type: ignore[attr-defined]
