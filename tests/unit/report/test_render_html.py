@@ -11,9 +11,8 @@ import pytest
 from autods.forecast.values import RungForecast, TierForecast
 from autods.report import FitReport
 from autods.report.answers.fit import make_comparison, make_fit_document
-from autods.report.charts import draw_stack
 from autods.report.document import MemoryStack
-from autods.report.render_html import PAGE, to_page, write_page
+from autods.report.render_html import PAGE, draw_stack, to_page, write_page
 from autods.report.render_markdown import to_markdown
 from autods.report.results.fit import Certificate
 from autods.types import Failed, Tier
