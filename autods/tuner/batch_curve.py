@@ -183,14 +183,6 @@ class BatchCurve:
             rate, size = most / (times[last] + each * (most - last)), int(most)
         return ThroughputBound(rate=max(best, rate), size=size if rate > best * _WORTH_GROWING else None)
 
-    def unevenness(self) -> float:
-        """The largest share by which a step took longer than the line between its neighbours; 0 with two sizes."""
-        shares = [0.0]
-        for below, size, above in zip(sizes := sorted(self.micro_step_s), sizes[1:], sizes[2:], strict=False):
-            on_line = self.micro_step_s[below] + self.slope(below, above) * (size - below)
-            shares.append(1 - on_line / self.micro_step_s[size])
-        return max(shares)
-
     def slope(self, small: int, large: int) -> float:
         """Seconds of one more sample between two measured micro batches."""
         return (self.micro_step_s[large] - self.micro_step_s[small]) / (large - small)

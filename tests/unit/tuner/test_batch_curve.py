@@ -123,11 +123,3 @@ def test_step_time_is_never_extrapolated_below_half_proportion() -> None:
     assert BatchCurve(micro_step_s={1: 1.0, 11: 6.0}).micro_step_at(21) == pytest.approx(11.0)
     noisy = BatchCurve(micro_step_s={12: 18.2, 25: 15.1})
     assert noisy.micro_step_at(172) == pytest.approx(15.1 * 172 / 25 / 2)
-
-
-def test_a_step_above_the_line_of_its_neighbours_is_uneven() -> None:
-    stairs, line, cliff = {8: 1.0, 9: 2.0, 16: 2.0}, {1: 1.5, 8: 5.0, 9: 5.5}, {8: 1.0, 16: 2.0, 24: 4.0}
-    assert BatchCurve(micro_step_s=stairs).unevenness() == pytest.approx(1 - 1.125 / 2.0)
-    assert BatchCurve(micro_step_s=line).unevenness() == pytest.approx(0.0)
-    assert BatchCurve(micro_step_s=cliff).unevenness() == 0.0
-    assert BatchCurve(micro_step_s={1: 1.0, 8: 9.0}).unevenness() == 0.0
