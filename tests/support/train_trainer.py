@@ -19,7 +19,8 @@ from transformers import Trainer
 
 from autods.rank.job import find_job
 from autods.rank.script.engine_config import EngineConfig
-from autods.rank.script.inject import Injection, install_adapters
+from autods.rank.script.inject import install_adapters
+from autods.rank.script.policy import Injection
 from autods.rank.training_run.run_policy import RunPolicy
 from autods.rank.training_run.session import NoObserver, Stopped, describe_end
 from autods.types import WorkloadSource

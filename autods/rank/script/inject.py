@@ -14,48 +14,19 @@ import runpy
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ...config.trainers import find_library
-from ...types import Phase, WorkloadSource
+from ...types import WorkloadSource
 from ...workload.protocol import WorkloadError
 from ...workload.script_source import fill_placeholders, has_local_rank_parameter
 from ..job import RankJob
-from ..patching import declare
 from . import cpu_ranks
 from .engine_config import EngineConfig
-from .policy import FORKED, Policy
+from .policy import FORKED, Injection, Policy
 from .user_errors import cause_of_exit, explain
-
-
-@dataclass(slots=True, kw_only=True)
-class Injection:
-    """What a script gets in one rank. An adapter may replace `config` before the script starts.
-
-    `stand_ins` collects uses of a GPU that a CPU rank skips.
-    """
-
-    job: RankJob
-    slot: int
-    policy: Policy
-    config: EngineConfig
-    stand_ins: list[str] = field(default_factory=list)
-
-    def skip(self, owner: str, *names: str, phase: Phase = "save", returns: Callable[[], Any] = lambda: None) -> None:
-        """Let methods of a library's class do nothing where the policy only trains.
-
-        `owner` is the dotted name of the class. Some supported releases lack some of the methods.
-        """
-
-        def skip(original: Any, /, *args: Any, **kwargs: Any) -> Any:
-            self.policy.begin_skipped(phase)
-            return returns()
-
-        for name in names if self.policy.host is None else ():
-            declare(f"{owner}.{name}", f"a trial does not {phase}", optional=True).wrap(skip)
 
 
 def run_script(job: RankJob, slot: int, store: socket.socket | None, policy: Policy) -> None:

@@ -8,15 +8,15 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from ...types import Phase
 from ..job import RankJob
+from ..patching import declare
+from .engine_config import EngineConfig
 from .user_errors import script_error
-
-if TYPE_CHECKING:
-    from .inject import Injection
 
 FORKED = "forked"  # a file in the scratch folder: training was tried in a forked process
 
@@ -148,6 +148,33 @@ class Policy:
 
     def note_loss(self, output: Any) -> None:
         """A micro batch has this output or loss."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Injection:
+    """What a script gets in one rank. An adapter may replace `config` before the script starts.
+
+    `stand_ins` collects uses of a GPU that a CPU rank skips.
+    """
+
+    job: RankJob
+    slot: int
+    policy: Policy
+    config: EngineConfig
+    stand_ins: list[str] = field(default_factory=list)
+
+    def skip(self, owner: str, *names: str, phase: Phase = "save", returns: Callable[[], Any] = lambda: None) -> None:
+        """Let methods of a library's class do nothing where the policy only trains.
+
+        `owner` is the dotted name of the class. Some supported releases lack some of the methods.
+        """
+
+        def skip(original: Any, /, *args: Any, **kwargs: Any) -> Any:
+            self.policy.begin_skipped(phase)
+            return returns()
+
+        for name in names if self.policy.host is None else ():
+            declare(f"{owner}.{name}", f"a trial does not {phase}", optional=True).wrap(skip)
 
 
 class TrainerLoop:

@@ -25,9 +25,8 @@ from ..record import ScriptEnd
 from ..step_recorder import StepRecorder, was_skipped
 from . import sandbox
 from .batches import Batches, find_loss, iter_tensors
-from .inject import Injection
 from .overlay import Overlay
-from .policy import Policy
+from .policy import Injection, Policy
 from .user_errors import script_error
 
 _EXIT = declare("os._exit", "a script that has trained enough may leave as it likes")

@@ -13,8 +13,7 @@ from typing import Any
 from ....devices import find_device
 from ...patching import declare
 from ..engine_config import LibraryConfig, read_config
-from ..inject import Injection
-from ..policy import LoopHost
+from ..policy import Injection, LoopHost
 
 _DUMMY_OPTIMIZER = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
 _PLUGIN = declare("accelerate.utils.DeepSpeedPlugin.__post_init__", "the plugin gets the chosen config")

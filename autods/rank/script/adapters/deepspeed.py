@@ -18,8 +18,7 @@ from ....config.deepspeed import get_key
 from ....system.stacks import Place, find_caller
 from ...patching import declare
 from ..engine_config import read_config
-from ..inject import Injection
-from ..policy import Policy
+from ..policy import Injection, Policy
 from ..user_errors import script_error
 
 _INITIALIZE = declare("deepspeed.initialize", "the engine gets the chosen config and is watched")

@@ -22,8 +22,7 @@ from ....workload.protocol import WorkloadError
 from ....workload.script_source import has_placeholder
 from ...patching import declare, declare_all
 from ..engine_config import LibraryConfig, read_config
-from ..inject import Injection
-from ..policy import LoopHost, TrainerLoop
+from ..policy import Injection, LoopHost, TrainerLoop
 from ..user_errors import script_error
 
 FOLDER = "trainer"  # in a checkpoint: the link to the Trainer's folder

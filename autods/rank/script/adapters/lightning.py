@@ -23,8 +23,7 @@ from ....system.stacks import find_caller
 from ...job import RankJob
 from ...patching import declare_all
 from ..engine_config import LibraryConfig
-from ..inject import Injection
-from ..policy import LoopHost, Policy, TrainerLoop
+from ..policy import Injection, LoopHost, Policy, TrainerLoop
 from ..user_errors import script_error
 
 # Either distribution may be installed: `lightning`, or the separate packages.
