@@ -1,11 +1,13 @@
-"""The documents for contributors name real files and functions."""
+"""The documents for contributors name real files and functions, and no imports go in a circle."""
 
 from __future__ import annotations
 
 import ast
 import re
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -47,3 +49,9 @@ def test_each_named_function_exists(file: str, name: str) -> None:
 def test_each_named_file_exists(document: str) -> None:
     missing = [name for name in _FILE.findall((ROOT / document).read_text()) if not (ROOT / name).exists()]
     assert missing == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports for type checkers count, too."""
+    graph = grimp.build_graph("autods", cache_dir=None)
+    TopologicalSorter({name: graph.find_modules_directly_imported_by(name) for name in graph.modules}).prepare()
