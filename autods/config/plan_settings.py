@@ -33,7 +33,6 @@ from .catalogue import (
     find_machines,
     make_hardware,
 )
-from .profiles import read_profile
 from .rungs import Rung
 from .settings import Settings, choose_folder, parse_time, resolve_fit, select_ladder
 from .validator import find_misspelt_keys
@@ -79,7 +78,7 @@ def resolve_plan(request: PlanRequest, source: WorkloadSource, *, hardware: Hard
     checkpointing = request.checkpointing
     if checkpointing not in (None, True, False, "on", "off"):
         raise InputError(f"--checkpointing {checkpointing!r}: it is on or off", hint="give --checkpointing on")
-    rungs = select_ladder(request, read_profile("default").ladder)
+    rungs = select_ladder(request)
     device = find_device(request.device)
     for option, given in {"--checkpointing": checkpointing is not None, "--zero-init": request.zero_init}.items():
         if given and source.form.chooses_checkpointing:

@@ -109,11 +109,11 @@ class MemoryLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """How hard a fit tries, as `configs/*.toml` describes it. `ladder` names the rungs that are tried."""
+    """How hard a fit tries, as `configs/*.toml` describes it. `ladder` names its rungs; none: all."""
 
     name: str
     title: str = ""
-    ladder: tuple[str, ...]
+    ladder: tuple[str, ...] = ()
     memory: MemoryLimits
     walk: Steps
     timed: Steps

@@ -320,10 +320,10 @@ def parse_time(time: str | float, option: str) -> float:
         raise InputError(f"{option} {error}", hint="give a time such as 90s, 20m or 2h") from None
 
 
-def select_ladder(request: WorkloadRequest, otherwise: tuple[str, ...]) -> tuple[Rung, ...]:
-    """Return the rungs that a request names, or else those of `otherwise`, fastest first. Raises InputError."""
-    names = split_names(request.ladder)
-    return select_rungs(names or otherwise, read_rungs(tuple(Path(folder) for folder in request.strategies)))
+def select_ladder(request: WorkloadRequest, otherwise: tuple[str, ...] = ()) -> tuple[Rung, ...]:
+    """Return the rungs that a request names, those of `otherwise`, or else all, fastest first. Raises InputError."""
+    rungs = read_rungs(tuple(Path(folder) for folder in request.strategies))
+    return select_rungs(split_names(request.ladder) or otherwise or rungs, rungs)
 
 
 def split_names(given: str | Sequence[str]) -> tuple[str, ...]:

@@ -204,7 +204,11 @@ def _with_rung(
         return axes, ()
     if not request.ladder and not capacity:
         return (Axis(name="rung", values=(_PLAINEST,)), *axes), (f"rung {_PLAINEST} (--vary rung=…)",)
-    ladder = select_ladder(request, read_profile(os.fspath(request.config)).ladder)
+    profile = read_profile(os.fspath(request.config))
+    if not (request.ladder or profile.ladder):  # all rungs of the ladder, and those of experiments are not in it
+        folders = tuple(folder for folder in request.strategies if folder != experiment_rungs())
+        request = replace(request, strategies=folders)
+    ladder = select_ladder(request, profile.ladder)
     return (Axis(name="rung", values=tuple(rung.name for rung in ladder)), *axes), ()
 
 

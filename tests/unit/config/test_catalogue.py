@@ -97,12 +97,6 @@ def test_a_machine_that_is_not_there_is_refused_with_those_that_are() -> None:
         find_machines("a100")
 
 
-def test_a_machine_of_ones_own_is_a_file(tmp_path: Path) -> None:
-    text = (data_folder("configs") / "hardware" / "t4-16gb.toml").read_text()
-    (tmp_path / "mine.toml").write_text(text.replace('name = "t4-16gb"', 'name = "mine"'))
-    assert [machine.name for machine in find_machines(str(tmp_path / "mine.toml"))] == ["mine"]
-
-
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [

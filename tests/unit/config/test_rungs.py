@@ -1,12 +1,10 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from autods.config.catalogue import Site
-from autods.config.rungs import NEEDS, PLACEHOLDERS, Rung, RungNeed, fill_in, read_rungs, select_rungs, unmet_need
+from autods.config.rungs import Rung, read_rungs, select_rungs, unmet_need
 from autods.errors import InputError
 from autods.system.host import data_folder
 from autods.types import ModelFacts
@@ -189,25 +187,6 @@ def test_a_usual_value_that_the_key_cannot_take_is_an_error(tmp_path: Path, old:
 def test_a_rung_need_not_say_what_is_usual(tmp_path: Path) -> None:
     rung_file(tmp_path, old=", usual = 50_000_000", new="")
     assert read_rungs((tmp_path,))["mine"].tune["zero_optimization.stage3_prefetch_bucket_size"].usual is None
-
-
-def lack_switch(asked: Any, site: Site, facts: ModelFacts | None) -> str | None:
-    return None if site.ranks_per_node >= asked else f"{site.ranks_per_node} ranks a node: it needs {asked}"
-
-
-def test_a_made_up_need_is_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(NEEDS, "ranks_per_node", RungNeed(value=int, find_lack=lack_switch))
-    rung_file(tmp_path, old="[needs]", new="[needs]\nranks_per_node = 8")
-    rung = read_rungs((tmp_path,))["mine"]
-    assert unmet_need(rung, make_site(16, ranks_per_node=8), FACTS) is None
-    assert unmet_need(rung, make_site(16, ranks_per_node=4), FACTS) == "4 ranks a node: it needs 8"
-
-
-def test_a_made_up_placeholder_is_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PLACEHOLDERS, "{ranks_per_node}", lambda site: site.ranks_per_node)
-    rung_file(tmp_path, old="stage = 3\n\n", new='stage = 3\nzero_hpz_partition_size = "{ranks_per_node}"\n\n')
-    rung = read_rungs((tmp_path,))["mine"]
-    assert fill_in(rung, make_site(16, ranks_per_node=4))["zero_optimization"]["zero_hpz_partition_size"] == 4
 
 
 def test_a_site_can_speak_against_a_rung_before_the_model_does(rungs: Mapping[str, Rung]) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from autods.config import settings as settings_module
 from autods.config.profiles import Budget, TimeLimits, read_profile
+from autods.config.rungs import read_rungs
 from autods.config.settings import Settings, apply_survey
 from autods.devices import Card
 from autods.errors import EnvironmentBroken, InputError
@@ -233,7 +234,7 @@ def test_an_unknown_rung_is_refused_with_the_names_there_are() -> None:
 
 
 def test_an_unknown_rung_in_a_config_file_is_refused(tmp_path: Path) -> None:
-    path = config_file(tmp_path, '["ddp",', '["dpd",')
+    path = config_file(tmp_path, "[memory]", 'ladder = ["dpd"]\n\n[memory]')
     assert "no rung 'dpd'" in refusal(config=str(path))
 
 
@@ -329,7 +330,8 @@ def test_a_budget_covers_those_with_no_higher_limit(ours: Budget, theirs: Budget
 def test_each_shipped_config_walks_the_whole_ladder(name: str) -> None:
     profile = read_profile(name)
     assert profile.name == name
-    assert len(profile.ladder) == 8
+    assert [rung.name for rung in asked(config=name).ladder] == list(read_rungs())
+    assert len(read_rungs()) == 8
 
 
 def test_the_config_of_the_resume_benchmark_can_be_read() -> None:
