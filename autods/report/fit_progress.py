@@ -5,7 +5,6 @@ Both are pure functions. `live.Progress` keeps the state and has the clock and t
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -25,7 +24,6 @@ _NARROW_BAR, _WIDE_BAR = 15, 30  # cells
 _FORECAST, _MEASURED, _BOTH = "▀", "▄", "█"
 _AT_LIMIT, _BEYOND_LIMIT = "│", "▶"
 _WAITING, _RUNNING = Mark(" ", "waiting", "dim"), Mark("▸", "running", "cyan")
-_SIMILAR = 2.0  # ratio of two batches up to which the time of a step goes by their samples
 _OTHER_LINES = 6  # of the view, besides a row for each rung and a line for each trial
 
 
@@ -96,28 +94,15 @@ def _move(running: RunningTrial, event: TrialMoved, now_s: float) -> RunningTria
 # What a state says.
 
 
-def estimate_seconds_left(state: FitState, running: RunningTrial, now_s: float) -> float | None:
-    """Seconds until the trial's planned steps are done; None when unknown, and where it does more than steps.
-
-    Its own steps tell it from the second one on. Before, the rung's last trial of a similar batch does.
-    """
+def estimate_seconds_left(running: RunningTrial, now_s: float) -> float | None:
+    """Seconds until the trial's planned steps are done, by those that are; None before one is, and in an exam."""
     trial = running.trial
-    if trial.exam is not None or (running.stepping_since_s is not None and running.phase not in _STEP_PHASES):
+    if trial.exam is not None or running.stepping_since_s is None or not running.step:
         return None
-    planned = trial.steps.warmup + trial.steps.timed
-    if running.stepping_since_s is not None and running.step:
-        step_s = (running.moved_s - running.stepping_since_s) / running.step
-        return max(0.0, step_s * (planned - running.step) - (now_s - running.moved_s))
-    for record in reversed(state.records):
-        fit, knobs = record.outcome, record.trial.knobs
-        if not isinstance(fit, Fit) or record.trial.rung != trial.rung or record.trial.exam is not None:
-            continue
-        ratio = trial.knobs.micro_batch * trial.knobs.accumulation / (knobs.micro_batch * knobs.accumulation)
-        if fit.step_s and 1 / _SIMILAR <= ratio <= _SIMILAR:
-            steps_s = statistics.median(fit.step_s) * ratio * planned
-            start_s = max(0.0, record.seconds - fit.timing.steps_s)
-            return max(0.0, start_s + steps_s - (now_s - running.since_s))
-    return None
+    if running.phase not in _STEP_PHASES:
+        return None
+    step_s = (running.moved_s - running.stepping_since_s) / running.step
+    return max(0.0, step_s * (trial.steps.warmup + trial.steps.timed - running.step) - (now_s - running.moved_s))
 
 
 def find_best(state: FitState) -> Record | None:
@@ -157,7 +142,7 @@ def describe_status(state: FitState, now_s: float, label: LabelTrial = lambda tr
         return Text(f"{state.note or 'deciding'}  {format_seconds(now_s - state.since_s)}", style="dim")
     lines = []
     for running in state.running.values():
-        left_s = estimate_seconds_left(state, running, now_s)
+        left_s = estimate_seconds_left(running, now_s)
         left = "" if left_s is None or left_s < 1 else f", about {_format_rough_seconds(left_s)} left"
         asked = "  ".join(filter(None, (describe_trial(running.trial), label(running.trial))))
         spent = f"  {format_seconds(now_s - running.since_s)}{left}"

@@ -183,22 +183,15 @@ def test_the_best_by_memory_has_the_lowest_peak() -> None:
 def left_s(events: Iterable[Event | tuple[float, Event]], now_s: float) -> float | None:
     state = state_after(*events)
     (running,) = state.running.values()
-    return estimate_seconds_left(state, running, now_s)
+    return estimate_seconds_left(running, now_s)
 
 
 def test_time_left_follows_from_the_steps_that_were_seen() -> None:
     seen = ((10.0, started(1, "zero2")), (20.0, moved(1, "forward", 0)), (26.0, moved(1, "forward", 2)))
     assert left_s(seen, 27.0) == pytest.approx(3.0 * 3 - 1.0)
     assert left_s(seen, 99.0) == 0.0
+    assert left_s(seen[:1], 11.0) is None
     assert left_s((*seen, (30.0, moved(1, "done", 4))), 31.0) is None
-
-
-def test_time_left_follows_from_the_last_trial_of_the_rung() -> None:
-    earlier = finished(1, "zero2", fit())  # 2.9 s in all, 1.1 of them for steps of 0.55 s
-    begun = (10.0, started(2, "zero2", knobs=Knobs(micro_batch=2)))
-    assert left_s((earlier, begun), 11.0) == pytest.approx(1.8 + 5 * 2 * 0.55 - 1.0)
-    assert left_s((earlier, (10.0, started(2, "zero3"))), 11.0) is None
-    assert left_s((earlier, (10.0, started(2, "zero2", knobs=Knobs(micro_batch=8)))), 11.0) is None
 
 
 def test_a_low_terminal_shows_only_what_runs() -> None:
