@@ -99,7 +99,6 @@ def measure(simulation: Simulation, prices: PriceList) -> dict[str, Any]:
         row[name] = {
             "reserved_bytes": free.peak_reserved_bytes,
             "least_bytes": find_least_limit(way, replay(way, late=by_clocks), late=by_clocks)[0],
-            "by_stream": list(free.reserved_by_stream),
         }
     return row | {"allocated_bytes": free.peak_allocated_bytes}
 
@@ -108,12 +107,8 @@ def show(row: dict[str, Any]) -> None:
     print(f"{row['rung']}: allocated {row['allocated_bytes'] / GIB:.2f} GiB; {row['late_blocks']} blocks freed late")
     for name in ("one pool", "pools", "clocks", "late"):
         way = row[name]
-        streams = ", ".join(f"stream {stream} {size / GIB:.2f}" for stream, size in enumerate(way["by_stream"]) if size)
-        print(
-            f"  {name:9} reserved {way['reserved_bytes'] / GIB:6.2f}, least limit {way['least_bytes'] / GIB:6.2f}"
-            f" ({streams})",
-            flush=True,
-        )
+        sizes = f"reserved {way['reserved_bytes'] / GIB:6.2f}, least limit {way['least_bytes'] / GIB:6.2f}"
+        print(f"  {name:9} {sizes}", flush=True)
 
 
 if __name__ == "__main__":

@@ -45,8 +45,6 @@ class Heap:
 
     pools: list[list[int]] = field(init=False)  # free blocks, sorted: the small pool of each stream, and its large one
     waiting: dict[int, None] = field(default_factory=dict)  # freed blocks that have not come back yet, in order
-    reserved_by_stream: list[int] = field(init=False)
-    peak_by_stream: list[int] = field(init=False)  # when the most was reserved
     starts: dict[int, int] = field(default_factory=dict)  # address of a free block → its size
     ends: dict[int, int] = field(default_factory=dict)  # one past a free block → its address
     segments: dict[int, int] = field(default_factory=dict)  # address → size
@@ -61,10 +59,7 @@ class Heap:
     retries: int = 0  # how often cached segments were given back to make room
 
     def __post_init__(self) -> None:
-        count = 1 + max(self.streams, default=0)
-        self.pools = [[] for _ in range(2 * count)]
-        self.reserved_by_stream = [0] * count
-        self.peak_by_stream = [0] * count
+        self.pools = [[] for _ in range(2 + 2 * max(self.streams, default=0))]
 
     def run(self, events: Iterable[int]) -> int | None:
         """Replay events of a `Trace`. Returns the index of the one that ran out of memory, or None."""
@@ -151,13 +146,10 @@ class Heap:
         self.most_granted = max(self.most_granted, total)
         return True
 
-    def reserve(self, index: int, size: int) -> None:
-        """Count `size` more as reserved for the pool's stream, or less if it is negative."""
+    def reserve(self, size: int) -> None:
+        """Count `size` more as reserved, or less if it is negative."""
         self.reserved += size
-        self.reserved_by_stream[index >> 1] += size
-        if self.reserved > self.peak_reserved:
-            self.peak_reserved = self.reserved
-            self.peak_by_stream = list(self.reserved_by_stream)
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
 
     def extend(self, index: int, size: int, segment: int) -> int:
         """Reserve memory for a pool. Returns the address of a free block of at least `size`; −1 at the limit."""
@@ -166,7 +158,7 @@ class Heap:
         address = self.top
         self.top += segment + 1  # a gap, so that segments do not touch
         self.segments[address] = segment
-        self.reserve(index, segment)
+        self.reserve(segment)
         self.put(self.pools[index], address, segment)
         return address
 
@@ -181,13 +173,13 @@ class Heap:
     def release_all(self) -> None:
         """Wait for all streams, and return every segment that is free as a whole to the driver."""
         self.give_back(tuple(self.waiting))
-        for index, pool in enumerate(self.pools):
+        for pool in self.pools:
             for block in tuple(pool):
                 address, size = block & MASK, block >> SHIFT
                 if self.segments.get(address) == size:
                     self.take(pool, address)
                     del self.segments[address]
-                    self.reserve(index, -size)
+                    self.reserve(-size)
 
     def put(self, pool: list[int], address: int, size: int) -> None:
         """Add a free block."""
@@ -286,7 +278,7 @@ class ExpandableHeap(Heap):
         end = hole + pages
         if room > pages:
             self.holes[end] = room - pages
-        self.reserve(index, pages)
+        self.reserve(pages)
         pool, start = self.pools[index], hole
         if hole in self.ends:
             start = self.ends[hole]
@@ -307,7 +299,7 @@ class ExpandableHeap(Heap):
             self.put(pool, address, first - address)
         if address + size > last:
             self.put(pool, last, address + size - last)
-        self.reserve(index, first - last)
+        self.reserve(first - last)
         for start, room in tuple(self.holes.items()):
             if start + room == first:
                 first = start
@@ -334,8 +326,7 @@ class Replay:
 
     `retries` counts how often cached segments were given back to make room (torch's num_alloc_retries). `late_retries`
     are those of the last optimizer step, which come again in every step. A replay ends where it `ran_out`.
-    `reserved_by_stream` splits the peak of what was reserved. The replay is the same at every limit from
-    `same_from_bytes` to its own.
+    The replay is the same at every limit from `same_from_bytes` to its own.
     """
 
     peak_reserved_bytes: int
@@ -344,7 +335,6 @@ class Replay:
     retries: int = 0
     late_retries: int = 0
     ran_out: RanOut | None = None
-    reserved_by_stream: tuple[int, ...] = ()
     same_from_bytes: int = 0
 
     @property
@@ -400,7 +390,6 @@ def replay(
         retries=heap.retries,
         late_retries=0 if retries_before is None else heap.retries - retries_before,
         ran_out=ran_out,
-        reserved_by_stream=tuple(size * UNIT for size in heap.peak_by_stream),
         same_from_bytes=heap.most_granted * UNIT,
     )
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
-from pathlib import Path
 from typing import Literal
 
 from ...config.catalogue import Machine, Rates
@@ -118,9 +117,9 @@ class Constants:
 
 
 @cache
-def read_constants(path: Path | None = None) -> Constants:
-    """Read the shipped constants or another file. Raises InputError that says what is wrong."""
-    path = path or data_folder("configs") / "forecast" / "step_time.toml"
+def read_constants() -> Constants:
+    """Read the shipped constants. Raises InputError that says what is wrong."""
+    path = data_folder("configs") / "forecast" / "step_time.toml"
     hint, refusal = "compare with the shipped file", "does not hold the constants of step time"
     return read_toml_as(Constants, path, name="constants of step time", check=_check, hint=hint, refusal=refusal)
 

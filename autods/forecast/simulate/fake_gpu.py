@@ -58,16 +58,13 @@ class Event:
         self._record = 0  # never recorded: nobody waits for it
 
     def record(self, stream: Any = None) -> None:
-        """Record the stream's clock."""
         self._record = self.log.record(self.log.current if stream is None else stream.stream_id)
 
     def wait(self, stream: Any = None) -> None:
-        """Let the stream wait."""
         if self._record:
             self.log.wait(self._record, self.log.current if stream is None else stream.stream_id)
 
     def synchronize(self) -> None:
-        """Let the host wait."""
         if self._record:
             self.log.host_waits_for_record(self._record)
 
@@ -90,7 +87,6 @@ class Stream:
         self._former: list[int] = []
 
     def synchronize(self) -> None:
-        """Let the host wait for the stream."""
         self.log.host_waits_for_stream(self.stream_id)
 
     def wait_stream(self, stream: Any) -> None:

@@ -141,12 +141,12 @@ class WorkLog:
     def launch_views(self, count: int) -> None:
         """Enter so many calls of operators that make views."""
         if count > 0:
-            self.events.append(self._code(codes.RUN, Work(kind="view", launches=count)))
+            self._add(codes.RUN, Work(kind="view", launches=count))
 
     def issue(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Enter a call of an operator."""
         name = func._schema.name.partition("::")[2]
-        tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)]
+        tensors = _tensors((args, kwargs, out))
         devices = {tensor.device.type for tensor in tensors}
         if name in _COPIES and devices == {"cuda", "cpu"}:
             self._copy(name, args, kwargs, out)
@@ -163,27 +163,27 @@ class WorkLog:
 
     def hook(self) -> None:
         """Enter that DeepSpeed's own Python runs before or after a module."""
-        self.events.append(self._code(codes.RUN, _HOOK))
+        self._add(codes.RUN, _HOOK)
 
     def read_back(self, tensor: Any) -> None:
         """Enter that the host reads a value of the tensor."""
         if tensor.is_cuda:
-            self.events.append(self._code(codes.RUN, Work(kind="copy", name="item", bytes=tensor.element_size())))
+            self._add(codes.RUN, Work(kind="copy", name="item", bytes=tensor.element_size()))
             self.host_waits_for_stream(self.current)
 
     def optimize(self, args: Iterable[Any]) -> None:
         """Enter an optimizer's compiled step on these parameters, gradients and states."""
-        tensors = [leaf for leaf in tree_leaves(list(args)) if isinstance(leaf, torch.Tensor)]
+        tensors = _tensors(list(args))
         size = int(_OPTIMIZER_BYTES * sum(map(_bytes, tensors)))
         if any(tensor.is_cuda for tensor in tensors):
-            self.events.append(self._code(codes.RUN, Work(kind="kernel", name="optimizer", bytes=size)))
+            self._add(codes.RUN, Work(kind="kernel", name="optimizer", bytes=size))
         elif tensors:
-            self.events.append(self._code(codes.HOST, Work(kind="host_optimizer", name="optimizer", bytes=size)))
+            self._add(codes.HOST, Work(kind="host_optimizer", name="optimizer", bytes=size))
 
     def swap(self, tensor: Any) -> None:
         """Enter an asynchronous read or write of the tensor's bytes on NVMe."""
         former = self.switch(_NVME_STREAM)
-        self.events.append(self._code(codes.RUN, Work(kind="nvme", name="swap", bytes=_bytes(tensor))))
+        self._add(codes.RUN, Work(kind="nvme", name="swap", bytes=_bytes(tensor)))
         self.switch(former)
 
     def host_waits_for_nvme(self) -> None:
@@ -194,13 +194,13 @@ class WorkLog:
         name = func._schema.name.partition("::")[2]
         place, passes = _COLLECTIVES.get(name, (0, 0))
         stream, ranks, stride = self._communicator(func, args)
-        tensors = [leaf for leaf in tree_leaves(args[place]) if isinstance(leaf, torch.Tensor)]
+        tensors = _tensors(args[place])
         moved = int(passes * sum(map(_bytes, tensors)))
         work = Work(kind="collective", name=name.strip("_"), bytes=moved, ranks=ranks, stride=stride)
         current = self.current
         self.wait(self.record(current), stream)
         self.switch(stream)
-        self.events.append(self._code(codes.RUN, work))
+        self._add(codes.RUN, work)
         self.switch(current)
         handle = _CollectiveWork(self, self.record(stream))
         if name == "barrier":
@@ -219,16 +219,16 @@ class WorkLog:
             pinned = pinned and host is target
             size = _bytes(source) + target.element_size() * source.numel()
             if host is target:
-                self.events.append(self._code(codes.RUN, Work(kind="kernel", name="convert", bytes=size)))
+                self._add(codes.RUN, Work(kind="kernel", name="convert", bytes=size))
             else:
                 work = Work(kind="host", name="convert", bytes=size, fresh=_mapped_bytes([target]))
-                self.events.append(self._code(codes.HOST, work))
+                self._add(codes.HOST, work)
         work = Work(
             kind="copy" if pinned else "pageable_copy",
             name="to host" if host is target else "from host",
             bytes=_bytes(target),
         )
-        self.events.append(self._code(codes.RUN, work))
+        self._add(codes.RUN, work)
         if not (asynchronous and pinned):
             self.host_waits_for_stream(self.current)
 
@@ -238,14 +238,13 @@ class WorkLog:
         group = None if place is None else ProcessGroup.unbox(args[place])
         name = None if group is None else group.group_name
         if name not in self._communicators:
-            members = (
-                list(range(torch.distributed.get_world_size()))
-                if group is None
-                else torch.distributed.get_process_group_ranks(group)
-            )
+            members = torch.distributed.get_process_group_ranks(group)  # None: of all ranks
             stride = members[1] - members[0] if len(members) > 1 else 1
             self._communicators[name] = (self.new_stream(), len(members), stride)
         return self._communicators[name]
+
+    def _add(self, code: int, work: Work) -> None:
+        self.events.append(self._code(code, work))
 
     def _code(self, code: int, work: Work) -> int:
         return self._works.setdefault(work, len(self._works)) << BITS | code
@@ -258,6 +257,10 @@ def _place_of_group(func: Any) -> int | None:
     return next((place for place, name in enumerate(types) if "ProcessGroup" in name), None)
 
 
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
 def _bytes(tensor: Any) -> int:
     """Bytes that a kernel touches: a dimension that is expanded counts once."""
     count = tensor.element_size()
@@ -267,9 +270,9 @@ def _bytes(tensor: Any) -> int:
 
 
 def _describe_host_work(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> Work:
-    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    given = _tensors((args, kwargs))
     known = {tensor.untyped_storage()._cdata for tensor in given}
-    results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+    results = _tensors(out)
     made = [tensor for tensor in results if tensor.untyped_storage()._cdata not in known]
     moved = _moved_bytes(func, name, args, kwargs, out)
     if name == "isinf":  # it compares the absolute values, which it writes first
@@ -287,7 +290,7 @@ def _mapped_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 def _moved_bytes(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> int:
     """Bytes that a call reads and writes."""
-    outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+    outputs = _tensors(out)
     if name in _PICK:
         return 2 * max(sum(map(_bytes, outputs)), 1)
     read = written = 0
@@ -297,7 +300,7 @@ def _moved_bytes(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> int:
     sources = [*parameters[: len(args)], *(named[key] for key in kwargs if key in named)]
     changed: set[int] = set()
     for argument, value in zip(sources, values, strict=False):
-        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        tensors = _tensors(value)
         size = sum(map(_bytes, tensors))
         if argument.alias_info is not None and argument.alias_info.is_write:
             changed |= {id(tensor) for tensor in tensors}
@@ -324,7 +327,7 @@ def _describe_kernel(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> 
         return Work(kind="reduction" if name in _REDUCTIONS else "kernel", name=name, bytes=size)
     fused = name.startswith("_scaled_dot_product") and len(args) >= 3
     flops = _count_attention(name, args) if fused else float(count(*args, **kwargs, out_val=out))
-    first = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+    first = _tensors(args)[0]
     dtype = str(first.dtype).removeprefix("torch.")
     if dtype == "float32" and torch.backends.cuda.matmul.allow_tf32:
         dtype = "tf32"
