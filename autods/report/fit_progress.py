@@ -144,10 +144,10 @@ def describe_status(state: FitState, now_s: float, label: LabelTrial = lambda tr
     for running in state.running.values():
         left_s = estimate_seconds_left(running, now_s)
         left = "" if left_s is None or left_s < 1 else f", about {_format_rough_seconds(left_s)} left"
-        asked = "  ".join(filter(None, (describe_trial(running.trial), label(running.trial))))
+        purpose = "  ".join(filter(None, (describe_trial(running.trial), label(running.trial))))
         spent = f"  {format_seconds(now_s - running.since_s)}{left}"
         place = (_describe_place(running), "cyan")
-        lines.append(Text.assemble((running.trial.rung, "bold"), f"  {asked}  ", place, (spent, "dim")))
+        lines.append(Text.assemble((running.trial.rung, "bold"), f"  {purpose}  ", place, (spent, "dim")))
     return Text("\n").join(lines)
 
 
