@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -38,6 +39,15 @@ def names_in(path: Path) -> set[str]:
 
 def test_the_document_names_functions() -> None:
     assert len(places()) > 20
+
+
+def test_the_drawing_has_the_layers_of_the_linter() -> None:
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = next(contract["layers"] for contract in tool["contracts"] if contract["type"] == "layers")
+    checked = [set(re.findall(r"autods\.(\w+)", layer)) for layer in layers]
+    drawing = (ROOT / "docs/architecture.md").read_text().split("```")[1].strip()
+    drawn = [set(re.split(r" {3,}", line)[0].split(" │ ")) for line in drawing.splitlines()]
+    assert drawn == [layer for layer in checked if layer != {"__main__"}]
 
 
 @pytest.mark.parametrize(("file", "name"), places())
