@@ -106,7 +106,12 @@ def _import_libraries(device: Device) -> None:
         library.autods_answer_for_devices()
     from ...rank import preload
 
+    nvml = sys.modules.get("pynvml")
+    sys.modules["pynvml"] = None  # type: ignore[assignment]  # DeepSpeed would open the driver of this machine
     preload.preload()
+    del sys.modules["pynvml"]
+    if nvml is not None:
+        sys.modules["pynvml"] = nvml
     # Torch replaces its thread pool in a child at the pool's first use (caffe2/utils/threadpool/pthreadpool-cpp.cc).
     # The threads of the first backward pass would race for it, and one aborts with "Invalid thread pool!".
     os.register_at_fork(after_in_child=_use_one_thread)
