@@ -14,6 +14,7 @@ from .distributed import Ranks
 from .record import RankResult
 
 _MOST_SKIPPED = 40  # in a row; the largest first loss scale of DeepSpeed is 2**32, and each skipped step halves it
+_MOST_NOT_FINITE = 4  # losses in a row of skipped steps: a smaller loss scale mends gradients, and no loss
 
 
 @dataclass(slots=True)
@@ -33,6 +34,7 @@ class StepRecorder:
     steps_s: float = 0.0
     _seen: int = 0
     _skipped_in_a_row: int = 0
+    _not_finite_in_a_row: int = 0
 
     def record(
         self, seconds: float, losses: Sequence[Any], held_bytes: int, *, skipped: bool = False, is_whole: bool = True
@@ -46,6 +48,13 @@ class StepRecorder:
         self.steps_s += seconds
         self.skipped += skipped
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        loss = statistics.fmean(map(float, losses)) if losses else 0.0
+        self._not_finite_in_a_row = 0 if math.isfinite(loss) else self._not_finite_in_a_row + 1
+        if self._not_finite_in_a_row > (_MOST_NOT_FINITE if skipped else 0):
+            raise WorkloadError(
+                f"the loss is {loss} at step {self._seen - self._not_finite_in_a_row + 1}",
+                hint="check the data, the learning rate and the initialisation",
+            )
         if self._skipped_in_a_row > _MOST_SKIPPED:
             raise WorkloadError(
                 f"{self._skipped_in_a_row} optimizer steps in a row were skipped, because gradients in fp16 overflowed",
@@ -56,15 +65,8 @@ class StepRecorder:
         self.held_bytes.append(held_bytes)
         if is_whole:
             self.times.append(seconds)
-        if not losses:
-            return
-        loss = statistics.fmean(map(float, losses))
-        if not math.isfinite(loss):
-            raise WorkloadError(
-                f"the loss is {loss} at step {self._seen}",
-                hint="check the data, the learning rate and the initialisation",
-            )
-        self.losses.append(loss)
+        if losses:
+            self.losses.append(loss)
 
     @property
     def timed(self) -> tuple[float, ...]:

@@ -299,7 +299,7 @@ def worker_pids() -> set[int]:
     """The prepared processes that this process has started; each leads a process group."""
     children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
     pids = [pid for child in children for pid in child.read_text().split()]
-    return {int(pid) for pid in pids if b"simulator.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+    return {int(pid) for pid in pids if b"simulate.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()}
 
 
 def alive_in(group: int) -> list[int]:

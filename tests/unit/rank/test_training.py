@@ -83,3 +83,9 @@ def test_the_loss_of_a_skipped_step_may_be_infinite() -> None:
 def test_the_loss_of_a_model_that_is_not_finite_is_an_error() -> None:
     with pytest.raises(WorkloadError, match="the loss is nan at step 1"):
         record(lambda index: [torch.tensor(math.nan)], Steps(warmup=0))
+
+
+def test_skipped_steps_without_a_finite_loss_are_an_error() -> None:
+    """In fp16 a loss of NaN overflows the gradients as well, and a smaller loss scale does not mend it."""
+    with pytest.raises(WorkloadError, match="the loss is nan at step 1"):
+        record(lambda index: [torch.tensor(math.nan)], Steps(warmup=0), lambda: True)
