@@ -1,8 +1,8 @@
 """A forecast's step as a trace for Perfetto or chrome://tracing: streams, the host's thread, and memory by kind.
 
-The clocks are those of `forecast.step_time`; an observer looks at them between two events. Times are in microseconds
-from the beginning of the step. The host may be far ahead of the device, so phases and memory follow the default stream.
-A tensor is shown from the moment at which that stream comes to its first kernel.
+The clocks are those of `forecast.predict.step_time`; an observer looks at them between two events. Times are in
+microseconds from the beginning of the step. The host may be far ahead of the device, so phases and memory follow the
+default stream. A tensor is shown from the moment at which that stream comes to its first kernel.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 from ..types import Phase
 from ..workload.protocol import Workload, WorkloadError
 from .distributed import Ranks
-from .model_facts import check_batch, is_moe, seed_all
+from .model_facts import check_batch, find_card, is_moe, seed_all
 
 _SAMPLE_SEEDS = 2**24  # apart from each other for every seed of a trial
 _SAMPLED = 2**20  # elements; their mean is that of all within some thousandths
@@ -198,8 +198,8 @@ def generator_state() -> bytes:
     import torch
 
     state: bytes = torch.get_rng_state().numpy().tobytes()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state += torch.cuda.get_rng_state().numpy().tobytes()
+    if (card := find_card()) is not None and card[1].is_initialized():
+        state += card[1].get_rng_state().numpy().tobytes()
     return state
 
 

@@ -21,6 +21,14 @@ _TOKEN_IDS = re.compile(r"(^|[._])(input)?ids|tokens")
 _NO_TEXT = re.compile("label|target|type|position|segment|mask")
 
 
+def find_card() -> tuple[str, Any] | None:
+    """Return the kind of card that this process uses, such as 'cuda', and torch's module for it; None on the CPU."""
+    import torch
+
+    card = torch.accelerator.current_accelerator(check_available=True)
+    return None if card is None else (card.type, torch.get_device_module(card))
+
+
 def seed_all(seed: int) -> None:
     """Seed the global generators of Python, NumPy and torch, on every device."""
     import numpy

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...workload.protocol import WorkloadError
+from ..model_facts import find_card
 from .checkpoints import RANKS, STATE, Layout, SavedCheckpoint, can_load_directly, find_obstacle
 from .resharding import count_steps, read_states, set_steps, write_states
 
@@ -153,8 +154,9 @@ def random_states() -> dict[str, Any]:
     import torch
 
     states = {"python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
+    if (card := find_card()) is not None:
+        kind, module = card
+        states[kind] = module.get_rng_state()
     return states
 
 
@@ -166,8 +168,9 @@ def set_random_states(states: Mapping[str, Any]) -> None:
     random.setstate(states["python"])
     numpy.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+    if (card := find_card()) is not None and card[0] in states:
+        kind, module = card
+        module.set_rng_state(states[kind])
 
 
 @contextlib.contextmanager
@@ -212,7 +215,7 @@ def start_copy(losses: Sequence[Any]) -> Callable[[], Sequence[float | None]]:
     stacked = torch.stack([losses[index] for index in on_device])
     on_host = torch.empty(stacked.shape, pin_memory=True)
     on_host.copy_(stacked, non_blocking=True)
-    copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied = torch.get_device_module(stacked.device).Event()
     copied.record()
 
     def read() -> Sequence[float | None]:
