@@ -20,6 +20,7 @@ from ..files import LARGEST_TEXT, read_file
 from ..types import WorkloadSource
 from .protocol import FUNCTIONS, bound_names, parse_python
 
+_AUTODS = __name__.partition(".")[0]
 # Names that decide where the script itself uses them; its helper modules may import another library for other purposes.
 _DECISIVE = re.compile("initialize|LightningCLI|TrainingArguments|HfArgumentParser|Accelerator|.*Trainer")
 # What a script's arguments get from a trial where they hold {NAME}.
@@ -249,12 +250,15 @@ def imports_in(file: Path) -> list[Import]:
 def local_files(path: Path, folders: Sequence[Path]) -> list[Path]:
     """The files that a script imports, directly or through others, from `folders` or by relative imports.
 
-    An import runs the parent packages, the module, and a submodule that it names.
+    An import runs the parent packages, the module, and a submodule that it names. autods is none of the user's modules,
+    even where it runs from its source in one of the folders.
     """
     files: set[Path] = set()
     waiting = [path]
     while waiting:
         for item in _read_imports(waiting.pop()):
+            if item.folder is None and item.package == _AUTODS:
+                continue
             words = [*filter(None, item.module.split(".")), *([item.name] if item.name else [])]
             for folder in folders if item.folder is None else [item.folder]:
                 places = [folder.joinpath(*words[:end]) for end in range(1, len(words) + 1)]

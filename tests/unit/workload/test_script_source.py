@@ -62,6 +62,14 @@ def test_a_module_beside_the_script_shows_its_kind(write):
     assert make_source(write("import loop\nloop.main()\n")).script_kind == "deepspeed"
 
 
+def test_what_autods_imports_is_no_sign_of_a_script(write, monkeypatch):
+    source = Path(__file__).parents[3]
+    monkeypatch.chdir(source)
+    monkeypatch.setenv("PYTHONPATH", str(source))
+    script = write("import autods\nfrom lightning.fabric import Fabric\n", "train.py")
+    assert make_source(script).script_kind == "lightning"
+
+
 def test_a_file_with_both_functions_is_a_model_py(write):
     assert make_source(write(PLAIN + MODEL)).kind == "file"
 

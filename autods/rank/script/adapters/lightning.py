@@ -6,9 +6,9 @@ reaches that by a callback. With Fabric the loop is the script's.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
+import importlib.util
 import inspect
 import os
 import pkgutil
@@ -75,7 +75,7 @@ def install(injection: Injection) -> None:
     os.environ["TORCHELASTIC_RUN_ID"] = "autods"  # ranks exist already: Lightning must not start any
     injection.config = LightningConfig(injection.job, convert=to_lightning_config)
     for package, entry in _ENTRIES.items():
-        with contextlib.suppress(ImportError):
+        if importlib.util.find_spec(package.partition(".")[0]) is not None:
             importlib.import_module(package)
             _install_in(injection, package, is_trainer=entry == "Trainer")
 
