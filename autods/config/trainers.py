@@ -22,9 +22,9 @@ class ScriptKind:
     `fills_in_auto`: the library replaces "auto" in a DeepSpeed config. `takes_local_rank`: its parser knows the option
     of the `deepspeed` launcher. `sets_sizes`: trials set the sizes in its arguments.
 
-    The others tell how a user starts the script: the file of its config, and the place for that in the code, which is
-    None where its launcher gives it the config. `by_accelerate`: `accelerate launch` starts it too. `note_on_cpu` is
-    how the library treats CPU ranks outside of a trial.
+    The others tell how a user starts the script. `config_file` is the file of its config, `config_place` the place for
+    that in the code; None where its launcher gives it the config. `by_accelerate`: `accelerate launch` starts it too.
+    `note_on_cpu` is how the library treats CPU ranks outside of a trial.
     """
 
     name: str

@@ -250,8 +250,8 @@ def imports_in(file: Path) -> list[Import]:
 def local_files(path: Path, folders: Sequence[Path]) -> list[Path]:
     """The files that a script imports, directly or through others, from `folders` or by relative imports.
 
-    An import runs the parent packages, the module, and a submodule that it names. autods is none of the user's modules,
-    even where it runs from its source in one of the folders.
+    An import runs the parent packages, the module, and a submodule that it names. The package autods is none of the
+    user's modules, even where it runs from its source in one of the folders.
     """
     files: set[Path] = set()
     waiting = [path]

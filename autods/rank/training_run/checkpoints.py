@@ -151,12 +151,6 @@ def read_checkpoint(folder: Path) -> SavedCheckpoint:
     return SavedCheckpoint(folder, read_as(Manifest, json.loads((folder / MARK).read_text()), name=MARK))
 
 
-def find_tear(folder: Path) -> str | None:
-    """Return why the folder of a checkpoint is not whole; None if it is."""
-    checkpoint = _inspect(folder)
-    return checkpoint.reason if isinstance(checkpoint, Torn) else None
-
-
 def _inspect(folder: Path) -> SavedCheckpoint | Torn:
     """Read a checkpoint, which the ranks may remove meanwhile: it counts as torn then."""
     try:
