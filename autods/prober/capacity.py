@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -28,7 +28,10 @@ _NEARLY = 0.95  # of a size that does not fit: one trial there before the search
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boundary:
-    """The search for the largest micro batch of one cell: the sizes there are, and a record for each one tried."""
+    """The search for the largest micro batch of one cell.
+
+    `sizes` are the micro batches there are, smallest first. `records` has one for each that was tried.
+    """
 
     sizes: Sequence[int]
     usable_bytes: int
@@ -47,7 +50,7 @@ class Boundary:
     @property
     def between(self) -> Sequence[int]:
         """The sizes between one that fits and one that does not."""
-        return [size for size in self.sizes if (self.fits or 0) < size < (self.refused or math.inf)]
+        return self.sizes[bisect_right(self.sizes, self.fits or 0) : bisect_left(self.sizes, self.refused or math.inf)]
 
     @property
     def exact(self) -> bool:
