@@ -107,7 +107,7 @@ def draw_progress() -> str:
     for step in range(2):
         state = advance(state, TrialMoved(id=len(walk) + 1, phase="backward", step=step), 4.0 + 3.0 * step)
     console = _console(width=80)
-    console.print(render_search(state, 8.0, width=80, height=24))
+    console.print(render_search(state, 8.0, console))
     console.print(describe_status(state, 8.0))
     return _text(console)
 

@@ -32,24 +32,14 @@ from ..types import Skipped, Trial
 from ..units import escape_controls, format_bytes
 from .answers.plan import tabulate_rungs
 from .document import Medium
-from .fit_progress import (
-    FitState,
-    advance,
-    describe_status,
-    render_search,
-)
+from .fit_progress import FitState, advance, describe_status, render_search
 from .rank_logs import RankLogs
 from .render_terminal import fit_table
-from .text import (
-    MARKS,
-    Mark,
-    format_record,
-    format_seconds,
-)
+from .text import MARKS, Mark, format_record, format_seconds
 
 _QUIET_S, _QUIET_AGAIN_S = 25.0, 60.0  # without a line, where nothing is redrawn
 _LOOK_EVERY_S = 1.0
-_DRAWS_PER_S = 4  # a drawing takes 5 ms, which trials on CPU ranks must not feel
+_DRAWS_PER_S = 4  # a drawing takes 9 ms, which trials on CPU ranks must not feel
 _LOGS_EVERY_S = 0.5
 _STEP_LINE_EVERY_S = 10.0  # of a real run
 
@@ -181,8 +171,7 @@ class TrialProgress(LiveView):
         self._console.print(Text.assemble(sign, (escape_controls(line), style)))
 
     def _current(self) -> RenderableType:
-        size = self._console.size
-        search = render_search(self._state, time.monotonic(), width=size.width, height=size.height)
+        search = render_search(self._state, time.monotonic(), self._console)
         return super()._current() if search is None else Group("", search, super()._current())
 
     def _status(self) -> Text:

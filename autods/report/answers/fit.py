@@ -102,15 +102,15 @@ def _make_row(report: FitReport, rung: str, trial: Record | str) -> LadderRow:
     match trial if isinstance(trial, str) else trial.outcome:
         case str() if forecast is not None and forecast.verdict == "cannot_fit" and "device" in forecast.memory:
             device, mark = forecast.memory["device"], MARKS["cannot_fit"]
-            memory = [_gauge_use("device", device.peak_bytes, device.limit_bytes, "~")]
+            memory = [gauge_use("device", device.peak_bytes, device.limit_bytes, "~")]
         case Fit() as fit:
             uses, rate = fit.memory, fit.samples_per_second
             if wins:  # of the answer: several trials of it were measured
                 uses = report.memory or uses
                 rate = report.throughput.samples_per_second if report.throughput is not None else rate
-            memory = [_gauge_use(tier, uses[tier].peak_bytes, uses[tier].limit_bytes) for tier in TIERS if tier in uses]
+            memory = [gauge_use(tier, uses[tier].peak_bytes, uses[tier].limit_bytes) for tier in TIERS if tier in uses]
         case OutOfMemory(tier=tier, limit_bytes=int(limit), missing_bytes=int(missing)):
-            memory = [_gauge_use(tier, limit + missing, limit, "≥")]
+            memory = [gauge_use(tier, limit + missing, limit, "≥")]
         case OutOfMemory(tier=tier, limit_bytes=int(limit)):
             memory = [doc.Gauge(words=line((f"{tier:<8}", "dim"), f"full: {format_bytes(limit)}"), share=1.0)]
         case _:
@@ -127,7 +127,7 @@ def _make_row(report: FitReport, rung: str, trial: Record | str) -> LadderRow:
     )
 
 
-def _gauge_use(tier: Tier, peak_bytes: int, limit_bytes: int | None, sign: str = " ") -> doc.Gauge:
+def gauge_use(tier: Tier, peak_bytes: int, limit_bytes: int | None, sign: str = " ") -> doc.Gauge:
     """One tier's memory. `sign` is ≥ for a lower bound and ~ for a forecast."""
     use = format_use(TierUse(peak_bytes=peak_bytes, limit_bytes=limit_bytes))
     share = peak_bytes / limit_bytes if limit_bytes and sign != "~" else None
