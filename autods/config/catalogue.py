@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -145,6 +146,7 @@ class Site:
         return -(-self.world_size // self.ranks_per_node)
 
 
+@functools.cache  # the files of an installation do not change while it runs
 def read_catalogue() -> Mapping[str, Machine]:
     """Return every machine by name, smallest device first. Raises InputError for a file that is not a machine."""
     machines = [_read_machine(path) for path in (data_folder("configs") / "hardware").glob("*.toml")]

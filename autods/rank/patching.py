@@ -1,8 +1,8 @@
 """Replace functions of other people's libraries. Each patch is declared once, with its upstream symbol and its reason.
 
 A module declares its patches at import and installs them when it needs them. A symbol that a release has moved or
-removed raises `SymbolMissing`, which names the library, its version and the symbol. `tests/unit/test_patches.py` checks
-every declared patch against the installed versions.
+removed raises `SymbolMissing`, which names the library, its version and the symbol.
+`tests/integration/test_patches.py` checks every declared patch against the installed versions.
 """
 
 from __future__ import annotations
