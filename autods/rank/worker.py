@@ -124,7 +124,7 @@ class RankContext:
     def run_script(self, complete: Callable[[ScriptEnd], JobResult]) -> JobResult:
         """Run the script as `__main__`. `complete` makes the rank's result from the result of the run."""
 
-        def leave(end: ScriptEnd | BaseException) -> NoReturn:  # for a script that does not return
+        def leave(end: ScriptEnd | BaseException) -> NoReturn:
             os._exit(self.write_record(end if isinstance(end, BaseException) else complete(end)))
 
         policy = TrialPolicy(self.job, self.slot, self.observer, leave)
@@ -240,7 +240,7 @@ def _train(context: RankContext) -> JobResult:
 
     def complete(result: ScriptEnd) -> RankResult:
         assert isinstance(result, RankResult)
-        peaks = result.peaks or (meter.peaks() | observer.training_peaks)
+        peaks = meter.peaks() | observer.training_peaks
         return replace(result, build_s=observer.build_s, init_s=observer.init_s, peaks=peaks)
 
     if job.source.form.runs_as_main:

@@ -7,7 +7,7 @@ import hashlib
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from autods.config.settings import Settings
 from autods.rank.job import RankJob
@@ -68,6 +68,15 @@ def a_trial(rung: str, *, micro_batch: int = 4, accumulation: int = 2, **options
     settings |= TORCH_ADAM
     knobs = Knobs(micro_batch=micro_batch, accumulation=accumulation, checkpointing=False, settings=settings)
     return Trial(rung=rung, knobs=knobs, purpose="walk", **{"steps": STEPS, **options})
+
+
+class Left(BaseException):
+    """A trial ends its rank, whose process goes on here."""
+
+
+def leave(end: object) -> NoReturn:
+    """End the rank of a trial with a result or an error."""
+    raise Left(end)
 
 
 def script_job(**job: Any) -> RankJob:

@@ -113,8 +113,7 @@ class _ScriptRun:
     def __post_init__(self) -> None:
         self._began = time.perf_counter()
         self._hangup = contextlib.ExitStack()
-        self.meter = _NoMeter()
-        self.training_peaks: dict[str, int] = {}  # as a trial's observer has them
+        self.meter = Meter()  # measures nothing: the ledger has the memory
 
     def run(self) -> NoReturn:
         """Run the script, send its result, and end this process."""
@@ -176,13 +175,6 @@ class _ScriptRun:
             send(self.connection, self.result)
         sys.stderr.flush()
         os._exit(_ANSWERED)
-
-
-class _NoMeter(Meter):
-    """Measures nothing: the ledger has the memory of a simulation."""
-
-    def peaks(self) -> dict[str, int | None]:
-        return {}
 
 
 class _SimulatedTrial(TrialPolicy):

@@ -46,14 +46,13 @@ def run_script(job: RankJob, slot: int, store: socket.socket | None, policy: Pol
     pid = os.getpid()
     failure: BaseException | None = None
     try:
-        with policy.watch_process():
-            run_as_main(job.source)
-    except policy.End:
+        run_as_main(job.source)
+    except policy.ends:
         pass
     except BaseException as error:
         if os.getpid() != pid:
             _end_child(job, error)
-        if not policy.ended and not (isinstance(error, SystemExit) and error.code in (None, 0)):
+        if not (isinstance(error, SystemExit) and error.code in (None, 0)):
             failure = cause_of_exit(error, policy.failure)
     if os.getpid() != pid:
         os._exit(0)  # a forked child that ran on to the end of the script

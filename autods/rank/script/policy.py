@@ -24,12 +24,12 @@ FORKED = "forked"  # a file in the scratch folder: training was tried in a forke
 class Policy:
     """What follows at each event of a script. These defaults let it train on; every rank gets the events alike.
 
-    `End` ends the script on purpose. `observer` gets the phases. `failure` is what ended the script, even if the script
-    caught it. `hooks_paused`: the engine is not called by the script. `host` serves a trainer that owns its loop; None:
-    nothing but training happens, so evaluation, saves and trackers are skipped.
+    The script may raise one of `ends` to end on purpose. `observer` gets the phases. `failure` is what ended the
+    script, even if it caught that. `hooks_paused`: the engine is not called by the script. `host` serves a trainer that
+    owns its loop; None: nothing but training happens, so evaluation, saves and trackers are skipped.
     """
 
-    End: ClassVar[type[BaseException]]
+    ends: ClassVar[tuple[type[BaseException], ...]] = ()
     host: LoopHost | None = None
     loads_in_ranks = False  # data loaders start no workers
     writes_confined = False  # the kernel refuses the script's writes outside the trial's folders
@@ -39,7 +39,6 @@ class Policy:
         self._pid = os.getpid()
         self.engine: Any = None
         self.failure: BaseException | None = None
-        self.ended = False  # the script has nothing more to do
         self.hooks_paused = False
 
     @property
@@ -52,14 +51,8 @@ class Policy:
     def prepare(self, injection: Injection) -> None:
         """Everything is installed, and the script is about to start."""
 
-    def watch_process(self) -> contextlib.AbstractContextManager[object]:
-        """Entered while the script runs: it may end its process."""
-        return contextlib.nullcontext()
-
     def conclude(self) -> None:
         """The script has ended without an error. Raises WorkloadError when it never trained with DeepSpeed."""
-        if self.ended:
-            return
         if Path(self.job.scratch, FORKED).exists():
             raise script_error(
                 "it trains in a process that it forked", hint="start no ranks in the script: autods starts them"
@@ -94,7 +87,7 @@ class Policy:
     # Calls of the engine.
 
     def check_goes_on(self) -> None:
-        """Raise what ended the script, if it has ended. Raises WorkloadError in a process that the script started."""
+        """The script calls its engine. Raises WorkloadError in a process that the script started."""
         if os.getpid() != self._pid:
             raise script_error(
                 "it trains in a process that it started itself",

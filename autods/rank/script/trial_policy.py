@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,37 +19,27 @@ from ..distributed import Ranks, Traffic
 from ..exam import WorstCaseExam, allow_gathering
 from ..job import RankJob
 from ..model_facts import count_parameters, shifts_labels
-from ..patching import declare
 from ..record import ScriptEnd
 from ..step_recorder import StepRecorder, was_skipped
 from . import sandbox
 from .batches import Batches, find_loss, iter_tensors
 from .overlay import Overlay
 from .policy import Injection, Policy
-from .user_errors import script_error
+from .user_errors import explain, script_error
 
-_EXIT = declare("os._exit", "a script that has trained enough may leave as it likes")
 _MOST_BACKWARDS = 256  # without a step, for each accumulated micro batch: a script may accumulate by itself
-_MOST_IGNORED_ENDS = 3  # times that the script catches its end and calls the engine again
-_GRACE_S = 10.0  # for the script's own work on its way out
 _SUMMED_ELEMENTS = 2**20  # at a time: a copy of a whole embedding may not fit
 _LISTED_FILES = 20
 _HASH_DIGITS = 10  # hexadecimal; their sum over thousands of ranks is still exact in a float64
 
 
-class Enough(BaseException):
-    """The trial has measured enough. It is not an Exception, so that `except Exception` does not catch it."""
-
-
 class TrialPolicy(Policy):
     """Measures one script in one rank.
 
-    `observer` holds the rank's meter. `leave` ends the rank at once, with a result or an error, if the script ignores
-    the exception that should end it. `failure` is what a call of the engine raised: a script that catches it does not
-    train any further.
+    `observer` holds the rank's meter. `leave` ends the rank's process at once, with a result or an error: the script
+    gets no say in it. `failure` is what a call of the engine raised: a script that catches it does not train any
+    further.
     """
-
-    End = Enough
 
     def __init__(
         self,
@@ -67,7 +56,6 @@ class TrialPolicy(Policy):
         self.traffic = Traffic(lambda: None)  # counts calls and bytes; no step measures their seconds
         self._steps = 0
         self._overlay: Overlay | None = None
-        self._ignored_ends = 0
         self._facts: ModelFacts | None = None
         self.recorder = StepRecorder(job.steps)  # of the steps before the exam
         self._loss: Any = None  # of the last micro batch, a tensor
@@ -77,7 +65,7 @@ class TrialPolicy(Policy):
         self._exam: WorstCaseExam | None = None
         self._trained: Trained | None = None
         self._update_size: float | None = None  # of a parity trial, see `types.Fit`
-        self._peaks: dict[str, int | None] | None = None
+        self._exam_is_over = False
 
     @property
     def step(self) -> int:
@@ -93,26 +81,10 @@ class TrialPolicy(Policy):
         self.batches.watch_loaders()
         self._overlay, self.writes_confined = sandbox.install(self, self.ranks.rank)
 
-    def watch_process(self) -> contextlib.AbstractContextManager[object]:
-        """A script that has trained enough may leave by `os._exit`."""
-        exit_now = os._exit
-
-        def exit_with_result(code: int) -> NoReturn:
-            with _EXIT.installed(exit_now):
-                if self.ended and os.getpid() == self._pid:
-                    self.leave(self.result())
-                os._exit(code)
-
-        return _EXIT.installed(exit_with_result)
-
     def conclude(self) -> None:
-        """The script ended by itself, or has trained enough. Raises WorkloadError where it ended too early."""
-        if self._overlay is not None and self._overlay.written:
-            written = ", ".join(list(self._overlay.written)[:_LISTED_FILES])
-            print(f"autods: kept out of your folders: {written}", flush=True)
+        """The script ended by itself. Raises WorkloadError where it ended too early."""
+        self._list_writes()
         super().conclude()
-        if self.ended:
-            return
         steps, needed = len(self.recorder.times), self.job.steps.warmup + 1
         if steps < needed:
             raise script_error(
@@ -130,14 +102,10 @@ class TrialPolicy(Policy):
     # Calls of the engine.
 
     def check_goes_on(self) -> None:
-        """Raise again in a script that has ended or whose engine failed; leave when it ignores that repeatedly."""
+        """Leave where the script goes on after a failure of its engine."""
         super().check_goes_on()
-        if not self.ended and self.failure is None:
-            return
-        self._ignored_ends += 1
-        if self._ignored_ends >= _MOST_IGNORED_ENDS:
-            self.leave(self.failure or self.result())
-        raise self.failure or Enough
+        if self.failure is not None:
+            self.leave(explain(self.failure, self.job.device, writes_confined=self.writes_confined))
 
     @contextlib.contextmanager
     def watch_call(self) -> Iterator[None]:
@@ -145,8 +113,6 @@ class TrialPolicy(Policy):
         self.check_goes_on()
         try:
             yield
-        except Enough:
-            raise
         except BaseException as error:
             self.failure = error
             raise
@@ -311,22 +277,22 @@ class TrialPolicy(Policy):
     # The end.
 
     def finish(self) -> NoReturn:
-        """End the script, and the rank after a grace period."""
-        self._peaks = self.observer.meter.peaks()  # the thread that ends the rank would count as memory
-        self.ended = True
-        timer = threading.Timer(_GRACE_S, lambda: self.leave(self.result()))
-        timer.daemon = True
-        timer.start()
-        raise Enough
+        """End the rank with its result."""
+        self._list_writes()
+        self.observer("done", self.step)
+        self.leave(self.result())
+
+    def _list_writes(self) -> None:
+        if self._overlay is not None and self._overlay.written:
+            written = ", ".join(list(self._overlay.written)[:_LISTED_FILES])
+            print(f"autods: kept out of your folders: {written}", flush=True)
 
     def finish_exam(self) -> None:
         """The script ended by itself, or ends its process group: do the rest of the exam without further steps."""
-        if self.ended:
-            return
-        if self.job.exam == "worst_case":
+        if self.job.exam == "worst_case" and not self._exam_is_over:
             with self.pause_hooks():
                 self._begin_exam().finish_without_steps()
-            self.ended = True
+            self._exam_is_over = True
         self._conclude_parity()
 
     def result(self) -> ScriptEnd:
@@ -339,7 +305,6 @@ class TrialPolicy(Policy):
             trained=self._trained,
             update_size=self._update_size,
             communication=self.traffic.describe(),
-            peaks=(self._peaks or self.observer.meter.peaks()) | self.observer.training_peaks,
             tokens_per_sample=self.batches.tokens / samples if samples else None,
         )
 

@@ -26,7 +26,7 @@ from .samples import WholeSteps
 class RunPolicy(Policy):
     """One rank's training run of a script, with the phases of its engine's calls."""
 
-    End = sessions.Stopped
+    ends = (sessions.Stopped,)
 
     def __init__(self, job: RankJob, observer: Any) -> None:
         super().__init__(job, observer)

@@ -21,14 +21,14 @@ from autods.rank.script import inject
 from autods.rank.script.adapters.deepspeed import watch_engine
 from autods.rank.script.engine_config import EngineConfig, LibraryConfig
 from autods.rank.script.policy import LoopHost, Policy, TrainerLoop
-from autods.rank.script.trial_policy import Enough, TrialPolicy
+from autods.rank.script.trial_policy import TrialPolicy
 from autods.rank.training_run import session as sessions
 from autods.rank.training_run.checkpoints import list_checkpoints
 from autods.rank.training_run.run_policy import RunPolicy
 from autods.types import Steps
 from autods.workload import make_source
 from tests.support.run_jobs import run_job
-from tests.support.script_trials import script_job
+from tests.support.script_trials import Left, leave, script_job
 
 
 class Engine:
@@ -129,9 +129,7 @@ class Observer:
 
     def __init__(self) -> None:
         self.phases: list[str] = []
-        self.training_peaks: dict[str, int] = {}
         self.meter = Meter()
-        self.meter.peaks = dict  # type: ignore[method-assign]
         self.meter.device_peak = lambda: 0  # type: ignore[method-assign]
 
     def __call__(self, phase: str, step: int) -> None:
@@ -167,7 +165,7 @@ def train(monkeypatch: pytest.MonkeyPatch) -> Any:
             return engine
 
         trainer = Trainer({"zero_optimization": {"stage": 3}, "gradient_clipping": 0.5}, make_engine)
-        with contextlib.suppress(policy.End):
+        with contextlib.suppress(Left, *policy.ends):
             trainer.fit(5)
         return trainer
 
@@ -185,11 +183,10 @@ def toy_job(**fields: Any) -> Any:
 
 
 def test_a_trial_ends_a_new_trainer_after_its_steps(train: Any) -> None:
-    policy = TrialPolicy(toy_job(steps=Steps(warmup=1, timed=2, most_timed=2)), 0, Observer(), leave=lambda end: None)  # type: ignore[arg-type, return-value]
+    policy = TrialPolicy(toy_job(steps=Steps(warmup=1, timed=2, most_timed=2)), 0, Observer(), leave)
     trainer = train(policy)
-    assert policy.End is Enough
     assert trainer.config == {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.5}
-    assert (policy.ended, policy.step, trainer.saved) == (True, 3, [])
+    assert (policy.step, trainer.saved) == (3, [])
     assert policy.result().losses == (1.0, 2.0, 3.0)
 
 

@@ -13,10 +13,10 @@ import torch
 from autods.rank.comparable_losses import Incomparable
 from autods.rank.distributed import Ranks
 from autods.rank.memory import Meter
-from autods.rank.script.trial_policy import Enough, ParityRecorder, StepClock, TrialPolicy
+from autods.rank.script.trial_policy import ParityRecorder, StepClock, TrialPolicy
 from autods.types import Exam, Steps
 from autods.workload import WorkloadError
-from tests.support.script_trials import script_job
+from tests.support.script_trials import Left, leave, script_job
 
 ALONE = Ranks(rank=0, world_size=1)
 
@@ -180,9 +180,7 @@ class Observer:
     """Has what a trial uses of `worker.Observer`."""
 
     def __init__(self) -> None:
-        self.training_peaks: dict[str, int] = {}
         self.meter = Meter()
-        self.meter.peaks = dict  # type: ignore[method-assign]
 
     def __call__(self, phase: str, step: int) -> None: ...
 
@@ -216,7 +214,7 @@ class Engine:
 
 def test_an_exam_evaluates_the_same_batch_before_and_after(tmp_path: Path) -> None:
     job = script_job(exam="worst_case", micro_batch=1, shared=str(tmp_path), steps=Steps(warmup=0))
-    trial = TrialPolicy(job, 0, Observer(), leave=lambda end: None)  # type: ignore[arg-type, return-value]
+    trial = TrialPolicy(job, 0, Observer(), leave)
     trial.engine = engine = Engine()
 
     def train(*lengths: int) -> None:
@@ -224,7 +222,7 @@ def test_an_exam_evaluates_the_same_batch_before_and_after(tmp_path: Path) -> No
             trial.begin_forward((torch.ones(1, length, dtype=torch.long),), {}, training=True)
             trial.end_step(boundary=True)
 
-    with pytest.raises(Enough):
+    with pytest.raises(Left):
         train(5, 8, 9)  # the exam begins after the first step
     examined = trial.result().examined
     assert engine.evaluated == [5, 5]
@@ -234,7 +232,7 @@ def test_an_exam_evaluates_the_same_batch_before_and_after(tmp_path: Path) -> No
 @pytest.mark.parametrize("exam", [None, "parity"])
 def test_a_skipped_step_of_a_script_is_not_timed_and_has_no_loss(exam: Exam | None) -> None:
     trial, train = train_script(exam)
-    with pytest.raises(Enough):
+    with pytest.raises(Left):
         train((True, math.inf), (False, 1.0), (True, 2.0), (False, 3.0), (False, 4.0), (False, 5.0))
     result = trial.result()
     assert (len(result.step_s), result.losses, result.skipped_steps) == (3, (1.0, 3.0, 4.0), 2)
@@ -250,7 +248,7 @@ def test_a_loss_of_a_script_that_is_not_finite_is_an_error(exam: Exam | None) ->
 def train_script(exam: Exam | None) -> tuple[TrialPolicy, Callable[..., None]]:
     """A trial of three timed steps; the function does steps, which are skipped or not, with these losses."""
     job = script_job(exam=exam, micro_batch=1, steps=Steps(warmup=0, timed=3, most_timed=3))
-    trial = TrialPolicy(job, 0, Observer(), leave=lambda end: None)  # type: ignore[arg-type, return-value]
+    trial = TrialPolicy(job, 0, Observer(), leave)
     trial.engine = engine = Engine()
 
     def train(*steps: tuple[bool, float]) -> None:
@@ -260,3 +258,11 @@ def train_script(exam: Exam | None) -> tuple[TrialPolicy, Callable[..., None]]:
             trial.end_step(boundary=True)
 
     return trial, train
+
+
+def test_a_script_that_goes_on_after_a_failure_is_ended() -> None:
+    trial, _ = train_script(None)
+    with pytest.raises(RuntimeError), trial.watch_call():
+        raise RuntimeError("out of memory")
+    with pytest.raises(Left, match="out of memory"):
+        trial.check_goes_on()
