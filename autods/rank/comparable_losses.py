@@ -30,7 +30,8 @@ def draw_share(workload: Workload, ranks: Ranks, *, micro_batch: int, accumulati
 
     def draw(index: int) -> Any:
         seed_all(seed * _SAMPLE_SEEDS + index)
-        return check_batch(workload.build_batch(1), 1)
+        batch = check_batch(workload.build_batch(1), 1)
+        return dict(batch) if isinstance(batch, Mapping) else batch
 
     count = micro_batch * accumulation
     first = ranks.rank * count
@@ -40,53 +41,54 @@ def draw_share(workload: Workload, ranks: Ranks, *, micro_batch: int, accumulati
             "build_batch makes another sample under the same seed, so two configs never train on the same data",
             hint="draw from the global generators of random, torch or numpy",
         )
-    _join(samples, "the batch")  # so that every config of the workload is refused alike
-    return [_join(samples[i : i + micro_batch], "the batch") for i in range(0, count, micro_batch)]
-
-
-def _items(batch: Any) -> dict[Any, Any]:
-    return dict(batch) if isinstance(batch, Mapping) else dict(enumerate(batch))
+    join_samples(samples)  # so that every config of the workload is refused alike
+    return [join_samples(samples[i : i + micro_batch]) for i in range(0, count, micro_batch)]
 
 
 def _are_equal(a: Any, b: Any) -> bool:
+    """Whether two values are equal, tensors and what dicts, tuples and lists hold by their content."""
     import torch
+    from torch.utils._pytree import tree_flatten
 
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
-    if isinstance(a, Mapping | tuple | list) and isinstance(b, Mapping | tuple | list):
-        first, second = _items(a), _items(b)
-        return first.keys() == second.keys() and all(_are_equal(first[key], second[key]) for key in first)
-    return bool(a == b)
+    def is_same(one: Any, other: Any) -> bool:
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+            return one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
+        return bool(one == other)
+
+    (values, structure), (others, other_structure) = tree_flatten(a), tree_flatten(b)
+    return structure == other_structure and all(map(is_same, values, others))
 
 
-def _join(values: Sequence[Any], name: str) -> Any:
-    """Join the same value of all samples: tensors along their first dimension, the items of dicts, tuples and lists.
+def join_samples(samples: Sequence[Any]) -> Any:
+    """Return one batch of several with a sample each: their tensors are joined along the first dimension.
 
-    Raises Incomparable if items or shapes differ, or values that have no dimension to join.
+    Raises Incomparable if names or shapes differ, or values that have no dimension to join.
     """
     import torch
+    from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
-    first = values[0]
-    if isinstance(first, Mapping | tuple | list):
-        rows = [_items(value) for value in values]
-        if any(row.keys() != rows[0].keys() for row in rows):
-            raise Incomparable(f"samples of build_batch differ in the names in {name}, so they make no micro batch")
-        whole = {key: _join([row[key] for row in rows], f"{key!r} of {name}") for key in rows[0]}
-        if isinstance(first, Mapping):
-            return whole
-        return list(whole.values()) if isinstance(first, list) else tuple(whole.values())
-    if isinstance(first, torch.Tensor) and first.dim():
-        shapes = list(dict.fromkeys(tuple(value.shape[1:]) for value in values))
+    rows, structures = zip(*map(tree_flatten_with_path, samples), strict=True)
+    if any(structure != structures[0] for structure in structures):
+        raise Incomparable("samples of build_batch differ in their names, so they make no micro batch")
+    whole = []
+    for column in zip(*rows, strict=True):
+        name, values = keystr(column[0][0]), [value for _, value in column]
+        shapes = list(dict.fromkeys(tuple(value.shape) for value in values if isinstance(value, torch.Tensor)))
         if len(shapes) > 1:
             raise Incomparable(
-                f"samples of build_batch differ in shape ({name}: {shapes[0]} and {shapes[1]}), so micro batches of"
-                " different sizes cannot hold the same data",
+                f"samples of build_batch differ in shape (the batch{name}: {shapes[0]} and {shapes[1]}), so micro"
+                " batches of different sizes cannot hold the same data",
                 hint="pad every sample to one length",
             )
-        return torch.cat(list(values))
-    if not all(_are_equal(first, value) for value in values):
-        raise Incomparable(f"samples of build_batch differ in {name}, which has no dimension to join them along")
-    return first
+        if shapes and shapes[0]:
+            whole.append(torch.cat(values))
+        elif all(_are_equal(values[0], value) for value in values):
+            whole.append(values[0])
+        else:
+            raise Incomparable(
+                f"samples of build_batch differ in the batch{name}, which has no dimension to join them along"
+            )
+    return tree_unflatten(whole, structures[0])
 
 
 def make_comparable(engine: Any) -> None:

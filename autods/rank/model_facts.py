@@ -94,23 +94,14 @@ def text_shapes(batch: Any, *, shifts_labels: bool = False) -> list[tuple[int, i
 def place(batch: Any, engine: Any) -> Any:
     """Return the batch on the engine's device, floating-point tensors in the engine's dtype."""
     import torch
+    from torch.utils._pytree import tree_map_only
 
     dtype = next((p.dtype for p in engine.module.parameters() if p.is_floating_point()), None)
 
-    def move(item: Any) -> Any:
-        match item:
-            case torch.Tensor():
-                return item.to(engine.device, dtype if item.is_floating_point() else None)
-            case Mapping():
-                return {key: move(value) for key, value in item.items()}
-            case list():
-                return [move(value) for value in item]
-            case tuple():
-                return tuple(move(value) for value in item)
-            case _:
-                return item
+    def move(tensor: Any) -> Any:
+        return tensor.to(engine.device, dtype if tensor.is_floating_point() else None)
 
-    return move(batch)
+    return tree_map_only(torch.Tensor, move, dict(batch) if isinstance(batch, Mapping) else batch)
 
 
 def longest_batch(workload: Workload, micro_batch: int) -> tuple[Any, int]:

@@ -9,8 +9,9 @@ from typing import Any
 
 from ...types import Phase
 from ...workload.protocol import Workload, WorkloadError
+from ..comparable_losses import join_samples
 from ..job import RankJob
-from ..model_facts import check_batch, named_tensors, place, seed_all
+from ..model_facts import check_batch, place, seed_all
 from ..pipeline import is_pipeline
 from ..training import build, initialize, optimizer_step
 from .data import TokenDataset
@@ -91,7 +92,7 @@ def draw_batches(workload: Workload, current: Session, seed: int) -> Iterator[An
         for first, last in current.share.spans(step):
             with preserved_random_states():
                 if alone:
-                    batch = _join([_draw(workload, seed, sample, 1) for sample in range(first, last)])
+                    batch = join_samples([_draw(workload, seed, sample, 1) for sample in range(first, last)])
                 else:
                     batch = _draw(workload, seed, first, last - first)
             yield batch
@@ -101,31 +102,14 @@ def draw_batches(workload: Workload, current: Session, seed: int) -> Iterator[An
 
 def _draw(workload: Workload, seed: int, sample: int, count: int) -> Any:
     seed_all(derive_seed(seed, sample))
-    return check_batch(workload.build_batch(count), count)
+    batch = check_batch(workload.build_batch(count), count)
+    return dict(batch) if isinstance(batch, Mapping) else batch
 
 
 def _can_draw_alone(workload: Workload, seed: int) -> bool:
     """Whether samples can be drawn one by one, and have the same shapes."""
     try:
-        shapes = [
-            {name: tuple(tensor.shape) for name, tensor in named_tensors(_draw(workload, seed, sample, 1)).items()}
-            for sample in range(4)
-        ]
+        join_samples([_draw(workload, seed, sample, 1) for sample in range(4)])
     except Exception:  # a mistake of the user's comes up again with the micro batch
         return False
-    scalars = any(not shape for shape in shapes[0].values())
-    return not scalars and all(other == shapes[0] for other in shapes)
-
-
-def _join(samples: list[Any]) -> Any:
-    """One batch of batches of one sample each."""
-    import torch
-
-    first = samples[0]
-    if isinstance(first, torch.Tensor):
-        return torch.cat(samples)
-    if isinstance(first, Mapping):
-        return {key: _join([sample[key] for sample in samples]) for key in first}
-    if isinstance(first, tuple | list):
-        return type(first)(_join(list(items)) for items in zip(*samples, strict=True))
-    return first
+    return True
