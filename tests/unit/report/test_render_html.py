@@ -11,8 +11,7 @@ import pytest
 from autods.forecast.values import RungForecast, TierForecast
 from autods.report import FitReport
 from autods.report.answers.fit import make_comparison, make_fit_document
-from autods.report.document import MemoryStack
-from autods.report.render_html import PAGE, draw_stack, to_page, write_page
+from autods.report.render_html import PAGE, to_page, write_page
 from autods.report.render_markdown import to_markdown
 from autods.report.results.fit import Certificate
 from autods.types import Failed, Tier
@@ -119,6 +118,9 @@ def test_the_winners_row_has_the_speed_of_the_answer() -> None:
 def test_a_bar_far_beyond_the_limit_holds_all_kinds() -> None:
     device = TierForecast(peak_bytes=4 * LIMIT, low_bytes=3 * LIMIT, high_bytes=5 * LIMIT, limit_bytes=LIMIT)
     kinds = {"parameters": LIMIT, "gradients": LIMIT, "optimizer": 2 * LIMIT}
-    bar = draw_stack(MemoryStack(forecast=replace(forecast(300, kinds), memory={"device": device})))
-    assert [(segment.left, segment.width) for segment in bar.segments] == [(0, 20), (20, 20), (40, 40)]
-    assert (bar.limit, bar.low, bar.high) == (20, 60, 100)
+    foreseen = replace(forecast(300, kinds), memory={"device": device})
+    parsed = check_page(to_page(make_fit_document(replace(fitting_report(), forecast=(foreseen,)))))
+    styles = [attributes.get("style", "") for tag, attributes in parsed.tags if tag in ("span", "b", "u")]
+    drawn = [style.partition("; background")[0] for style in styles if style.startswith("left")]
+    kinds_drawn = ["left: 0.0%; width: 20.0%", "left: 20.0%; width: 20.0%", "left: 40.0%; width: 40.0%"]
+    assert drawn == [*kinds_drawn, "left: 60.0%; width: 40.0%", "left: 20.0%"]
