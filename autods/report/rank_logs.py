@@ -14,6 +14,30 @@ _MOST_LETTERS = 2000  # of a line
 _LINE_END = re.compile(rb"[\r\n]+")  # a progress bar ends its lines with \r
 
 
+class LogTail:
+    """A log that grows, and how far its lines were read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def read(self, *, ended: bool = False) -> list[str]:
+        """The lines since the last call; with `ended`, the last one too if it has no end."""
+        try:
+            with self._path.open("rb") as file:
+                begin = min(self._offset, os.fstat(file.fileno()).st_size)  # `shorten_log` may have cut its middle out
+                file.seek(begin)
+                new = file.read(_MOST_BYTES)
+        except OSError:
+            return []  # it is gone, or not readable: progress is no reason to end a fit
+        end = max(new.rfind(b"\n"), new.rfind(b"\r")) + 1
+        if ended or (not end and len(new) == _MOST_BYTES):
+            end = len(new)
+        self._offset = begin + end
+        lines = (line.decode(errors="replace").rstrip() for line in _LINE_END.split(new[:end]))
+        return [line[:_MOST_LETTERS] for line in lines if line]
+
+
 class RankLogs:
     """Reads what ranks print, trial by trial. `folder` is the one of all logs. Thread-safe.
 
@@ -22,31 +46,15 @@ class RankLogs:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._offsets: dict[Path, int] = {}
+        self._tails: dict[Path, LogTail] = {}
         self._lock = threading.Lock()
 
     def read_new_lines(self, id: int, trial: Trial, *, ended: bool = False) -> list[str]:
         """'rank 0: …' for each line since the last call; with `ended`, the last line too if it has no end."""
         with self._lock:
-            logs = sorted(
-                self._folder.glob(f"{id:03d}-{trial.rung}*/rank*.log"), key=lambda path: (len(path.name), path)
-            )
+            logs = self._folder.glob(f"{id:03d}-{trial.rung}*/rank*.log")
             return [
-                f"rank {path.stem.removeprefix('rank')}: {line}" for path in logs for line in self._read(path, ended)
+                f"rank {path.stem.removeprefix('rank')}: {line}"
+                for path in sorted(logs, key=lambda path: (len(path.name), path))
+                for line in self._tails.setdefault(path, LogTail(path)).read(ended=ended)
             ]
-
-    def _read(self, path: Path, ended: bool) -> list[str]:
-        begin = self._offsets.get(path, 0)
-        try:
-            with path.open("rb") as file:
-                begin = min(begin, os.fstat(file.fileno()).st_size)  # `processes.shorten_log` may have cut its middle
-                file.seek(begin)
-                new = file.read(_MOST_BYTES)
-        except OSError:
-            return []  # it is gone, or not readable: progress is no reason to end a fit
-        end = max(new.rfind(b"\n"), new.rfind(b"\r")) + 1
-        if ended or (not end and len(new) == _MOST_BYTES):
-            end = len(new)
-        self._offsets[path] = begin + end
-        lines = (line.decode(errors="replace").rstrip() for line in _LINE_END.split(new[:end]))
-        return [line[:_MOST_LETTERS] for line in lines if line]
