@@ -73,67 +73,41 @@ class SimulationContext:
         self.ledger.begin("init")
 
 
-class BuiltModel:
-    """A model on a simulated rank before DeepSpeed sees it. Engines of the same rank and model are forked from it."""
-
-    def __init__(self, context: SimulationContext, workload: Workload, spec: EngineSpec) -> None:
-        self.error: BaseException | None = None  # raised by the user's code; every engine raises it again
-        self.module: Any = None
-        context.become_rank(spec)
-        with context.active():
-            try:
-                self.module = build(workload, checkpointing=spec.checkpointing)
-            except BaseException as error:
-                self.error = error
-
-    @classmethod
-    def failed(cls, error: BaseException) -> BuiltModel:
-        """A model whose building ended with that error."""
-        model = cls.__new__(cls)
-        model.error, model.module = error, None
-        return model
-
-
 class RankEngine:
-    """DeepSpeed's engine in a separate process. It builds the model unless it gets a built one.
+    """The model and DeepSpeed's engine on it, in a separate process.
 
     Initialise it once, and measure each micro batch in a fork of that process: so no answer depends on others.
     """
 
-    def __init__(
-        self, context: SimulationContext, workload: Workload, spec: EngineSpec, scratch: str, model: BuiltModel | None
-    ) -> None:
-        self._context, self._workload, self._spec, self._model = context, workload, spec, model
+    def __init__(self, context: SimulationContext, workload: Workload, spec: EngineSpec, scratch: str) -> None:
+        self._context, self._workload, self._spec = context, workload, spec
         self._config = swap_into(scratch, spec.ds_config)
         self._accumulation = int(self._config.get("gradient_accumulation_steps", 1))
         self._engine: Any = None
-        context.take_card(spec)
 
     def initialize(self) -> None:
-        """Build the model if that is still to be done, and DeepSpeed's engine on it. Passes on errors of user code."""
+        """Build the model, and DeepSpeed's engine on it. Passes on errors of user code."""
         import deepspeed
 
-        workload, model = self._workload, self._model
-        if model is None:
-            if self._spec.zero_init:
+        context, workload, spec = self._context, self._workload, self._spec
+        context.become_rank(spec)
+        if spec.zero_init:
 
-                def build_under_zero_init() -> Any:
-                    with deepspeed.zero.Init(config_dict_or_path=self._config):
-                        return self._workload.build_model()
+            def build_under_zero_init() -> Any:
+                with deepspeed.zero.Init(config_dict_or_path=self._config):
+                    return self._workload.build_model()
 
-                workload = replace(workload, build_model=build_under_zero_init)
-            model = BuiltModel(self._context, workload, self._spec)
-        if model.error is not None:
-            raise model.error
-        attribution.label_gradients(self._context.ledger, model.module)
-        with self._context.active(), explain_optimizer_errors(self._config):
-            self._engine = initialize(workload, model.module, self._config)
+            workload = replace(workload, build_model=build_under_zero_init)
+        with context.active():
+            model = build(workload, checkpointing=spec.checkpointing)
+        attribution.label_gradients(context.ledger, model)
+        with context.active(), explain_optimizer_errors(self._config):
+            self._engine = initialize(workload, model, self._config)
         if "Muon" in type(self._engine.basic_optimizer).__name__:
-            self._context.ledger.assume(
+            context.ledger.assume(
                 "Muon's update is compiled by torch.compile and was simulated as it is written: compiled, its"
                 " temporaries in the step are mostly fewer"
             )
-        self._model = None
 
     def measure(self, micro_batch: int) -> Simulation:
         """Run two steps on the initialised engine. Errors of user code pass through."""

@@ -1,7 +1,7 @@
 """The prepared process: it loads torch, DeepSpeed and the workload on the simulated device, and forks engines.
 
-Engines that start from the same model are forked from a child that has built it. The client starts this module as
-`python -m autods.forecast.simulate.worker FD cuda|cpu SOURCE SCRATCH`; `protocol` describes the messages.
+The client starts this module as `python -m autods.forecast.simulate.worker FD cuda|cpu SOURCE SCRATCH`; `protocol`
+describes the messages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from os import _exit  # the workload may replace it
 from typing import TYPE_CHECKING, NoReturn
 
@@ -34,20 +34,19 @@ from .protocol import Answer, Request, SimulationRefused, WorkloadReady, failure
 
 if TYPE_CHECKING:
     from ...workload.protocol import Workload
-    from .engine import BuiltModel, SimulationContext
+    from .engine import SimulationContext
 
 _LONGEST_REQUEST = 1 << 20  # bytes
 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """What this process has loaded, and its children inherit. A script has no workload; `model` is built in a child."""
+    """What this process has loaded, and its children inherit. A script has no workload."""
 
     context: SimulationContext
     source: WorkloadSource
     scratch: str
     workload: Workload | None = None
-    model: BuiltModel | None = None
 
 
 def main(argv: list[str]) -> None:
@@ -124,40 +123,21 @@ def _use_one_thread() -> None:
 
 
 def _serve(client: socket.socket, prepared: _Prepared) -> None:
-    """Fork a process for each request, until the client is gone.
-
-    Engines that can share a model come from a child that has built it. It is forked for the first of them, and their
-    requests are passed on to it.
-    """
+    """Fork a process for each request, until the client is gone."""
     parent = os.getpid()
     children: set[int] = set()
-    builders: dict[tuple[object, ...], socket.socket] = {}
     while True:
         line, descriptors, _, _ = socket.recv_fds(client, _LONGEST_REQUEST, 1)
         if not line:
             break
         children = {pid for pid in children if not _has_ended(pid)}
         request, connection = pickle.loads(line), socket.socket(fileno=descriptors[0])
-        shared = _shared_model(request, prepared)
-        if shared in builders and _pass_on(builders[shared], line, connection):
-            connection.close()
-            continue
-        builder_end = None
-        if shared is not None:  # the child that has built this model is not there yet, or has died
-            builders[shared], builder_end = socket.socketpair()
         pid = os.fork()
         if pid == 0:
             processes.die_with_parent(parent)
-            for other in (client, *builders.values()):
-                other.close()
-            if builder_end is None:
-                _answer_requests(connection, request, prepared)
-            connection.close()
-            _build_and_serve(builder_end, request, prepared)
+            client.close()
+            _answer_requests(connection, request, prepared)
         children.add(pid)
-        if shared is not None and builder_end is not None:
-            builder_end.close()
-            _pass_on(builders[shared], line, connection)
         connection.close()
     for pid in children:
         with contextlib.suppress(OSError):
@@ -172,68 +152,8 @@ def _has_ended(pid: int) -> bool:
         return True
 
 
-def _shared_model(request: Request, prepared: _Prepared) -> tuple[object, ...] | None:
-    """A key that is equal for engines that can share a built model; None if the engine must be forked here.
-
-    Under zero.Init DeepSpeed takes part in building the model, as the rung's config says. A script builds for itself.
-    """
-    if not isinstance(request, EngineSpec) or prepared.model is not None or prepared.source.form.runs_as_main:
-        return None
-    if request.zero_init:
-        return None
-    return request.world_size, request.ranks_per_node, request.device_bytes, request.checkpointing
-
-
-def _pass_on(builder: socket.socket, line: bytes, connection: socket.socket) -> bool:
-    """Send a request to the child that has built its model; False if that child is gone."""
-    try:
-        socket.send_fds(builder, [line], [connection.fileno()])
-    except OSError:
-        return False
-    return True
-
-
-def _build_and_serve(client: socket.socket, spec: EngineSpec, prepared: _Prepared) -> NoReturn:
-    """The life of a child that builds the model which engines share, and forks them."""
-    faulthandler.enable()
-    from ...rank import preload
-    from ...workload.load import in_one_process
-    from .engine import BuiltModel
-
-    def serve(model: BuiltModel) -> None:
-        try:
-            preload.freeze()
-            _serve(client, replace(prepared, model=model))
-        except BaseException:
-            traceback.print_exc()
-        _end()
-
-    pid = os.getpid()
-
-    def fail(error: BaseException) -> None:
-        os.kill(pid, signal.SIGKILL)  # this process takes over
-        serve(BuiltModel.failed(error))
-
-    try:
-        assert prepared.workload is not None
-        with in_one_process(fail):
-            model = BuiltModel(prepared.context, prepared.workload, spec)
-    except BaseException:
-        traceback.print_exc()
-        _end()
-    serve(model)
-    _end()
-
-
-def _end() -> NoReturn:
-    """End this process without its parent's buffers and clean-ups. The workload may have replaced the streams."""
-    with contextlib.suppress(Exception):
-        sys.stderr.flush()
-    _exit(0)
-
-
 def _answer_requests(connection: socket.socket, request: Request, prepared: _Prepared) -> NoReturn:
-    """The life of a process that forks engines of one spec, or of one that looks at the model."""
+    """The life of a process that builds an engine and forks its micro batches, or of one that looks at the model."""
     faulthandler.enable()
     from .engine import RankEngine, look_at_model
 
@@ -246,7 +166,7 @@ def _answer_requests(connection: socket.socket, request: Request, prepared: _Pre
 
                 script_engine.answer_requests(connection, request, context, source, scratch)
             elif isinstance(request, EngineSpec):
-                engine = RankEngine(context, workload, request, scratch, prepared.model)
+                engine = RankEngine(context, workload, request, scratch)
                 initialized = False
                 for micro_batch in receive(connection):
                     initialized = initialized or _answer(connection, source, engine.initialize)
@@ -259,7 +179,9 @@ def _answer_requests(connection: socket.socket, request: Request, prepared: _Pre
                 _answer(connection, source, lambda: look_at_model(context, workload))
         except BaseException:
             traceback.print_exc()
-    _end()
+    with contextlib.suppress(Exception):  # the workload may have replaced the stream
+        sys.stderr.flush()
+    _exit(0)  # without the parent's buffers and clean-ups
 
 
 def _answer_in_fork(connection: socket.socket, source: WorkloadSource, work: Callable[[], Answer]) -> bool:
