@@ -196,7 +196,7 @@ _MOST_STARTS = 3
 # Files that a fit or a probe writes beside its journal. Without a journal, files of these names are the user's.
 _RESULTS = (
     "report.json", "report.html", "ds_config.json", "ds_config_hf.json", "ds_config_lightning.json", "accelerate.yaml",
-    "ds_config_so_far.json", "ds_config_rehearsed.json", "probe.json", "probe.csv",
+    "ds_config_so_far.json", "ds_config_rehearsed.json", "probe.json", "probe.csv", STUDY,
 )  # fmt: skip
 _GIVEN_UP = Failed(
     failure="infrastructure",
@@ -240,8 +240,8 @@ def workspace(out: Path, *, fresh: bool, user: str = "fit") -> Iterator[Path]:
             pass
         if fresh:
             shutil.rmtree(out / "logs", ignore_errors=True)
-            for path in (*(out / name for name in _RESULTS), *out.glob(f"{STUDY}*")):
-                path.unlink(missing_ok=True)
+            for name in _RESULTS:
+                (out / name).unlink(missing_ok=True)
             (out / JOURNAL).unlink(missing_ok=True)  # last: it marks the other files as results of a fit
         check_disk_space(out)
         try:
@@ -271,7 +271,7 @@ def _check_not_foreign(out: Path) -> None:
     if _holds_a_fit(out):
         return
     logs = [path for path in out.glob("logs/*") if path.name != TRACEBACK]
-    if foreign := [path for name in (JOURNAL, STUDY, *_RESULTS) if os.path.exists(path := out / name)] + logs:
+    if foreign := [path for name in (JOURNAL, *_RESULTS) if os.path.exists(path := out / name)] + logs:
         raise InputError(
             f"holds {foreign[0].relative_to(out)} and no journal of a fit, so nothing is written over",
             place=str(out),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..config.deepspeed import get_key
 from ..config.rungs import Rung
-from ..errors import InputError
-from ..files import LARGEST_RECORD, read_file
 from ..forecast.values import RungForecast
 from ..types import Failed, Fit, OutOfMemory, Record, Scalar
 from .candidates import config_name, without_fixed_keys
@@ -33,7 +30,6 @@ _RANDOM_UNTIL = 3  # trials: the start, the usual settings and a random one; the
 _MOST_LEADERS = 2  # that are measured again: a third costs more than it brings
 _FEWEST_FOR_IMPORTANCE = 5  # trials that fitted
 _LEAST_EXCESS = 0.01  # share of the limit by which an out-of-memory counts as too large, where the amount is unknown
-_FAILURE = "failure"  # user attribute of a trial that failed by itself, in contrast to one that a kill cut short
 
 
 def gp_sampler(seed: int) -> optuna.samplers.BaseSampler:
@@ -64,10 +60,10 @@ def tune(
 ) -> TuneResult:
     """Search the rung's space around `start` for a higher score within the usable memory.
 
-    Proposals depend on the seed and the outcomes before them only, so that a search that was killed goes on alike.
-    A proposal that cannot fit by its forecast is not run. The search ends once it gains less than `stop_gain`, see
-    `has_converged`; 0 spends all trials of the profile. The best settings are measured again with the start. `sampler`
-    is called with a seed for each proposal. Raises InputError when the study on disk is damaged.
+    Proposals depend on the seed and the outcomes before them only. So a search that was killed makes the same ones
+    again, and the journal answers those that were run. A proposal that cannot fit by its forecast is not run. The
+    search ends once it gains less than `stop_gain`, see `has_converged`; 0 spends all trials of the profile. The best
+    settings are measured again with the start. `sampler` is called with a seed for each proposal.
     """
     settings, score = context.settings, context.score
     rung = without_fixed_keys(next(rung for rung in settings.ladder if rung.name == start.trial.rung), context.facts)
@@ -124,14 +120,12 @@ class _Search:
             for key, dimension in self.space.dimensions.items()
         }
         self.answers = {json.dumps(dict(self.space.start), sort_keys=True): self.start}
-        for past in _finished_trials(self.study):
-            self._answer(past.params)  # the journal has these records
-        while (finished := len(trials := _finished_trials(self.study))) <= limits.trials:
+        for finished in range(limits.trials + 1):
+            trials = self.study.get_trials(deepcopy=False)[:finished]  # those after them are queued
             if has_converged([trial.value if _fitted(trial) else None for trial in trials], stop_gain):
                 return f" until {WAIT} in a row had gained less than {100 * stop_gain:g}%"
             if not self.context.may_run(1 + 2 * min(limits.turns, TURNS_WITHOUT_BUDGET)):  # to confirm the gain
                 return " until the budget was spent"
-            # A new sampler each time, seeded by the number of trials: only the study's state has to survive a kill.
             self.study.sampler = sampler(seed + finished)
             proposal = self.study.ask(distributions)
             self._tell(proposal, self._answer(proposal.params))
@@ -180,7 +174,7 @@ class _Search:
                     outcome = f"out of {out.tier} memory"
                 case Failed() as failure:
                     proposal.set_user_attr("outcome", f"failed: {failure.failure}")
-                    proposal.set_user_attr(_FAILURE, failure.evidence[:200])
+                    proposal.set_user_attr("failure", failure.evidence[:200])
                     self.study.tell(proposal, state=TrialState.FAIL)
                     return
         if margin is None:
@@ -202,67 +196,30 @@ def has_converged(scores: Sequence[float | None], gain: float) -> bool:
 
 
 def _open_study(path: Path, name: str, space: Space) -> optuna.Study:
-    """Create or resume the study at `path`. Proposals that were running when it was killed are queued again."""
+    """Begin the study in a new file at `path`, with the first two points queued. It is kept for readers alone."""
     import optuna
     from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock, JournalStorage
-    from optuna.trial import TrialState
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    # One driver owns the output folder, so a lock found here belongs to one that was killed. Optuna would wait 30
-    # seconds for it. A torn last line would be joined with the next one.
-    for leftover in path.parent.glob(f"{path.name}.lock*"):
-        leftover.unlink(missing_ok=True)
-    if os.path.lexists(path):
-        os.truncate(path, read_file(path, most=LARGEST_RECORD).rfind(b"\n") + 1)
-    try:
-        backend = JournalFileBackend(str(path), lock_obj=JournalFileOpenLock(str(path)))
-        study = optuna.create_study(
-            storage=JournalStorage(backend), study_name=name, direction="maximize", load_if_exists=True
-        )
-    except Exception as error:  # Optuna uses each line as it stands
-        raise InputError(
-            f"is damaged: it is no Optuna journal ({error})", place=str(path), hint="start over with --fresh"
-        ) from None
-    known = [trial.system_attrs.get("fixed_params") for trial in study.get_trials(deepcopy=False)]
-    for seed in (space.start, space.usual):
-        if seed not in known:
-            study.enqueue_trial(dict(seed))
-            known.append(seed)
-    # Queue the parameters of running trials again, then mark these as failed: this order survives another kill.
-    trials = study.get_trials(deepcopy=False)
-    waiting = [trial.system_attrs.get("fixed_params") for trial in trials if trial.state == TrialState.WAITING]
-    for trial in trials:
-        if trial.state != TrialState.RUNNING:
-            continue
-        params = trial.system_attrs.get("fixed_params", trial.params)
-        # A trial that was killed while it was proposed lacks parameters; the next proposal will be the same.
-        if _FAILURE not in trial.user_attrs and params.keys() == space.dimensions.keys() and params not in waiting:
-            study.enqueue_trial(params)
-        study.tell(trial.number, state=TrialState.FAIL)
+    for earlier in path.parent.glob(f"{path.name}*"):  # with the lock of a driver that was killed
+        earlier.unlink(missing_ok=True)
+    storage = JournalStorage(JournalFileBackend(str(path), lock_obj=JournalFileOpenLock(str(path))))
+    study = optuna.create_study(storage=storage, study_name=name, direction="maximize")
+    for point in (space.start, space.usual):
+        study.enqueue_trial(dict(point), skip_if_exists=True)
     return study
-
-
-def _finished_trials(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
-    """The trials with an outcome, in order, without those that a kill cut short."""
-    from optuna.trial import TrialState
-
-    return [
-        trial
-        for trial in study.get_trials(deepcopy=False)
-        if trial.state == TrialState.COMPLETE or (trial.state == TrialState.FAIL and _FAILURE in trial.user_attrs)
-    ]
 
 
 def _fitted(trial: optuna.trial.FrozenTrial) -> bool:
     """Whether the trial ran and left the headroom."""
-    return _FAILURE not in trial.user_attrs and all(excess <= 0 for excess in trial.constraints.values())
+    return trial.value is not None and all(excess <= 0 for excess in trial.constraints.values())
 
 
 def _parameter_importances(study: optuna.Study) -> dict[str, float]:
     """Key → share of the score's variation among trials that fitted; an out-of-memory does not count."""
     import optuna
 
-    fitted = [trial for trial in _finished_trials(study) if _fitted(trial)]
+    fitted = [trial for trial in study.get_trials(deepcopy=False) if _fitted(trial)]
     if len(fitted) < _FEWEST_FOR_IMPORTANCE:
         return {}
     measured = optuna.create_study(direction="maximize")

@@ -71,7 +71,7 @@ class FitContext:
 
     `settings` include the config that the workload brings.
     `op_problems` maps a DeepSpeed op to the reason that it cannot be built here.
-    `study` is the file of Optuna's study.
+    `study` is the file that shows Optuna's study to its readers.
     `final_config` returns a trial's DeepSpeed config as the user gets it.
     `check` returns a record, or raises when the machine needs repair first.
     `save_best` gets the best config after each step, so that it is on disk should the fit be killed.
