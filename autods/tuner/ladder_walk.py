@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from ..config.rungs import Rung
 from ..report.results.fit import ClosestRung
-from ..types import Failed, Fit, Outcome, OutOfMemory, Record, Run, Skipped, Trial, is_machines_fault
+from ..types import Failed, Fit, Outcome, OutOfMemory, Record, Run, Skipped, is_machines_fault
 from .candidates import Candidate, first_trial
 from .prospects import order_by_time
 from .trial_forecasts import lacking_bytes, why_impossible
@@ -71,7 +71,7 @@ def walk_ladder(rungs: Sequence[Candidate], context: FitContext) -> WalkResult:
     offload more than ZeRO-1). When no rung fits, the one whose forecast lacks least still runs, so that its verdict is
     measured.
     """
-    memory, forecaster, steps = context.memory, context.forecaster, context.settings.profile.walk
+    memory, steps = context.memory, context.settings.profile.walk
     walked = WalkResult()
     impossible: dict[str, tuple[int, Candidate]] = {}
 
@@ -86,31 +86,23 @@ def walk_ladder(rungs: Sequence[Candidate], context: FitContext) -> WalkResult:
         walked.lessons = walked.lessons.add(candidate.rung, last.outcome)
         return walked.winner is not None or walked.stopped is not None
 
-    def first_trials(candidates: Sequence[Candidate]) -> list[Trial]:
-        return [first_trial(each, steps, context.sizes[0]) for each in candidates if each.skip is None]
-
-    forecaster.prepare(first_trials(rungs))
-    rungs = order_by_time(rungs, context)
-    for place, candidate in enumerate(rungs, 1):
+    for candidate in order_by_time(rungs, context):
         reason = candidate.skip or walked.lessons.reason_to_skip(candidate.rung, candidate.ops)
         if reason is None:
-            forecast = context.forecast(*first_trials([candidate]))
+            forecast = context.forecast(first_trial(candidate, steps, context.sizes[0]))
             if forecast is not None and (reason := why_impossible(forecast)) is not None:
                 impossible[candidate.rung.name] = (lacking_bytes(forecast), candidate)
         if reason is not None:
             walked.skipped.append(Skipped(rung=candidate.rung.name, reason=reason))
             memory.listen(walked.skipped[-1])
             continue
-        forecaster.finish()  # growth starts from the time of this trial's step
         if try_candidate(candidate):
             break
-        forecaster.prepare(first_trials(rungs[place:]))
     else:
         if impossible and not any(isinstance(record.outcome, Fit) for record in walked.records):
             closest = min(impossible, key=lambda name: impossible[name][0])
             walked.skipped = [skipped for skipped in walked.skipped if skipped.rung != closest]
             try_candidate(impossible[closest][1])
-    forecaster.finish()
     if walked.stopped is None and walked.winner is None:
         walked.winner = next((record for record in walked.records if isinstance(record.outcome, Fit)), None)
     return walked

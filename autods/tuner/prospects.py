@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from ..events import Note
 from ..forecast.predict.step_time import find_fastest
-from ..forecast.simulation_cache import PARALLEL_ENGINES
+from ..forecast.simulation_cache import count_parallel_engines
 from ..types import Trial
 from .candidates import Candidate, first_trial, without_checkpointing
 from .trials import FitContext
@@ -94,7 +94,7 @@ def order_by_time(candidates: Sequence[Candidate], context: FitContext) -> list[
     if context.settings.objective == "memory" or not any(context.forecaster.step_time(first) for first in firsts):
         return list(candidates)
     context.memory.listen(Note(text="forecasting the step time of each rung at its best micro batch", passing=True))
-    with ThreadPoolExecutor(PARALLEL_ENGINES) as pool:
+    with ThreadPoolExecutor(count_parallel_engines()) as pool:
         rates = list(pool.map(find_rate, candidates))
     ranked = rank(candidates, rates)
     return sorted(ranked, key=lambda candidate: candidate.rung.uses_nvme)

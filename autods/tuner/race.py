@@ -84,7 +84,6 @@ def run_race(first: Record, walked: WalkResult, rungs: Sequence[Candidate], cont
 def _favours(config: Candidate, other: Candidate, context: FitContext) -> bool:
     """Whether the forecast finds the config clearly faster than the other."""
     first, second = find_prospect(config, context), find_prospect(other, context)
-    context.forecaster.finish()
     return first is not None and second is not None and first.rate > (1 + CLOSE) * second.rate
 
 
@@ -180,7 +179,6 @@ def _take_first_fit(contestant: Contestant, has_choice: bool) -> RaceResult:
     plain = _make_contestant(candidate, context, contestant.most_trials, contestant.steps)
     if has_choice and context.settings.objective != "memory" and context.may_run(2):
         plain.out = why_impossible(context.forecast(plain.trial_at(context.sizes[0])))
-        context.forecaster.finish()
         if plain.out is None:
             plain.enter(context.sizes[0])
         if plain.out is None:
@@ -255,7 +253,6 @@ class _Race:
             rival.out = self.lessons.reason_to_skip(rival.candidate.rung, rival.candidate.ops)
         context.forecaster.prepare([rival.trial_at(size) for rival in rivals if rival.out is None])
         entry_sizes = [rival.check_forecast(size) if rival.out is None else size for rival in rivals]
-        context.forecaster.finish()
         rates = [None if rival.prospect is None else rival.prospect.rate for rival in rivals]
         for rival, entry_size in rank(list(zip(rivals, entry_sizes, strict=True)), rates):
             rung = rival.candidate.rung
@@ -326,7 +323,6 @@ class _Race:
             size = self._promising_size(contestant)
             if size is None or not contestant.measure_near(size):
                 break
-        self.context.forecaster.finish()
 
     def _promising_size(self, contestant: Contestant) -> int | None:
         """The micro batch to measure next; sets `out` when even the upper bound is below the leader's score."""

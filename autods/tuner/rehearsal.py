@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from statistics import median
 from typing import Any
 
@@ -53,26 +53,23 @@ def rehearse(settings: Settings, *, listen: Listener, start: StartSimulator | No
         cache = SimulationCache(simulator, allocator.expandable)
         runner = RehearsalRunner(settings, cache, lambda: simulator.facts("cuda", ranks=settings.gpus))
 
-        @contextmanager
-        def open_forecaster(
+        def make_forecaster(
             settings: Settings, facts: ModelFacts, memory: TrialStore, listen: Listener
-        ) -> Iterator[Forecaster]:
-            forecaster = TrialForecaster(
-                cache=cache,
-                settings=settings,
-                facts=facts,
-                report=lambda text: listen(Note(text=text, passing=True)),
+        ) -> AbstractContextManager[Forecaster]:
+            return nullcontext(
+                TrialForecaster(
+                    cache=cache,
+                    settings=settings,
+                    facts=facts,
+                    report=lambda text: listen(Note(text=text, passing=True)),
+                )
             )
-            try:
-                yield forecaster
-            finally:
-                forecaster.close()
 
         return fit(
             settings,
             listen=listen,
             start=lambda *_: nullcontext(runner),
-            forecaster=open_forecaster,
+            forecaster=make_forecaster,
             estimate_real_s=runner.estimate_fit_s,
         )
 

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import statistics
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ..config.catalogue import Site
 from ..config.settings import Settings
 from ..devices import find_device
 from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import AutodsError
 from ..events import Listener, Note
-from ..files import as_folder_name, read_file
 from ..forecast.predict.calibration import (
     Observation,
     StepFactors,
@@ -32,8 +27,8 @@ from ..forecast.predict.calibration import (
 from ..forecast.predict.step_time import forecast_speed, least_step_s
 from ..forecast.simulate.client import ProcessSimulator
 from ..forecast.simulation_cache import (
-    PARALLEL_ENGINES,
     SimulationCache,
+    count_parallel_engines,
     find_limits,
     make_engine,
     memory_key,
@@ -41,10 +36,8 @@ from ..forecast.simulation_cache import (
 )
 from ..forecast.values import EngineSpec, RungForecast, Simulation, StartSimulator
 from ..journal import TrialStore, trial_key
-from ..report.serialize import write_whole
 from ..runner.cleanup import simulator_variables
 from ..schema import read_as
-from ..system.host import cache_folder
 from ..types import Fit, ModelFacts, Outcome, Record, Trial
 
 
@@ -62,10 +55,7 @@ class Forecaster:
     forecasts: Mapping[str, RungForecast] = MappingProxyType({})  # the first of each rung, by rung name
 
     def prepare(self, trials: Iterable[Trial]) -> None:
-        """Start to simulate these trials in the background, in this order."""
-
-    def finish(self) -> None:
-        """Drop simulations that have not begun and wait for the others, so that the next trial runs on an idle host."""
+        """Simulate these trials side by side, so that their forecasts are at hand."""
 
     def forecast(self, trial: Trial) -> RungForecast | None:
         """The memory that the trial will need; None when it cannot be simulated."""
@@ -112,45 +102,35 @@ class TrialForecaster(Forecaster):
     A simulation that fails is reported once, by `report`, and leaves its trials without a forecast.
     A model may refuse so few samples: the forecast is then that of a larger micro batch.
 
-    `settings` and `facts` are those of a surveyed workload. `observations` are by the keys of their trials. `factors`
-    are those that earlier fits on this machine have left.
+    `settings` and `facts` are those of a surveyed workload. `observations` are by the keys of their trials.
     """
 
     cache: SimulationCache
     settings: Settings
     facts: ModelFacts
     report: Callable[[str], None]
-    factors: StepFactors = field(default_factory=StepFactors)
     observations: dict[str, Observation] = field(default_factory=dict)
     forecasts: dict[str, RungForecast] = field(default_factory=dict)  # the first forecast of each rung, for the report
-    _pending: dict[tuple[str, int], Future[Simulation]] = field(default_factory=dict)
+    _failed: dict[tuple[str, int], AutodsError] = field(default_factory=dict)
     _reported: set[str] = field(default_factory=set)
     _least: int = 1  # the model cannot be trained with a smaller micro batch
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(PARALLEL_ENGINES))
 
     def prepare(self, trials: Iterable[Trial]) -> None:
-        """Start to simulate these trials in the background, in this order."""
-        for trial in trials:
-            self._start(self._with_least(trial))
+        """Simulate these trials side by side, so that their forecasts are at hand."""
 
-    def finish(self) -> None:
-        """Drop simulations that have not begun and wait for the others: timed trials need an idle host."""
-        with self._lock:
-            self._pending = {key: future for key, future in self._pending.items() if not future.cancel()}
-        for future in tuple(self._pending.values()):
-            future.exception()
+        def try_to_simulate(trial: Trial) -> None:
+            with contextlib.suppress(AutodsError):  # its forecast tells
+                self._simulate(trial)
 
-    def close(self) -> None:
-        """Begin nothing more; simulations that run end with the simulator."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        with ThreadPoolExecutor(count_parallel_engines()) as pool:
+            list(pool.map(try_to_simulate, map(self._with_least, trials)))
 
     def forecast(self, trial: Trial) -> RungForecast | None:
         """Return the memory that the trial will need; None when it cannot be simulated."""
         trial = self._with_least(trial)
         spec, micro_batch = make_trial_engine(self.settings, self.facts, trial), trial.knobs.micro_batch
         try:
-            simulation = self.cache.get(spec, micro_batch) or self._start(trial).result()
+            simulation = self._simulate(trial)
         except AutodsError as error:
             return self.forecast(trial) if self._can_retry(trial.rung, micro_batch, error) else None
         forecast = self.cache.judge(spec, simulation, find_limits(self.settings.site), self.observations.values())
@@ -182,7 +162,7 @@ class TrialForecaster(Forecaster):
 
     def step_factors(self) -> StepFactors:
         """Return the machine's factors after the trials so far."""
-        return fit_step_factors(self.observations.values(), self.factors)
+        return fit_step_factors(self.observations.values(), StepFactors())
 
     def learn(self, trial: Trial, outcome: Outcome) -> Observation | None:
         """Store the trial's peak with its forecast, and return both; None if the trial shows nothing new."""
@@ -235,13 +215,17 @@ class TrialForecaster(Forecaster):
         parts = StepParts(computed_s=computed_s, launched_s=launched_s, moved_s=moved_s, issued_s=issued_s)
         return parts, least_s
 
-    def _start(self, trial: Trial) -> Future[Simulation]:
+    def _simulate(self, trial: Trial) -> Simulation:
+        """Simulate the trial, at most once: what it raised then is raised again."""
         spec, micro_batch = make_trial_engine(self.settings, self.facts, trial), trial.knobs.micro_batch
         key = memory_key(spec), micro_batch
-        with self._lock:
-            if key not in self._pending:
-                self._pending[key] = self._pool.submit(self.cache.simulate, spec, micro_batch)
-            return self._pending[key]
+        if key in self._failed:
+            raise self._failed[key]
+        try:
+            return self.cache.simulate(spec, micro_batch)
+        except AutodsError as error:
+            self._failed[key] = error
+            raise
 
     def _with_least(self, trial: Trial) -> Trial:
         return replace(trial, knobs=replace(trial.knobs, micro_batch=max(self._least, trial.knobs.micro_batch)))
@@ -291,10 +275,6 @@ def open_forecaster(
         listen(Note(text=allocator.warning))
 
     past = memory.past
-    kept_as, factors = None, StepFactors()
-    if settings.machine.rates is not None:
-        kept_as = name_site(settings.site)
-        factors = open_factors(kept_as, settings.out, lambda text: listen(Note(text=text)))
 
     def learn(record: Record) -> Mapping[str, Any] | None:
         if (key := trial_key(record.trial)) in past.records:
@@ -313,70 +293,6 @@ def open_forecaster(
             settings=settings,
             facts=facts,
             report=lambda text: listen(Note(text=text, passing=True)),
-            factors=factors,
         )
         memory.learn = learn
-        try:
-            yield forecaster
-        finally:
-            forecaster.close()
-            if kept_as is not None and any(each.step for each in forecaster.observations.values()):
-                keep_factors(kept_as, forecaster.step_factors())
-
-
-# The factors of step time that trials have shown on a machine are kept for its later fits.
-FACTORS = "step_factors.json"
-
-
-def name_site(site: Site) -> str:
-    """Return what step times depend on, as a name: the cards, how many a fit uses, the links between them, the nodes.
-
-    Fits on fewer cards of a node have another name, for the links are slower or faster with fewer at work.
-    """
-    links = site.machine.links
-    parts = [f"{site.ranks_per_node}x {site.machine.title}"]
-    if links is not None and site.ranks_per_node > 1:
-        parts.append(links.between_gpus)
-    if site.nodes > 1:
-        parts.append(f"{site.nodes} nodes, {(links and links.network) or 'network'}")
-    return ", ".join(parts)
-
-
-def open_factors(site: str, out: Path, report: Callable[[str], None]) -> StepFactors:
-    """Return the factors with which the fit in `out` begins: those that earlier fits at such a site have left.
-
-    `site` is its name, see `name_site`.
-
-    The first call writes them into `out`. A resumed fit reads them there, so that it decides as its first run did.
-    `report` is told of a file that cannot be used.
-    """
-    known = _read_factors(out / FACTORS, report) or _read_factors(_factors_file(site), report) or StepFactors()
-    _write_factors(out / FACTORS, known)
-    return known
-
-
-def keep_factors(site: str, factors: StepFactors) -> None:
-    """Keep the factors for later fits on such a machine. Nothing is kept where the user's cache cannot be written."""
-    _write_factors(_factors_file(site), factors)
-
-
-def _factors_file(site: str) -> Path:
-    return cache_folder() / "step_factors" / f"{as_folder_name(site)}.json"
-
-
-def _read_factors(path: Path, report: Callable[[str], None]) -> StepFactors | None:
-    if not path.exists():
-        return None
-    try:
-        factors = read_as(StepFactors, json.loads(read_file(path)))
-        if not all(0 < factor < 100 for factor in asdict(factors).values()):
-            raise ValueError("a factor is not between 0 and 100")
-        return factors
-    except (AutodsError, ValueError) as error:
-        report(f"{path} is not used: {' '.join(str(error).split())}")
-        return None
-
-
-def _write_factors(path: Path, factors: StepFactors) -> None:
-    with contextlib.suppress(AutodsError):  # of a disk that cannot be written
-        write_whole(path, json.dumps(asdict(factors)) + "\n")
+        yield forecaster

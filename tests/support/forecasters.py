@@ -23,14 +23,10 @@ class ScriptedForecaster:
     batch: int | None = None
     asked: list[str] = field(default_factory=list)
     prepared: list[str] = field(default_factory=list)
-    finished: bool = False
     forecasts: dict[str, RungForecast] = field(default_factory=dict)
 
     def prepare(self, trials: Iterable[Trial]) -> None:
         self.prepared += [trial.rung for trial in trials]
-
-    def finish(self) -> None:
-        self.finished = True
 
     def forecast(self, trial: Trial) -> RungForecast | None:
         self.asked.append(trial.rung)

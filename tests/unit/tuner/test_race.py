@@ -110,9 +110,6 @@ class Foreseeing:
     def prepare(self, trials: Iterable[Trial]) -> None:
         list(trials)
 
-    def finish(self) -> None:
-        pass
-
     def forecast(self, trial: Trial) -> RungForecast | None:
         if trial.rung not in self.machine.rungs:
             return None

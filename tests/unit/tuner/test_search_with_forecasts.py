@@ -88,27 +88,9 @@ def test_a_forecast_that_was_wrong_costs_no_answer() -> None:
     assert walked.winner is not None
 
 
-def test_forecasts_are_prepared_ahead_and_given_up_when_the_walk_ends() -> None:
+def test_rungs_after_the_first_that_fits_are_not_forecast() -> None:
     _, _, forecaster = growth({"ddp": FITS}, {})
-    assert forecaster.prepared == [rung.name for rung in SETTINGS.ladder]
     assert forecaster.asked == ["ddp"]
-    assert forecaster.finished
-
-
-def test_no_simulation_runs_beside_a_trial() -> None:
-    rungs = [rung.name for rung in SETTINGS.ladder]
-    seen = []
-
-    def answer(trial: Trial) -> Outcome:
-        seen.append((trial.rung, forecaster.finished))
-        forecaster.finished = False  # what is prepared after it begins anew
-        return FITS if trial.rung == "zero2" else OOM
-
-    forecaster = ScriptedForecaster(lambda trial: None)
-    context = make_context(ScriptedRunner(answer).run, forecaster=forecaster)
-    walk_ladder(list_candidates(SETTINGS, FACTS, {}), context)
-    assert seen == [("ddp", True), ("zero1", True), ("zero2", True)]
-    assert forecaster.prepared == [*rungs, *rungs[1:], *rungs[2:]]
 
 
 ANSWER = surface(limit_bytes=16 * GIB, state_bytes=2 * GIB, sample_bytes=GIB // 4)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from dataclasses import replace
 
 import pytest
@@ -182,26 +180,14 @@ def test_a_trial_without_a_limit_corrects_the_forecast() -> None:
     assert made.learn(replace(trial(), limited=False), fit(peak_bytes=4 * GIB)) is not None
 
 
-def test_finishing_drops_simulations_that_have_not_begun() -> None:
-    under_way, begin = threading.Barrier(3), threading.Event()
-
-    def slow(spec: EngineSpec, micro_batch: int) -> Simulation:
-        if micro_batch < 3:
-            under_way.wait(20)
-        assert begin.wait(20)
-        return simulate_peaks(micro_batch, init=GIB)
-
-    made, simulator, _ = make_forecaster(slow)
-    made.prepare(trial(micro_batch=size) for size in range(1, 10))
-    under_way.wait(20)
-    finishing = threading.Thread(target=made.finish)
-    finishing.start()
-    while len(made._pending) > 2:  # it drops what has not begun, and then waits
-        time.sleep(0.001)
-    begin.set()
-    finishing.join()
-    assert len(simulator.measured) == 2  # those that were under way
-    assert made.forecast(trial(micro_batch=9)) is not None
+def test_prepared_trials_are_simulated_once() -> None:
+    made, simulator, reported = make_forecaster(of_two_at_least)
+    made.prepare([trial("zero1"), trial("zero2", micro_batch=2)])
+    assert sorted(simulator.measured) == [("zero1", 1), ("zero2", 2)]
+    assert made.forecast(trial("zero2", micro_batch=2)) is not None
+    assert made.forecast(trial("zero1")) is not None  # of two samples, since one is known to be too few
+    assert sorted(simulator.measured) == [("zero1", 1), ("zero1", 2), ("zero2", 2)]
+    assert reported == []
 
 
 def of_two_at_least(spec: EngineSpec, micro_batch: int) -> Simulation:
