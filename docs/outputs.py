@@ -25,8 +25,8 @@ from rich.text import Text
 from autods.cli.commands import DifferenceFromFirst
 from autods.events import Event, SearchStarted, TrialFinished, TrialForecasted, TrialMoved, TrialStarted
 from autods.report import FitReport, serialize
-from autods.report.answers.findings import make_explain_document
 from autods.report.answers.fit import make_fit_document
+from autods.report.answers.problems import make_explain_document
 from autods.report.fit_progress import FitState, advance, describe_status, render_search
 from autods.report.live import TrialProgress
 from autods.report.render_terminal import print_document

@@ -24,10 +24,10 @@ from ..errors import InputError
 from ..events import Listener, Note, RunListener
 from ..files import check_path
 from ..prober.grid import format_trial_label
-from ..report.answers.findings import make_diagnosis_document, make_doctor_document, make_explain_document
 from ..report.answers.fit import make_comparison, make_fit_document
 from ..report.answers.plan import make_plan_document
 from ..report.answers.probe import make_probe_document
+from ..report.answers.problems import make_diagnosis_document, make_doctor_document, make_explain_document
 from ..report.answers.run import make_run_document
 from ..report.document import Document
 from ..report.live import CheckProgress, PlanProgress, RunProgress, TrialProgress

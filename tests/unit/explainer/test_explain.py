@@ -19,7 +19,7 @@ from autods.explainer.explain import ExplainSettings, explain, make_rung, resolv
 from autods.explainer.installed import describe
 from autods.forecast.testing import ScriptedSimulator, simulate_peaks
 from autods.forecast.values import EngineSpec, Simulation
-from autods.report.answers.findings import make_explain_document
+from autods.report.answers.problems import make_explain_document
 from autods.report.results.explain import Explanation
 from autods.requests import ExplainRequest
 from tests.support.ds_configs import GUIDE, PRETRAINING

@@ -11,7 +11,7 @@ from autods.cli.main import main
 from autods.errors import EnvironmentBroken
 from autods.inspector import examine as doctor
 from autods.inspector import toolchain
-from autods.report.answers.findings import make_doctor_document
+from autods.report.answers.problems import make_doctor_document
 from autods.report.results.doctor import Check, Checkup
 from tests.support.terminal import printed
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 import autods
 from autods.diagnosis import Diagnosis
-from autods.report.answers.findings import make_diagnosis_document
+from autods.report.answers.problems import make_diagnosis_document
 from autods.report.render_terminal import print_document
 
 OOM = (
