@@ -35,6 +35,7 @@ from .arguments import (
     listener,
     option,
 )
+from .config.trainers import SCRIPT_KINDS
 from .devices import DEVICES
 from .files import check_path
 from .types import MOST_RANKS
@@ -75,7 +76,7 @@ class _WorkloadOptions(Request):
     )
     kind: Text | None = option(
         "Workload",
-        "model, script, deepspeed, hf_trainer, accelerate or lightning.",
+        f"model, script, or the script's library: {', '.join(SCRIPT_KINDS)}.",
         "NAME",
         shown_default="by what the file defines and imports",
     )
