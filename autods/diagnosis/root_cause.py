@@ -16,7 +16,7 @@ from ..errors import InputError
 from ..types import Action, Tier
 from ..units import format_signal
 from .lines import BLOCK_BYTES
-from .logs import MOST_FILES, STDIN, Listen, Log, Waits, find_logs, read_blocks
+from .logs import MOST_FILES, STDIN, Listen, Log, find_logs, read_blocks
 from .messages import CUT, REPORTS_FAILURE, Message
 from .run_processes import MOST_SIGNAL, Exit, explain_exit_code, normalize_exit_code
 from .shortage import parse_shortage
@@ -127,10 +127,9 @@ def diagnose_logs(logs: Sequence[Log], exit_code: int | None, listen: Listen = l
 
     Raises InputError if no log is text and there is no exit code. `notes` names those that are no text beside others.
     """
-    waits = Waits()
     if exit_code is not None:
         _check_exit_code(exit_code)
-    summary = collect_symptoms({log.name: read_blocks(log, listen, waits) for log in logs})
+    summary = collect_symptoms({log.name: read_blocks(log, listen) for log in logs})
     if summary.not_text and not summary.text and exit_code is None:
         raise InputError("is not a text log", place=", ".join(log.place for log in logs), hint=_GIVE_TEXT)
     diagnosis = pick_root_cause(summary, exit_code)
