@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 from autods.config.rungs import Rung, read_rungs
 from autods.journal import trial_key
-from autods.runner.testing import fit, out_of_memory
 from autods.tuner.optuna_search import Choice, Space, space_of
 from autods.types import Knobs, Outcome, Record, Scalar, Trial
+from tests.support.scripted_trials import fit, out_of_memory
 
 LIMIT = 16 * 2**30
 HEADROOM = 0.05
