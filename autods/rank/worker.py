@@ -263,7 +263,7 @@ def _run(context: RankContext) -> JobResult:
     seed_all(job.seed + job.local_ranks[context.slot])
     context.observer.meter.start()
     context.observer.sample_every_s = _SAMPLE_EVERY_S
-    session.observe_with(context.observer)
+    session.observer = context.observer
     if job.source.form.runs_as_main:
         run_script(job, context.slot, context.store, RunPolicy(job, context.observer))
     else:

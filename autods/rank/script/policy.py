@@ -1,22 +1,25 @@
 """What follows at each event of a script: the policy of a trial or of a run, which the adapters know as `Policy` alone.
 
-A trainer that owns its loop is shown to a run as a `TrainerLoop`, and the run to the trainer's adapter as a `LoopHost`.
+A trainer that owns its loop is shown to a run as a `TrainerLoop`, and the trainer's adapter gets the run as its host.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...types import Phase
 from ..job import RankJob
 from ..patching import declare
 from .engine_config import EngineConfig
 from .user_errors import script_error
+
+if TYPE_CHECKING:
+    from ..training_run.run_policy import RunPolicy
 
 FORKED = "forked"  # a file in the scratch folder: training was tried in a forked process
 
@@ -30,7 +33,7 @@ class Policy:
     """
 
     ends: ClassVar[tuple[type[BaseException], ...]] = ()
-    host: LoopHost | None = None
+    host: RunPolicy | None = None
     loads_in_ranks = False  # data loaders start no workers
     writes_confined = False  # the kernel refuses the script's writes outside the trial's folders
 
@@ -231,49 +234,3 @@ class TrainerLoop:
     def list_samples(self, step: int) -> Any:
         """The samples of a step of all ranks; None where they are unknown."""
         return None
-
-
-class LoopHost(Protocol):
-    """A run, as the adapter of a trainer sees it. All ranks call each of these alike."""
-
-    def keep_states(self, find: Callable[[], Sequence[Any]]) -> None:
-        """Save and restore what `find` returns beside the engine's states: objects with a `state_dict`."""
-
-    def begin_loop(self, loop: TrainerLoop) -> Path | None:
-        """The trainer begins to train; return what it resumes from, None where the run has no checkpoint."""
-
-    def order_samples(self, sampler: Any, *, drop_last: bool, seed: int) -> Any:
-        """A sampler of all ranks' samples in place of the script's, with whole steps in each epoch."""
-
-    def restore(self, path: Path, *, strict: bool = True) -> Mapping[str, Any] | None:
-        """Load the checkpoint of this path into the engine, and return the trainer's states in it.
-
-        None where the run has no checkpoint there. `strict` False: it may lack frozen parameters.
-        """
-
-    def restore_random_states(self) -> bool:
-        """Set the random generators as the restored checkpoint has them; whether there is one.
-
-        They begin anew where the number of ranks has changed.
-        """
-
-    def begin_other(self, phase: Phase) -> None:
-        """The script evaluates between its steps, without a call of the engine."""
-
-    def is_done(self) -> bool:
-        """Whether the run has done its steps."""
-
-    def is_due(self) -> bool:
-        """Whether the run saves at this step."""
-
-    def save(self) -> bool:
-        """Save a checkpoint that the script asks for, unless the run is not there yet; whether it did."""
-
-    def report_step(self, loss: Any = None) -> None:
-        """An optimizer step is done. `loss` None: that of its forwards. `end_loop_step` follows."""
-
-    def end_loop_step(self) -> None:
-        """The trainer has logged, evaluated and saved after a step: the run may save, and end the ranks together."""
-
-    def end_loop(self) -> None:
-        """The trainer has done its last step, and the ranks can still communicate."""

@@ -35,7 +35,6 @@ class RunPolicy(Policy):
         self.loads_in_ranks = job.order.loads_in_ranks
         self._loop: TrainerLoop | None = None
         self._session: LoopSession | None = None
-        self._losses: list[Any] = []  # of a step of the trainer's loop
         self._stepped = False
 
     def start_training(self, engine: Any) -> None:
@@ -50,17 +49,17 @@ class RunPolicy(Policy):
     def begin_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool) -> None:
         """The session of a trainer's loop begins before its first step."""
         if training and self._loop is not None:
-            self._find_session()
+            _ = self.session
         super().begin_forward(args, kwargs, training=training)
 
     def end_forward(self, output: Any) -> None:
         """Keep the loss for a trainer's loop."""
         if self._loop is not None and (loss := find_loss(output)) is not None:
-            self._losses.append(loss.detach())
+            self.session.losses.append(loss.detach())
 
     def end_step(self, *, boundary: bool) -> None:
         """Say once that the script has made no session until its first step."""
-        if not self._stepped and self._loop is None and not sessions.has_begun() and os.environ.get("RANK") == "0":
+        if not self._stepped and self._loop is None and sessions.current is None and os.environ.get("RANK") == "0":
             print(f"autods: warning: {sessions.NO_SESSION}", file=sys.stderr, flush=True)
         self._stepped = True
 
@@ -75,64 +74,54 @@ class RunPolicy(Policy):
 
     def leave_group(self) -> None:
         """Save the last step while the ranks can still communicate; not where an error ends this rank alone."""
-        if sys.exc_info()[0] is None:
-            sessions.finish_current()
+        if sys.exc_info()[0] is None and sessions.current is not None:
+            sessions.current.finish()
 
-    # A trainer's loop.
+    # A trainer's loop, as its adapter shows it. All ranks call each of these alike.
+
+    @property
+    def session(self) -> LoopSession:
+        """The session of the trainer's loop. It begins at the first call, when the engine is made."""
+        if self._session is None:
+            assert self._loop is not None
+            sessions.current = self._session = LoopSession(self._loop, self.engine, self.job, self.observer)
+        return self._session
 
     def keep_states(self, find: Callable[[], Sequence[Any]]) -> None:
-        sessions.keep_states(find)
+        """Save and restore what `find` returns beside the engine's states: objects with a `state_dict`."""
+        sessions.find_companions = find
 
     def begin_loop(self, loop: TrainerLoop) -> Path | None:
+        """The trainer begins to train; return what it resumes from, None where the run has no checkpoint."""
         self._loop = loop
         self.observer("init", 0)
         loop.clean()
         return None if self.order.restore is None else loop.locate(Path(self.order.restore))
 
     def order_samples(self, sampler: Any, *, drop_last: bool, seed: int) -> WholeSteps:
-        """The same samples in each step, whatever the micro batch and the number of ranks are."""
+        """A sampler of all ranks' samples in place of the script's, with whole steps in each epoch.
+
+        The samples of a step are the same, whatever the micro batch and the number of ranks are.
+        """
         return WholeSteps(sampler, global_batch=self.job.train_batch, drop_last=drop_last, seed=seed)
 
     def restore(self, path: Path, *, strict: bool = True) -> Mapping[str, Any] | None:
+        """Load the checkpoint of this path into the engine, and return the trainer's states in it.
+
+        None where the run has no checkpoint there. `strict` False: it may lack frozen parameters.
+        """
         loop, path = self._loop, path.resolve()
         for checkpoint in list_checkpoints(self.order.checkpoints).complete:
             if loop is not None and loop.locate(checkpoint.path).resolve() == path:
-                return self._find_session().load(checkpoint, strict=strict)
+                return self.session.load(checkpoint, strict=strict)
         return None
 
-    def restore_random_states(self) -> bool:
-        return self._session is not None and self._session.restore_random_states()
-
-    def is_done(self) -> bool:
-        return self._find_session().done
-
-    def is_due(self) -> bool:
-        return self._find_session().is_due
-
     def save(self) -> bool:
+        """Save a checkpoint that the script asks for, unless the run is not there yet; whether it did."""
         if self._session is None:
             return False
         self._session.save()
         return True
-
-    def report_step(self, loss: Any = None) -> None:
-        losses, self._losses = self._losses, []
-        self._find_session().report_step(losses if loss is None else [loss])
-
-    def end_loop_step(self) -> None:
-        self._find_session().end_loop_step()
-
-    def end_loop(self) -> None:
-        """Save the last step, if nothing has."""
-        self._find_session().finish()
-
-    def _find_session(self) -> LoopSession:
-        """The session, which begins at the first call."""
-        if self._session is None:
-            assert self._loop is not None
-            self._session = LoopSession(self._loop, self.engine, self.job, self.observer)
-            sessions.begin(self._session)
-        return self._session
 
 
 class LoopSession(sessions.Session):
@@ -166,24 +155,28 @@ class LoopSession(sessions.Session):
         return state
 
     def restore_random_states(self) -> bool:
-        """Set this rank's generators as the checkpoint has them; whether one was loaded."""
+        """Set this rank's generators as the checkpoint has them; whether one was loaded.
+
+        They begin anew where the number of ranks has changed.
+        """
         if self._restored is not None:
             self._restore_random_states(*self._restored)
         return self._restored is not None
 
-    def report_step(self, losses: list[Any]) -> None:
-        """Report a step before the trainer logs, evaluates or saves."""
+    def report_step(self, loss: Any = None) -> None:
+        """An optimizer step is done. `loss` None: that of its forwards. `end_loop_step` follows."""
         if self.step == self._seen_step:
             return
         self._seen_step = self.step
         self.observer("step", self.step)
-        self._losses = losses
+        if loss is not None:
+            self.losses = [loss]
         ends = [step for step in (self.loop.last_step, self._order.steps) if step is not None]
         self.end_step = min(ends, default=None)
         self._note_step(self._order)
 
     def end_loop_step(self) -> None:
-        """Save what the script does not save by itself, and end the training where it is over."""
+        """The trainer has logged, evaluated and saved after a step: the run may save, and end the ranks together."""
         if self.done:
             self.loop.end()
         stops = self.consensus.stop_agreed and not self.loop.ends

@@ -22,6 +22,7 @@ from ...types import Phase
 from ...units import format_bytes
 from ...workload.protocol import WorkloadError
 from ..job import RankJob, RunOrder, find_job
+from ..memory import Meter
 from ..model_facts import seed_all
 from ..record import RunResult
 from . import states
@@ -61,7 +62,7 @@ class Stopped(BaseException):
 class NoObserver:
     """The phases of a rank that nobody watches."""
 
-    meter: Any = None
+    meter = Meter()
     step = 0
 
     def __call__(self, phase: Phase, step: int) -> None:
@@ -70,15 +71,11 @@ class NoObserver:
     touch = __call__
 
 
-_observer: Any = NoObserver()
-_current: Session | None = None
-_find_companions: Callable[[], Sequence[Any]] = tuple
-
-
-def observe_with(observer: Any) -> None:
-    """Report the phases of the next session to this observer, which has the rank's meter."""
-    global _observer
-    _observer = observer
+# Of this process: its session, which an adapter may make; who hears the phases of the next one, and has the rank's
+# meter; and what finds further states for each checkpoint, objects with a `state_dict`.
+current: Session | None = None
+observer: Any = NoObserver()
+find_companions: Callable[[], Sequence[Any]] = tuple
 
 
 def session(engine: Any) -> Session:
@@ -87,10 +84,10 @@ def session(engine: Any) -> Session:
     `engine` may also be what accelerate's `prepare` or Fabric's `setup` made of the model. Call it once on every rank,
     right after the engine is made.
     """
-    global _current
-    _current = Session(find_engine(engine), find_job(), _observer)
-    _current.restore()
-    return _current
+    global current
+    current = Session(find_engine(engine), find_job(), observer)
+    current.restore()
+    return current
 
 
 def find_engine(model: Any) -> Any:
@@ -107,47 +104,24 @@ def find_engine(model: Any) -> Any:
     return engine
 
 
-def keep_states(find: Callable[[], Sequence[Any]]) -> None:
-    """Let each checkpoint of this process hold the states of what `find` returns: objects with a `state_dict`."""
-    global _find_companions
-    _find_companions = find
-
-
-def begin(current: Session) -> None:
-    """Make this the session of the process: an adapter has made it."""
-    global _current
-    _current = current
-
-
-def has_begun() -> bool:
-    """Whether this process has a session."""
-    return _current is not None
-
-
-def finish_current() -> None:
-    """The ranks are about to lose their means of communication: save the last step, if nothing has."""
-    if _current is not None:
-        _current.finish()
-
-
 def describe_end() -> RunResult:
     """Return how this rank's session ended. Save its step, if nothing has."""
-    if _current is None:  # a script that trains and saves by itself
+    if current is None:  # a script that trains and saves by itself
         return RunResult(ended="done", step=None)
-    finish_current()
-    return RunResult(ended="stopped" if _current.stopped else "done", step=_current.step, unsaved=_current.unsaved)
+    current.finish()
+    return RunResult(ended="stopped" if current.stopped else "done", step=current.step, unsaved=current.unsaved)
 
 
 class Session:
     """One rank's training. `state` is the user's: a dict that each checkpoint saves and restores.
 
-    `observer` gets the phases; its meter, which may be None, has the peak of the device's memory.
+    `observer` gets the phases; its meter has the peak of the device's memory.
     """
 
-    def __init__(self, engine: Any, job: RankJob | None, observer: Any = None) -> None:
+    def __init__(self, engine: Any, job: RankJob | None, observer: Any) -> None:
         self.engine, self.job = engine, job
         self.order = order = None if job is None else job.order
-        self.observer = NoObserver() if observer is None else observer
+        self.observer = observer
         self.state: dict[str, Any] = {}
         self.stopped = False
         self._stop_file = "" if order is None else str(order.stop_file)
@@ -157,8 +131,7 @@ class Session:
             find_stop=lambda: os.path.exists(self._stop_file),
         )
         if order is not None:
-            meter = self.observer.meter
-            with contextlib.nullcontext() if meter is None else meter.exempt():  # no trial has its threads
+            with observer.meter.exempt():  # no trial has its threads
                 self.consensus.join()
         rank, replicas = states.find_replica(engine)
         self.share = Share(
@@ -177,7 +150,7 @@ class Session:
         self._step_began_s = time.perf_counter()
         self._peak_read_s = 0.0
         self._peak_bytes: int | None = None
-        self._losses: list[Any] = []  # of this step's micro batches, on the device
+        self.losses: list[Any] = []  # of this step's micro batches, on the device
 
     # What a script reads.
 
@@ -254,7 +227,7 @@ class Session:
         All ranks call it alike. `loss` is that of the micro batch, for the run's journal.
         """
         if loss is not None:
-            self._losses.append(loss.detach() if hasattr(loss, "detach") else loss)
+            self.losses.append(loss.detach() if hasattr(loss, "detach") else loss)
         if self.step == self._seen_step or self.order is None:
             self._seen_step = self.step
             return
@@ -285,7 +258,7 @@ class Session:
             raise RuntimeError(f"{order.restore} is of step {checkpoint.step}, and the engine is at {self.step}")
         saved = self._read_rank_file(checkpoint)
         self.state = saved["state"]
-        for companion, state in zip(_find_companions(), saved.get("companions", ()), strict=False):
+        for companion, state in zip(find_companions(), saved.get("companions", ()), strict=False):
             companion.load_state_dict(state)
         self._restore_random_states(checkpoint, saved)
         self._saved_step = self._seen_step = self.step
@@ -363,7 +336,7 @@ class Session:
 
     def _save_states(self, folder: Path) -> None:
         """Write this rank's part of a checkpoint; all ranks call it."""
-        companions = [companion.state_dict() for companion in _find_companions()]
+        companions = [companion.state_dict() for companion in find_companions()]
         states.save_engine(self.engine, folder)
         states.save_rank_file(self.engine, folder, rank=self.consensus.rank, state=self.state, companions=companions)
 
@@ -411,18 +384,15 @@ class Session:
     @contextlib.contextmanager
     def _off_the_device(self) -> Iterator[None]:
         """A checkpoint passes through host memory, which is no part of an emulated device's budget."""
-        meter = self.observer.meter
-        if meter is not None:
-            meter.lift()
+        self.observer.meter.lift()
         yield
-        if meter is not None:
-            meter.return_to_device()
+        self.observer.meter.return_to_device()
 
     # The journal of steps.
 
     def _note_step(self, order: RunOrder) -> None:
         """Report the step to the other ranks. Rank 0 writes its line once all have: about a second later."""
-        loss, self._losses = states.average(self._losses), []
+        loss, self.losses = states.average(self.losses), []
         line = None
         if self.consensus.rank == 0:
             first = (self.step - 1) * self.share.global_batch
@@ -453,12 +423,9 @@ class Session:
         return None if self.list_samples is None else self.list_samples(first, first + self.share.global_batch)
 
     def _read_peak(self, now: float) -> int | None:
-        meter = self.observer.meter
-        if meter is None:
-            return None
         if now - self._peak_read_s > _PEAK_EVERY_S:
             self._peak_read_s = now
-            self._peak_bytes = meter.device_peak()
+            self._peak_bytes = self.observer.meter.device_peak()
         return self._peak_bytes
 
     def _write_lines(self, order: RunOrder, lines: Sequence[Mapping[str, Any]]) -> None:

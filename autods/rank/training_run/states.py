@@ -69,7 +69,7 @@ def save_engine(engine: Any, folder: Path) -> None:
 def save_rank_file(
     engine: Any, folder: Path, *, rank: int, state: Mapping[str, Any], companions: Sequence[Any] = ()
 ) -> None:
-    """Save what DeepSpeed's files leave out. `state` is the script's or its trainer's; see `session.keep_states`."""
+    """Save what DeepSpeed's files leave out. `state` is the script's or its trainer's."""
     import torch
 
     groups = [{key: value for key, value in group.items() if key != "params"} for group in param_groups(engine)]

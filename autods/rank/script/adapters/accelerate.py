@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import copy
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ....devices import find_device
 from ...patching import declare
 from ..engine_config import LibraryConfig, read_config
-from ..policy import Injection, LoopHost
+from ..policy import Injection
+
+if TYPE_CHECKING:
+    from ...training_run.run_policy import RunPolicy
 
 _DUMMY_OPTIMIZER = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
 _PLUGIN = declare("accelerate.utils.DeepSpeedPlugin.__post_init__", "the plugin gets the chosen config")
@@ -64,7 +67,7 @@ def _name_dummy_optimizer(config: LibraryConfig, original: Any, accelerator: Any
     return original(accelerator, *args)
 
 
-def _keep_schedules(host: LoopHost, original: Any, accelerator: Any, /, *args: Any) -> Any:
+def _keep_schedules(host: RunPolicy, original: Any, accelerator: Any, /, *args: Any) -> Any:
     """Save the schedules that accelerate steps by itself; those that DeepSpeed steps are in its states."""
     from accelerate.utils import DeepSpeedSchedulerWrapper
 

@@ -13,7 +13,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ....config.deepspeed import to_trainer_config
 from ....devices import find_device
@@ -22,8 +22,11 @@ from ....workload.protocol import WorkloadError
 from ....workload.script_source import has_placeholder
 from ...patching import declare, declare_all
 from ..engine_config import LibraryConfig, read_config
-from ..policy import Injection, LoopHost, TrainerLoop
+from ..policy import Injection, TrainerLoop
 from ..user_errors import script_error
+
+if TYPE_CHECKING:
+    from ...training_run.run_policy import RunPolicy
 
 FOLDER = "trainer"  # in a checkpoint: the link to the Trainer's folder
 _STATES = "state"  # in a checkpoint: the link to DeepSpeed's files in it
@@ -153,7 +156,7 @@ class HfTrainerLoop(TrainerLoop):
 
     saves_engine = True
 
-    def __init__(self, host: LoopHost) -> None:
+    def __init__(self, host: RunPolicy) -> None:
         self.host = host
         self.trainer: Any = None
         self._write: Any = None  # the Trainer's own way to save a checkpoint
@@ -248,7 +251,7 @@ class HfTrainerLoop(TrainerLoop):
 
     def run_epoch(self, original: Any, trainer: Any, /, *args: Any, **kwargs: Any) -> Any:
         """An epoch. accelerate does not tell it to the sampler of a loader that skips batches, with several ranks."""
-        if self.host.is_done() or self.step >= trainer.state.max_steps:  # else it trains one more
+        if self.host.session.done or self.step >= trainer.state.max_steps:  # else it trains one more
             trainer.control.should_training_stop = True
             return None
         for sampler in _find_samplers(kwargs["train_dataloader"]):
@@ -266,10 +269,10 @@ class HfTrainerLoop(TrainerLoop):
     def end_step(self, original: Any, trainer: Any, /, tr_loss: Any, *args: Any, **kwargs: Any) -> Any:
         """An optimizer step is done. `tr_loss` is the sum since the Trainer has logged."""
         summed = tr_loss.detach().clone()
-        self.host.report_step(summed - self._summed)
+        self.host.session.report_step(summed - self._summed)
         self._summed = summed
         result = original(trainer, tr_loss, *args, **kwargs)
-        self.host.end_loop_step()
+        self.host.session.end_loop_step()
         self._summed = tr_loss.detach().clone()  # the Trainer may have logged: then it sums up anew
         return result
 
@@ -287,7 +290,7 @@ class HfTrainerLoop(TrainerLoop):
 
     def save_checkpoint(self, original: Any, trainer: Any, /, model: Any, trial: Any) -> None:
         """The script's own settings ask for a checkpoint. One without the optimizer's states is not the run's."""
-        without_states = trainer.args.save_only_model and not self.host.is_due()
+        without_states = trainer.args.save_only_model and not self.host.session.is_due
         if trial is not None or self._saving or (without_states and not self._extra) or not self.host.save():
             original(trainer, model, trial)
 
@@ -355,7 +358,7 @@ class HfTrainerLoop(TrainerLoop):
 
     def load_random_states(self, original: Any, trainer: Any, /, checkpoint: Any) -> None:
         """The ranks' random generators go on as the run has saved them."""
-        if not self.host.restore_random_states():
+        if not self.host.session.restore_random_states():
             original(trainer, checkpoint)
 
     def rotate_later(self, original: Any, /, *args: Any, **kwargs: Any) -> None:

@@ -15,7 +15,7 @@ import pkgutil
 import types
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ....config.deepspeed import to_lightning_config
 from ....devices import find_device
@@ -23,8 +23,11 @@ from ....system.stacks import find_caller
 from ...job import RankJob
 from ...patching import declare_all
 from ..engine_config import LibraryConfig
-from ..policy import Injection, LoopHost, Policy, TrainerLoop
+from ..policy import Injection, Policy, TrainerLoop
 from ..user_errors import script_error
+
+if TYPE_CHECKING:
+    from ...training_run.run_policy import RunPolicy
 
 # Either distribution may be installed: `lightning`, or the separate packages.
 _ENTRIES = {
@@ -189,7 +192,7 @@ class RankSamples:
 class LightningLoop(TrainerLoop):
     """The loop of Lightning's Trainer. Its own states lie in the ranks' files of a checkpoint."""
 
-    def __init__(self, host: LoopHost, job: RankJob, package: str) -> None:
+    def __init__(self, host: RunPolicy, job: RankJob, package: str) -> None:
         self.host, self.job, self.package = host, job, package
         self.trainer: Any = None
         self._samples: Any = None  # of all ranks
@@ -248,15 +251,15 @@ class LightningLoop(TrainerLoop):
 
         class RunCallback(importlib.import_module(self.package).Callback):  # type: ignore[misc]
             def on_train_start(self, trainer: Any, module: Any) -> None:
-                loop.host.restore_random_states()
+                loop.host.session.restore_random_states()
 
             def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
                 if not trainer.fit_loop._should_accumulate():
-                    loop.host.report_step()
-                    loop.host.end_loop_step()
+                    loop.host.session.report_step()
+                    loop.host.session.end_loop_step()
 
             def on_train_end(self, trainer: Any, module: Any) -> None:
-                loop.host.end_loop()
+                loop.host.session.finish()
 
         return RunCallback()
 

@@ -20,7 +20,7 @@ from autods.rank.patching import declare
 from autods.rank.script import inject
 from autods.rank.script.adapters.deepspeed import watch_engine
 from autods.rank.script.engine_config import EngineConfig, LibraryConfig
-from autods.rank.script.policy import LoopHost, Policy, TrainerLoop
+from autods.rank.script.policy import Policy, TrainerLoop
 from autods.rank.script.trial_policy import TrialPolicy
 from autods.rank.training_run import session as sessions
 from autods.rank.training_run.checkpoints import list_checkpoints
@@ -88,7 +88,7 @@ class Trainer:
 
 
 class Loop(TrainerLoop):
-    def __init__(self, host: LoopHost) -> None:
+    def __init__(self, host: RunPolicy) -> None:
         self.host, self.trainer = host, SimpleNamespace()
 
     def end(self) -> None:
@@ -103,9 +103,9 @@ class Loop(TrainerLoop):
         original(trainer, steps, self.host.begin_loop(self))
 
     def after_step(self, original: Any, trainer: Any, /) -> None:
-        self.host.report_step()
+        self.host.session.report_step()
         original(trainer)
-        self.host.end_loop_step()
+        self.host.session.end_loop_step()
 
 
 def install(injection: inject.Injection) -> None:
@@ -149,7 +149,7 @@ def train(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("autods.rank.script.adapters.deepspeed.install", lambda injection: None)
     for name in ("__init__", "fit", "after_step", "save"):
         monkeypatch.setattr(Trainer, name, getattr(Trainer, name))
-    monkeypatch.setattr(sessions, "_current", None)
+    monkeypatch.setattr(sessions, "current", None)
     for name in ("listen", "begin", "end"):
         monkeypatch.setattr(Traffic, name, lambda self: None)
 

@@ -29,7 +29,7 @@ from tests.support.run_jobs import run_job
 @pytest.fixture
 def policy(tmp_path, monkeypatch):
     """The policy of rank 0 in a process that has no session."""
-    monkeypatch.setattr(sessions, "_current", None)
+    monkeypatch.setattr(sessions, "current", None)
     monkeypatch.setenv("RANK", "0")
     return RunPolicy(run_job(tmp_path, steps=None, checkpoint_every=1), lambda phase, step: None)
 
@@ -41,7 +41,7 @@ def test_a_script_without_a_session_hears_of_it_once(policy, capsys):
 
 
 def test_a_script_with_a_session_hears_nothing(policy, capsys):
-    sessions.begin(SimpleNamespace())
+    sessions.current = SimpleNamespace()
     policy.end_step(boundary=True)
     assert capsys.readouterr().err == ""
 
@@ -65,7 +65,7 @@ def test_a_run_without_a_step_of_deepspeed_fails(policy):
 
 def test_the_last_step_is_saved_before_the_ranks_part(policy):
     finished = []
-    sessions.begin(SimpleNamespace(finish=lambda: finished.append(True)))
+    sessions.current = SimpleNamespace(finish=lambda: finished.append(True))
     policy.leave_group()
     assert finished == [True]
     with contextlib.suppress(RuntimeError):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autods.rank.training_run.checkpoints import list_checkpoints
-from autods.rank.training_run.session import Session, Stopped, find_engine
+from autods.rank.training_run.session import NoObserver, Session, Stopped, find_engine
 from autods.workload.protocol import WorkloadError
 from tests.support.run_jobs import run_job
 
@@ -47,7 +47,7 @@ def make_session(tmp_path):
         values = {"steps": 6, "checkpoint_every": 2, "micro_batch": 2} | changes
         job = run_job(tmp_path, accumulation=2, **values)
         job.write()
-        return Session(Engine(), job)
+        return Session(Engine(), job, NoObserver())
 
     return make
 
@@ -140,7 +140,7 @@ def test_an_engine_of_another_batch_is_refused(make_session):
 
 
 def test_without_a_run_batches_are_one_pass(monkeypatch):
-    session = Session(Engine(), None)
+    session = Session(Engine(), None, NoObserver())
     batches = []
     for batch in session.batches(list(range(11))):
         batches.append(batch.tolist())
