@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,7 @@ class CudaDevice(Device):
 
     def read_cards(self) -> CardReading:
         seen = read_nvml(os.environ.get(VISIBLE))
-        return CardReading(
-            cards=seen.cards,
-            driver=seen.driver,
-            cuda=None if seen.cuda is None else ".".join(map(str, seen.cuda)),
-            unusable=_explain_unusable(seen, read_torch_build()),
-        )
+        return replace(seen, unusable=seen.unusable or _explain_unusable(seen, read_torch_build()))
 
     def read_used_bytes(self) -> tuple[int, ...] | None:
         return read_used_bytes(os.environ.get(VISIBLE))
@@ -55,7 +50,7 @@ class CudaDevice(Device):
         """Return why this process must not be forked; NVML is shut down, which has to be before a fork."""
         shut_nvml_down()
         torch = sys.modules.get("torch")
-        if (torch is not None and torch.cuda.is_initialized()) or is_cuda_initialized() or has_device_open():
+        if (torch is not None and torch.cuda.is_initialized()) or is_cuda_initialized():
             return "CUDA was initialised while importing"
         return None
 
@@ -94,20 +89,7 @@ CUDA = CudaDevice(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NvmlReading:
-    """The visible cards, and the version of the driver.
-
-    `cuda` is the newest CUDA that the driver runs, such as (13, 0). `problem` says why NVML failed.
-    """
-
-    cards: tuple[Card, ...] = ()
-    driver: str | None = None
-    cuda: tuple[int, int] | None = None
-    problem: str | None = None
-
-
-def read_nvml(visible: str | None, nvml: Any = None) -> NvmlReading:
+def read_nvml(visible: str | None, nvml: Any = None) -> CardReading:
     """Return the cards that CUDA_VISIBLE_DEVICES (`visible`) shows, in its order; None shows all.
 
     As in CUDA, the first unknown name ends the list, and a process gets one MIG slice: the named one, else the first.
@@ -115,16 +97,16 @@ def read_nvml(visible: str | None, nvml: Any = None) -> NvmlReading:
     """
     with _open(nvml) as (api, problem):
         if api is None:
-            return NvmlReading(problem=problem)
+            return CardReading(unusable=problem)
         try:
             cards = tuple(_read_card(api, handle) for handle in _visible_handles(api, visible))
         except api.NVMLError as error:
-            return NvmlReading(problem=f"NVML: {error}")
+            return CardReading(unusable=_explain_nvml(error))
         version = _query(api, "nvmlSystemGetCudaDriverVersion_v2")  # 13020
-        return NvmlReading(
+        return CardReading(
             cards=cards,
             driver=_text(_query(api, "nvmlSystemGetDriverVersion")),
-            cuda=None if version is None else (int(version) // 1000, int(version) % 1000 // 10),
+            cuda=None if version is None else f"{int(version) // 1000}.{int(version) % 1000 // 10}",
         )
 
 
@@ -195,7 +177,7 @@ def _open(nvml: Any) -> Iterator[tuple[Any, str | None]]:
         absent = ("NVML_ERROR_LIBRARY_NOT_FOUND", "NVML_ERROR_DRIVER_NOT_LOADED")
         known = [getattr(nvml, name, None) for name in absent]
         value = getattr(error, "value", None)
-        yield None, None if value is None or value in known else f"NVML: {error}"
+        yield None, None if value is None or value in known else _explain_nvml(error)
         return
     try:
         yield nvml, None
@@ -317,21 +299,21 @@ def read_torch_build(folder: Path | None = None) -> TorchBuild | None:
     return TorchBuild(version=values["__version__"], cuda=cuda)
 
 
-def _explain_unusable(seen: NvmlReading, torch: TorchBuild | None) -> str | None:
+def _explain_nvml(error: Exception) -> str:
+    return f"NVML: {error}\n  see what nvidia-smi says; after an update of the driver the machine has to be restarted"
+
+
+def _explain_unusable(seen: CardReading, torch: TorchBuild | None) -> str | None:
     """Return why torch cannot use the cards. A driver runs all minor versions of its major version of CUDA."""
-    if seen.problem is not None:
-        return (
-            f"{seen.problem}\n  see what nvidia-smi says; after an update of the driver the machine has to be restarted"
-        )
     if not seen.cards or torch is None:
         return None
     if torch.cuda is None:
         return f"torch {torch.version} is built without CUDA\n  install a CUDA build of torch: pytorch.org/get-started"
-    if seen.cuda is not None and torch.cuda[0] > seen.cuda[0]:
-        needs, runs = (".".join(map(str, version)) for version in (torch.cuda, seen.cuda))
+    if seen.cuda is not None and torch.cuda[0] > (driver_major := int(seen.cuda.partition(".")[0])):
+        needs = ".".join(map(str, torch.cuda))
         return (
-            f"torch {torch.version} needs CUDA {needs}, and the driver {seen.driver} runs {runs} at most\n"
-            f"  update the driver, or install a build of torch for CUDA {seen.cuda[0]}"
+            f"torch {torch.version} needs CUDA {needs}, and the driver {seen.driver} runs {seen.cuda} at most\n"
+            f"  update the driver, or install a build of torch for CUDA {driver_major}"
         )
     return None
 
@@ -366,10 +348,3 @@ def shut_nvml_down(find: FindLibrary = find_loaded_library) -> None:
         for _ in range(_MOST_NVML_USERS):
             if nvml.nvmlShutdown() != 0:  # it was not open
                 return
-
-
-def has_device_open(open_files: Iterable[str] | None = None) -> bool:
-    """Whether this process has the device file open that only CUDA uses; NVML opens others."""
-    if open_files is None:
-        open_files = (os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd"))
-    return any(path.startswith("/dev/nvidia-uvm") for path in open_files)

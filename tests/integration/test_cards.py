@@ -72,7 +72,7 @@ def test_the_real_binding_finds_cards_by_index_uuid_and_slice(libraries: Path, t
     seen = [[card["total_bytes"] // GIB for card in reading["cards"]] for reading in see(machine, libraries, names)]
     assert seen == [[16], [16], [9], [16], [16], [19], [], []]
     (first, *_) = see(machine, libraries, ["0"])
-    assert (first["driver"], first["cuda"], first["cards"][0]["bf16"]) == ("580.95.05", [13, 0], False)
+    assert (first["driver"], first["cuda"], first["cards"][0]["bf16"]) == ("580.95.05", "13.0", False)
 
 
 def test_neighbours_lost_cards_and_a_broken_driver_are_seen(libraries: Path, tmp_path: Path) -> None:
@@ -86,9 +86,9 @@ def test_neighbours_lost_cards_and_a_broken_driver_are_seen(libraries: Path, tmp
     assert (card["free_bytes"], card["others_bytes"], card["pids"]) == (13 * GIB, 3 * GIB, [neighbour.pid])
     assert see(machine, libraries, [None])[0]["cards"][0]["others_bytes"] == 0
     machine.state.card[0].lost = 1
-    assert see(machine, libraries, ["0"])[0]["problem"] == "NVML: GPU is lost"
+    assert see(machine, libraries, ["0"])[0]["unusable"].startswith("NVML: GPU is lost\n")
     machine.state.problem = 18
-    assert "version mismatch" in see(machine, libraries, ["0"])[0]["problem"]
+    assert "version mismatch" in see(machine, libraries, ["0"])[0]["unusable"]
 
 
 def test_a_fit_on_one_card_takes_the_first_that_is_named(outcomes: dict[str, Any]) -> None:
