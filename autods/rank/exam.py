@@ -18,6 +18,7 @@ from ..types import Examined, Phase
 from ..units import format_bytes
 from .distributed import Ranks
 from .memory import Meter, growth_per_step
+from .model_facts import estimate_checkpoint_bytes
 
 _TAG, _WEIGHTS = "certificate", "weights.bin"
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
@@ -113,7 +114,10 @@ class WorstCaseExam:
         """Save a checkpoint and, where the weights are partitioned, all of them gathered."""
         engine, folder = self.engine, self.folder
         self.observe("save", self.index)
-        needed, free = self._checkpoint_bytes(), shutil.disk_usage(folder.parent).free
+        # On this node's disk, with a margin for smaller contents; a pipeline's rank holds one stage.
+        share = int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks.world_size)) / self.ranks.world_size
+        size = estimate_checkpoint_bytes(engine.module, share=share) * getattr(engine, "num_stages", 1)
+        needed, free = int(_DISK_MARGIN * size), shutil.disk_usage(folder.parent).free
         if not self.ranks.agree(needed <= free):
             sizes = f"about {format_bytes(needed)} of disk are needed and {format_bytes(free)} are free"
             self._leave_out(f"no checkpoint was saved: {sizes} in {folder.parent}")
@@ -168,19 +172,6 @@ class WorstCaseExam:
         work()
         self.meter.synchronize()
         return time.perf_counter() - began
-
-    def _checkpoint_bytes(self) -> int:
-        """Estimate the bytes of a checkpoint on this node's disk, with a margin for smaller contents.
-
-        A checkpoint has the weights as they are. For each that is trained it also has Adam's fp32 copy and two
-        moments, 12 bytes, of which every rank writes its share.
-        """
-        share = int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks.world_size)) / self.ranks.world_size
-        total = 0.0
-        for parameter in self.engine.module.parameters():
-            elements = getattr(parameter, "ds_numel", parameter.numel())
-            total += elements * (parameter.element_size() + 12 * share * parameter.requires_grad)
-        return int(_DISK_MARGIN * total * getattr(self.engine, "num_stages", 1))  # a pipeline's rank holds one stage
 
 
 def _broadcast_buffers(engine: Any) -> None:

@@ -181,6 +181,20 @@ def describe_model(workload: Workload, model: Any, batch: Any) -> ModelFacts:
     )
 
 
+def estimate_checkpoint_bytes(model: Any, *, share: float = 1.0) -> int:
+    """Estimate the bytes of a checkpoint: the weights, and for each that is trained Adam's fp32 copy and two moments.
+
+    Every rank writes its part of the latter: `share` is that of the ranks that count.
+    """
+    return sum(
+        int(
+            getattr(weights, "ds_numel", weights.numel())
+            * (weights.element_size() + 12 * share * weights.requires_grad)
+        )
+        for weights in model.parameters()
+    )
+
+
 def count_parameters(model: Any, *, by: str = "build_model returned") -> dict[str, Any]:
     """Return the counts of parameters, of the largest tensor's elements, of pipeline stages and of experts.
 

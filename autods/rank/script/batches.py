@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,15 +18,10 @@ _LOADER = declare(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loader:
-    """A DataLoader that the script made.
-
-    `batch_size` is None where it varies. `direct` tells that the script's own line makes the loader; a library may
-    make another of it, such as accelerate's `prepare`.
-    """
+    """A DataLoader that the script made; `batch_size` is None where it varies."""
 
     batch_size: int | None
     place: Place | None
-    direct: bool = True
 
 
 @dataclass(slots=True)
@@ -54,9 +48,7 @@ class Batches:
         def init(original: Any, loader: Any, /, *args: Any, **kwargs: Any) -> None:
             original(loader, *args, **kwargs)
             size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-            place, frame = find_caller(), sys._getframe(2)  # the caller of the replaced `__init__`
-            direct = place is not None and (place.file, place.line) == (frame.f_code.co_filename, frame.f_lineno)
-            self.loaders.append(Loader(batch_size=size, place=place, direct=direct))
+            self.loaders.append(Loader(batch_size=size, place=find_caller()))
 
         _LOADER.wrap(init)
 
@@ -80,9 +72,8 @@ class Batches:
         if not sizes or micro_batch in sizes:
             return
         size = max(set(sizes), key=sizes.count)
-        # The last loader with one of these sizes; one that the script's own line makes is preferred.
-        matching = [loader for loader in reversed(self.loaders) if loader.batch_size in (micro_batch, *sizes)]
-        loader = min(matching, key=lambda loader: not loader.direct, default=None)
+        # The first loader with one of these sizes: a library may have made another of it, as accelerate's `prepare`.
+        loader = next((loader for loader in self.loaders if loader.batch_size in (micro_batch, *sizes)), None)
         place = None if loader is None else loader.place
         if loader is None or loader.batch_size != micro_batch:
             subject = f"`{place.code}` has to" if place and place.code else "let its loader"

@@ -10,16 +10,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from ...types import Phase
 from ..job import RankJob
 from ..patching import declare
 from .engine_config import EngineConfig
 from .user_errors import script_error
-
-if TYPE_CHECKING:
-    from ..training_run.run_policy import RunPolicy
 
 FORKED = "forked"  # a file in the scratch folder: training was tried in a forked process
 
@@ -33,7 +30,7 @@ class Policy:
     """
 
     ends: ClassVar[tuple[type[BaseException], ...]] = ()
-    host: RunPolicy | None = None
+    host: Any = None  # a `RunPolicy`
     loads_in_ranks = False  # data loaders start no workers
     writes_confined = False  # the kernel refuses the script's writes outside the trial's folders
 

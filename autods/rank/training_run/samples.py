@@ -30,13 +30,8 @@ class SampleOrder:
         if self.count < 1:
             raise WorkloadError("the dataset has no samples", hint="check its path and its filters")
 
-    def ids(self, first: int, last: int) -> list[int]:
-        """Return the samples at the positions [first, last) of the stream."""
-        ids: list[int] = self.array(first, last).tolist()
-        return ids
-
-    def array(self, first: int, last: int) -> Any:
-        """Return the same in an array; at least one."""
+    def ids(self, first: int, last: int) -> Any:
+        """Return the samples at the positions [first, last) of the stream in an array; at least one."""
         import numpy
 
         parts = []
@@ -98,7 +93,7 @@ class StepSampler:
         steps = itertools.count(self.first_step) if self.end_step is None else range(self.first_step, self.end_step)
         for step in steps:
             for first, last in self.share.spans(step):
-                yield self.order.ids(first, last)
+                yield self.order.ids(first, last).tolist()
 
     def __len__(self) -> int:
         if self.end_step is None:

@@ -23,7 +23,7 @@ from ...units import format_bytes
 from ...workload.protocol import WorkloadError
 from ..job import RankJob, RunOrder, find_job
 from ..memory import Meter
-from ..model_facts import seed_all
+from ..model_facts import estimate_checkpoint_bytes, seed_all
 from ..record import RunResult
 from . import states
 from .checkpoints import (
@@ -201,7 +201,7 @@ class Session:
         collate = collate_fn or default_collate
         if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
             samples = SampleOrder(len(dataset), 0 if self.job is None else self.job.seed, shuffle)
-            self.list_samples = samples.array
+            self.list_samples = samples.ids
             end = self.end_step = self._find_end(len(dataset), epochs)
             sampler = StepSampler(order=samples, share=self.share, first_step=self.step, end_step=end)
             loader: Iterable[Any] = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate, **loader_options)
@@ -369,7 +369,8 @@ class Session:
         """
         order.checkpoints.mkdir(parents=True, exist_ok=True)
         complete = list(list_checkpoints(order.checkpoints).complete)
-        size = max((checkpoint.size_bytes for checkpoint in complete), default=0) or states.estimate_bytes(self.engine)
+        largest = max((checkpoint.size_bytes for checkpoint in complete), default=0)
+        size = largest or estimate_checkpoint_bytes(self.engine.module)
         needed = int(size * _ROOM_TO_SPARE) + order.least_free_bytes
         free = shutil.disk_usage(order.checkpoints).free
         while free < needed and len(complete) > 1:

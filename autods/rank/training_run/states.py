@@ -16,7 +16,6 @@ from .resharding import count_steps, read_states, set_steps, write_states
 
 # Settings of a parameter group that its optimizer reads, in the words of torch's and DeepSpeed's optimizers.
 _SETTINGS = ("lr", "initial_lr", "weight_decay", "betas", "eps", "momentum", "alpha", "bias_correction")
-_ADAM_BYTES = 12  # of a parameter that is trained: its fp32 copy and two moments
 
 
 def find_replica(engine: Any) -> tuple[int, int]:
@@ -47,15 +46,6 @@ def base_optimizer(engine: Any) -> Any:
 def versions() -> dict[str, str]:
     """The versions of what wrote a checkpoint."""
     return {name: importlib.metadata.version(name) for name in ("autods", "deepspeed", "torch")}
-
-
-def estimate_bytes(engine: Any) -> int:
-    """Estimate the bytes of a checkpoint of all ranks: the weights, and for each that is trained Adam's states."""
-    return sum(
-        getattr(parameter, "ds_numel", parameter.numel())
-        * (parameter.element_size() + _ADAM_BYTES * parameter.requires_grad)
-        for parameter in engine.module.parameters()
-    )
 
 
 # Checkpoints.

@@ -74,19 +74,6 @@ def install(injection: Injection) -> None:
 # Before training.
 
 
-def suggest_argument(argument: str, placeholder: str) -> str:
-    """A hint to take an argument from the command line: how depends on where the script gets its arguments."""
-    if _parses_arguments():
-        return f"add --{argument} {{{placeholder}}} after --"
-    return f"let `{argument}=` there take its value from the command line, given as {{{placeholder}}} after --"
-
-
-def _parses_arguments() -> bool:
-    """Whether the script's line, or a library's own script, parses the arguments instead of writing them down."""
-    place = find_caller()
-    return place is None or "parse" in place.code
-
-
 def _replace_config(config: LibraryConfig, original: Any, trainer_config: Any, /, config_file_or_dict: Any) -> None:
     users = read_config(config_file_or_dict)
     # The original reports what is wrong with a config that cannot be read.
@@ -100,14 +87,11 @@ def _set_arguments(injection: Injection, original: Any, arguments: Any, /, *args
         arguments.report_to, arguments.push_to_hub = "none", False
     arguments.auto_find_batch_size = False  # it catches an out-of-memory and goes on with half of the batch
     if not arguments.deepspeed:  # libraries make such arguments for default values: `train` checks those that it uses
-        arguments._autods_made = find_caller(), suggest_argument("deepspeed", "ds_config")
+        arguments._autods_made = find_caller()
         original(arguments, *args, **kwargs)
         return
     stands_in = find_device(job.device).stands_in
     if stands_in and not arguments.use_cpu:
-        if _parses_arguments():
-            problem = f"its TrainingArguments look for a GPU, and --device {job.device} has none"
-            raise script_error(problem, hint="add --use_cpu after --")
         arguments.use_cpu = True
         injection.stand_ins.append(f"a GPU for its TrainingArguments ({find_caller()})")
     if not stands_in and arguments.use_cpu:
@@ -140,8 +124,11 @@ def _train_from_start(
 def _check_has_config(trainer: Any) -> None:
     """Without a DeepSpeed config, training is an error at the arguments that have none."""
     if not trainer.args.deepspeed:
-        place, hint = getattr(trainer.args, "_autods_made", (None, "give its TrainingArguments deepspeed=…"))
-        raise script_error("its TrainingArguments have no DeepSpeed config", hint=hint, at=place)
+        raise script_error(
+            "its TrainingArguments have no DeepSpeed config",
+            hint="add --deepspeed {ds_config} after --, or let `deepspeed=` there take its value from the command line",
+            at=getattr(trainer.args, "_autods_made", None),
+        )
 
 
 # The loop.

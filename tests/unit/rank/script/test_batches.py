@@ -30,19 +30,19 @@ def test_the_error_about_another_size_names_the_loader():
 
 
 def test_the_error_names_the_script_s_line_before_a_library_s():
-    wrapper = Loader(batch_size=8, place=Place("train.py", 90, "loader = accelerator.prepare(loader)"), direct=False)
+    wrapper = Loader(batch_size=8, place=Place("train.py", 90, "loader = accelerator.prepare(loader)"))
     seen = Batches(loaders=[Loader(batch_size=8, place=PLACE), wrapper])
     with pytest.raises(WorkloadError) as error:
         seen.check([torch.ones(8, 7)], 2)
     assert error.value.place == "train.py:31"
 
 
-def test_a_loader_is_direct_when_the_script_s_line_makes_it(monkeypatch):
+def test_a_loader_is_noted_with_its_size(monkeypatch):
     monkeypatch.setattr(DataLoader, "__init__", DataLoader.__init__)  # restored afterwards
     seen = Batches()
     seen.watch_loaders()
     DataLoader([1, 2], batch_size=2)
-    assert [(loader.batch_size, loader.direct) for loader in seen.loaders] == [(2, True)]
+    assert [loader.batch_size for loader in seen.loaders] == [2]
 
 
 def test_the_rest_at_the_end_of_the_data_is_not_whole():
