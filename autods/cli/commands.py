@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,12 +19,14 @@ from rich.console import Console
 
 from .. import requests
 from ..api import DOCTOR, EXPLAIN, FIT, PLAN, PROBE, RUN, UseCase
+from ..config.settings import Settings
 from ..diagnosis.logs import find_logs
 from ..diagnosis.root_cause import Diagnosis, diagnose_logs
 from ..errors import InputError
-from ..events import Listener, Note, RunListener
+from ..events import Note
 from ..files import check_path
 from ..prober.grid import format_trial_label
+from ..prober.probe_settings import ProbeSettings
 from ..report.answers.fit import make_comparison, make_fit_document
 from ..report.answers.plan import make_plan_document
 from ..report.answers.probe import make_probe_document
@@ -34,8 +37,6 @@ from ..report.live import CheckProgress, PlanProgress, RunProgress, TrialProgres
 from ..report.render_html import PAGE, RUN_PAGE, write_page
 from ..report.render_markdown import to_markdown
 from ..report.render_terminal import print_document
-from ..report.results.doctor import Checkup
-from ..report.results.explain import Explanation
 from ..report.results.run import RunReport
 from ..report.serialize import (
     check_writable,
@@ -51,13 +52,14 @@ from ..report.serialize import (
 )
 from ..report.serialize import read as read_report
 from ..report.text import format_ranks
+from ..supervisor.run_settings import RunSettings
 from ..tuner.candidates import unusual_knobs
 from ..types import Trial
 from ..units import format_bytes
 from .ending import Call
 
 Request = TypeVar("Request")
-AnyEvent = TypeVar("AnyEvent")
+Resolved = TypeVar("Resolved")
 Result = TypeVar("Result")
 
 
@@ -65,36 +67,28 @@ def run_fit(
     call: Call, request: requests.FitRequest, *, as_json: bool = False, quiet: bool = False, verbose: bool = False
 ) -> int:
     """Find the fastest config."""
-    command = call.fit or FIT
-    with _checking(request, quiet):
-        settings = command.resolve(request)
-    call.out = settings.out
-    machine = f"{format_ranks(settings.gpus, settings.device)} × {format_bytes(settings.device_bytes)}"
-    if settings.nodes > 1:
-        machine += f" on {settings.nodes} nodes"
-    logs = settings.out / "logs" if verbose else None
-    progress: AbstractContextManager[Listener] = (
-        _SILENT if quiet else TrialProgress(label=DifferenceFromFirst(), logs=logs)
-    )
-    with progress as listen:
-        listen(Note(text=f"{settings.source.name} on {machine}, {settings.profile.name} config → {settings.out}"))
-        report = command.run(settings, listen)
+
+    def show_progress(settings: Settings) -> TrialProgress:
+        return TrialProgress(label=DifferenceFromFirst(), logs=settings.out / "logs" if verbose else None)
+
+    def begin(settings: Settings) -> str:
+        call.out = settings.out
+        nodes = f" on {settings.nodes} nodes" if settings.nodes > 1 else ""
+        return f"{_describe_subject(settings)}{nodes}, {settings.profile.name} config → {settings.out}"
+
+    report = _work(call.use_cases.get("fit", FIT), request, quiet, show_progress, begin)
     _show(report, as_json, to_dict, make_fit_document, verbose=verbose)
     return 0 if report.status == "fit" else 1
 
 
 def run_run(call: Call, request: requests.RunRequest, *, as_json: bool = False, quiet: bool = False) -> int:
     """Train for real, and keep the run alive."""
-    command = call.run or RUN
-    with _checking(request, quiet):
-        settings = command.resolve(request)
-    call.out = settings.out
-    progress: AbstractContextManager[RunListener] = nullcontext(lambda event: None) if quiet else RunProgress()
-    with progress as listen:
-        fit = settings.fit
-        machine = f"{format_ranks(fit.gpus, fit.device)} × {format_bytes(fit.device_bytes)}"
-        listen(Note(text=f"{fit.source.name} on {machine} → {settings.out}"))
-        report = command.run(settings, listen)
+
+    def begin(settings: RunSettings) -> str:
+        call.out = settings.out
+        return f"{_describe_subject(settings.fit)} → {settings.out}"
+
+    report: RunReport = _work(call.use_cases.get("run", RUN), request, quiet, lambda settings: RunProgress(), begin)
     _show(report, as_json, RunReport.to_dict, make_run_document)
     return report.exit_code
 
@@ -138,12 +132,10 @@ def run_plan(
     call: Call, request: requests.PlanRequest, *, html: str | None = None, as_json: bool = False, quiet: bool = False
 ) -> int:
     """Forecast every rung. A page of it is also written to the file `html`."""
-    if html is not None:
-        check_path(html, "--html")
-        check_writable(Path(html))
-    forecast = _work(call.plan or PLAN, request, _SILENT if quiet else PlanProgress(), quiet)
-    if html is not None:
-        write_page(make_plan_document(forecast), Path(html))
+    page = _check_output(html, "--html")
+    forecast = _work(call.use_cases.get("plan", PLAN), request, quiet, lambda settings: PlanProgress())
+    if page is not None:
+        write_page(make_plan_document(forecast), page)
     _show(forecast, as_json, plan_to_dict, make_plan_document)
     return 1 if forecast.status == "nothing_fits" else 0
 
@@ -151,29 +143,23 @@ def run_plan(
 def run_probe(
     call: Call, request: requests.ProbeRequest, *, csv: str | None = None, as_json: bool = False, quiet: bool = False
 ) -> int:
-    """Measure every cell. The table is also written to the file `csv`."""
+    """Measure every cell. The table is also written to the file `csv`, or printed where that is -."""
     if csv == "-" and as_json:
         raise InputError("--csv - and --json both print to standard output", hint="give a file: --csv table.csv")
-    if csv is not None:
-        check_path(csv, "--csv")
-    table = None if csv in (None, "-") else Path(csv)
-    if table is not None:
-        check_writable(table)
-    command = call.probe or PROBE
-    with _checking(request, quiet):
-        probe = command.resolve(request)
-    settings = probe.settings
-    call.out = settings.out
-    subject = f"{'the largest micro batch of ' if probe.capacity else ''}{sum(1 for _ in probe.cells())} cells"
-    manner = f"each {probe.repeats} times, in turns" if probe.repeats > 1 else "each once"
-    if probe.capacity:
-        manner = "by the forecast" if probe.machine is not None else "by the forecast and by trials"
-    progress: AbstractContextManager[Listener] = (
-        _SILENT if quiet else TrialProgress(label=lambda trial: format_trial_label(probe, trial))
-    )
-    with progress as listen:
-        listen(Note(text=f"{settings.source.name}: {subject}, {manner} → {settings.out}"))
-        report = command.run(probe, listen)
+    table = None if csv == "-" else _check_output(csv, "--csv")
+
+    def show_progress(probe: ProbeSettings) -> TrialProgress:
+        return TrialProgress(label=lambda trial: format_trial_label(probe, trial))
+
+    def begin(probe: ProbeSettings) -> str:
+        call.out = probe.settings.out
+        subject = f"{'the largest micro batch of ' if probe.capacity else ''}{sum(1 for _ in probe.cells())} cells"
+        manner = f"each {probe.repeats} times, in turns" if probe.repeats > 1 else "each once"
+        if probe.capacity:
+            manner = "by the forecast" if probe.machine is not None else "by the forecast and by trials"
+        return f"{probe.settings.source.name}: {subject}, {manner} → {probe.settings.out}"
+
+    report = _work(call.use_cases.get("probe", PROBE), request, quiet, show_progress, begin)
     if table is not None:
         write_csv(report, table)
     if csv == "-":
@@ -185,15 +171,15 @@ def run_probe(
 
 def run_explain(call: Call, request: requests.ExplainRequest, *, as_json: bool = False, quiet: bool = False) -> int:
     """Explain a DeepSpeed config."""
-    explanation = _work(EXPLAIN, request, _SILENT if quiet else PlanProgress(), quiet)
-    _show(explanation, as_json, Explanation.to_dict, make_explain_document)
+    explanation = _work(EXPLAIN, request, quiet, lambda settings: PlanProgress())
+    _show(explanation, as_json, asdict, make_explain_document)
     return 1 if explanation.has_errors else 0
 
 
 def run_doctor(call: Call, request: requests.DoctorRequest, *, as_json: bool = False, quiet: bool = False) -> int:
     """Check this machine."""
-    checkup = _work(DOCTOR, request, _SILENT if quiet else TrialProgress(), quiet)
-    _show(checkup, as_json, Checkup.to_dict, make_doctor_document)
+    checkup = _work(DOCTOR, request, quiet, lambda settings: TrialProgress())
+    _show(checkup, as_json, asdict, make_doctor_document)
     return 3 if checkup.is_broken else 0
 
 
@@ -207,28 +193,39 @@ def run_diagnose(call: Call, request: requests.DiagnoseRequest, *, as_json: bool
     return 0
 
 
-_SILENT = nullcontext(lambda event: None)
-
-
 def _work(
-    command: UseCase[Request, Any, AnyEvent, Result],
+    command: UseCase[Request, Resolved, Any, Result],
     request: Request,
-    progress: AbstractContextManager[Callable[[AnyEvent], None]],
     quiet: bool,
+    show_progress: Callable[[Resolved], AbstractContextManager[Callable[[Any], None]]],
+    begin: Callable[[Resolved], str] | None = None,
 ) -> Result:
-    """Check the request, and do the work while the progress is shown."""
-    with _checking(request, quiet):
-        settings = command.resolve(request)
-    with progress as listen:
-        return command.run(settings, listen)
-
-
-def _checking(request: object, quiet: bool) -> AbstractContextManager[object]:
-    """A block that shows what is checked, which may take long."""
+    """Check the request, which may take long, and do the work while the progress is shown. `begin` says what begins."""
     address = getattr(request, "address", None)
     machine = "this machine" if address is None else f"the Ray cluster at {address}"
     workload = "the workload, " if getattr(request, "workload", None) is not None else ""
-    return nullcontext() if quiet else CheckProgress(f"checking {workload}the options and {machine}")
+    with nullcontext() if quiet else CheckProgress(f"checking {workload}the options and {machine}"):
+        settings = command.resolve(request)
+    sentence = None if begin is None else begin(settings)
+    with nullcontext(lambda event: None) if quiet else show_progress(settings) as listen:
+        if sentence is not None:
+            listen(Note(text=sentence))
+        return command.run(settings, listen)
+
+
+def _describe_subject(settings: Settings) -> str:
+    """'gpt on 2 cpu ranks × 416.0 MiB'."""
+    ranks = format_ranks(settings.gpus, settings.device)
+    return f"{settings.source.name} on {ranks} × {format_bytes(settings.device_bytes)}"
+
+
+def _check_output(path: str | None, option: str) -> Path | None:
+    """The file of an option. Raises InputError if it could not be written later."""
+    if path is None:
+        return None
+    check_path(path, option)
+    check_writable(Path(path))
+    return Path(path)
 
 
 def _show(

@@ -8,27 +8,14 @@ import shlex
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import AutodsError, EnvironmentBroken, InputError, Interrupted, describe_broken_machine
 from ..units import escape_controls
 from .startup import find_loss
-
-if TYPE_CHECKING:  # help and completion do not wait for these imports
-    from ..api import UseCase
-    from ..config.plan_settings import PlanSettings
-    from ..config.settings import Settings
-    from ..events import Event, RunEvent
-    from ..forecast.values import ForecastEvent
-    from ..prober.probe_settings import ProbeSettings
-    from ..report.results.fit import FitReport
-    from ..report.results.plan import PlanReport
-    from ..report.results.probe import ProbeReport
-    from ..report.results.run import RunReport
-    from ..requests import FitRequest, PlanRequest, ProbeRequest, RunRequest
 
 _MOST = 400  # characters of one line
 _MOST_OF_PLACE = 250  # of them, for a path
@@ -38,16 +25,13 @@ _MOST_OF_PLACE = 250  # of them, for a path
 class Call:
     """One call of the program. `argv` begins with the program's name; `out` is the folder of results, once it is known.
 
-    `end_signal` is the signal that asked it to end, other than Ctrl-C's. Tests pass their own `fit`, `plan`, `probe`
-    and `run`. Those of `api` stand in for None.
+    `end_signal` is the signal that asked it to end, other than Ctrl-C's. Tests pass their own `use_cases`, instead of
+    those of `api`.
     """
 
     argv: Sequence[str]
     out: Path | None = None
-    fit: UseCase[FitRequest, Settings, Event, FitReport] | None = None
-    plan: UseCase[PlanRequest, PlanSettings, ForecastEvent, PlanReport] | None = None
-    probe: UseCase[ProbeRequest, ProbeSettings, Event, ProbeReport] | None = None
-    run: UseCase[RunRequest, Any, RunEvent, RunReport] | None = None
+    use_cases: Mapping[str, Any] = field(default_factory=dict)
     end_signal: int | None = None
 
     @property

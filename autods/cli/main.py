@@ -37,12 +37,12 @@ app = typer.Typer(
 )
 
 
-def main(argv: Sequence[str] | None = None, **commands: Any) -> int:
+def main(argv: Sequence[str] | None = None, **use_cases: Any) -> int:
     """Run one command line (without the program's name) and return its exit code.
 
-    `commands` replace the use cases of `api`, see `Call`.
+    `use_cases` replace those of `api`, by the names of their commands.
     """
-    call = Call(sys.argv if argv is None else ["autods", *argv], **commands)
+    call = Call(sys.argv if argv is None else ["autods", *argv], use_cases=use_cases)
     with _signals_interrupt(call):
         code = parse_and_run(call, list(call.argv[1:]) or ["--help"])
     return end_output(call, code)

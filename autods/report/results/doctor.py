@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 CheckStatus = Literal["ok", "warning", "broken"]
 
@@ -45,7 +45,3 @@ class Checkup:
     def is_broken(self) -> bool:
         """Whether something fails without a remedy."""
         return any(check.status == "broken" for check in self.checks)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The checkup as plain values, for --json."""
-        return asdict(self)

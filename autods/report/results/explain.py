@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from ...config.validator import Problem
@@ -57,7 +57,3 @@ class Explanation:
     def has_errors(self) -> bool:
         """Whether DeepSpeed refuses the config, or trains something else than it says."""
         return any(finding.severity == "error" for finding in self.findings)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The explanation as plain values, for --json."""
-        return asdict(self)
