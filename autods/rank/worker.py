@@ -176,6 +176,7 @@ def run_rank(job: RankJob, slot: int, board: Heartbeats, store: socket.socket | 
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the monitor asks a stuck rank for its stacks
     stacks.answer_requests()  # and a silent one where it is
+    processes.leave_sigterm_to_driver()
     processes.put_pid_into_names()
     board.beat(slot, "start", 0)
     torch.set_num_threads(job.rank_threads)  # the zygote has a single one, which it must keep

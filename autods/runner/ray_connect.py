@@ -7,13 +7,13 @@ used through `ray_internal`: both fail with Ray's version where one is missing.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import logging
 import os
 import secrets
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -45,9 +45,8 @@ _SHUTDOWN_S = 30.0
 _HEAD_ANSWERS_S = 10.0
 _TASK_S = 60.0
 _SESSION_BYTES = 2**24  # of Ray's logs and sockets in /tmp, amply
-# A signal for our process group (from `timeout`, scancel or a closing terminal) then meets us alone, and Ray is there
-# until the ranks are gone. Ray binds its processes to our life in another way.
-_OWN_SESSIONS = declare("ray._private.services.ConsolePopen", "Ray's processes begin in sessions of their own")
+_PROCESSES = declare("ray._private.services.ConsolePopen", "signals of a scheduler are meant for the driver alone")
+_HANDLER = declare("ray._private.utils.set_sigterm_handler", "Ray's handler of SIGTERM would end the driver at once")
 _LOOPBACK = declare(
     "ray._private.services.resolve_ip_for_localhost",
     "Ray would take this machine's outer address instead of loopback, open to the network",
@@ -291,18 +290,38 @@ def use_token() -> None:
 
 def init_ray(ray: Any, host: str, **options: Any) -> None:
     """Call `ray.init`, which is to leave our handler of SIGTERM and loopback alone. Raises SymbolMissing."""
-    handler = signal.getsignal(signal.SIGTERM)
-    patches: dict[Patch, Any] = {_OWN_SESSIONS: functools.partial(_OWN_SESSIONS.original(), start_new_session=True)}
-    patches |= {patch: lambda self, **options: None for patch in _UNUSED.values()}
+    patches: dict[Patch, Any] = {
+        _PROCESSES: _leave_signals_to_us(_PROCESSES.original()),
+        _HANDLER: lambda handler: None,
+        **{patch: lambda self, **options: None for patch in _UNUSED.values()},
+    }
     if host in ("localhost", "::1") or host.startswith("127."):
         patches[_LOOPBACK] = lambda name: name
     with contextlib.ExitStack() as stack:
         for patch, replacement in patches.items():
             stack.enter_context(patch.installed(replacement))
-        if threading.current_thread() is threading.main_thread():
-            stack.callback(signal.signal, signal.SIGTERM, handler)
         quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
         ray.init(namespace="autods", **quiet, **options)
+
+
+def _leave_signals_to_us(popen: type[subprocess.Popen[bytes]]) -> type[subprocess.Popen[bytes]]:
+    """Return a kind of `popen` whose processes end when Ray or the guard ends them, not by a scheduler's signals.
+
+    `timeout`, a closing terminal and Ctrl-C signal our process group; Slurm sends SIGTERM to every process of a job,
+    and ranks that still save need Ray until they are done. A blocked signal stays blocked in what Ray starts.
+    """
+
+    class RayProcess(popen):  # type: ignore[valid-type, misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+            try:
+                super().__init__(*args, **{**options, "start_new_session": True})
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+        terminate = popen.kill  # Ray would wait a second for each
+
+    return RayProcess
 
 
 def import_ray() -> Any:

@@ -65,6 +65,7 @@ def main(argv: list[str]) -> None:
     stacks.answer_requests()  # the agent asks where a long import is
     processes.adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the fit handles Ctrl-C and tells us
+    processes.leave_sigterm_to_driver()
     driver = None
     if driver_pid:  # on this machine
         with contextlib.suppress(OSError):  # a kernel without pidfd

@@ -80,7 +80,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.number: int | None = None
         self._order: RunOrder | None = None
-        self._limit_s = 0.0
+        self._find_limit_s: Callable[[], float] = lambda: 0.0
         self._timer: threading.Timer | None = None
 
     @contextlib.contextmanager
@@ -100,9 +100,9 @@ class StopRequest:
                 signal.signal(number, handler)
 
     @contextlib.contextmanager
-    def during(self, order: RunOrder, limit_s: float) -> Iterator[None]:
-        """Ask the ranks of an attempt to save and to end, while they run."""
-        self._order, self._limit_s = order, limit_s
+    def during(self, order: RunOrder, find_limit_s: Callable[[], float]) -> Iterator[None]:
+        """Ask the ranks of an attempt to save and to end, while they run. They have the seconds of `find_limit_s`."""
+        self._order, self._find_limit_s = order, find_limit_s
         try:
             yield
         finally:
@@ -115,7 +115,7 @@ class StopRequest:
             self.number = number
             if self._order is not None and self._order.steps_file.exists():
                 self._order.stop_file.touch()
-                self._timer = threading.Timer(self._limit_s, os.kill, (os.getpid(), signal.SIGINT))
+                self._timer = threading.Timer(self._find_limit_s(), os.kill, (os.getpid(), signal.SIGINT))
                 self._timer.daemon = True
                 self._timer.start()
                 return

@@ -39,13 +39,15 @@ def parse_steps(lines: Iterable[str]) -> Iterator[StepDone]:
 class AttemptProgress:
     """Follows the attempt in `folder` from `first_step` on. `step` is the last optimizer step that was seen.
 
+    `slowest_step_s` are the seconds of the slowest one.
+
     Heartbeats tell of a step at once, its line comes about a second later.
     """
 
     def __init__(
         self, folder: Path, first_step: int, *, settings: RunSettings, journal: RunJournal, listen: RunListener
     ) -> None:
-        self.step = first_step
+        self.step, self.slowest_step_s = first_step, 0.0
         self._settings, self._journal, self._listen = settings, journal, listen
         self._steps = LogTail(folder / "steps.jsonl")
         self._log = LogTail(folder / "ranks" / "rank0.log")
@@ -70,6 +72,7 @@ class AttemptProgress:
             self._listen(RankPrinted(text=text))
         done: StepDone | None = None
         for done in parse_steps(self._steps.read(ended=ended)):
+            self.slowest_step_s = max(self.slowest_step_s, done.seconds)
             self._listen(done)
         if done is not None:
             self.step = max(self.step, done.step)

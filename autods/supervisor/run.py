@@ -48,9 +48,10 @@ from .known_rungs import gather_known_rungs
 from .progress import AttemptProgress, parse_steps
 from .rescue import NextConfig, RunFailure, Situation, decide
 from .run_journal import Attempt, AttemptEnd, Decision, Prepared, RunConfig, RunHistory, RunJournal, list_rows
-from .run_settings import FindFit, RunSettings, take_fit
+from .run_settings import FindFit, RunSettings, read_save_s, read_step_s, take_fit
 
-_STOP_WITHIN_S = 120.0  # beyond twice the time of the last save: then a run that was asked to stop is ended
+_STOP_WITHIN_S = 120.0  # beyond the steps and saves that a request to stop waits for
+_STEPS_UNTIL_STOP = 3  # the ranks report a step, agree while the next one runs, and may be in one already
 CountRanks = Callable[[Settings], int | None]
 
 
@@ -316,12 +317,18 @@ class Supervisor:
         batch = f"{batch} = {config.global_batch}, from step {progress.step}"
         self.listen(Note(text=f"attempt {number}: {config.rung}, {batch}"))
         self.listen(AttemptStarted(number=number, first_step=progress.step, steps=self.settings.steps))
-        save_s = saved.manifest.save_s if saved is not None else 0.0
-        with self.stopping.during(order, _STOP_WITHIN_S + 2 * save_s):
+        with self.stopping.during(order, lambda: self._limit_stop(progress)):
             result = runner.run_attempt(job, progress.look)
         if isinstance(result, RunResult) and result.step is None:
             self.journal.warn(NO_SESSION)  # the rank has said so when it began
         return result
+
+    def _limit_stop(self, progress: AttemptProgress) -> float:
+        """Return the seconds until ranks that were asked to stop are ended without a checkpoint."""
+        saved = self._latest()
+        save_s = max(read_save_s(self.report), saved.manifest.save_s if saved is not None else 0.0)
+        step_s = max(read_step_s(self.report), progress.slowest_step_s)
+        return _STOP_WITHIN_S + _STEPS_UNTIL_STOP * step_s + 2 * save_s
 
     def _lose_session(self, error: EnvironmentBroken) -> Failed:
         """The failure of an attempt whose Ray or nodes are gone. Raises the error where none of them ever ran."""

@@ -73,13 +73,20 @@ class RunSettings:
         """
         if self.checkpoint_every is not None:
             return self.checkpoint_every
-        assert report.throughput is not None
-        assert report.knobs is not None
-        checkpoint = report.certificate.checkpoint if report.certificate is not None else None
-        save_s = (checkpoint.save_s if checkpoint is not None else None) or 0.0
-        samples = report.knobs.train_batch(report.question.gpus)
-        step_s = samples / report.throughput.samples_per_second
-        return max(1, round(max(_SAVE_EVERY_S, save_s / _SAVE_SHARE) / step_s))
+        return max(1, round(max(_SAVE_EVERY_S, read_save_s(report) / _SAVE_SHARE) / read_step_s(report)))
+
+
+def read_step_s(report: FitReport) -> float:
+    """Return the seconds of an optimizer step, by a fit that found a config."""
+    assert report.throughput is not None
+    assert report.knobs is not None
+    return report.knobs.train_batch(report.question.gpus) / report.throughput.samples_per_second
+
+
+def read_save_s(report: FitReport) -> float:
+    """Return the seconds that a checkpoint took in the fit; 0 where it saved none."""
+    checkpoint = report.certificate.checkpoint if report.certificate is not None else None
+    return (checkpoint.save_s if checkpoint is not None else None) or 0.0
 
 
 def resolve_run(request: RunRequest, source: WorkloadSource, *, hardware: Hardware) -> RunSettings:

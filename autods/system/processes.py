@@ -36,6 +36,22 @@ def die_with_parent(parent: int) -> None:
         os._exit(97)
 
 
+def leave_sigterm_to_driver() -> None:
+    """Let this process take no notice of SIGTERM: a scheduler sends it to all processes of a job, and the driver acts.
+
+    Processes that it starts have their own way with it: other programs their default, its forks that of the system.
+    """
+    owner = os.getpid()
+
+    def pass_over(number: int, frame: object) -> None:
+        if os.getpid() != owner:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, pass_over)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # it is blocked in Ray's processes, and so in ours
+
+
 def machine_id() -> str:
     """Return an id that two processes share when they see each other's pids: one boot, one pid namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

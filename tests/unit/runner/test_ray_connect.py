@@ -67,7 +67,7 @@ def _no_ray_internals(monkeypatch: pytest.MonkeyPatch, reads: list[str | None]) 
     """Ray's modules, made up, and no session; the variables that Ray reads are none of this process afterwards."""
     import_ray()  # completely: what it would import later must not meet what is made up here
     monkeypatch.setattr(cleanup, "_opened", {})
-    services = SimpleNamespace(ConsolePopen=print, resolve_ip_for_localhost=lambda host: "10.0.0.9")
+    services = SimpleNamespace(ConsolePopen=subprocess.Popen, resolve_ip_for_localhost=lambda host: "10.0.0.9")
     monkeypatch.setitem(sys.modules, "ray._private.services", services)  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "ray._private.node", SimpleNamespace(Node=FakeNode))  # type: ignore[arg-type]
     loader = SimpleNamespace(reset_cache=lambda: reads.append(os.environ.get("RAY_AUTH_TOKEN")))

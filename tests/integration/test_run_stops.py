@@ -1,0 +1,62 @@
+"""A scheduler ends a run: SIGTERM goes to every process of it, and the run is saved and goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from tests.support.watching import wait_for
+
+SCRIPT = Path(__file__).parent / "scripts_run" / "slow.py"
+STEPS = 6
+
+
+def command(folder: Path) -> list[str]:
+    ranks = ("--device", "cpu", "--gpus", "2", "--gpu-memory", "1GiB", "--precision", "fp32")
+    fit = ("--ladder", "zero2", "--config", "quick", "--no-forecast", "--global-batch", "4")
+    run = ("--steps", str(STEPS), "--checkpoint-every", "100", "--out", str(folder / "run"))
+    script = ("--", "--deepspeed_config", "{ds_config}", "--log", str(folder))
+    return [sys.executable, "-m", "autods", "run", str(SCRIPT), *ranks, *fit, *run, *script]
+
+
+def read_samples(folder: Path, first_line: int = 0) -> dict[int, list[int]]:
+    """The samples of each step that both ranks have begun, in the lines after the first so many of each rank."""
+    steps: dict[int, list[int]] = {}
+    for rank in range(2):
+        for line in (folder / f"rank{rank}.jsonl").read_text().splitlines()[first_line:]:
+            row = json.loads(line)
+            steps.setdefault(row["step"], []).extend(row["samples"])
+    return {step: sorted(samples) for step, samples in steps.items()}
+
+
+def test_a_job_that_slurm_ends_is_saved_and_goes_on(tmp_path: Path) -> None:
+    steps = tmp_path / "run" / "attempts" / "1" / "steps.jsonl"
+    driver = subprocess.Popen(command(tmp_path), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    wait_for(lambda: driver.poll() is not None or (steps.exists() and steps.read_text().count("\n") >= 2), 240)
+    assert driver.poll() is None, driver.communicate()[1]
+    family = [driver, *psutil.Process(driver.pid).children(recursive=True)]
+    for process in family:  # in the order of a job's processes: the ranks come last
+        os.kill(process.pid, signal.SIGTERM)
+    _, said = driver.communicate(timeout=120)
+    assert driver.returncode == 143, said
+    report = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert report["status"] == "stopped"
+    saved = report["step"]
+    assert 2 <= saved < STEPS
+    before = read_samples(tmp_path)
+
+    for rank in range(2):
+        (tmp_path / f"rank{rank}.jsonl").unlink()
+    done = subprocess.run(command(tmp_path), capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    after = read_samples(tmp_path)
+    assert sorted(after) == list(range(saved + 1, STEPS + 1))
+    assert {**before, **after}.keys() == set(range(1, STEPS + 1))
+    drawn = [sample for step in range(1, STEPS + 1) for sample in {**before, **after}[step]]
+    assert len(drawn) == len(set(drawn)) == 4 * STEPS
