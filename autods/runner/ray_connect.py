@@ -46,7 +46,6 @@ _HEAD_ANSWERS_S = 10.0
 _TASK_S = 60.0
 _SESSION_BYTES = 2**24  # of Ray's logs and sockets in /tmp, amply
 _PROCESSES = declare("ray._private.services.ConsolePopen", "signals of a scheduler are meant for the driver alone")
-_HANDLER = declare("ray._private.utils.set_sigterm_handler", "Ray's handler of SIGTERM would end the driver at once")
 _LOOPBACK = declare(
     "ray._private.services.resolve_ip_for_localhost",
     "Ray would take this machine's outer address instead of loopback, open to the network",
@@ -292,7 +291,6 @@ def init_ray(ray: Any, host: str, **options: Any) -> None:
     """Call `ray.init`, which is to leave our handler of SIGTERM and loopback alone. Raises SymbolMissing."""
     patches: dict[Patch, Any] = {
         _PROCESSES: _leave_signals_to_us(_PROCESSES.original()),
-        _HANDLER: lambda handler: None,
         **{patch: lambda self, **options: None for patch in _UNUSED.values()},
     }
     if host in ("localhost", "::1") or host.startswith("127."):
@@ -300,6 +298,8 @@ def init_ray(ray: Any, host: str, **options: Any) -> None:
     with contextlib.ExitStack() as stack:
         for patch, replacement in patches.items():
             stack.enter_context(patch.installed(replacement))
+        if threading.current_thread() is threading.main_thread():
+            stack.enter_context(_sigterm_waits())
         quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
         ray.init(namespace="autods", **quiet, **options)
 
@@ -313,15 +313,32 @@ def _leave_signals_to_us(popen: type[subprocess.Popen[bytes]]) -> type[subproces
 
     class RayProcess(popen):  # type: ignore[valid-type, misc]
         def __init__(self, *args: Any, **options: Any) -> None:
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-            try:
+            with _sigterm_blocked():
                 super().__init__(*args, **{**options, "start_new_session": True})
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
         terminate = popen.kill  # Ray would wait a second for each
 
     return RayProcess
+
+
+@contextlib.contextmanager
+def _sigterm_waits() -> Iterator[None]:
+    """SIGTERM finds our handler again, after the block. Ray's own handlers, of Python and of C++, end the driver."""
+    handler = signal.getsignal(signal.SIGTERM)
+    with _sigterm_blocked():
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+
+
+@contextlib.contextmanager
+def _sigterm_blocked() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def import_ray() -> Any:

@@ -14,7 +14,7 @@ import psutil
 from tests.support.watching import wait_for
 
 SCRIPT = Path(__file__).parent / "scripts_run" / "slow.py"
-STEPS = 6
+STEPS = 12
 
 
 def command(folder: Path) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,13 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from ..job import RankJob, RunOrder
+from ..patching import declare
 from ..script.batches import find_loss
-from ..script.policy import Policy, TrainerLoop
+from ..script.policy import Injection, Policy, TrainerLoop
 from ..script.user_errors import script_error
 from . import session as sessions
 from . import states
 from .checkpoints import SavedCheckpoint, list_checkpoints, remove_checkpoint, remove_torn
 from .samples import WholeSteps
+
+_LOADS = declare(
+    "torch.utils.data._utils.signal_handling._set_worker_signal_handlers",
+    "a loader's worker outlives the SIGTERM that a scheduler sends to all processes: its rank still trains and saves",
+)
 
 
 class RunPolicy(Policy):
@@ -36,6 +43,16 @@ class RunPolicy(Policy):
         self._loop: TrainerLoop | None = None
         self._session: LoopSession | None = None
         self._stepped = False
+
+    def prepare(self, injection: Injection) -> None:
+        """Workers of a loader end with their rank, or when it tells them to."""
+        super().prepare(injection)
+
+        def set_handlers(original: Any) -> None:
+            original()
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+        _LOADS.wrap(set_handlers)
 
     def start_training(self, engine: Any) -> None:
         """Check that the engine is one of all ranks."""
