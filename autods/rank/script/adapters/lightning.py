@@ -45,7 +45,8 @@ _FIT, _SAVE, _LOAD = "Trainer.fit", f"{_STRATEGY}.save_checkpoint", f"{_STRATEGY
 _STEP = f"{_STRATEGY}.optimizer_step"
 _BACKWARD = "plugins.precision.DeepSpeedPrecision.backward"
 _LOADER = "trainer.connectors.data_connector._DataConnector._prepare_dataloader"
-_OF_TRAINER = (_FIT, _SAVE, _LOAD, _LOADER, _BACKWARD)
+_SIGNALS = "trainer.connectors.signal_connector._SignalConnector.register_signal_handlers"
+_OF_TRAINER = (_FIT, _SAVE, _LOAD, _LOADER, _BACKWARD, _SIGNALS)
 _PATCHES = {
     package: declare_all(
         package,
@@ -92,6 +93,7 @@ def _install_in(injection: Injection, package: str, *, is_trainer: bool) -> None
         patches[_STEP].wrap(step_engine)
     if is_trainer:
         patches[_BACKWARD].wrap(divide_once)
+        patches[_SIGNALS].install(lambda connector: None)  # SIGTERM would end it unsaved, SIGUSR1 requeue a Slurm job
         injection.skip(f"{package}.Trainer", "save_checkpoint")
         if policy.host is None:
             patches[initial].wrap(_skip_validation)
