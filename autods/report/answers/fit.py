@@ -14,7 +14,7 @@ from pathlib import Path
 from ...config.settings import KEPT_BY_KERNEL, KEPT_BY_PYTHON
 from ...config.trainers import DS_CONFIG, DS_CONFIG_HF
 from ...forecast.values import RungForecast
-from ...types import TIERS, Fit, OutOfMemory, Record, Scalar, Tier, TierUse
+from ...types import TIERS, Fit, OutOfMemory, Record, Tier, TierUse
 from ...units import format_bytes, format_count
 from .. import document as doc
 from ..document import Cell, Column, Medium, Words, line, make_document, tabulate, titled
@@ -31,12 +31,12 @@ from ..text import (
     format_rate,
     format_seconds,
     format_use,
+    format_value,
 )
 from .certificate import describe_proof, describe_verdict, list_checks
 from .remedies import describe_shortage, list_remedies
 from .trials import (
-    chart_memory,
-    chart_speed,
+    chart_trials,
     chart_tuning,
     describe_communication,
     describe_machine,
@@ -225,7 +225,7 @@ def _list_parts(report: FitReport, folder: Path | None, columns: Sequence[Column
         checks = doc.Pairs(items=tuple(list_checks(report.certificate)), on=Medium.DETAILS)
         yield doc.Heading(words=describe_verdict(report.certificate), on=Medium.DETAILS)
         yield checks
-    yield from (chart_speed(report.trials), chart_memory(report.trials))
+    yield from chart_trials(report.trials)
     yield chart_tuning(report)
     if fits:
         configs = f"{DS_CONFIG}, {DS_CONFIG_HF}, {ACCELERATE}"
@@ -323,7 +323,7 @@ def _list_winner_facts(report: FitReport) -> Iterator[tuple[str, Words]]:
     yield "batch", report.reasons.get("batch") or format_batch(report.knobs, report.question.gpus)
     if report.largest_micro_batch is not None and report.largest_micro_batch != report.knobs.micro_batch:
         yield "largest", f"micro batch {report.largest_micro_batch} also fits"
-    settings = (f"{key.rpartition('.')[2]} {_format_setting(value)}" for key, value in report.knobs.settings.items())
+    settings = (f"{key.rpartition('.')[2]} {format_value(value)}" for key, value in report.knobs.settings.items())
     if text := ", ".join(settings):
         yield "settings", text
     for step in ("grow", "tune", "certify"):
@@ -334,9 +334,3 @@ def _list_winner_facts(report: FitReport) -> Iterator[tuple[str, Words]]:
         yield "mattered", line((f"{text} of the variation in tuning", "dim"))
     if report.question.writes_confined is not None:
         yield "your files", line((KEPT_BY_KERNEL if report.question.writes_confined else KEPT_BY_PYTHON, "dim"))
-
-
-def _format_setting(value: Scalar) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:,}" if isinstance(value, int) else str(value)

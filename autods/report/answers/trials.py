@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -66,26 +66,18 @@ def describe_machine(hardware: Hardware | None, versions: Mapping[str, str]) -> 
 # What they measured.
 
 
-def chart_speed(records: Sequence[Record]) -> doc.Chart:
-    """Samples a second by micro batch, a line for each rung with and without checkpointing."""
-    lines = _list_lines(records, lambda fit: fit.samples_per_second)
-    return doc.Chart(title="samples/s by micro batch", lines=lines, format_value=format_rate)
-
-
-def chart_memory(records: Sequence[Record]) -> doc.Chart:
-    """The device's peak by micro batch, a line for each rung with and without checkpointing."""
-    lines = _list_lines(records, lambda fit: float(fit.device_peak_bytes))
-    return doc.Chart(title="device memory by micro batch", lines=lines, format_value=format_bytes)
-
-
-def _list_lines(records: Sequence[Record], read: Callable[[Fit], float]) -> dict[str, dict[int, float]]:
-    lines: dict[str, dict[int, float]] = {}
+def chart_trials(records: Sequence[Record]) -> Iterator[doc.Chart]:
+    """Samples a second and the device's peak by micro batch, a line for each rung with and without checkpointing."""
+    speeds: dict[str, dict[int, float]] = {}
+    peaks: dict[str, dict[int, float]] = {}
     for record in records:
-        if isinstance(record.outcome, Fit) and record.trial.exam is None and record.trial.limited:
+        if isinstance(fit := record.outcome, Fit) and record.trial.exam is None and record.trial.limited:
             knobs = record.trial.knobs
             name = f"{record.trial.rung}{'' if knobs.checkpointing else ', no checkpointing'}"
-            lines.setdefault(name, {})[knobs.micro_batch] = read(record.outcome)
-    return lines
+            speeds.setdefault(name, {})[knobs.micro_batch] = fit.samples_per_second
+            peaks.setdefault(name, {})[knobs.micro_batch] = float(fit.device_peak_bytes)
+    yield doc.Chart(title="samples/s by micro batch", lines=speeds, format_value=format_rate)
+    yield doc.Chart(title="device memory by micro batch", lines=peaks, format_value=format_bytes)
 
 
 def chart_tuning(report: FitReport) -> doc.Chart:
