@@ -236,56 +236,41 @@ class PlanProgress(LiveView):
         return Group(table, super()._current())
 
 
-class RunProgress:
+class RunProgress(TrialProgress):
     """A listener of a run and a context manager: the fit's progress, then what rank 0 prints, and steps now and then.
 
     Everything goes to standard error.
     """
 
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True)
-        self._fit: TrialProgress | None = None
-        self._steps: int | None = None
-        self._said_s = 0.0
-
-    def __enter__(self) -> Self:
-        self._fit = TrialProgress(self._console)
-        self._fit.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._fit is not None:
-            self._fit.__exit__(*error)
-            self._fit = None
+    _trains = False
+    _steps: int | None = None
+    _step_printed_s = 0.0
 
     def __call__(self, event: RunEvent) -> None:
         match event:
             case AttemptStarted():
-                self.__exit__(None, None, None)
-                self._steps, self._said_s = event.steps, 0.0
+                self.__exit__()
+                self._trains, self._steps, self._step_printed_s = True, event.steps, 0.0
             case RankPrinted(text=text):
-                self._print(text)
+                self._print_plain(text)
             case StepDone():
                 self._print_step(event)
-            case Note(text=text) if self._fit is None:
-                self._print(f"autods: {text}")
+            case Note(text=text) if self._trains:
+                self._print_plain(f"autods: {text}")
             case _:
-                if self._fit is not None:
-                    self._fit(event)
+                if not self._trains:
+                    super().__call__(event)
 
     def _print_step(self, event: StepDone) -> None:
         now = time.monotonic()
         self._steps = event.steps if event.steps is not None else self._steps
-        if now - self._said_s < _STEP_LINE_EVERY_S and event.step != self._steps:
+        if now - self._step_printed_s < _STEP_LINE_EVERY_S and event.step != self._steps:
             return
-        self._said_s = now
+        self._step_printed_s = now
         parts = [f"step {event.step:,}" + (f" of {self._steps:,}" if self._steps is not None else "")]
         if event.loss is not None:
             parts.append(f"loss {event.loss:.4g}")
         parts.append(f"{event.seconds:.3g} s")
         if event.device_peak_bytes is not None:
             parts.append(f"device {format_bytes(event.device_peak_bytes)}")
-        self._print(f"autods: {', '.join(parts)}")
-
-    def _print(self, text: str) -> None:
-        self._console.print(escape_controls(text), markup=False, highlight=False, soft_wrap=True)
+        self._print_plain(f"autods: {', '.join(parts)}")
