@@ -73,10 +73,10 @@ def list_columns(report: ProbeReport) -> list[Column[CellResult]]:
     reference = report.compared[0] if report.compared is not None else None
     return [
         Column(name="", read=lambda cell: str(cell.number), right=True),
-        *(Column(name=_make_heading(name), read=partial(_format_axis_value, name)) for name in axes),
+        *(Column(name=name.rpartition(".")[2], read=partial(_format_axis_value, name)) for name in axes),
         Column(name="", read=_describe_outcome),
-        Column(name="forecast", read=_format_forecast, right=True, spare=2),
-        Column(name="largest\nmicro batch", read=_format_largest, right=True),
+        Column(name="forecast", read=lambda cell: _format_capacity(cell)[0], right=True, spare=2),
+        Column(name="largest\nmicro batch", read=lambda cell: _format_capacity(cell)[1], right=True),
         Column(name="samples/s", read=lambda cell: _format_rate(cell.samples_per_second, cell.spread), right=True),
         Column(name="tokens/s", read=lambda cell: _format_rate(cell.tokens_per_second, None), right=True, spare=3),
         Column(name=f"× cell {reference or 1}", read=partial(_format_ratio, reference), right=True),
@@ -84,15 +84,13 @@ def list_columns(report: ProbeReport) -> list[Column[CellResult]]:
             Column(name=tier, read=partial(_gauge, tier), right=True, spare=1 if tier == "device" else 5)
             for tier in TIERS
         ),
-        Column(name="sent\na step", read=_format_sent, right=True, spare=6),
+        Column(
+            name="sent\na step",
+            read=lambda cell: format_bytes(cell.sent_bytes) if cell.sent_bytes else "",
+            right=True,
+            spare=6,
+        ),
     ]
-
-
-def _make_heading(name: str) -> str:
-    """'NCCL_P2P_DISABLE', 'reduce_\nbucket_size': the last part of a name, in two lines where it is long."""
-    short = name.rpartition(".")[2]
-    middle = short.find("_", len(short) // 2)
-    return f"{short[: middle + 1]}\n{short[middle + 1 :]}" if len(short) > 12 and middle > 0 else short
 
 
 def _format_axis_value(name: str, cell: CellResult) -> str:
@@ -110,16 +108,14 @@ def _describe_outcome(cell: CellResult) -> Words:
     return line((f"{mark.sign} {cell.tier} {missing}", mark.style))
 
 
-def _format_largest(cell: CellResult) -> str:
+def _format_capacity(cell: CellResult) -> tuple[str, str]:
+    """The largest micro batch by the forecast and by trials; the latter is exact, ± or a lower bound."""
     capacity = cell.capacity
-    if capacity is None or capacity.verified is None:
-        return ""
+    if capacity is None:
+        return "", ""
     bound = "" if capacity.exact else " ±" if capacity.refused else " or more"
-    return f"{capacity.verified:,}{bound}"
-
-
-def _format_forecast(cell: CellResult) -> str:
-    return "" if cell.capacity is None or cell.capacity.forecast is None else f"{cell.capacity.forecast:,}"
+    forecast = "" if capacity.forecast is None else f"{capacity.forecast:,}"
+    return forecast, "" if capacity.verified is None else f"{capacity.verified:,}{bound}"
 
 
 def _format_rate(rate: float | None, spread: float | None) -> str:
@@ -134,10 +130,6 @@ def _gauge(tier: Tier, cell: CellResult) -> Cell:
         return ""
     share = use.peak_bytes / use.limit_bytes if use.limit_bytes else None
     return (doc.Gauge(words=format_bytes(use.peak_bytes), share=share),)
-
-
-def _format_sent(cell: CellResult) -> str:
-    return format_bytes(cell.sent_bytes) if cell.sent_bytes else ""
 
 
 def _format_ratio(reference: int | None, cell: CellResult) -> Words:
@@ -208,24 +200,23 @@ def _distinction(report: ProbeReport, cell: CellResult) -> str:
     return ", ".join(_describe_value(name, cell.values[name]) for name in varied if name not in cell.unheeded)
 
 
+_MEASURES: tuple[tuple[str, Callable[[CellResult], float | None], Callable[[float], str]], ...] = (
+    ("samples/s", lambda cell: cell.samples_per_second, format_rate),
+    ("device memory", lambda cell: cell.memory["device"].peak_bytes if "device" in cell.memory else None, format_bytes),
+    (
+        "largest micro batch",
+        lambda cell: None if cell.capacity is None else cell.capacity.verified or cell.capacity.forecast,
+        lambda most: f"{most:.0f}",
+    ),
+)
+
+
 def list_charts(report: ProbeReport) -> Iterator[doc.Chart]:
     """Speed, device memory or the largest micro batch over each axis of whole numbers, a line for each other value."""
-
-    def read_largest(cell: CellResult) -> float | None:
-        return None if cell.capacity is None else cell.capacity.verified or cell.capacity.forecast
-
-    def read_device(cell: CellResult) -> float | None:
-        return cell.memory["device"].peak_bytes if "device" in cell.memory else None
-
-    measures: tuple[tuple[str, Callable[[CellResult], float | None], Callable[[float], str]], ...] = (
-        ("samples/s", lambda cell: cell.samples_per_second, format_rate),
-        ("device memory", read_device, format_bytes),
-        ("largest micro batch", read_largest, lambda most: f"{most:.0f}"),
-    )
     for axis, values in report.axes.items():
-        if len(values) < 2 or not all(_is_whole(value) and value > 0 for value in values):  # type: ignore[operator]
+        if len(values) < 2 or not all(type(value) is int and value > 0 for value in values):
             continue
-        for title, read, format_measure in measures:
+        for title, read, format_measure in _MEASURES:
             lines: dict[str, dict[int, float]] = {}
             for cell in report.cells:
                 place, value = cell.values.get(axis), read(cell)
@@ -233,10 +224,6 @@ def list_charts(report: ProbeReport) -> Iterator[doc.Chart]:
                     lines.setdefault(_name_others(report, cell, axis), {})[place] = float(value)
             drawn = dict(list(lines.items())[:_MOST_LINES])
             yield doc.Chart(title=f"{title} by {axis}", lines=drawn, format_value=format_measure, x_name=axis)
-
-
-def _is_whole(value: Scalar | None) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _name_others(report: ProbeReport, cell: CellResult, axis: str) -> str:
