@@ -202,14 +202,11 @@ def write_csv(report: ProbeReport, path: Path) -> None:
 
 def check_writable(path: Path) -> None:
     """Raises InputError if the file could not be written later. A pipe or a device would be replaced by a file."""
-    problem: str | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         kind = describe_file_kind(os.stat(path).st_mode) if path.exists() else None
-        if kind is not None:
-            problem = f"is a {kind}"
-        elif not os.access(path.parent, os.W_OK):
-            problem = "its folder is read-only"
+        read_only = None if os.access(path.parent, os.W_OK) else "its folder is read-only"
+        problem = f"is a {kind}" if kind is not None else read_only
     except OSError as error:
         problem = error.strerror
     if problem is not None:
@@ -251,11 +248,11 @@ def _site(plan: PlanReport, forecast: SiteForecast) -> dict[str, Any]:
         rungs.append({**row, "training": None if training is None else asdict(training)})
     alternatives = [
         {
-            "checkpointing": alternative.checkpointing,
-            "switched": alternative.switched,
-            **rung_to_dict(alternative.forecast, site.ranks_per_node),
+            **rung_to_dict(each.forecast, site.ranks_per_node),
+            "checkpointing": each.checkpointing,
+            "switched": each.switched,
         }
-        for alternative in forecast.alternatives
+        for each in forecast.alternatives
     ]
     return {
         "status": forecast.status,
@@ -306,25 +303,14 @@ def _step(speed: Speed) -> dict[str, Any]:
 
     `unaligned_seconds` of them are lost in matmuls whose rows do not begin at multiples of 16 bytes.
     """
-    step = speed.step
-    return {
-        "seconds": step.seconds,
-        "low_seconds": step.low_seconds,
-        "high_seconds": step.high_seconds,
-        "bound": step.bound,
-        "breakdown": dict(step.spent),
-        "unaligned_seconds": step.unaligned_seconds,
-        "micro_batch": speed.micro_batch,
-        "accumulation": speed.accumulation,
-        "samples_per_second": speed.samples_per_second,
-        "tokens_per_second": speed.tokens_per_second,
-    }
+    row = {**_fields(speed), **_fields(speed.step), "bound": speed.step.bound, "breakdown": dict(speed.step.spent)}
+    return {name: value for name, value in row.items() if name not in ("step", "spent", "issued_seconds")}
 
 
 def _tier(rung: RungForecast, tier: Tier, ranks_per_node: int) -> dict[str, Any]:
     forecast = rung.memory.get(tier, _NOTHING)
-    sizes = {"peak_bytes": forecast.peak_bytes, "low_bytes": forecast.low_bytes, "high_bytes": forecast.high_bytes}
-    limit = {"limit_bytes": forecast.limit_bytes}
+    sizes = _fields(forecast)
+    limit = {"limit_bytes": sizes.pop("limit_bytes")}
     if tier in TIERS_OF_A_NODE:
         each = {name: -(-size // ranks_per_node) for name, size in sizes.items()}
         return {**each, "node": {**sizes, **limit}}
@@ -335,20 +321,13 @@ def _tier(rung: RungForecast, tier: Tier, ranks_per_node: int) -> dict[str, Any]
     return {**sizes, **limit, **details}
 
 
-def _workload(forecast: PlanReport) -> dict[str, Any]:
-    source, facts = forecast.source, forecast.facts
-    return {
-        "name": source.name,
-        "kind": source.kind,
-        "path": source.path,
-        "task": source.task,
-        "target_len": source.target_len,
-        "checkpointing": forecast.checkpointing,
-        "zero_init": forecast.zero_init,
-        "device": forecast.device,
-        **{name: value for name, value in asdict(facts).items() if name not in ("checkpointing", "tokens_per_sample")},
-        "can_checkpoint": facts.checkpointing,
-    }
+def _workload(plan: PlanReport) -> dict[str, Any]:
+    source = {name: getattr(plan.source, name) for name in ("name", "kind", "path", "task", "target_len")}
+    built = {name: getattr(plan, name) for name in ("checkpointing", "zero_init", "device")}
+    facts = asdict(plan.facts)
+    facts["can_checkpoint"] = facts.pop("checkpointing")
+    del facts["tokens_per_sample"]
+    return {**source, **built, **facts}
 
 
 def probe_to_dict(report: ProbeReport) -> dict[str, Any]:
