@@ -28,8 +28,7 @@ class RunOrder:
     """What an attempt of a run has beside the config of its job: where it saves, what it restores, when it ends.
 
     `folder` is the run's: it has checkpoints/ and attempts/N/. Training ends after `steps` optimizer steps; None: the
-    script decides. `restore` is the folder of a checkpoint, of this layout or another. A save needs `least_free_bytes`
-    on the disk of the checkpoints, besides what the checkpoint takes.
+    script decides. `restore` is the folder of a checkpoint, of this layout or another.
     """
 
     folder: str
@@ -40,7 +39,6 @@ class RunOrder:
     loads_in_ranks: bool = False  # without workers of a data loader
     restore: str | None = None
     data: str | None = None
-    least_free_bytes: int = 0
 
     @property
     def checkpoints(self) -> Path:

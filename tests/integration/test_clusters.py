@@ -73,7 +73,6 @@ def test_a_run_that_loses_a_node_goes_on_with_fewer_ranks(tmp_path):
     assert "world size 1 instead of 2" in (tmp_path / "said.txt").read_text()
     before, after = steps_of(out, 1), steps_of(out, last["number"])
     assert sorted(after) == list(range(5, STEPS + 1))
-    assert after[5]["ids"] == before[5]["ids"]
     assert after[5]["loss"] == pytest.approx(before[5]["loss"], rel=1e-2)  # bf16, which rounds to 3 digits
     for step, row in (before | after).items():
         assert row["samples"] == [(step - 1) * GLOBAL_BATCH, step * GLOBAL_BATCH]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,3 +42,16 @@ def run_job(
         seed=seed,
         order=RunOrder(folder=str(folder), attempt=attempt, **order),
     )
+
+
+def read_samples(folder: Path) -> dict[int, list]:
+    """The samples of each step on all ranks, of the last attempt that trained it."""
+    steps: dict[int, list] = {}
+    for attempt in sorted(folder.glob("attempts/*")):
+        trained: dict[int, list] = {}
+        for file in attempt.glob("samples.*"):
+            for text in file.read_text().splitlines():
+                step, samples = json.loads(text)
+                trained.setdefault(step, []).extend(samples)
+        steps |= trained
+    return {step: sorted(samples) for step, samples in sorted(steps.items())}

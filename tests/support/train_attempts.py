@@ -1,6 +1,8 @@
 """Attempts of a training run in the same ranks, one after the other, by the three lines of a user's script.
 
 train_attempts.py JOB…
+
+Each rank writes its samples into samples.rank<N>.jsonl in the attempt's folder, by optimizer step.
 """
 
 import json
@@ -58,6 +60,8 @@ def train(path):
     session.state["attempts"] = [*session.state.get("attempts", ()), order.attempt]
     try:
         for batch in session.batches([sample(number) for number in range(20)]):
+            with open(order.attempt_folder / f"samples.rank{engine.global_rank}.jsonl", "a") as file:
+                print(json.dumps([session.step + 1, batch["inputs"].tolist()]), file=file)
             loss = engine(**batch)
             engine.backward(loss)
             engine.step()

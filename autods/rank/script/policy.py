@@ -227,7 +227,3 @@ class TrainerLoop:
 
     def discard(self, folder: Path) -> None:
         """Remove what a checkpoint has outside of its folder."""
-
-    def list_samples(self, step: int) -> Any:
-        """The samples of a step of all ranks; None where they are unknown."""
-        return None

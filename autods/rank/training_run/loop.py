@@ -87,7 +87,6 @@ def draw_batches(workload: Workload, current: Session, seed: int) -> Iterator[An
             file=sys.stderr,
             flush=True,
         )
-    current.list_samples = range
     for step in itertools.count(current.step):
         for first, last in current.share.spans(step):
             with preserved_random_states():

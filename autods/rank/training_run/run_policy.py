@@ -227,7 +227,3 @@ class LoopSession(sessions.Session):
     def _remove(self, folder: Path) -> None:
         self.loop.discard(folder)
         remove_checkpoint(folder)
-
-    def _list_samples(self, first: int) -> Sequence[int] | None:
-        samples: Sequence[int] | None = self.loop.list_samples(self.step)
-        return samples

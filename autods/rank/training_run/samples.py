@@ -6,10 +6,11 @@ epoch's number alone. Optimizer step s trains on positions [s·G, (s+1)·G) of t
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from ...workload.protocol import WorkloadError
@@ -24,7 +25,6 @@ class SampleOrder:
     count: int
     seed: int
     shuffle: bool = True
-    _permutations: dict[int, Any] = field(default_factory=dict)  # of the last two epochs
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -39,21 +39,20 @@ class SampleOrder:
             epoch, offset = divmod(first, self.count)
             size = min(last - first, self.count - offset)
             if self.shuffle:
-                parts.append(self._permutation(epoch)[offset : offset + size])
+                parts.append(_draw_permutation(self.count, self.seed, epoch)[offset : offset + size])
             else:
                 parts.append(numpy.arange(offset, offset + size))
             first += size
         return numpy.concatenate(parts) if len(parts) > 1 else parts[0]
 
-    def _permutation(self, epoch: int) -> Any:
-        """The samples of an epoch. numpy keeps the stream of RandomState the same in all releases."""
-        if epoch not in self._permutations:
-            import numpy
 
-            words = [self.seed // _WORD % _WORD, self.seed % _WORD, epoch // _WORD, epoch % _WORD]
-            self._permutations = dict(list(self._permutations.items())[-1:])
-            self._permutations[epoch] = numpy.random.RandomState(words).permutation(self.count)
-        return self._permutations[epoch]
+@functools.lru_cache(maxsize=1)
+def _draw_permutation(count: int, seed: int, epoch: int) -> Any:
+    """The samples of an epoch. numpy keeps the stream of RandomState the same in all releases."""
+    import numpy
+
+    words = [seed // _WORD % _WORD, seed % _WORD, epoch // _WORD, epoch % _WORD]
+    return numpy.random.RandomState(words).permutation(count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,28 +76,11 @@ class Share:
         return [(start, start + self.micro_batch) for start in starts]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepSampler:
-    """A batch sampler for torch's DataLoader: a rank's micro batches from the optimizer step `first_step` on.
-
-    It ends before the step `end_step`; None: never.
-    """
-
-    order: SampleOrder
-    share: Share
-    first_step: int = 0
-    end_step: int | None = None
-
-    def __iter__(self) -> Iterator[list[int]]:
-        steps = itertools.count(self.first_step) if self.end_step is None else range(self.first_step, self.end_step)
-        for step in steps:
-            for first, last in self.share.spans(step):
-                yield self.order.ids(first, last).tolist()
-
-    def __len__(self) -> int:
-        if self.end_step is None:
-            raise TypeError("a run without a number of steps has no number of batches")
-        return max(0, self.end_step - self.first_step) * self.share.accumulation
+def deal_samples(order: SampleOrder, share: Share, first_step: int, end_step: int | None) -> Iterator[list[int]]:
+    """Yield a rank's micro batches from one optimizer step on, before another; None: without end."""
+    for step in itertools.count(first_step) if end_step is None else range(first_step, end_step):
+        for first, last in share.spans(step):
+            yield order.ids(first, last).tolist()
 
 
 class WholeSteps:
@@ -110,7 +92,6 @@ class WholeSteps:
 
     def __init__(self, sampler: Any, *, global_batch: int, drop_last: bool, seed: int) -> None:
         self.sampler, self.global_batch, self.drop_last, self.seed = sampler, global_batch, drop_last, seed
-        self.ids: list[Any] = []  # of this epoch
 
     def __len__(self) -> int:
         count, rest = divmod(len(self.sampler), self.global_batch)
@@ -121,8 +102,7 @@ class WholeSteps:
         size = len(self)
         while 0 < len(ids) < size:
             ids += ids[: size - len(ids)]
-        self.ids = ids[:size]
-        return iter(self.ids)
+        return iter(ids[:size])
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch."""
@@ -135,11 +115,6 @@ class WholeSteps:
                 self.sampler.generator = torch.Generator()
             self.sampler.generator.manual_seed(self.seed + epoch)
 
-    def list_samples(self, step: int) -> list[Any]:
-        """The samples of a step of the run, while its epoch lasts."""
-        first = (step - 1) * self.global_batch % len(self)
-        return self.ids[first : first + self.global_batch]
-
 
 def deal_stream(samples: Iterable[Any], share: Share, first_step: int) -> Iterator[list[Any]]:
     """Yield a rank's micro batches of a dataset that can only be read in order.
@@ -147,17 +122,12 @@ def deal_stream(samples: Iterable[Any], share: Share, first_step: int) -> Iterat
     Each rank reads every sample and keeps its share; samples before `first_step` are read and dropped. At its end the
     dataset is read again. Raises WorkloadError for a dataset that yields nothing.
     """
-    stream = _repeat(samples)
-    _drop(stream, first_step * share.global_batch)
-    position = first_step * share.global_batch
+    stream, position = _repeat(samples), 0
     for step in itertools.count(first_step):
         for first, last in share.spans(step):
             _drop(stream, first - position)
             yield list(itertools.islice(stream, last - first))
             position = last
-        end = (step + 1) * share.global_batch
-        _drop(stream, end - position)
-        position = end
 
 
 def _repeat(samples: Iterable[Any]) -> Iterator[Any]:
@@ -174,16 +144,6 @@ def _repeat(samples: Iterable[Any]) -> Iterator[Any]:
 
 def _drop(stream: Iterator[Any], count: int) -> None:
     next(itertools.islice(stream, count, count), None)
-
-
-def digest_ids(ids: Sequence[Any]) -> str:
-    """Return a digest of a set of samples, an array or other sequence, whatever their order."""
-    import numpy
-
-    array = numpy.sort(numpy.asarray(ids))
-    is_number = array.dtype.kind in "iu"
-    content = array.astype("<i8").tobytes() if is_number else " ".join(map(str, array)).encode()
-    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def derive_seed(*numbers: int) -> int:

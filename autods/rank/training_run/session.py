@@ -40,7 +40,7 @@ from .checkpoints import (
     write_manifest,
 )
 from .consensus import Consensus
-from .samples import SampleOrder, Share, StepSampler, deal_stream, derive_seed, digest_ids
+from .samples import SampleOrder, Share, deal_samples, deal_stream, derive_seed
 
 NO_SESSION = (
     "the script calls no autods.session(engine): its steps are not counted, and nothing is saved or restored; "
@@ -145,7 +145,6 @@ class Session:
         self.unsaved: str | None = None  # why there was no room for the last one that was due
         self._seen_step = self.step
         self.end_step = self.steps  # the last step of the training, as far as that is known
-        self.list_samples: Callable[[int, int], Sequence[int]] | None = None  # between two positions of the stream
         self._steps_file: int | None = None
         self._step_began_s = time.perf_counter()
         self._peak_read_s = 0.0
@@ -201,16 +200,14 @@ class Session:
         collate = collate_fn or default_collate
         if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
             samples = SampleOrder(len(dataset), 0 if self.job is None else self.job.seed, shuffle)
-            self.list_samples = samples.ids
             end = self.end_step = self._find_end(len(dataset), epochs)
-            sampler = StepSampler(order=samples, share=self.share, first_step=self.step, end_step=end)
+            sampler = deal_samples(samples, self.share, self.step, end)
             loader: Iterable[Any] = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate, **loader_options)
         else:
             if epochs is not None:
                 raise WorkloadError("the dataset has no length, so its epochs cannot be counted", hint="drop epochs")
             if self.samples:
                 self._note(f"reading {self.samples} samples of the dataset to go on behind them")
-            self.list_samples = range
             stream = DataLoader(dataset, batch_size=None, collate_fn=_keep, **loader_options)
             loader, end = (collate(batch) for batch in deal_stream(stream, self.share, self.step)), self.steps
         micro_batches = iter(loader)
@@ -371,7 +368,7 @@ class Session:
         complete = list(list_checkpoints(order.checkpoints).complete)
         largest = max((checkpoint.size_bytes for checkpoint in complete), default=0)
         size = largest or estimate_checkpoint_bytes(self.engine.module)
-        needed = int(size * _ROOM_TO_SPARE) + order.least_free_bytes
+        needed = int(size * _ROOM_TO_SPARE)
         free = shutil.disk_usage(order.checkpoints).free
         while free < needed and len(complete) > 1:
             with contextlib.suppress(OSError):
@@ -402,26 +399,20 @@ class Session:
                 "step": self.step,
                 "steps": self.end_step,
                 "samples": [first, first + self.share.global_batch],
-                "ids": self._list_samples(first),
                 "seconds": round(now - self._step_began_s, 6),
                 "device_peak_bytes": self._read_peak(now),
             }
         self.consensus.report(line, loss)
 
     def _write_steps(self, steps: Sequence[tuple[Mapping[str, Any] | None, float | None]]) -> None:
-        """Write the lines of some steps, with their losses and a digest of their samples in any order."""
+        """Write the lines of some steps, with their losses."""
         lines = []
         for line, loss in steps:
             if line is not None:
                 is_number = loss is not None and math.isfinite(loss)  # JSON has no infinity
-                ids = None if line["ids"] is None else digest_ids(line["ids"])
-                lines.append({**line, "ids": ids, "loss": loss if is_number else None})
+                lines.append({**line, "loss": loss if is_number else None})
         if self.order is not None and lines:
             self._write_lines(self.order, lines)
-
-    def _list_samples(self, first: int) -> Sequence[int] | None:
-        """The samples of a step that begins at this position; None where the script deals them out itself."""
-        return None if self.list_samples is None else self.list_samples(first, first + self.share.global_batch)
 
     def _read_peak(self, now: float) -> int | None:
         if now - self._peak_read_s > _PEAK_EVERY_S:

@@ -147,7 +147,6 @@ class HfTrainerLoop(TrainerLoop):
         self.host = host
         self.trainer: Any = None
         self._write: Any = None  # the Trainer's own way to save a checkpoint
-        self._samples: Any = None  # the sampler that deals out whole steps
         self._extra = False  # the checkpoint in work is one that the script has not asked for
         self._saving = False
         self._saved_step = -1
@@ -223,10 +222,9 @@ class HfTrainerLoop(TrainerLoop):
         if len(samplers) > 1 and hasattr(samplers[-2], "drop_last") and hasattr(samplers[-1], "__len__"):
             seed = args.seed if args.data_seed is None else args.data_seed
             batches, sampler = samplers[-2:]
-            self._samples = self.host.order_samples(sampler, drop_last=batches.drop_last, seed=seed)
-            batches.sampler = self._samples
+            batches.sampler = self.host.order_samples(sampler, drop_last=batches.drop_last, seed=seed)
             if type(sampler).__name__ == "LengthGroupedSampler":
-                sampler.batch_size = self._samples.global_batch  # it groups by a rank's share, which may change
+                sampler.batch_size = batches.sampler.global_batch  # it groups by a rank's share, which may change
         elif not samplers or not hasattr(dataloader, "__len__"):
             self._note(
                 "a streaming dataset is read anew up to where the run goes on; that holds in its first pass, and "
@@ -269,9 +267,6 @@ class HfTrainerLoop(TrainerLoop):
     @property
     def ends(self) -> bool:
         return bool(self.trainer.control.should_training_stop)
-
-    def list_samples(self, step: int) -> Any:
-        return None if self._samples is None else self._samples.list_samples(step)
 
     # Checkpoints.
 

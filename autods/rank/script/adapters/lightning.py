@@ -197,7 +197,6 @@ class LightningLoop(TrainerLoop):
     def __init__(self, host: RunPolicy, job: RankJob, package: str) -> None:
         self.host, self.job, self.package = host, job, package
         self.trainer: Any = None
-        self._samples: Any = None  # of all ranks
         self._dumped: Mapping[str, Any] | None = None  # Lightning's states of the checkpoint in work
         self._saving = False
 
@@ -297,24 +296,19 @@ class LightningLoop(TrainerLoop):
         batches = trained.current.processed
         if batches and trained.is_last_batch:  # it was saved at the end of the epoch
             epoch, batches = epoch + 1, 0
-        self._samples = self.host.order_samples(
+        samples = self.host.order_samples(
             dataloader.sampler, drop_last=dataloader.drop_last, seed=int(os.environ.get("PL_GLOBAL_SEED", "0"))
         )
         strategy = self.trainer.strategy
-        samples = RankSamples(
-            self._samples,
+        share = RankSamples(
+            samples,
             micro_batch=self.job.micro_batch,
             rank=strategy.global_rank,
             ranks=strategy.world_size,
             first_epoch=epoch,
             trained=batches,
         )
-        return update(dataloader, samples, mode=mode)
-
-    def list_samples(self, step: int) -> Any:
-        """The samples of a step; None where an epoch leaves some out."""
-        is_whole = self._samples is not None and self.trainer.limit_train_batches in (1.0, None)
-        return self._samples.list_samples(step) if is_whole else None
+        return update(dataloader, share, mode=mode)
 
     # Checkpoints.
 

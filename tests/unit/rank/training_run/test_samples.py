@@ -5,9 +5,9 @@ import itertools
 import numpy
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-from autods.rank.training_run.samples import SampleOrder, Share, StepSampler, WholeSteps, deal_stream, derive_seed
+from autods.rank.training_run.samples import SampleOrder, Share, WholeSteps, deal_samples, deal_stream, derive_seed
 from autods.workload.protocol import WorkloadError
 
 GLOBAL_BATCH = 12
@@ -27,10 +27,7 @@ def make_shares(micro_batch, accumulation, replicas):
 
 def ids_by_step(order, division, first_step, steps):
     """The samples of each step, over all ranks and micro batches."""
-    batches = [
-        list(StepSampler(order=order, share=share, first_step=first_step, end_step=first_step + steps))
-        for share in make_shares(*division)
-    ]
+    batches = [list(deal_samples(order, share, first_step, first_step + steps)) for share in make_shares(*division)]
     accumulation = division[1]
     return [
         sorted(
@@ -59,16 +56,6 @@ def test_each_epoch_is_a_permutation_of_its_own(count):
     assert count < 8 or len({tuple(epoch) for epoch in epochs}) == 4
 
 
-def test_two_epochs_are_kept_while_samples_are_read_ahead(monkeypatch):
-    order, seeds = SampleOrder(8, seed=1), []
-    draw = numpy.random.RandomState
-    monkeypatch.setattr(numpy.random, "RandomState", lambda words: seeds.append(words) or draw(words))
-    for _ in range(3):  # a loader reads ahead in the next epoch, and the journal of steps is in this one
-        order.ids(8, 12)
-        order.ids(0, 4)
-    assert len(seeds) == 2
-
-
 def test_a_stream_continues_where_another_stopped():
     order = SampleOrder(50, seed=1)
     whole = ids_by_step(order, (2, 3, 2), 0, 30)
@@ -86,21 +73,19 @@ def test_the_seed_decides_the_order():
 
 
 def test_a_late_step_makes_one_permutation_alone(monkeypatch):
-    order = SampleOrder(1000, seed=0)
-    sampler = StepSampler(order=order, share=make_shares(4, 1, 2)[1], first_step=10**9)
-    made = []
-    original = SampleOrder._permutation
-    monkeypatch.setattr(SampleOrder, "_permutation", lambda self, epoch: made.append(epoch) or original(self, epoch))
-    assert len(next(iter(sampler))) == 4
-    assert len(set(made)) == 1
+    made, draw = [], numpy.random.RandomState
+    monkeypatch.setattr(numpy.random, "RandomState", lambda words: made.append(words) or draw(words))
+    dealt = deal_samples(SampleOrder(1000, seed=0), make_shares(4, 1, 2)[1], 10**9, None)
+    assert len(next(dealt)) == 4
+    assert len(made) == 1
 
 
 def test_workers_of_a_loader_keep_the_order():
     order = SampleOrder(30, seed=2)
-    sampler = StepSampler(order=order, share=make_shares(2, 2, 2)[0], first_step=3, end_step=9)
-    loader = DataLoader(torch.arange(30), batch_sampler=sampler, num_workers=2)
-    assert [batch.tolist() for batch in loader] == list(sampler)
-    assert len(loader) == 12
+    expected = list(deal_samples(order, make_shares(2, 2, 2)[0], 3, 9))
+    loader = DataLoader(torch.arange(30), batch_sampler=iter(expected), num_workers=2)
+    assert [batch.tolist() for batch in loader] == expected
+    assert len(expected) == 12
 
 
 def test_a_stream_that_is_read_in_order_is_dealt_out_alike():
@@ -162,10 +147,3 @@ def test_each_epoch_has_its_own_order_in_every_attempt():
     assert first != second
     torch.manual_seed(99)
     assert steps_of(24, 2, 2, epoch=1) == second
-
-
-def test_a_step_s_digest_is_of_its_samples():
-    sampler = WholeSteps(SequentialSampler(range(20)), global_batch=8, drop_last=False, seed=0)
-    list(sampler)
-    assert sampler.list_samples(2) == sampler.list_samples(5) == list(range(8, 16))
-    assert sampler.list_samples(3) == [16, 17, 18, 19, 0, 1, 2, 3]
