@@ -96,7 +96,6 @@ class RankJob:
     checkpointing: bool = False
     steps: Steps = field(default_factory=Steps)
     exam: Exam | None = None
-    only_build: bool = False  # stop before the engine is initialised
     order: RunOrder | None = None
     limit_bytes: int | None = None  # of the device; None: no limit
     ops: tuple[str, ...] = ()
@@ -119,7 +118,7 @@ class RankJob:
     @property
     def stops_at_engine(self) -> bool:
         """Whether a script runs up to the creation of its engine only."""
-        return self.job == "survey" or self.only_build
+        return self.job == "survey"
 
     @property
     def rank_threads(self) -> int:

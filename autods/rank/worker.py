@@ -231,7 +231,7 @@ def _survey(context: RankContext) -> JobResult:
 def _train(context: RankContext) -> JobResult:
     """Run the trial's steps; return their measurements with the seconds before them and the peak bytes."""
     from .distributed import Ranks, join
-    from .training import TRIALS
+    from .model_trial import TRIALS
 
     job, observer, meter = context.job, context.observer, context.observer.meter
     rank = job.local_ranks[context.slot]

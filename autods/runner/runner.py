@@ -268,15 +268,8 @@ class RayRunner:
         return result.facts, result.op_problems
 
     def _build_ops(self, job: RankJob) -> OutOfMemory | Failed | None:
-        """Build and load the ops that this job needs, before any time limit begins; return why that failed, if so.
-
-        A build takes minutes: where one is not cached, the model alone has to fit first.
-        """
-        ops = [op for op in required_ops(job.ds_config) if op not in self.workers.built_ops]
-        build = replace(job, job="train", order=None, only_build=True)
-        if self.workers.needs_build(ops) and (failure := find_failure(self._execute(build), build)) is not None:
-            return failure
-        for op in ops:
+        """Build and load the ops that this job needs, before any time limit begins; return why that failed, if so."""
+        for op in [op for op in required_ops(job.ds_config) if op not in self.workers.built_ops]:
             if self.workers.needs_build([op]):
                 self._note(f"building DeepSpeed's {op}: about {USUAL_BUILD_S[op]} s on two cores, once on this machine")
             build = self.building_job(op)

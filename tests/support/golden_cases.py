@@ -249,7 +249,7 @@ def _run(
     from autods.forecast.simulate.engine import swap_into
     from autods.forecast.simulate.ledger import Ledger
     from autods.rank.model_facts import place
-    from autods.rank.training import build, initialize, optimizer_step
+    from autods.rank.model_trial import build, initialize, optimizer_step
 
     with tempfile.TemporaryDirectory() as scratch, count_bytes() as (begin, peaks):
         os.chdir(scratch)

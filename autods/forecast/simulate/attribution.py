@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from ...rank import training
+from ...rank import model_trial
 from ..values import KINDS, ForecastPhase
 from .ledger import Ledger
 
 _PARAMETERS, _GRADIENTS, _OPTIMIZER, _ACTIVATIONS, _BUCKETS, _OTHER = range(len(KINDS))
-_BUILD = training.build.__code__
+_BUILD = model_trial.build.__code__
 _LARGE = 1 << 20  # bytes; for smaller blocks the search for the caller takes too long
 _WRAPPER = "/deepspeed/utils/nvtx.py"  # between DeepSpeed and the functions of torch that it marks for a profiler
 _BY_PHASE = {"init": _OPTIMIZER, "forward": _ACTIVATIONS, "backward": _ACTIVATIONS, "step": _OPTIMIZER}

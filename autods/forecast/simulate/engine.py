@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...devices import Device
 from ...rank.model_facts import check_batch, describe_model, place
+from ...rank.model_trial import build, initialize, optimizer_step
 from ...rank.pipeline import build_whole
-from ...rank.training import build, initialize, optimizer_step
 from ...types import ModelFacts, Phase
 from ...workload.protocol import Workload
 from ..predict.memory_model import estimate_outside_bytes

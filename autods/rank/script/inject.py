@@ -23,7 +23,7 @@ from ...types import WorkloadSource
 from ...workload.protocol import WorkloadError
 from ...workload.script_source import fill_placeholders, has_local_rank_parameter
 from ..job import RankJob
-from . import cpu_ranks
+from . import surroundings
 from .engine_config import EngineConfig
 from .policy import FORKED, Injection, Policy
 from .user_errors import cause_of_exit, explain
@@ -35,7 +35,7 @@ def run_script(job: RankJob, slot: int, store: socket.socket | None, policy: Pol
     Raises the error that ended the script too early; WorkloadError if it can be explained in the user's terms.
     """
     injection = Injection(job=job, slot=slot, policy=policy, config=EngineConfig(job))
-    cpu_ranks.install(job, slot, store, injection.stand_ins)
+    surroundings.install(job, slot, store, injection.stand_ins)
     try:
         install_adapters(injection)
     except ImportError as error:  # of the library that the kind of the script names

@@ -12,12 +12,12 @@ from ...workload.protocol import Workload, WorkloadError
 from ..comparable_losses import join_samples
 from ..job import RankJob
 from ..model_facts import check_batch, place, seed_all
+from ..model_trial import build, initialize, optimizer_step
 from ..pipeline import is_pipeline
-from ..training import build, initialize, optimizer_step
-from .data import TokenDataset
 from .samples import derive_seed
 from .session import Session, session
 from .states import preserved_random_states
+from .token_files import TokenDataset
 
 Observe = Callable[[Phase, int], None]
 

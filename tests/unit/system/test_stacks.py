@@ -33,7 +33,7 @@ def test_user_code_that_deepspeed_calls_can_hang() -> None:
 
 def test_a_hook_of_the_backward_pass_hangs_in_its_thread() -> None:
     hook = stack("/home/me/hook.py", heading="Thread 0x00007e (most recent call first):")
-    main = stack(f"{LIBRARY}/torch/autograd/graph.py", "/venv/autods/rank/training.py")
+    main = stack(f"{LIBRARY}/torch/autograd/graph.py", "/venv/autods/rank/model_trial.py")
     assert str(find_hang(f"{hook}\n{main}")) == "/home/me/hook.py:1"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from autods.rank.training import drawing_in_parallel
+from autods.rank.model_trial import drawing_in_parallel
 
 LEAST = 4 << 20  # elements that are drawn in parallel, in chunks
 CHUNK = 1 << 20

@@ -1,4 +1,4 @@
-"""Train a workload for a few optimizer steps: build the model, initialize DeepSpeed, run and time the steps.
+"""The trial of a model in one rank: build it, initialize DeepSpeed, run and time a few optimizer steps.
 
 The simulated GPU runs the same `build`, `initialize` and `optimizer_step`, so that a forecast and a trial differ in the
 device alone.
@@ -59,8 +59,6 @@ class SpeedTrial:
             replicas = pipeline.data_parallel_ranks(model)
             seed_all(job.seed + replicas.rank)  # the stages of a replica draw the same batches
         self.batches = self.draw(replicas)
-        if job.only_build:
-            return RankResult()
 
         self.observe("init", 0)
         self.engine = engine = initialize(workload, model, self.make_config())

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy
 import pytest
 
-from autods.rank.training_run.data import TokenDataset
+from autods.rank.training_run.token_files import TokenDataset
 from autods.workload.protocol import WorkloadError
 
 

@@ -59,17 +59,15 @@ def _open_tokens(path: Path) -> Any:
         if path.suffix == ".npy":
             tokens = numpy.load(path, mmap_mode="r").reshape(-1)
             if tokens.dtype.kind not in "ui":
-                raise WorkloadError(f"holds {tokens.dtype}, not token ids", place=str(path), hint=_HINT)
+                raise ValueError(f"it holds {tokens.dtype}")
         elif path.suffix == ".bin":
             if path.stat().st_size % 2:
-                raise WorkloadError("has an odd number of bytes", place=str(path), hint=_HINT)
+                raise ValueError("it has an odd number of bytes")
             tokens = numpy.memmap(path, dtype="<u2", mode="r")
             if len(tokens) % 2 == 0 and _is_wide(tokens):
                 tokens = tokens.view("<u4")
         else:
-            raise WorkloadError("is not a file of tokens", place=str(path), hint=_HINT)
-    except WorkloadError:
-        raise
+            raise ValueError(f"its name ends in {path.suffix!r}")
     except InputError as error:
         raise WorkloadError(error.problem, place=str(path), hint=_HINT) from None
     except OSError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autods.rank.script.cpu_ranks import ignore_cuda_calls
+from autods.rank.script.surroundings import ignore_cuda_calls
 
 
 def no_cuda(*args, **kwargs):

@@ -11,8 +11,8 @@ import torch
 
 from autods.rank.distributed import Ranks
 from autods.rank.memory import Meter
+from autods.rank.model_trial import run_steps
 from autods.rank.step_recorder import StepRecorder
-from autods.rank.training import run_steps
 from autods.types import Steps
 from autods.workload import WorkloadError
 
