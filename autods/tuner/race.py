@@ -23,8 +23,6 @@ _FEWEST_FINAL_STEPS = 2
 _OTHER_SIZE = 1.25  # ratio of two micro batches of one config below which only the larger is compared
 # Recomputing activations adds a third to forward and backward, so that leaving it out gains no more than this.
 _WITHOUT_RECOMPUTING = 4 / 3
-_FIRST_RUNG = "the first rung tried that fits"
-_WITHOUT = f"{_FIRST_RUNG}; without checkpointing, since memory is not what ends its growth"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +41,7 @@ class RaceResult:
 
 
 def run_race(first: Record, walked: WalkResult, rungs: Sequence[Candidate], context: FitContext) -> RaceResult:
-    """Grow the walk's winner `first` and, unless the profile says "first-fit", race the untried rungs against it.
+    """Grow the walk's winner `first`, and race the untried rungs against it, unless the profile says "first-fit".
 
     Rivals enter in the order of forecast time, with one short trial at the micro batch that should be their best, or at
     the leader's where no time is forecast. A rival that could not lead at the machine's peak rates gets no
@@ -60,12 +58,10 @@ def run_race(first: Record, walked: WalkResult, rungs: Sequence[Candidate], cont
     leader = _make_contestant(winner, context, profile.grow.most_trials, profile.timed)
     leader.first, leader.walked = first.trial, first
     has_choice = profile.race.checkpointing and winner.knobs.checkpointing
-    if profile.race.stop == "first-fit":
-        return _take_first_fit(leader, has_choice)
     if not (has_choice and _favours(without_checkpointing(winner), winner, context)):
         leader.run()
     race = _Race(context=context, lessons=walked.lessons, contestants=[leader])
-    rivals = untried_rungs(rungs, walked)
+    rivals = untried_rungs(rungs, walked) if profile.race.stop == "fastest" else ()
     if has_choice:
         race.add([without_checkpointing(winner)])
     if has_choice and not race.leader().candidate.knobs.checkpointing:
@@ -166,33 +162,6 @@ class Contestant(Growth):
 def _make_contestant(candidate: Candidate, context: FitContext, most_trials: int, steps: Steps) -> Contestant:
     first = first_trial(candidate, steps, context.sizes[0])
     return Contestant(candidate=candidate, context=context, first=first, most_trials=most_trials, steps=steps)
-
-
-def _take_first_fit(contestant: Contestant, has_choice: bool) -> RaceResult:
-    """Grow the walk's winner, and choose whether it recomputes its activations.
-
-    Checkpointing buys memory with time, and memory allows a larger micro batch. So the rung is grown without it first.
-    Where something else than memory ends that growth, checkpointing has nothing to give. Otherwise both are grown, and
-    the one that is faster in turns is taken.
-    """
-    context, candidate = contestant.context, without_checkpointing(contestant.candidate)
-    plain = _make_contestant(candidate, context, contestant.most_trials, contestant.steps)
-    if has_choice and context.settings.objective != "memory" and context.may_run(2):
-        plain.out = why_impossible(context.forecast(plain.trial_at(context.sizes[0])))
-        if plain.out is None:
-            plain.enter(context.sizes[0])
-        if plain.out is None:
-            plain.run()
-    if plain.best() is None:
-        contestant.run()
-        return _result(contestant, [], {contestant.name: _FIRST_RUNG, **({plain.name: plain.out} if plain.out else {})})
-    if plain.stop is not None and not plain.stop.is_limit:
-        return _result(plain, [contestant], {plain.name: _WITHOUT})
-    contestant.run()
-    race = _Race(context=context, lessons=Lessons(), contestants=[plain, contestant])
-    raced = race.compare()
-    winner = next(iter(raced.reasons))
-    return replace(raced, reasons={**raced.reasons, winner: _FIRST_RUNG})
 
 
 def _result(
@@ -399,6 +368,8 @@ class _Race:
         best_word, times = comparison_words(self.context.score)
         fitting = self._fitting()
         reasons = {winner.name: f"{best_word} of {len(fitting)} that fit: {decision.reason}"}
+        if self.context.settings.profile.race.stop == "first-fit":
+            reasons = {winner.name: "the first rung tried that fits"}
         for contestant in self.contestants:
             speed, ratio = contestant.describe_best(), contestant.score / winner.score
             if contestant.name in scores and scores.get(winner.name):

@@ -419,8 +419,7 @@ def test_first_fit_drops_checkpointing_where_memory_is_ample(raced: Callable[...
     machine = Machine({"zero1": Rung(fixed_s=0.01)}, kept_gib=0.1)
     result = take_first_fit(raced, machine)
     assert not result.best.trial.knobs.checkpointing
-    assert {one.knobs.micro_batch for one in machine.ran if one.knobs.checkpointing} == {1}  # the walk's look only
-    assert result.raced.reasons["zero1 without checkpointing"].endswith("since memory is not what ends its growth")
+    assert result.raced.reasons["zero1 without checkpointing"] == "the first rung tried that fits"
 
 
 def test_first_fit_keeps_checkpointing_that_pays(raced: Callable[..., FitResult]) -> None:
@@ -429,7 +428,7 @@ def test_first_fit_keeps_checkpointing_that_pays(raced: Callable[..., FitResult]
     assert result.best.trial.knobs.checkpointing
     assert result.best.trial.knobs.micro_batch > 3
     assert result.raced.reasons["zero1"] == "the first rung tried that fits"
-    assert result.raced.reasons["zero1 without checkpointing"].endswith("times as fast as zero1")
+    assert "times as fast as zero1" in result.raced.reasons["zero1 without checkpointing"]
 
 
 def test_first_fit_drops_checkpointing_that_does_not_pay(raced: Callable[..., FitResult]) -> None:
