@@ -24,9 +24,11 @@ class Links:
     """The links between GPUs, to the host and between nodes, and their speed in GB/s.
 
     The speed of the GPUs' own link counts both directions together, those of PCIe and of the network count one.
-    The network's is that of a whole node. `to_host_shared_by` cards share a link to the host, behind a PCIe switch.
+    The network's is that of a whole node. `over_pcie`: GPUs have no links of their own. `to_host_shared_by` cards share
+    a link to the host, behind a PCIe switch.
     """
 
+    over_pcie: bool
     between_gpus: str
     between_gpus_gb_per_s: float
     to_host: str
@@ -38,7 +40,7 @@ class Links:
     @property
     def nvlink_gb_per_s(self) -> float | None:
         """The total of a GPU's own links, both directions; None where GPUs talk over PCIe."""
-        return None if self.between_gpus.startswith("PCIe") else self.between_gpus_gb_per_s
+        return None if self.over_pcie else self.between_gpus_gb_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,5 +283,6 @@ def _list_speeds(machine: Machine) -> Iterator[tuple[str, float | None]]:
         ("rates.tflops", machine.rates and machine.rates.tflops),
     ):
         for key in fields(values) if values is not None else ():
-            if isinstance(value := getattr(values, key.name), (int, float)):
+            value = getattr(values, key.name)
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
                 yield f"{table}.{key.name}", value

@@ -19,6 +19,7 @@ Severity = Literal["error", "warning", "note"]
 # Sections that hold the arguments of a class, which DeepSpeed looks up by name.
 OPEN_SECTIONS = ("optimizer.params", "scheduler.params")
 _ZERO = "zero_optimization"
+_MEANT = "did you mean"
 _PARTS = ("param", "optimizer")
 _HALVES = ("fp16", "bf16")
 _STAGES: Mapping[str, Literal[0, 1, 2, 3]] = {"0": 0, "1": 1, "2": 2, "3": 3}
@@ -30,6 +31,10 @@ _LEAST = {
 }  # fmt: skip
 # Sections that decide what a trial has to decide: key → the conflict, the way out.
 _DECIDED_BY_TRIALS = {
+    "amp.enabled": (
+        "amp and ZeRO exclude each other, and every rung but ddp is ZeRO",
+        'remove "amp" and use "bf16": {"enabled": true}',
+    ),
     "zero_optimization.zenflow": (
         "ZenFlow sets the accumulation itself (update_interval) and needs an offloaded optimizer, so rungs with and "
         "without it do not train the same",
@@ -139,13 +144,10 @@ def find_problems(question: Question, rules: Iterable[Rule]) -> tuple[Problem, .
 
 
 def find_misspelt_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return sentences about unknown keys, which DeepSpeed ignores silently, that resemble one of its own."""
-    known = read_known_keys().top
-    return tuple(
-        f'DeepSpeed knows no "{key}", so it does nothing: did you mean "{near}"?'
-        for key in config
-        if key not in known and (near := _find_near(key, known))
-    )
+    """Return sentences about unknown keys at the top that resemble one of DeepSpeed's own."""
+    known = InstalledKeys(version="", defaults=dict.fromkeys(read_known_keys().top))
+    problems = _find_unknown(Question(config=config, installed=known))
+    return tuple(f'"{each.key}": {each.problem}; {each.hint}' for each in problems if each.hint.startswith(_MEANT))
 
 
 def walk_keys(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -228,9 +230,6 @@ def _find_ill_typed(question: Question) -> Iterator[Problem]:
 
 def _find_two_precisions(question: Question) -> Iterator[Problem]:
     on = [key for key in (*_HALVES, "amp") if question.get(f"{key}.enabled") is True]
-    if "amp" in on and _ZERO in question.config:
-        problem = "amp and ZeRO exclude each other: Apex AMP keeps its own copies of what ZeRO shards"
-        yield _error("amp", problem, 'remove "amp" and use "bf16": {"enabled": true}')
     if len(on) > 1:
         problem = f"{on[0]} and {on[1]} are both enabled; a model trains in one precision"
         yield _error(on[0], problem, 'set "enabled": false in one of them')
@@ -263,9 +262,6 @@ def _find_wrong_batch(question: Question) -> Iterator[Problem]:
 
 def _find_decided_by_trials(question: Question) -> Iterator[Problem]:
     """Settings with which a search cannot work."""
-    if question.get("amp.enabled") is True and _ZERO not in question.config:
-        problem = "amp excludes ZeRO, and every rung but ddp is ZeRO"
-        yield _error("amp", problem, 'remove "amp" and use "bf16": {"enabled": true}')
     for key, (why, hint) in _DECIDED_BY_TRIALS.items():
         if question.get(key):
             yield _error(key, f'"{key.removesuffix(".enabled")}": {why}', hint)
@@ -298,7 +294,7 @@ def _find_unknown(question: Question) -> Iterator[Problem]:
         known = [key.rpartition(".")[2] for key in installed.defaults if _section(key) == section]
         near = _find_near(last, known, section)
         homes = [_section(key) or "the top" for key in installed.defaults if key.rpartition(".")[2] == last]
-        hint = f'did you mean "{near}"?' if near else "leave it out"
+        hint = f'{_MEANT} "{near}"?' if near else "leave it out"
         hint = f'it belongs into "{homes[0]}"' if homes else hint
         if section in installed.strict:
             yield _error(name, "DeepSpeed refuses a key that it does not know", hint)
@@ -310,7 +306,7 @@ def _find_unknown(question: Question) -> Iterator[Problem]:
         for name in question.get(section) or () if arguments else ():
             if name not in arguments and (near := _find_near(name, arguments, section)):
                 problem = f"{question.get(section.replace('params', 'type'))} takes no such argument"
-                yield _error(f"{section}.{name}", problem, f'did you mean "{near}"?')
+                yield _error(f"{section}.{name}", problem, f'{_MEANT} "{near}"?')
 
 
 def _section(name: str) -> str:

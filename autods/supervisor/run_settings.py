@@ -99,7 +99,9 @@ def resolve_run(request: RunRequest, source: WorkloadSource, *, hardware: Hardwa
         if value is not None and value < least:
             raise InputError(f"{option} {value}: at least {least} is needed")
     data = None if request.data is None else os.fspath(request.data)
-    _check_end(request, source, data)
+    if request.steps is None and data is None and not _brings_dataset(request, source):
+        hint = "give --steps N, of the optimizer"
+        raise InputError("nothing says when the training ends", place=source.name, hint=hint)
     if data is not None:
         data = _check_data(data)
     fit = resolve_fit(request, source, hardware=hardware)
@@ -120,21 +122,13 @@ def resolve_run(request: RunRequest, source: WorkloadSource, *, hardware: Hardwa
     )
 
 
-def _check_end(request: RunRequest, source: WorkloadSource, data: str | None) -> None:
-    """Raise InputError where nothing says when the training ends."""
-    if request.steps is not None:
-        return
-    has_dataset = data is not None
+def _brings_dataset(request: RunRequest, source: WorkloadSource) -> bool:
+    """Whether the workload itself says when the training ends. The code of a model.py is not run to find out."""
     if source.form.runs_as_main:
-        has_dataset = True
-    elif source.kind == "file":
-        has_dataset = has_dataset or "build_dataset" in Path(source.path).read_text(errors="replace")
-    elif source.kind == "pickle":
-        has_dataset = has_dataset or getattr(request.workload, "build_dataset", None) is not None
-    if not has_dataset:
-        raise InputError(
-            "nothing says when the training ends", place=source.name, hint="give --steps N, of the optimizer"
-        )
+        return True
+    if source.form.has_file:
+        return "build_dataset" in Path(source.path).read_text(errors="replace")
+    return getattr(request.workload, "build_dataset", None) is not None
 
 
 def _check_data(data: str) -> str:

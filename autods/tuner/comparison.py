@@ -7,7 +7,7 @@ race (`finals`), a tuned config and its start (`confirm_gain`), and the cells of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, exp, log, sqrt
 from statistics import mean, median, median_low, stdev
@@ -103,7 +103,6 @@ def finals(
     *,
     turns: int,
     purpose: Purpose = "verify",
-    may_run: Callable[[int], bool] = lambda trials: True,
 ) -> FinalsResult:
     """Measure all again in turn, drop those that are clearly slower, until one is left or the turns are spent.
 
@@ -111,7 +110,6 @@ def finals(
     contestant wins. One that no longer leaves the headroom is dropped; one that never did only has to run.
 
     `purpose` and a new repeat number keep the journal from answering with earlier trials.
-    `may_run` tells whether the budget allows so many more trials; the best contestants go first.
     """
     if not contestants:
         raise ValueError("finals need a contestant")
@@ -120,12 +118,8 @@ def finals(
         return under_way.first_result()
     for turn in range(1, turns + 1):
         under_way.run_turn(turn)
-        left = under_way.drop_slower()
-        affordable = max((count for count in range(len(left) + 1) if may_run(count)), default=0)
-        if min(len(left), affordable) <= 1:
+        if len(under_way.drop_slower()) <= 1:
             break
-        if turn < turns:
-            under_way.keep_best(affordable)
     return under_way.result()
 
 
@@ -176,12 +170,6 @@ class _Finals:
         if len(self.left) > 1:
             self.left = self.model(self.left).may_be_fastest()
         return self.left
-
-    def keep_best(self, count: int) -> None:
-        """Keep so many of those that are left."""
-        score = self.context.score
-        best_first = sorted(self.left, key=lambda place: mean(map(score, self.measured[place])), reverse=True)
-        self.left = sorted(best_first[:count])
 
     def first_result(self) -> FinalsResult:
         """The result by the first measurements: nothing is measured again."""

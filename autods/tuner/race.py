@@ -396,7 +396,8 @@ class _Race:
             steps = fit_steps_to_budget(limits.finals, median_step_s(record), least=_FEWEST_FINAL_STEPS)
             trial = replace(record.trial, steps=steps)
             finalists.append(replace(record, trial=replace(trial, purpose="race", repeat=repeat) if repeat else trial))
-        final = finals(finalists, context, turns=turns, purpose="race", may_run=context.may_run)
+        affordable = sum(context.may_run(count * len(finalists)) for count in range(1, turns + 1))
+        final = finals(finalists, context, turns=affordable, purpose="race")
         for finalist, (_, owner) in zip(finalists, close, strict=False):
             config, new = (finalist.trial.rung, finalist.trial.knobs), context.memory.records[len(earlier) :]
             owner.records.extend(record for record in new if (record.trial.rung, record.trial.knobs) == config)

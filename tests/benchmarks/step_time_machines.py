@@ -31,6 +31,7 @@ MACHINES: Mapping[str, tuple[str, Mapping[str, str]]] = {
         "a100-80gb",
         {
             'name = "a100-80gb"': 'name = "a100-80gb-no-nvlink"',
+            "over_pcie = false": "over_pcie = true",
             'between_gpus = "NVLink 3"': 'between_gpus = "PCIe 4.0 x16"',
             "between_gpus_gb_per_s = 600": "between_gpus_gb_per_s = 32",
         },

@@ -75,7 +75,7 @@ CONTRADICTIONS = {
     "amp with ZeRO": config(
         {"amp": {"enabled": True}, "zero_optimization": {"stage": 1}}, "amp and ZeRO exclude each other"
     ),
-    "amp": config({"amp": {"enabled": True}}, "amp excludes ZeRO, and every rung but ddp is ZeRO"),
+    "amp": config({"amp": {"enabled": True}}, "amp and ZeRO exclude each other, and every rung but ddp is ZeRO"),
     "fp16 with bf16": config({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16 and bf16 are both enabled"),
     "elastic training": config({"elasticity": {"enabled": True}}, "elastic training solves for the batch itself"),
     "its own search": config({"autotuning": {"enabled": True}}, "DeepSpeed Autotuning is a search of its own"),

@@ -65,8 +65,8 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, name: str) -> Non
     ("config", "said"),
     [
         ({"amp": ON, "zero_optimization": {"stage": 2}}, "amp and ZeRO exclude each other"),
-        ({"amp": ON, "fp16": ON}, "amp excludes ZeRO"),
-        ({"amp": ON}, "amp excludes ZeRO"),
+        ({"amp": ON, "fp16": ON}, "amp and ZeRO exclude each other"),
+        ({"amp": ON}, "amp and ZeRO exclude each other"),
         ({"fp16": ON, "bf16": ON}, "fp16 and bf16 are both enabled"),
         ({"zero_optimization": {"stage": 4}}, "stages 0 to 3"),
         ({"zero_optimization": {"stage": 2, "zenflow": {"update_interval": 4}}}, "ZenFlow sets the accumulation"),

@@ -171,6 +171,6 @@ def test_a_key_that_deepspeed_would_pass_over_without_a_word_is_told() -> None:
         {"gradient_cliping": 1.0, "zero_optimisation": {}, "fp16": {}, "project": "mine", "optimizer": {}}
     )
     assert said == (
-        'DeepSpeed knows no "gradient_cliping", so it does nothing: did you mean "gradient_clipping"?',
-        'DeepSpeed knows no "zero_optimisation", so it does nothing: did you mean "zero_optimization"?',
+        '"gradient_cliping": DeepSpeed knows no such key and ignores it; did you mean "gradient_clipping"?',
+        '"zero_optimisation": DeepSpeed knows no such key and ignores it; did you mean "zero_optimization"?',
     )

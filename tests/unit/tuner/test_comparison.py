@@ -103,18 +103,6 @@ def test_noisy_turns_keep_alive_what_quiet_ones_drop() -> None:
     assert len(held(script(**noisy), contestant("a"), contestant("b"), turns=6)[1].trials) == 12
 
 
-def test_a_short_budget_measures_the_best_ones() -> None:
-    runner = ScriptedRunner(script(a=[100, 104], b=[103, 90], c=[102, 103], d=[99]))
-    contestants = [contestant(rung) for rung in "abcd"]
-    final = finals(
-        contestants, comparing(runner.run), turns=2,
-        may_run=lambda trials: len(runner.trials) + trials <= 7,
-    )  # fmt: skip
-    assert rungs(runner) == ["a", "b", "c", "d", "a", "b", "c"]
-    assert final.best.trial.rung == "c"
-    assert "of 4 measured again in 2 turns, within noise: 1.01 times as fast as a" in final.reason
-
-
 def test_the_reason_tells_a_winner_from_the_luckiest_of_equals() -> None:
     clear, _ = held(script(a=[100, 101], b=[130, 132]), contestant("a"), contestant("b"), turns=2)
     b, a = "b with micro batch 4", "a with micro batch 4"
@@ -124,16 +112,6 @@ def test_the_reason_tells_a_winner_from_the_luckiest_of_equals() -> None:
         f"{b} was the fastest of 2 measured again in 2 turns, within noise: 1.03 times as fast as {a} (0.95 to 1.11)"
     )
     assert lucky.reason == reason
-
-
-def test_one_alone_is_not_measured_again_when_the_budget_ends_there() -> None:
-    runner = ScriptedRunner(script(a=[100], b=[103]))
-    final = finals(
-        [contestant("a"), contestant("b")], comparing(runner.run), turns=9,
-        may_run=lambda trials: len(runner.trials) + trials <= 3,
-    )  # fmt: skip
-    assert rungs(runner) == ["a", "b"]
-    assert final.best.trial.rung == "b"
 
 
 def test_what_drifts_for_all_alike_is_no_noise() -> None:

@@ -35,7 +35,12 @@ _MACHINE = Machine(
         attention_share=1.0,
     ),
     links=Links(
-        between_gpus="NVLink", between_gpus_gb_per_s=2, to_host="PCIe", to_host_gb_per_s=1, network_gb_per_s=0.5
+        over_pcie=False,
+        between_gpus="NVLink",
+        between_gpus_gb_per_s=2,
+        to_host="PCIe",
+        to_host_gb_per_s=1,
+        network_gb_per_s=0.5,
     ),
 )
 _WORKS = (
