@@ -16,7 +16,7 @@ from ..diagnosis.evidence import HostUsage, LostBecause
 from ..files import find_existing
 from ..rank.job import Beat, Heartbeats, RankJob
 from ..schema import read_known
-from ..system import processes, stacks
+from ..system import processes
 from ..system.host import MemoryGroup, find_memory_groups, machine_oom_kills, read_host_memory
 from ..types import Tier
 from ..units import format_bytes
@@ -27,7 +27,6 @@ _STACKS_S = 2.0  # at most, for ranks that were asked for their stacks: on a bus
 _STOPPED_S = 0.5  # a rank that stays stopped (SIGSTOP) this long is lost
 _KILL_AGAIN_S = 0.5
 _SHARED = Path("/dev/shm")
-_ASK_AFTER_S, _ASK_EVERY_S, _ANSWER_S = 10.0, 30.0, 1.0  # silent ranks are asked where they are
 
 
 @dataclass(slots=True)
@@ -58,9 +57,6 @@ class RankMonitor:
     killed_s: float | None = None
     killed_because: str | None = None
     silent_s: float = 0.0  # since any rank has moved
-    place: str = ""  # the line of the user's code where a silent rank is
-    _asked_s: float = 0.0
-    _asked_at: dict[int, int] = field(default_factory=dict)  # the length of each rank's log when it was asked
 
     def collect_exit(self, pidfd: int) -> None:
         """Reap a rank that ended, and note how."""
@@ -110,7 +106,6 @@ class RankMonitor:
         if not ranks:
             return
         self.silent_s = now - max(rank.changed_s for rank in ranks)
-        self._locate(ranks, now)
         silence_s = max(self.job.silence_s[rank.beat.phase] for rank in ranks)  # a fast rank waits for a slow one
         is_silent = all(now - rank.changed_s > silence_s for rank in ranks)
         if is_silent and any(processes.is_compiling(rank.pid) for rank in ranks):
@@ -120,22 +115,6 @@ class RankMonitor:
             self._give_up(ranks, "stuck", silence_s)
         elif now - began > self.job.wall_s:
             self._give_up(ranks, "wall limit", self.job.wall_s)
-
-    def _locate(self, ranks: Sequence[RunningRank], now: float) -> None:
-        """Ask silent ranks for their stacks now and then, and find the user's line in what they have written."""
-        if self.silent_s < _ASK_AFTER_S:
-            self.place, self._asked_s = "", 0.0
-            self._asked_at.clear()
-        elif self._asked_at and now - self._asked_s > _ANSWER_S:
-            written = (processes.read_from(self._log_of(rank), self._asked_at.get(rank.rank, 0)) for rank in ranks)
-            frame = next((frame for text in written if (frame := stacks.find_hang(text)) is not None), None)
-            self.place = str(frame or "")
-            self._asked_at.clear()
-        elif now - self._asked_s > _ASK_EVERY_S:
-            self._asked_s = now
-            self._asked_at = {rank.rank: processes.file_bytes(self._log_of(rank)) for rank in ranks}
-            for rank in ranks:
-                stacks.ask(rank.pid)
 
     def is_overdue(self) -> bool:
         """Whether ranks that were killed are still there: the kernel cannot end a process that waits for a device."""

@@ -323,11 +323,9 @@ class WorkerGroup:
         if silent_s < FIRST_S or now - self._silence_reported_s < AGAIN_S:
             return
         self._silence_reported_s = now
-        beat = next((beat for beat in beats if beat.place), beats[0])
-        place = f", {beat.place}" if beat.place else ""
         limit_s = max(job.silence_s[beat.phase] for beat in beats)
         self._note_wait(
-            f"{Path(job.folder).name}: no rank has moved for {silent_s:.0f} s, in {beat.phase}{place}; they count as "
+            f"{Path(job.folder).name}: no rank has moved for {silent_s:.0f} s, in {beats[0].phase}; they count as "
             f"stuck after {limit_s:.0f} s"
         )
 

@@ -292,9 +292,7 @@ class Zygote:
             if running and time.monotonic() - beat_sent_s > _BEAT_EVERY_S:
                 beat_sent_s = time.monotonic()
                 slowest = min((rank.beat for rank in running), key=lambda beat: beat.at_s)
-                self._send(
-                    Heartbeat(phase=slowest.phase, step=slowest.step, silent_s=monitor.silent_s, place=monitor.place)
-                )
+                self._send(Heartbeat(phase=slowest.phase, step=slowest.step, silent_s=monitor.silent_s))
 
     def _poll_peers(self) -> select.poll:
         poll = select.poll()

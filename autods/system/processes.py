@@ -276,24 +276,6 @@ def folder_bytes(folder: Path) -> int:
     return total
 
 
-def file_bytes(path: Path) -> int:
-    """Return the size of a file; 0 when it does not exist."""
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return 0
-
-
-def read_from(path: Path, start: int) -> str:
-    """Return the text of a file from this byte on, 64 KiB at most; '' when it does not exist."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(start)
-            return file.read(2**16).decode(errors="replace")
-    except OSError:
-        return ""
-
-
 def read_tail(path: Path, size: int = 8000) -> str:
     """Return the last `size` bytes of a text file; '' when it does not exist."""
     try:
