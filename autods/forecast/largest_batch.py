@@ -19,7 +19,6 @@ class LargestMicroBatch:
     `micro_batch` is the largest measured size that fits, or None when none does.
     `refused` is the smallest measured size that does not fit, or None when all fit.
     `proven` is whether the search is done: few or no sizes are left between the two.
-    `slope` is the growth of the fill with each sample, at the answer; None when it was not measured.
     `failures` maps each size that could not be simulated to the reason.
     """
 
@@ -27,7 +26,6 @@ class LargestMicroBatch:
     refused: int | None
     proven: bool
     measured: tuple[int, ...]
-    slope: float | None = None
     failures: Mapping[int, str] = field(default_factory=dict)
 
 
@@ -36,21 +34,18 @@ def find_largest(
     sizes: Sequence[int],
     *,
     known: tuple[int, float] | None = None,
-    slope: float | None = None,
     most: int = MOST_MEASUREMENTS,
 ) -> LargestMicroBatch:
     """Search `sizes` (ascending) with at most `most` measurements; `known` is a size that was measured before.
 
     `fill` returns the peak over the limit of the fullest tier: up to 1 a micro batch fits.
-    `slope` is the one at another rung's answer. Rungs have the same activations, so it is a good first guess.
     """
     seen: dict[int, float] = dict([known]) if known else {}
-    while len(seen) - bool(known) < most and (size := _next(seen, sizes, slope)) is not None:
+    while len(seen) - bool(known) < most and (size := _next(seen, sizes)) is not None:
         seen[size] = fill(size)
     fits, refused = _bracket(seen)
-    steep = (seen[refused] - seen[fits]) / (refused - fits) if fits and refused else None
     proven = _next(seen, sizes) is None
-    return LargestMicroBatch(micro_batch=fits, refused=refused, proven=proven, measured=tuple(seen), slope=steep)
+    return LargestMicroBatch(micro_batch=fits, refused=refused, proven=proven, measured=tuple(seen))
 
 
 def _bracket(seen: dict[int, float]) -> tuple[int | None, int | None]:
@@ -60,7 +55,7 @@ def _bracket(seen: dict[int, float]) -> tuple[int | None, int | None]:
     return max(fitting, default=None), refused
 
 
-def _next(seen: dict[int, float], sizes: Sequence[int], slope: float | None = None) -> int | None:
+def _next(seen: dict[int, float], sizes: Sequence[int]) -> int | None:
     """Return the size to measure next; None when the search is over."""
     fits, refused = _bracket(seen)
     left = [size for size in sizes if (fits is None or size > fits) and (refused is None or size < refused)]
@@ -68,18 +63,15 @@ def _next(seen: dict[int, float], sizes: Sequence[int], slope: float | None = No
         return None
     if fits is None:
         return left[0]
-    target = _extrapolated(seen, fits, slope) if refused is None else _interpolated(seen, fits, refused)
+    target = _extrapolated(seen, fits) if refused is None else _interpolated(seen, fits, refused)
     return max((size for size in left if size <= target), default=left[0])
 
 
-def _extrapolated(seen: dict[int, float], fits: int, guess: float | None) -> float:
+def _extrapolated(seen: dict[int, float], fits: int) -> float:
     """Return where the line through the two largest sizes reaches the limit; 8 times the size without a line."""
     before = max((size for size in seen if size < fits), default=None)
-    slope = (guess or 0.0) if before is None else (seen[fits] - seen[before]) / (fits - before)
-    if slope <= 0:
-        return 8.0 * fits
-    target = fits + (1 - seen[fits]) / slope
-    return target if before is None else min(target, 16.0 * fits)
+    slope = 0.0 if before is None else (seen[fits] - seen[before]) / (fits - before)
+    return 8.0 * fits if slope <= 0 else min(fits + (1 - seen[fits]) / slope, 16.0 * fits)
 
 
 def _interpolated(seen: dict[int, float], fits: int, refused: int) -> float:

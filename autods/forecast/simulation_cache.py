@@ -239,12 +239,11 @@ class CachedEngine:
         on: EngineSpec | None = None,
         observations: Collection[Observation] = (),
         known: tuple[int, float] | None = None,
-        slope: float | None = None,
     ) -> LargestMicroBatch:
         """Search `sizes` (ascending) for the largest micro batch that fits within the limits.
 
-        `known` is a micro batch and its fill, and `slope` a guess, as for the function of this name. Where a larger
-        micro batch cannot be simulated (the data of a script may end), it counts as too large and stands in `failures`.
+        `known` is a micro batch and its fill. Where a larger micro batch cannot be simulated (the data of a script may
+        end), it counts as too large and stands in `failures`.
         """
         spec = on or self.spec
         failures: dict[int, str] = {}
@@ -261,7 +260,7 @@ class CachedEngine:
             measured.append(size)
             return self.cache.judge(spec, simulation, limits, observations, advise=False).fill
 
-        return replace(find_largest(fill, sizes, known=known, slope=slope), failures=failures)
+        return replace(find_largest(fill, sizes, known=known), failures=failures)
 
 
 def memory_key(spec: EngineSpec) -> str:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from ..config.catalogue import Site
 from ..config.deepspeed import micro_batches
 from ..events import Note
-from ..forecast.largest_batch import MOST_MICRO_BATCH, LargestMicroBatch
+from ..forecast.largest_batch import MOST_MICRO_BATCH
 from ..forecast.simulate.client import SimulationFailed
 from ..forecast.simulation_cache import CachedEngine, find_limits, move_engine
 from ..forecast.values import EngineSpec, RungForecast
@@ -52,35 +52,15 @@ def _switch_checkpointing(run: PlanRun, site: Site, spec: EngineSpec, best: Rung
                 return []  # the model's own code decides
             if not run.settings.largest or first.forecast.verdict == "cannot_fit":
                 return [first]
-            largest = _find_largest(run, site, spec, engine, first.forecast)
+            largest = engine.find_largest(
+                micro_batches(site.global_batch, site.world_size, MOST_MICRO_BATCH),
+                find_limits(site),
+                on=move_engine(other, site),
+                known=(site.micro_batch, first.forecast.fill),
+            )
             return [first if largest.micro_batch is None else _judge(run, site, engine, largest.micro_batch)]
     except SimulationFailed:
         return []
-
-
-def _find_largest(
-    run: PlanRun, site: Site, spec: EngineSpec, engine: CachedEngine, first: RungForecast
-) -> LargestMicroBatch:
-    """Search the largest micro batch of the engine, from its forecast at the first.
-
-    Both kinds of checkpointing hold the same without any sample. So the forecasts of `spec`, the other kind, show where
-    the line begins whose slope is the bytes of a sample.
-    """
-    limits, slope = find_limits(site), None
-    sizes = run.cache.list_simulated(spec)
-    if len(sizes) > 1:
-        low, high = sizes[0], sizes[1]
-        with run.cache.open(spec) as known:
-            fills = [known.forecast(size, limits, on=move_engine(spec, site)).fill for size in (low, high)]
-        empty = fills[0] - low * (fills[1] - fills[0]) / (high - low)
-        slope = max(0.0, first.fill - empty) / first.micro_batch
-    return engine.find_largest(
-        micro_batches(site.global_batch, site.world_size, MOST_MICRO_BATCH),
-        limits,
-        on=move_engine(engine.spec, site),
-        known=(first.micro_batch, first.fill),
-        slope=slope,
-    )
 
 
 def _judge(run: PlanRun, site: Site, engine: CachedEngine, micro_batch: int) -> Alternative:

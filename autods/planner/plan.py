@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -129,24 +129,15 @@ def _run_in_parallel(run: PlanRun, jobs: Sequence[_Job], *, search: bool, until_
     """Run the jobs in order, some at a time. The first that raises ends the others.
 
     With `search` they find the largest micro batch, too. With `until_one_fits` a site is done when a rung fits.
-    Rungs have much the same activations, so a search starts from the bytes of a sample that an earlier job found. It
-    waits for all earlier jobs but the last: where it starts must not depend on the job that ends first, nor on the
-    number of cores.
     """
-    tasks: list[Future[float | None]] = []
 
-    def forecast(number: int, rung: Rung, group: SiteGroup, sites: Sequence[Site]) -> float | None:
-        def guess_sample_bytes() -> float | None:
-            earlier = [task.result() for task in tasks[: max(0, number - 1)]]
-            return next((size for size in reversed(earlier) if size is not None), None)
-
+    def forecast(rung: Rung, group: SiteGroup, sites: Sequence[Site]) -> None:
         sites = [site for site in sites if not (until_one_fits and _site_forecast(run, site).status == "fits")]
-        return run.forecast_rung(rung, sites, group, guess_sample_bytes if search else None)
+        run.forecast_rung(rung, sites, group, search=search)
 
     pool = ThreadPoolExecutor(count_parallel_engines(), thread_name_prefix="forecast")
     try:
-        for number, job in enumerate(jobs):
-            tasks.append(pool.submit(forecast, number, *job))
+        tasks = [pool.submit(forecast, *job) for job in jobs]
         done = wait(tasks, return_when=FIRST_EXCEPTION).done
         for task in tasks:
             if task in done:

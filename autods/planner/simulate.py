@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -135,10 +134,6 @@ class _Stopped(Exception):
     """The plan has ended, and its simulator with it."""
 
 
-# Returns the device bytes of one more sample, as the search of another rung found them; None where none did.
-GuessSampleBytes = Callable[[], float | None]
-
-
 @dataclass(slots=True)
 class PlanRun:
     """A plan that is under way. Several threads may forecast rungs at a time."""
@@ -171,13 +166,10 @@ class PlanRun:
             forecasts = forecasts[: verdicts.index("fits") + 1] if "fits" in verdicts else forecasts
         return tuple(forecasts)
 
-    def forecast_rung(
-        self, rung: Rung, sites: Sequence[Site], group: SiteGroup, guess: GuessSampleBytes | None
-    ) -> float | None:
-        """Forecast a rung on sites of one group; with `guess`, search its largest micro batch from there, too.
+    def forecast_rung(self, rung: Rung, sites: Sequence[Site], group: SiteGroup, *, search: bool) -> None:
+        """Forecast a rung on sites of one group; with `search`, find its largest micro batch there, too.
 
-        Returns the device bytes of one more sample; None where no search showed them. A failure that concerns this
-        rung alone is its forecast. Raises SimulationFailed for others.
+        A failure that concerns this rung alone is its forecast. Raises SimulationFailed for others.
         """
         shared, applicable = None, []
         for site in sites:
@@ -187,22 +179,13 @@ class PlanRun:
                 applicable.append(site)
             else:
                 self._report(site, spec)
-        if shared is None:
-            return None
-        sample_bytes, others = self._forecast_on_one_engine(shared, applicable, guess)
-        for site in others:
-            alone, _ = self._forecast_on_one_engine(move_engine(shared, site), [site], guess)
-            sample_bytes = sample_bytes if alone is None else alone
-        return sample_bytes
+        if shared is not None:
+            for site in self._forecast_on_one_engine(shared, applicable, search=search):
+                self._forecast_on_one_engine(move_engine(shared, site), [site], search=search)
 
-    def _forecast_on_one_engine(
-        self, spec: EngineSpec, sites: Sequence[Site], guess: GuessSampleBytes | None
-    ) -> tuple[float | None, list[Site]]:
-        """Forecast the sites for which this engine is right.
-
-        Returns the bytes of one more sample, and the sites that need an engine of their own.
-        """
-        sample_bytes, others = None, []
+    def _forecast_on_one_engine(self, spec: EngineSpec, sites: Sequence[Site], *, search: bool) -> list[Site]:
+        """Forecast the sites for which this engine is right. Returns those that need an engine of their own."""
+        others = []
         try:
             with self.cache.open(spec) as engine:
                 for site in sites:
@@ -219,18 +202,14 @@ class PlanRun:
                         speed=self.forecast_speed(at_site, site, simulation),
                     )
                     self._report(site, forecast)
-                    if guess is None or not forecast.memory:
+                    if not search or not forecast.memory:
                         continue
-                    sample_bytes = guess() if sample_bytes is None else sample_bytes
                     largest = engine.find_largest(
                         micro_batches(site.global_batch, site.world_size, MOST_MICRO_BATCH),
                         limits,
                         on=at_site,
                         known=(site.micro_batch, forecast.fill),
-                        slope=None if sample_bytes is None else sample_bytes / limits.device_bytes,
                     )
-                    if largest.slope is not None and math.isfinite(largest.slope):
-                        sample_bytes = largest.slope * limits.device_bytes
                     if largest.micro_batch not in (None, site.micro_batch):
                         simulation = engine.simulate(largest.micro_batch)
                         forecast = replace(forecast, speed=self.forecast_speed(at_site, site, simulation))
@@ -242,7 +221,7 @@ class PlanRun:
             for site in sites:
                 reason = f"could not be simulated: {' '.join(str(failed.problem).split())}"
                 self._report(site, _not_applicable(spec.rung, site, reason))
-        return sample_bytes, others
+        return others
 
     def find_engine(self, site: Site, rung: str) -> EngineSpec | None:
         """Return the engine of a rung of the plan, as the site's group shares it; None where it does not apply."""

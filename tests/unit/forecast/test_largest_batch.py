@@ -95,13 +95,3 @@ def test_a_jump_in_the_peak_ends_with_a_bracket_that_says_so() -> None:
     assert found.micro_batch is not None
     assert found.refused is not None
     assert found.micro_batch < 1000 <= found.refused
-
-
-def test_another_rungs_slope_saves_measurements_only() -> None:
-    alone, guided, misled = Engine(kinked), Engine(kinked), Engine(kinked)
-    known = (1, kinked(1))
-    found = find_largest(alone, SIZES, known=known)
-    assert found.slope == pytest.approx(0.02)
-    assert find_largest(guided, SIZES, known=known, slope=found.slope).micro_batch == found.micro_batch
-    assert len(guided.measured) < len(alone.measured)
-    assert find_largest(misled, SIZES, known=known, slope=0.5).micro_batch == found.micro_batch
