@@ -21,7 +21,7 @@ from .largest_batch import LargestMicroBatch, find_largest
 from .predict.allocator import Replay
 from .predict.calibration import Observation, calibrate_forecast
 from .predict.verdict import judge_memory, replay_at_limit
-from .simulate.client import SimulationFailed
+from .simulate.protocol import SimulationFailed
 from .values import Engine, EngineSpec, RungForecast, Simulation, Simulator
 
 PARALLEL_ENGINES = 2  # at least, and while trials run

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import cast
 
 from ..types import ModelFacts
-from .simulate.client import SimulationFailed
+from .simulate.protocol import SimulationFailed
 from .values import Engine, EngineSpec, ForecastPhase, Simulation, Simulator, Trace
 
 # From an engine and a micro batch to its simulation; it may raise SimulationFailed.

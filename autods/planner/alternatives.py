@@ -11,7 +11,7 @@ from ..config.catalogue import Site
 from ..config.deepspeed import micro_batches
 from ..events import Note
 from ..forecast.largest_batch import MOST_MICRO_BATCH
-from ..forecast.simulate.client import SimulationFailed
+from ..forecast.simulate.protocol import SimulationFailed
 from ..forecast.simulation_cache import CachedEngine, find_limits, move_engine
 from ..forecast.values import EngineSpec, RungForecast
 from ..report.results.plan import Alternative

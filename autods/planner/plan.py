@@ -16,7 +16,8 @@ from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import AutodsError, EnvironmentBroken, InputError, Interrupted
 from ..events import Note
 from ..forecast.predict.step_time import find_fastest
-from ..forecast.simulate.client import LIMIT_S, ProcessSimulator, SimulationFailed
+from ..forecast.simulate.client import LIMIT_S, ProcessSimulator
+from ..forecast.simulate.protocol import SimulationFailed
 from ..forecast.simulation_cache import AllocConf, count_parallel_engines, read_alloc_conf, why_not_forecast
 from ..forecast.values import ForecastListener, RungForecast, Simulator, StartSimulator
 from ..report.results.plan import PlanReport, SiteForecast, Timeline

@@ -15,7 +15,7 @@ from ..errors import InputError
 from ..forecast.largest_batch import MOST_MICRO_BATCH, LargestMicroBatch
 from ..forecast.predict.memory_model import estimate_outside_bytes
 from ..forecast.predict.step_time import Speed, forecast_speed
-from ..forecast.simulate.client import SimulationFailed
+from ..forecast.simulate.protocol import SimulationFailed
 from ..forecast.simulation_cache import SimulationCache, find_limits, make_engine, move_engine, why_not_forecast
 from ..forecast.values import (
     EngineSpec,

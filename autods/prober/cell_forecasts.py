@@ -14,7 +14,8 @@ from ..config.settings import Settings
 from ..devices import find_device
 from ..events import Listener, Note
 from ..forecast.largest_batch import MOST_MICRO_BATCH
-from ..forecast.simulate.client import ProcessSimulator, SimulationFailed
+from ..forecast.simulate.client import ProcessSimulator
+from ..forecast.simulate.protocol import SimulationFailed
 from ..forecast.simulation_cache import (
     PARALLEL_ENGINES,
     SimulationCache,

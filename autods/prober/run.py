@@ -12,7 +12,7 @@ from ..config.settings import Settings
 from ..diagnosis.trial_outcome import make_input_error
 from ..errors import EnvironmentBroken
 from ..events import Listener
-from ..forecast.simulate.client import SimulationFailed
+from ..forecast.simulate.protocol import SimulationFailed
 from ..forecast.values import StartSimulator
 from ..journal import TrialStore, workspace
 from ..planner.plan import make_user_error

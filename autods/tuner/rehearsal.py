@@ -15,7 +15,7 @@ from ..errors import InputError
 from ..events import Listener, Note
 from ..forecast.predict.allocator import Replay
 from ..forecast.predict.step_time import forecast_speed
-from ..forecast.simulate.client import SimulationFailed
+from ..forecast.simulate.protocol import SimulationFailed
 from ..forecast.simulation_cache import SimulationCache, find_limits, read_alloc_conf, why_not_forecast
 from ..forecast.values import RungForecast, StartSimulator
 from ..journal import TrialStore

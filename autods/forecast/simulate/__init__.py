@@ -5,6 +5,7 @@ Only `client` may be imported by the rest of autods: it needs no torch. The othe
 
 from __future__ import annotations
 
-from .client import ProcessSimulator, SimulatedEngine, SimulationFailed
+from .client import ProcessSimulator, SimulatedEngine
+from .protocol import SimulationFailed
 
 __all__ = ["ProcessSimulator", "SimulatedEngine", "SimulationFailed"]

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import IO, TypeVar
 
-from ...errors import AutodsError
 from ...plain_text import clean
 from ...system import private, processes, stacks
 from ...system.processes import python_command
@@ -26,7 +25,7 @@ from ...system.waiting import Loading, Wait
 from ...types import ModelFacts, WorkloadSource
 from .. import values
 from ..values import EngineSpec, Simulation
-from .protocol import Failure, ModelRequest, Request, WorkloadReady, receive, send
+from .protocol import ModelRequest, Request, SimulationFailed, WorkloadReady, receive, send
 
 _PRIVATE = "autods-sim-"
 _NO_VARIABLES: Mapping[str, str] = {}
@@ -35,27 +34,6 @@ _GONE_S = 5.0  # the longest that killed engines take to end, on a very busy mac
 _POLL_MS = 250
 _LONGER = "mend it; where it was only slow, a longer --stall-limit allows more"
 _Answer = TypeVar("_Answer", WorkloadReady, ModelFacts, Simulation)
-
-
-class SimulationFailed(AutodsError):
-    """A simulation ended without a result. The message is one or two lines for a person.
-
-    `kind` is one of these words:
-
-    `no_compiler`, `build_failed`: the simulated device cannot be built.
-    `environment`: torch or DeepSpeed cannot be imported.
-    `user_code`: the workload raised an exception.
-    `data_dependent`: shapes depend on values.
-    `unsupported`: an operator has no fake implementation.
-    `engine`: DeepSpeed refused the config.
-    `stuck`: the user's code did not come back, or a script did not reach its second step.
-    `crashed`: the process died.
-    """
-
-    def __init__(self, *, kind: str, problem: str, place: str | None = None, hint: str | None = None) -> None:
-        self.kind, self.problem, self.place, self.hint = kind, problem, place, hint
-        line = f"{place}: {problem}" if place else problem
-        super().__init__(f"{line}\n  {hint}" if hint else line)
 
 
 class SimulatedEngine:
@@ -264,8 +242,8 @@ class _Worker:
 
 def _check(answer: object, kind: type[_Answer], log: IO[bytes]) -> _Answer:
     """The answer, if it is of this kind. Raises SimulationFailed for a failure, and for None: the process died."""
-    if isinstance(answer, Failure):
-        raise SimulationFailed(**asdict(answer))
+    if isinstance(answer, SimulationFailed):
+        raise answer
     if answer is None:
         text = ""
         with contextlib.suppress(ValueError):  # it is closed: the simulator was ended by another thread

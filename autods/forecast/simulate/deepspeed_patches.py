@@ -15,7 +15,7 @@ import torch
 from ...rank.patching import declare, declare_all
 from ...rank.preload import PROCESSOR
 from .ledger import Ledger
-from .protocol import SimulationRefused
+from .protocol import SimulationFailed
 from .work_log import WorkLog
 
 _IN_PLACE = frozenset({
@@ -103,7 +103,7 @@ class _Ops(types.ModuleType):
         def refuse(*args: Any, **kwargs: Any) -> Any:
             # Its use of memory is not known, and no forecast is better than a wrong one.
             problem = f"DeepSpeed's compiled function {self.__name__}.{name} is not simulated"
-            raise SimulationRefused(
+            raise SimulationFailed(
                 "unsupported", problem, "forecast with --no-forecast, or measure by a trial (autods fit)"
             )
 

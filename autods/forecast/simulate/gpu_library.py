@@ -17,14 +17,14 @@ from ...errors import EnvironmentBroken
 from ...system import private
 from ...system.host import cache_folder
 from ...system.limits import check_space
-from .protocol import SimulationRefused
+from .protocol import SimulationFailed
 
 _SOURCE = Path(__file__).with_name("simcuda.cpp")
 _BUILD_BYTES = 2**20  # the library has a tenth of it
 
 
 def load() -> ctypes.CDLL:
-    """The library, built if it is not cached. Call it before torch is imported. Raises SimulationRefused."""
+    """The library, built if it is not cached. Call it before torch is imported. Raises SimulationFailed."""
     if "torch" in sys.modules:
         raise RuntimeError("the simulated device must be loaded before torch")
     path = library_path()
@@ -37,10 +37,10 @@ def load() -> ctypes.CDLL:
 
 
 def _check_is_ours(path: Path) -> None:
-    """Raises SimulationRefused where another user can have written there."""
+    """Raises SimulationFailed where another user can have written there."""
     if path.exists() and (danger := private.find_danger(path)) is not None:
         error = private.make_error(danger)
-        raise SimulationRefused("build_failed", error.problem, error.hint)
+        raise SimulationFailed("build_failed", error.problem, error.hint)
 
 
 def library_path() -> Path:
@@ -58,22 +58,22 @@ def compiler() -> str | None:
 def _torch_folder() -> Path:
     spec = importlib.util.find_spec("torch")
     if spec is not None and not spec.submodule_search_locations:
-        raise SimulationRefused("environment", f"{spec.origin}: it hides the module torch", "rename it")
+        raise SimulationFailed("environment", f"{spec.origin}: it hides the module torch", "rename it")
     if spec is None or not spec.submodule_search_locations:
-        raise SimulationRefused("build_failed", "torch is not installed", "pip install torch")
+        raise SimulationFailed("build_failed", "torch is not installed", "pip install torch")
     return Path(spec.submodule_search_locations[0])
 
 
 def build(path: Path) -> None:
     """Compile the library to this path, once if several processes ask for it.
 
-    Raises SimulationRefused, whose kind is no_compiler or build_failed.
+    Raises SimulationFailed, whose kind is no_compiler or build_failed.
     """
     cxx = compiler()
     if cxx is None:
         name = os.environ.get("CXX") or "g++"
         problem = f"the simulated GPU needs a C++ compiler, and {name} is not installed"
-        raise SimulationRefused("no_compiler", problem, "apt-get install g++")
+        raise SimulationFailed("no_compiler", problem, "apt-get install g++")
     torch, temporary = _torch_folder(), path.with_suffix(f".{os.getpid()}.tmp")
     command = [
         cxx, "-O1", "-std=c++20", "-fPIC", "-shared", str(_SOURCE), "-o", str(temporary),
@@ -86,10 +86,10 @@ def build(path: Path) -> None:
         lock = open(path.with_suffix(".lock"), "w")
     except OSError as error:
         problem = f"{path.parent}: cannot be written: {error.strerror}"
-        raise SimulationRefused("build_failed", problem, "set AUTODS_CACHE to a folder that can") from None
+        raise SimulationFailed("build_failed", problem, "set AUTODS_CACHE to a folder that can") from None
     except EnvironmentBroken as error:
         problem, _, hint = str(error).partition("\n  ")
-        raise SimulationRefused("build_failed", problem, f"{hint}, also with AUTODS_CACHE in another folder") from None
+        raise SimulationFailed("build_failed", problem, f"{hint}, also with AUTODS_CACHE in another folder") from None
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one build at a time; the kernel frees the lock of one that is killed
         if path.exists():
@@ -101,11 +101,11 @@ def build(path: Path) -> None:
                 return
         except OSError as error:
             problem = f"{cxx} cannot be run: {error.strerror}"
-            raise SimulationRefused("no_compiler", problem, "apt-get install g++") from None
+            raise SimulationFailed("no_compiler", problem, "apt-get install g++") from None
         finally:
             temporary.unlink(missing_ok=True)
     lines = [line for line in built.stderr.splitlines() if "error" in line] or built.stderr.splitlines() or [""]
-    raise SimulationRefused(
+    raise SimulationFailed(
         "build_failed",
         f"the simulated GPU could not be built for torch {metadata.version('torch')}: {lines[0][:300]}",
         "update the compiler (g++ 11 or later), or set CXX to another one",

@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...errors import AutodsError
 from ...plain_text import clean, read_text
 from ...rank.patching import SymbolMissing
 from ...types import ModelFacts
@@ -28,19 +29,34 @@ class WorkloadReady:
     """The worker has loaded the workload."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """The simulation failed: the fields of `client.SimulationFailed`."""
+class SimulationFailed(AutodsError):
+    """A simulation ended without a result. The message is one or two lines for a person.
 
-    kind: str
-    problem: str
-    place: str | None = None
-    hint: str | None = None
+    `kind` is one of these words:
+
+    `no_compiler`, `build_failed`: the simulated device cannot be built.
+    `environment`: torch or DeepSpeed cannot be imported.
+    `user_code`: the workload raised an exception.
+    `data_dependent`: shapes depend on values.
+    `unsupported`: an operator has no fake implementation.
+    `engine`: DeepSpeed refused the config.
+    `stuck`: the user's code did not come back, or a script did not reach its second step.
+    `crashed`: the process died.
+    """
+
+    def __init__(self, kind: str, problem: str, hint: str | None = None, place: str | None = None) -> None:
+        self.kind, self.problem, self.hint, self.place = kind, problem, hint, place
+        line = f"{place}: {problem}" if place else problem
+        super().__init__(f"{line}\n  {hint}" if hint else line)
+
+    def __reduce__(self) -> tuple[type[SimulationFailed], tuple[str | None, ...]]:
+        """Let pickle call the constructor: the worker sends it, and the client raises it."""
+        return SimulationFailed, (self.kind, self.problem, self.hint, self.place)
 
 
 # A process is forked for each request. That of an engine then takes micro batches, as ints, and answers each.
 Request = ModelRequest | EngineSpec
-Answer = WorkloadReady | Failure | ModelFacts | Simulation
+Answer = WorkloadReady | SimulationFailed | ModelFacts | Simulation
 
 
 def send(connection: socket.socket, message: Request | Answer | int) -> None:
@@ -56,17 +72,9 @@ def receive(connection: socket.socket) -> Generator[Any, None, None]:
             yield pickle.load(stream)
 
 
-class SimulationRefused(Exception):
-    """The simulation cannot or must not go on; the fields are those of `protocol.Failure`."""
-
-    def __init__(self, kind: str, problem: str, hint: str | None = None) -> None:
-        super().__init__(problem)
-        self.kind, self.problem, self.hint = kind, problem, hint
-
-
 @contextlib.contextmanager
 def explain_optimizer_errors(config: Mapping[str, Any]) -> Iterator[None]:
-    """Turn errors of `deepspeed.initialize` or of a step about the config's optimizer into `SimulationRefused`."""
+    """Turn errors of `deepspeed.initialize` or of a step about the config's optimizer into `SimulationFailed`."""
     try:
         yield
     except Exception as error:
@@ -96,26 +104,26 @@ def explain_optimizer_errors(config: Mapping[str, Any]) -> Iterator[None]:
             ),
         ):  # fmt: skip
             if isinstance(error, error_type) and part in message:
-                raise SimulationRefused(kind, problem, hint) from error
+                raise SimulationFailed(kind, problem, hint) from error
         raise
 
 
-def failure_of(error: BaseException, user_file: str) -> Failure:
+def failure_of(error: BaseException, user_file: str) -> SimulationFailed:
     """The failure that an exception means; `place` is the innermost line of the user's file."""
-    if isinstance(error, SimulationRefused):
-        return Failure(kind=error.kind, problem=error.problem, hint=error.hint)
+    if isinstance(error, SimulationFailed):
+        return error
     if isinstance(error, SymbolMissing):
         problem, _, advice = read_text(error).partition("\n")
-        return Failure(kind="engine", problem=problem, hint=advice.strip())
+        return SimulationFailed(kind="engine", problem=problem, hint=advice.strip())
     from ...rank.record import describe_error
 
     if isinstance(error, WorkloadError) and error.place:
-        return Failure(kind="user_code", problem=clean(error.problem), place=error.place, hint=error.hint)
+        return SimulationFailed(kind="user_code", problem=clean(error.problem), place=error.place, hint=error.hint)
     described = describe_error(error, user_file)
     types, message = described.types, " ".join(described.message.split())[:500]
     place = described.user_frame
     if described.contract:
-        return Failure(kind="user_code", problem=described.contract, place=place, hint=described.hint)
+        return SimulationFailed(kind="user_code", problem=described.contract, place=place, hint=described.hint)
     kind, hint = "user_code" if place else "engine", None
     if {"DataDependentOutputException", "DynamicOutputShapeException", "NoValues"} & set(types):
         kind, hint = "data_dependent", "compute it without looking at values, or forecast with --no-forecast"
@@ -124,4 +132,4 @@ def failure_of(error: BaseException, user_file: str) -> Failure:
     problem = f"{types[0]}: {message}" if message else types[0]
     if "SystemExit" in types:
         problem, hint = f"sys.exit({message}) was called", "a workload must not leave the process"
-    return Failure(kind=kind, problem=problem, place=place, hint=hint)
+    return SimulationFailed(kind=kind, problem=problem, place=place, hint=hint)

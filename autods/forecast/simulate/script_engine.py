@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
-import signal
 import socket
 import sys
 import tempfile
@@ -25,7 +23,7 @@ from ...rank.memory import Meter
 from ...rank.record import ScriptEnd
 from ...rank.script.inject import run_script
 from ...rank.script.trial_policy import TrialPolicy
-from ...system import processes, stacks
+from ...system import processes
 from ...system.stacks import find_raiser
 from ...types import ModelFacts, Phase, Steps, WorkloadSource
 from ...units import format_signal
@@ -34,10 +32,9 @@ from ..values import EngineSpec, Simulation
 from . import attribution, script_patches
 from .engine import SimulationContext, read_ledger, swap_into
 from .protocol import (
-    Failure,
     ModelRequest,
     Request,
-    SimulationRefused,
+    SimulationFailed,
     explain_optimizer_errors,
     failure_of,
     receive,
@@ -45,7 +42,6 @@ from .protocol import (
 )
 
 _STEPS = Steps(warmup=1, timed=1, most_timed=1)  # the second step differs, see `engine`
-_LIMIT_S = 300.0  # of one run; simulated steps take seconds, the rest is the script's own work
 _ENOUGH_ACCUMULATION = 2  # a third micro batch of a step allocates what the second does, and needs more data
 _ANSWERED = 93  # exit code of a run that has sent its answer; unlikely to be a script's own
 _HINT = "real trials measure it: autods fit"
@@ -69,22 +65,11 @@ def answer_requests(
             folder = tempfile.mkdtemp(dir=scratch)
             only_looks = isinstance(request, ModelRequest)
             _ScriptRun(connection, context, source, folder, spec, micro_batch, only_looks).run()
-        pidfd = os.pidfd_open(pid)
-        in_time = bool(select.select([pidfd], [], [], _LIMIT_S)[0])
-        frame = None
-        if not in_time:
-            frame = stacks.find_user_frame(stacks.read_stack(pid, sys.stderr.fileno()))
-            os.kill(pid, signal.SIGKILL)
-        os.close(pidfd)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        if not in_time:
-            problem = f"its second optimizer step did not end within {_LIMIT_S:.0f} s on the simulated device"
-            send(connection, Failure(kind="stuck", problem=problem, place=str(frame or source.path), hint=_HINT))
-            return
         if code != _ANSWERED:  # the next request is another run, and may succeed
             ending = f"killed by {format_signal(-code)}" if code < 0 else f"it left with exit code {code}"
             problem = f"the simulation of micro batch {micro_batch} ended without an answer: {ending}"
-            send(connection, Failure(kind="crashed", problem=problem, place=source.path, hint=_HINT))
+            send(connection, SimulationFailed(kind="crashed", problem=problem, place=source.path, hint=_HINT))
 
 
 def _unsharded(context: SimulationContext, source: WorkloadSource, ranks: int) -> EngineSpec:
@@ -199,17 +184,19 @@ class _SimulatedTrial(TrialPolicy):
         return self.step >= _STEPS.warmup + _STEPS.timed
 
 
-def _failure_of(error: BaseException, source: WorkloadSource) -> Failure:
+def _failure_of(error: BaseException, source: WorkloadSource) -> SimulationFailed:
     """The failure that an exception of a script means, with the script's line."""
     if isinstance(error, WorkloadError):
-        return Failure(kind="user_code", problem=error.problem, place=error.place, hint=error.hint)
+        return SimulationFailed(kind="user_code", problem=error.problem, place=error.place, hint=error.hint)
     failure = failure_of(error, source.path)
-    if isinstance(error, SimulationRefused):
+    if isinstance(error, SimulationFailed):
         return failure
     place = str(find_raiser(error) or failure.place or source.path)
     if "FakeTensorDeviceMismatchError" in failure.problem:  # a real GPU raises an error here too
         problem = "tensors of the CPU and of the GPU meet in one operation"
-        return Failure(kind="user_code", problem=problem, place=place, hint="move the batch to engine.device")
+        return SimulationFailed(kind="user_code", problem=problem, place=place, hint="move the batch to engine.device")
     frames = traceback.extract_tb(error.__traceback__)
     kind = "engine" if frames and "/deepspeed/" in frames[-1].filename else failure.kind
-    return Failure(kind=kind, problem=f"cannot run on the simulated device: {failure.problem}", place=place, hint=_HINT)
+    return SimulationFailed(
+        kind=kind, problem=f"cannot run on the simulated device: {failure.problem}", place=place, hint=_HINT
+    )

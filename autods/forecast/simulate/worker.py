@@ -30,7 +30,7 @@ from ...rank.patching import SymbolMissing
 from ...system import processes, stacks
 from ...types import WorkloadSource
 from ..values import EngineSpec
-from .protocol import Answer, Request, SimulationRefused, WorkloadReady, failure_of, receive, send
+from .protocol import Answer, Request, SimulationFailed, WorkloadReady, failure_of, receive, send
 
 if TYPE_CHECKING:
     from ...workload.protocol import Workload
@@ -73,10 +73,10 @@ def _prepare(device: Device, source: WorkloadSource, scratch: str, client: socke
     os.environ.update(DS_ACCELERATOR=accelerator.name, DS_IGNORE_CUDA_DETECTION="1", CUDA_VISIBLE_DEVICES="")
     try:
         _import_libraries(device)
-    except (SimulationRefused, SymbolMissing):
+    except (SimulationFailed, SymbolMissing):
         raise
     except Exception as error:  # nothing of the user's was imported on purpose so far
-        raise SimulationRefused("environment", *describe_failed_import(error).split("\n  ")) from error
+        raise SimulationFailed("environment", *describe_failed_import(error).split("\n  ")) from error
     from ...rank import preload
     from ...workload.load import in_one_process, load
     from .engine import SimulationContext

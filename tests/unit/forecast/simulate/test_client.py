@@ -14,7 +14,7 @@ import pytest
 
 from autods.forecast.simulate import SimulationFailed
 from autods.forecast.simulate.client import ProcessSimulator, SimulatedEngine
-from autods.forecast.simulate.protocol import Failure, send
+from autods.forecast.simulate.protocol import send
 from autods.system import waiting
 from autods.types import ModelFacts
 from tests.support.stuck import hang_on_import, make_python
@@ -34,7 +34,7 @@ def test_a_failure_says_where_what_and_how_to_fix_it() -> None:
 def test_an_engine_that_failed_leaves_no_connection_open() -> None:
     ours, theirs = socket.socketpair()
     engine = SimulatedEngine(ours, io.BytesIO())
-    send(theirs, Failure(kind="engine", problem="AssertionError: no"))
+    send(theirs, SimulationFailed(kind="engine", problem="AssertionError: no"))
     with theirs, pytest.raises(SimulationFailed) as failed:
         engine.receive(ModelFacts)
     engine.close()

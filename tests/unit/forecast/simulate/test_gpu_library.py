@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from autods.forecast.simulate import gpu_library
-from autods.forecast.simulate.protocol import SimulationRefused
+from autods.forecast.simulate.protocol import SimulationFailed
 
 
 def test_without_a_compiler_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(SimulationRefused) as failed:
+    with pytest.raises(SimulationFailed) as failed:
         gpu_library.build(tmp_path / "library.so")
     assert failed.value.kind == "no_compiler"
     assert "no-such-compiler is not installed" in failed.value.problem
@@ -22,7 +22,7 @@ def test_without_a_compiler_the_error_says_what_to_install(monkeypatch: pytest.M
 
 def test_a_compiler_that_fails_leaves_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CXX", "false")
-    with pytest.raises(SimulationRefused) as failed:
+    with pytest.raises(SimulationFailed) as failed:
         gpu_library.build(tmp_path / "library.so")
     assert failed.value.kind == "build_failed"
     assert [path.name for path in tmp_path.iterdir()] == ["library.lock"]
@@ -46,6 +46,6 @@ def test_a_library_that_others_may_have_written_is_refused(
     (tmp_path / place).chmod(0o777)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setattr(gpu_library, "library_path", lambda: library)
-    with pytest.raises(SimulationRefused) as failed:
+    with pytest.raises(SimulationFailed) as failed:
         gpu_library.load()
     assert failed.value.problem == f"every user may write to {tmp_path / place}, and its content would be executed"

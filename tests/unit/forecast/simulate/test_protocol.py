@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 from array import array
 from collections.abc import Iterator
 
 import pytest
 
-from autods.forecast.simulate.protocol import Answer, Failure, ModelRequest, Request, WorkloadReady, receive, send
+from autods.forecast.simulate.protocol import (
+    Answer,
+    ModelRequest,
+    Request,
+    SimulationFailed,
+    WorkloadReady,
+    receive,
+    send,
+)
 from autods.forecast.values import EngineSpec, Simulation, Trace
 from autods.types import ModelFacts
 
@@ -40,7 +49,6 @@ def pair() -> Iterator[Pair]:
     "message",
     [
         WorkloadReady(), ModelRequest(ranks=2), SPEC, FACTS, RESULT,
-        Failure(kind="engine", problem="AssertionError: no", place="model.py:3", hint="yes"),
     ],
     ids=lambda message: type(message).__name__,
 )  # fmt: skip
@@ -48,6 +56,14 @@ def test_a_message_survives_the_wire(message: Request | Answer, pair: Pair) -> N
     ours, theirs = pair
     send(ours, message)
     assert next(receive(theirs)) == message
+
+
+def test_a_failure_survives_the_wire(pair: Pair) -> None:
+    ours, theirs = pair
+    failed = SimulationFailed("engine", "AssertionError: no", "yes", place="model.py:3")
+    send(ours, failed)
+    (received,) = itertools.islice(receive(theirs), 1)
+    assert (vars(received), str(received)) == (vars(failed), str(failed))
 
 
 def test_messages_end_with_the_peer(pair: Pair) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from autods.forecast.simulate.protocol import SimulationRefused, explain_optimizer_errors, failure_of
+from autods.forecast.simulate.protocol import SimulationFailed, explain_optimizer_errors, failure_of
 from autods.rank.patching import Patch, SymbolMissing
 
 
-def explained(error: Exception, config: dict[str, object]) -> SimulationRefused:
-    with pytest.raises(SimulationRefused) as refused, explain_optimizer_errors(config):
+def explained(error: Exception, config: dict[str, object]) -> SimulationFailed:
+    with pytest.raises(SimulationFailed) as refused, explain_optimizer_errors(config):
         raise error
     return refused.value
 
@@ -41,7 +41,7 @@ def test_other_errors_pass_through() -> None:
 
 
 def test_a_refusal_keeps_its_words() -> None:
-    failure = failure_of(SimulationRefused("unsupported", "no such kernel", "use another"), "model.py")
+    failure = failure_of(SimulationFailed("unsupported", "no such kernel", "use another"), "model.py")
     assert (failure.kind, failure.problem, failure.hint) == ("unsupported", "no such kernel", "use another")
 
 
