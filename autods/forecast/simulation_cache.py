@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import re
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -18,9 +17,8 @@ from ..devices import find_device
 from ..system.host import count_cores, find_memory_groups, read_host_memory
 from ..types import Knobs, ModelFacts, Tier
 from .largest_batch import LargestMicroBatch, find_largest
-from .predict.allocator import Replay
 from .predict.calibration import Observation, calibrate_forecast
-from .predict.verdict import judge_memory, replay_at_limit
+from .predict.verdict import judge_memory
 from .simulate.protocol import SimulationFailed
 from .values import Engine, EngineSpec, RungForecast, Simulation, Simulator
 
@@ -151,7 +149,6 @@ class SimulationCache:
     expandable: bool = False
     before_simulation: Callable[[EngineSpec, int], None] | None = None
     _simulations: dict[tuple[str, int], Simulation] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @contextlib.contextmanager
     def open(self, spec: EngineSpec) -> Iterator[CachedEngine]:
@@ -166,21 +163,16 @@ class SimulationCache:
 
     def get(self, spec: EngineSpec, micro_batch: int) -> Simulation | None:
         """Return the simulation of a micro batch; None where it was not simulated."""
-        key = memory_key(spec), micro_batch
-        with self._lock:
-            return self._simulations.get(key)
+        return self._simulations.get((memory_key(spec), micro_batch))
 
     def keep(self, spec: EngineSpec, micro_batch: int, simulation: Simulation) -> None:
         """Keep the simulation of a micro batch for all engines that allocate the same."""
-        key = memory_key(spec), micro_batch
-        with self._lock:
-            self._simulations[key] = simulation
+        self._simulations[memory_key(spec), micro_batch] = simulation
 
     def list_simulated(self, spec: EngineSpec) -> list[int]:
         """Return the micro batches of the engine that were simulated so far, ascending."""
         key = memory_key(spec)
-        with self._lock:
-            return sorted(micro_batch for known, micro_batch in self._simulations if known == key)
+        return sorted(micro_batch for known, micro_batch in tuple(self._simulations) if known == key)
 
     def judge(
         self,
@@ -200,10 +192,6 @@ class SimulationCache:
             expandable=self.expandable,
             advise=advise,
         )
-
-    def replay_at_limit(self, simulation: Simulation, forecast: RungForecast) -> Replay | None:
-        """Return how torch's allocator does at the device's limit, see `verdict.replay_at_limit`."""
-        return replay_at_limit(simulation, forecast, expandable=self.expandable)
 
 
 @dataclass(slots=True)

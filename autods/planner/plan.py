@@ -113,7 +113,7 @@ _Job = tuple[Rung, SiteGroup, Sequence[Site]]
 def _forecast_all(run: PlanRun) -> None:
     """Forecast every rung on each site. Several sites are searched only at the rung that is their answer."""
     settings, several = run.settings, len(run.settings.sites) > 1
-    jobs = [(rung, group, group.sites) for group in group_sites(settings.sites) for rung in settings.ladder]
+    jobs = [(rung, group, group) for group in group_sites(settings.sites) for rung in settings.ladder]
     _run_in_parallel(run, jobs, search=settings.largest and not several, until_one_fits=several)
     if run.failures and not any(forecast.memory for forecast in run.forecasts.values()):
         raise next(run.failures[rung.name] for rung in settings.ladder if rung.name in run.failures)
@@ -213,7 +213,7 @@ def _write_timeline(run: PlanRun, site: SiteForecast) -> tuple[Timeline | None, 
 
 def _list_notes(settings: PlanSettings, allocator: AllocConf) -> tuple[str, ...]:
     notes = []
-    if any(len(group.sites) > 1 for group in group_sites(settings.sites)):
+    if any(len(group) > 1 for group in group_sites(settings.sites)):
         shared = "machines with the same ranks and precision share simulations"
         notes.append(f"{shared}: their buckets suit the smallest of them")
     if allocator.expandable:

@@ -32,23 +32,7 @@ from ..types import Knobs, ModelFacts
 _LASTING = ("user_code", "data_dependent", "unsupported", "stuck", "no_compiler", "build_failed", "environment")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SiteGroup:
-    """Sites that share simulations.
-
-    Buckets are sized for the smallest device, which suits the larger ones. DeepSpeed sees the largest device at init,
-    see `holds_on_smaller_device`.
-    """
-
-    sites: tuple[Site, ...]
-
-    @property
-    def bucket_device_bytes(self) -> int:
-        return min(site.machine.device_bytes for site in self.sites)
-
-    @property
-    def device_bytes(self) -> int:
-        return max(site.machine.device_bytes for site in self.sites)
+SiteGroup = tuple[Site, ...]  # sites that share simulations
 
 
 def group_sites(sites: Sequence[Site]) -> tuple[SiteGroup, ...]:
@@ -57,7 +41,7 @@ def group_sites(sites: Sequence[Site]) -> tuple[SiteGroup, ...]:
     for site in sites:
         flash = site.machine.capability is None or site.machine.capability >= (8, 0)
         groups.setdefault(repr((site.world_size, site.micro_batch, site.base, site.problem, flash)), []).append(site)
-    return tuple(SiteGroup(sites=tuple(group)) for group in groups.values())
+    return tuple(map(tuple, groups.values()))
 
 
 def holds_on_smaller_device(simulation: Simulation, spec: EngineSpec, device_bytes: int) -> bool:
@@ -89,19 +73,25 @@ def choose_checkpointing(settings: PlanSettings, facts: ModelFacts) -> bool:
 def make_group_engine(
     rung: Rung, site: Site, settings: PlanSettings, facts: ModelFacts, group: SiteGroup
 ) -> EngineSpec | RungForecast:
-    """Return the engine of a rung at a site, or a forecast that says why the rung does not apply."""
+    """Return the engine of a rung at a site, or a forecast that says why the rung does not apply.
+
+    Buckets are sized for the smallest device of the group, which suits the larger ones. DeepSpeed sees the largest
+    device at init, see `holds_on_smaller_device`.
+    """
     reason = site.problem or unmet_need(rung, site, facts) or why_not_forecast(facts)
     if reason is not None:
         return _not_applicable(rung.name, site, reason)
-    sized_for, as_written = group.bucket_device_bytes, settings.as_written
+    device_bytes = [each.machine.device_bytes for each in group]
     knobs = Knobs(
         micro_batch=site.micro_batch,
         accumulation=_choose_accumulation(site, site.micro_batch),
         checkpointing=choose_checkpointing(settings, facts),
-        settings=start_settings(rung, base=site.base, device_bytes=sized_for, facts=facts, as_written=as_written),
+        settings=start_settings(
+            rung, base=site.base, device_bytes=min(device_bytes), facts=facts, as_written=settings.as_written
+        ),
     )
     spec = make_engine(site, rung, knobs, facts, zero_init=settings.zero_init)
-    return replace(move_engine(spec, group.sites[0]), device_bytes=group.device_bytes)
+    return replace(move_engine(spec, group[0]), device_bytes=max(device_bytes))
 
 
 def _choose_accumulation(site: Site, micro_batch: int) -> int:
@@ -225,7 +215,7 @@ class PlanRun:
 
     def find_engine(self, site: Site, rung: str) -> EngineSpec | None:
         """Return the engine of a rung of the plan, as the site's group shares it; None where it does not apply."""
-        group = next(group for group in group_sites(self.settings.sites) if site in group.sites)
+        group = next(group for group in group_sites(self.settings.sites) if site in group)
         row = next(row for row in self.settings.ladder if row.name == rung)
         spec = make_group_engine(row, site, self.settings, self.facts, group)
         return spec if isinstance(spec, EngineSpec) else None

@@ -15,6 +15,7 @@ from ..errors import InputError
 from ..events import Listener, Note
 from ..forecast.predict.allocator import Replay
 from ..forecast.predict.step_time import forecast_speed
+from ..forecast.predict.verdict import replay_at_limit
 from ..forecast.simulate.protocol import SimulationFailed
 from ..forecast.simulation_cache import SimulationCache, find_limits, read_alloc_conf, why_not_forecast
 from ..forecast.values import RungForecast, StartSimulator
@@ -170,7 +171,8 @@ class RehearsalRunner:
         spec, knobs = make_trial_engine(self.settings, self.facts, trial), trial.knobs
         simulation = self.cache.simulate(spec, knobs.micro_batch)
         forecast = self.cache.judge(spec, simulation, find_limits(self.settings.site), advise=False)
-        replayed = self.cache.replay_at_limit(simulation, forecast) if trial.limited else None
+        expandable = self.cache.expandable
+        replayed = replay_at_limit(simulation, forecast, expandable=expandable) if trial.limited else None
         if trial.limited and (full := _find_full_tier(forecast, replayed)) is not None:
             return full
         ranks_per_node = min(spec.ranks_per_node, spec.world_size)

@@ -19,7 +19,7 @@ from rich.table import Table
 from autods.api import PLAN
 from autods.forecast.simulate import ProcessSimulator
 from autods.forecast.values import EngineSpec
-from autods.planner.simulate import SiteGroup, make_group_engine
+from autods.planner.simulate import make_group_engine
 from autods.requests import PlanRequest
 
 GEOMETRIES = Path(__file__).parents[2] / "examples" / "geometries"
@@ -60,7 +60,7 @@ def simulated(model: str, *, gpus: int, rungs: tuple[str, ...]) -> dict[str, tup
         zero_init=True, as_written=True, base_config=BASE,
     )  # fmt: skip
     question = PLAN.resolve(request)
-    group = SiteGroup(sites=question.sites)
+    group = question.sites
     found = {}
     with ProcessSimulator(question.source) as simulator:
         facts = simulator.facts()

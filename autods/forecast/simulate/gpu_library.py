@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import hashlib
 import importlib.util
 import os
@@ -65,7 +64,7 @@ def _torch_folder() -> Path:
 
 
 def build(path: Path) -> None:
-    """Compile the library to this path, once if several processes ask for it.
+    """Compile the library to this path. Several processes may: each puts a whole file there.
 
     Raises SimulationFailed, whose kind is no_compiler or build_failed.
     """
@@ -83,27 +82,22 @@ def build(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         check_space(path.parent, _BUILD_BYTES, "the build of the simulated GPU")
-        lock = open(path.with_suffix(".lock"), "w")
     except OSError as error:
         problem = f"{path.parent}: cannot be written: {error.strerror}"
         raise SimulationFailed("build_failed", problem, "set AUTODS_CACHE to a folder that can") from None
     except EnvironmentBroken as error:
         problem, _, hint = str(error).partition("\n  ")
         raise SimulationFailed("build_failed", problem, f"{hint}, also with AUTODS_CACHE in another folder") from None
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one build at a time; the kernel frees the lock of one that is killed
-        if path.exists():
+    try:
+        built = subprocess.run(command, capture_output=True, text=True, check=False)
+        if built.returncode == 0:
+            os.replace(temporary, path)
             return
-        try:
-            built = subprocess.run(command, capture_output=True, text=True, check=False)
-            if built.returncode == 0:
-                os.replace(temporary, path)
-                return
-        except OSError as error:
-            problem = f"{cxx} cannot be run: {error.strerror}"
-            raise SimulationFailed("no_compiler", problem, "apt-get install g++") from None
-        finally:
-            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        problem = f"{cxx} cannot be run: {error.strerror}"
+        raise SimulationFailed("no_compiler", problem, "apt-get install g++") from None
+    finally:
+        temporary.unlink(missing_ok=True)
     lines = [line for line in built.stderr.splitlines() if "error" in line] or built.stderr.splitlines() or [""]
     raise SimulationFailed(
         "build_failed",

@@ -15,7 +15,7 @@ from autods.forecast.simulate import SimulationFailed
 from autods.forecast.testing import ScriptedSimulator, fail_with, simulate_peaks
 from autods.forecast.values import EngineSpec, RungFinished, RungForecast, Simulation
 from autods.planner.plan import plan
-from autods.planner.simulate import SiteGroup, group_sites, make_group_engine
+from autods.planner.simulate import group_sites, make_group_engine
 from autods.types import ModelFacts
 from tests.support.planned import FACTS, GIB, NEEDS, SOURCE, Planned, question, shrinking
 
@@ -297,14 +297,14 @@ def test_no_second_simulation_where_another_phase_decides() -> None:
 
 def test_machines_of_other_ranks_or_precision_are_simulated_apart() -> None:
     sites = question(on="t4-16gb,v100-16gb,a100-80gb").sites
-    assert [[site.machine.name for site in group.sites] for group in group_sites(sites)] == [
+    assert [[site.machine.name for site in group] for group in group_sites(sites)] == [
         ["t4-16gb"], ["v100-16gb"], ["a100-80gb"],
     ]  # fmt: skip
 
 
 def test_an_engine_spec_holds_the_whole_config() -> None:
     asked = question(nvme="1TiB", zero_init=True, checkpointing="off")
-    group = SiteGroup(sites=asked.sites)
+    group = asked.sites
     asks = [make_group_engine(rung, asked.sites[0], asked, FACTS, group) for rung in asked.ladder]
     assert all(isinstance(ask, EngineSpec) for ask in asks)
     nvme = asks[-1]
