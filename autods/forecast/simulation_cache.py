@@ -116,25 +116,17 @@ def read_alloc_conf(environment: Mapping[str, str], device: str) -> AllocConf:
     return AllocConf(variable=variable, expandable=expandable, unmodelled=tuple(unmodelled))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """The memory that a rung may use: the device's bytes a rank, the others a node; None where it is not known."""
+def list_limits(spec: EngineSpec) -> dict[Tier, int]:
+    """Return the bytes of the tiers whose limit the engine's machine shows: the device's a rank, the others a node.
 
-    device_bytes: int
-    host_bytes: int | None = None
-    nvme_bytes: int | None = None
-
-    def by_tier(self, device: str) -> dict[Tier, int]:
-        """Return the limits that are known. A device that shares host memory has a budget for its own part only."""
-        host_bytes = None if find_device(device).shares_host_memory else self.host_bytes
-        limits: dict[Tier, int | None] = {"device": self.device_bytes, "host": host_bytes, "nvme": self.nvme_bytes}
-        return {tier: limit for tier, limit in limits.items() if limit is not None}
-
-
-def find_limits(site: Site) -> Limits:
-    """Return the limits of the site's machine."""
-    machine = site.machine
-    return Limits(device_bytes=machine.device_bytes, host_bytes=machine.host_bytes, nvme_bytes=machine.nvme_bytes)
+    A device that shares host memory has a budget for its own part only.
+    """
+    machine = spec.machine
+    if machine is None:
+        return {}
+    host_bytes = None if find_device(spec.device).shares_host_memory else machine.host_bytes
+    limits: dict[Tier, int | None] = {"device": machine.device_bytes, "host": host_bytes, "nvme": machine.nvme_bytes}
+    return {tier: limit for tier, limit in limits.items() if limit is not None}
 
 
 @dataclass(slots=True)
@@ -178,16 +170,15 @@ class SimulationCache:
         self,
         spec: EngineSpec,
         simulation: Simulation,
-        limits: Limits,
         observations: Collection[Observation] = (),
         *,
         advise: bool = True,
     ) -> RungForecast:
-        """Return the forecast within these limits, corrected by the measurements of trials."""
+        """Return the forecast within the limits of the engine's machine, corrected by the measurements of trials."""
         return judge_memory(
             spec,
             simulation,
-            limits=limits.by_tier(spec.device),
+            limits=list_limits(spec),
             calibration=calibrate_forecast(spec, observations),
             expandable=self.expandable,
             advise=advise,
@@ -215,20 +206,19 @@ class CachedEngine:
         self.cache.keep(self.spec, micro_batch, simulation)
         return simulation
 
-    def forecast(self, micro_batch: int, limits: Limits, *, on: EngineSpec | None = None) -> RungForecast:
-        """Return the forecast within these limits. `on` is the same engine on another machine, to judge it there."""
-        return self.cache.judge(on or self.spec, self.simulate(micro_batch), limits)
+    def forecast(self, micro_batch: int, *, on: EngineSpec | None = None) -> RungForecast:
+        """Return the forecast on the engine's machine. `on` is the same engine on another one, to judge it there."""
+        return self.cache.judge(on or self.spec, self.simulate(micro_batch))
 
     def find_largest(
         self,
         sizes: Sequence[int],
-        limits: Limits,
         *,
         on: EngineSpec | None = None,
         observations: Collection[Observation] = (),
         known: tuple[int, float] | None = None,
     ) -> LargestMicroBatch:
-        """Search `sizes` (ascending) for the largest micro batch that fits within the limits.
+        """Search `sizes` (ascending) for the largest micro batch that fits on the engine's machine, or `on` another.
 
         `known` is a micro batch and its fill. Where a larger micro batch cannot be simulated (the data of a script may
         end), it counts as too large and stands in `failures`.
@@ -246,7 +236,7 @@ class CachedEngine:
                 failures[size] = " ".join(str(failed.problem).split())
                 return math.inf
             measured.append(size)
-            return self.cache.judge(spec, simulation, limits, observations, advise=False).fill
+            return self.cache.judge(spec, simulation, observations, advise=False).fill
 
         return replace(find_largest(fill, sizes, known=known), failures=failures)
 

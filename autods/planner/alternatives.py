@@ -12,7 +12,7 @@ from ..config.deepspeed import micro_batches
 from ..events import Note
 from ..forecast.largest_batch import MOST_MICRO_BATCH
 from ..forecast.simulate.protocol import SimulationFailed
-from ..forecast.simulation_cache import CachedEngine, find_limits, move_engine
+from ..forecast.simulation_cache import CachedEngine, move_engine
 from ..forecast.values import EngineSpec, RungForecast
 from ..report.results.plan import Alternative
 from .simulate import PlanRun, choose_checkpointing
@@ -54,7 +54,6 @@ def _switch_checkpointing(run: PlanRun, site: Site, spec: EngineSpec, best: Rung
                 return [first]
             largest = engine.find_largest(
                 micro_batches(site.global_batch, site.world_size, MOST_MICRO_BATCH),
-                find_limits(site),
                 on=move_engine(other, site),
                 known=(site.micro_batch, first.forecast.fill),
             )
@@ -65,7 +64,7 @@ def _switch_checkpointing(run: PlanRun, site: Site, spec: EngineSpec, best: Rung
 
 def _judge(run: PlanRun, site: Site, engine: CachedEngine, micro_batch: int) -> Alternative:
     spec = move_engine(engine.spec, site)
-    forecast = engine.forecast(micro_batch, find_limits(site), on=spec)
+    forecast = engine.forecast(micro_batch, on=spec)
     speed = run.forecast_speed(spec, site, engine.simulate(micro_batch))
     switched = spec.checkpointing != choose_checkpointing(run.settings, run.facts)
     forecast = replace(forecast, speed=speed)

@@ -16,7 +16,7 @@ from ..forecast.largest_batch import MOST_MICRO_BATCH, LargestMicroBatch
 from ..forecast.predict.memory_model import estimate_outside_bytes
 from ..forecast.predict.step_time import Speed, forecast_speed
 from ..forecast.simulate.protocol import SimulationFailed
-from ..forecast.simulation_cache import SimulationCache, find_limits, make_engine, move_engine, why_not_forecast
+from ..forecast.simulation_cache import SimulationCache, make_engine, move_engine, why_not_forecast
 from ..forecast.values import (
     EngineSpec,
     ForecastListener,
@@ -184,8 +184,7 @@ class PlanRun:
                     if not holds_on_smaller_device(simulation, spec, machine.device_bytes):
                         others.append(site)
                         continue
-                    limits = find_limits(site)
-                    forecast = engine.forecast(site.micro_batch, limits, on=at_site)
+                    forecast = engine.forecast(site.micro_batch, on=at_site)
                     forecast = replace(
                         forecast,
                         assumed=(*forecast.assumed, *list_overruled(at_site, site.base)),
@@ -196,7 +195,6 @@ class PlanRun:
                         continue
                     largest = engine.find_largest(
                         micro_batches(site.global_batch, site.world_size, MOST_MICRO_BATCH),
-                        limits,
                         on=at_site,
                         known=(site.micro_batch, forecast.fill),
                     )

@@ -19,7 +19,6 @@ from ..forecast.simulate.protocol import SimulationFailed
 from ..forecast.simulation_cache import (
     PARALLEL_ENGINES,
     SimulationCache,
-    find_limits,
     make_engine,
     read_alloc_conf,
     why_not_forecast,
@@ -124,12 +123,11 @@ def _forecast_cell(
     if machine is not None:
         site = replace(site, ranks_per_node=spread_ranks(settings.gpus, None, machine, find_device(settings.device))[1])
     spec = make_engine(site, settings.rung(trial.rung), trial.knobs, facts, zero_init=settings.source.zero_init)
-    limits = find_limits(site)
     try:
         with cache.open(spec) as engine:
-            largest = engine.find_largest(list_micro_batches(settings, facts), limits)
+            largest = engine.find_largest(list_micro_batches(settings, facts))
             if largest.micro_batch is None:
-                return CapacityForecast(largest=None, reason=engine.forecast(min(largest.measured), limits).reason)
+                return CapacityForecast(largest=None, reason=engine.forecast(min(largest.measured)).reason)
     except SimulationFailed as failed:
         reason = f"cannot be simulated: {' '.join(str(failed.problem).split())}"
         return CapacityForecast(largest=None, reason=reason, simulated=False)

@@ -17,7 +17,7 @@ from ..forecast.predict.allocator import Replay
 from ..forecast.predict.step_time import forecast_speed
 from ..forecast.predict.verdict import replay_at_limit
 from ..forecast.simulate.protocol import SimulationFailed
-from ..forecast.simulation_cache import SimulationCache, find_limits, read_alloc_conf, why_not_forecast
+from ..forecast.simulation_cache import SimulationCache, read_alloc_conf, why_not_forecast
 from ..forecast.values import RungForecast, StartSimulator
 from ..journal import TrialStore
 from ..report.results.fit import FitReport
@@ -170,7 +170,7 @@ class RehearsalRunner:
     def _answer(self, trial: Trial) -> Outcome:
         spec, knobs = make_trial_engine(self.settings, self.facts, trial), trial.knobs
         simulation = self.cache.simulate(spec, knobs.micro_batch)
-        forecast = self.cache.judge(spec, simulation, find_limits(self.settings.site), advise=False)
+        forecast = self.cache.judge(spec, simulation, advise=False)
         expandable = self.cache.expandable
         replayed = replay_at_limit(simulation, forecast, expandable=expandable) if trial.limited else None
         if trial.limited and (full := _find_full_tier(forecast, replayed)) is not None:

@@ -29,7 +29,6 @@ from ..forecast.simulate.client import ProcessSimulator
 from ..forecast.simulation_cache import (
     SimulationCache,
     count_parallel_engines,
-    find_limits,
     make_engine,
     memory_key,
     read_alloc_conf,
@@ -133,17 +132,18 @@ class TrialForecaster(Forecaster):
             simulation = self._simulate(trial)
         except AutodsError as error:
             return self.forecast(trial) if self._can_retry(trial.rung, micro_batch, error) else None
-        forecast = self.cache.judge(spec, simulation, find_limits(self.settings.site), self.observations.values())
+        forecast = self.cache.judge(spec, simulation, self.observations.values())
         self.forecasts.setdefault(trial.rung, forecast)
         return forecast
 
     def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:
         """Return the largest micro batch that should fit in `usable_bytes` of the device; None when unknown."""
         sizes = [size for size in sizes if size >= self._least]
-        limits = replace(find_limits(self.settings.site), device_bytes=int(usable_bytes))
+        spec = make_trial_engine(self.settings, self.facts, trial)
+        spec = replace(spec, machine=replace(self.settings.site.machine, device_bytes=int(usable_bytes)))
         try:
-            with self.cache.open(make_trial_engine(self.settings, self.facts, trial)) as engine:
-                return engine.find_largest(sizes, limits, observations=tuple(self.observations.values())).micro_batch
+            with self.cache.open(spec) as engine:
+                return engine.find_largest(sizes, observations=tuple(self.observations.values())).micro_batch
         except AutodsError as error:
             smallest = min(sizes, default=_LARGEST_FIRST_MICRO_BATCH)
             return self.largest(trial, sizes, usable_bytes) if self._can_retry(trial.rung, smallest, error) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -12,9 +13,8 @@ from autods.config.rungs import read_rungs
 from autods.forecast import simulation_cache as cache_module
 from autods.forecast.simulation_cache import (
     AllocConf,
-    Limits,
     SimulationCache,
-    find_limits,
+    list_limits,
     make_engine,
     read_alloc_conf,
 )
@@ -44,11 +44,11 @@ def test_cores_and_memory_bound_how_many_engines_run(
 
 def test_an_engine_starts_when_something_has_to_be_simulated() -> None:
     simulator = ScriptedSimulator(FACTS, grows)
-    cache, limits = SimulationCache(simulator), Limits(device_bytes=16 * GIB)
+    cache = SimulationCache(simulator)
     with cache.open(ENGINE) as engine:
-        forecast = engine.forecast(1, limits)
+        forecast = engine.forecast(1)
     with cache.open(ENGINE) as engine:
-        assert engine.forecast(1, limits) == forecast
+        assert engine.forecast(1) == forecast
         assert len(simulator.engines) == 1
         engine.simulate(2)  # needs another one
     assert len(simulator.engines) == 2
@@ -86,9 +86,9 @@ def test_an_engine_knows_all_of_its_site() -> None:
     assert (engine.device_bytes, engine.zero_init) == (machine.device_bytes, True)
     assert engine.ds_config["gradient_accumulation_steps"] == 2  # further micro batches allocate the same
     assert "wandb" not in engine.ds_config
-    assert find_limits(site) == Limits(
-        device_bytes=machine.device_bytes, host_bytes=machine.host_bytes, nvme_bytes=machine.nvme_bytes
-    )
+    known = {"device": machine.device_bytes, "host": machine.host_bytes, "nvme": machine.nvme_bytes}
+    assert list_limits(engine) == known
+    assert list_limits(replace(engine, device="cpu")) == {tier: known[tier] for tier in ("device", "nvme")}
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

@@ -12,7 +12,6 @@ import pytest
 
 from autods.config.catalogue import describe_this_machine
 from autods.config.profiles import GrowLimits, TuneLimits
-from autods.forecast.simulation_cache import find_limits
 from autods.forecast.testing import ScriptedSimulator, simulate_peaks
 from autods.forecast.values import RungForecast, Verdict
 from autods.journal import Journal, TrialStore
@@ -157,7 +156,7 @@ def test_the_nodes_memory_is_the_limit_not_the_drivers(tmp_path: Path) -> None:
     start: Any = nullcontext  # no simulation runs
     with open_forecaster(settings, FACTS, store, lambda event: None, start) as forecaster:
         assert isinstance(forecaster, TrialForecaster)
-        assert find_limits(forecaster.settings.site).by_tier("cuda")["host"] == 2048 * GIB
+        assert forecaster.settings.site.machine.host_bytes == 2048 * GIB
 
 
 def test_a_resumed_fit_forecasts_as_its_first_run_did(tmp_path: Path) -> None:
