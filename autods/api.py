@@ -18,8 +18,7 @@ from .events import Event, Listener, Note, RunEvent, RunListener
 from .explainer.explain import ExplainSettings, resolve_explain
 from .explainer.explain import explain as explain_config
 from .forecast.values import ForecastEvent
-from .inspector.examine import DoctorSettings, examine, resolve_doctor
-from .inspector.ladder import check_ladder, format_warning
+from .inspector.examine import DoctorSettings, check_ladder, examine, format_warning, resolve_doctor
 from .planner.plan import plan as forecast_rungs
 from .prober.probe_settings import ProbeSettings, count_most_ranks, resolve_probe
 from .report.results.doctor import Checkup

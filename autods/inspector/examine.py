@@ -1,18 +1,33 @@
-"""`autods doctor`: run all checks of this machine."""
+"""Which checks of this machine run: all for `autods doctor`, and before a fit those that concern its ladder."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+import resource
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..config.deepspeed import compose, required_ops
+from ..config.rungs import unmet_need
+from ..config.settings import Settings
+from ..devices import find_device
 from ..events import Listener, Note
+from ..rank.ops import is_cached
 from ..report.results.doctor import Check, Checkup
 from ..requests import DoctorRequest
 from ..system.host import Hardware, cache_folder, read_hardware
+from ..types import Knobs
 from . import machine, toolchain
 from .disk import check_nvme
+
+# Beginnings of the variables that matter only between ranks, and only between nodes.
+_OF_RANKS = ("NCCL_", "TORCH_DISTRIBUTED_")
+_OF_NODES = ("NCCL_IB_", "NCCL_NET_")
+_HEADER_FOLDERS = ("/usr/include", "/usr/local/include", f"{sys.prefix}/include")
+_HEADER_PATHS = ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,3 +75,84 @@ def _run_checks(settings: DoctorSettings, listen: Listener) -> Iterator[Check]:
         yield from check_nvme(settings.nvme_path)
     yield from machine.check_environment(os.environ)
     yield from machine.check_kernel()
+
+
+# Before a fit: the checks that take no second.
+
+
+def check_ladder(
+    settings: Settings,
+    variables: Mapping[str, str] = os.environ,
+    *,
+    is_built: Callable[[str], bool] = is_cached,
+    which: Callable[[str], str | None] = shutil.which,
+    shared: Path = Path("/dev/shm"),
+    read_limit: machine.ReadLimit = resource.getrlimit,
+    may_lock: Callable[[], bool] = machine.may_lock_memory,
+) -> Iterator[Check]:
+    """Only the checks that are not ok and concern a rung of this ladder, these ranks and this device.
+
+    The ranks of a cluster run elsewhere: of these only the variables are checked, which they get from here.
+    """
+    if settings.address is None:
+        missing = {op: rungs for op, rungs in _list_ops(settings).items() if not is_built(op)}
+        yield from _check_builds(missing, settings, variables, which)
+        yield from (check for check in machine.check_shared_memory(shared) if check.status != "ok")
+        if "async_io" in _list_ops(settings):
+            yield from (check for check in machine.check_limits(read_limit, may_lock) if check.name == "locked memory")
+    for check in machine.check_environment(variables):
+        name = check.name
+        alone = settings.gpus == 1 and name.startswith(_OF_RANKS)
+        one_node = settings.nodes == 1 and name.startswith(_OF_NODES)
+        idle = name.startswith(find_device(settings.device).idle_variables)
+        if check.status != "ok" and not (alone or one_node or idle):
+            yield check
+
+
+def format_warning(check: Check) -> str:
+    """'libaio: libaio.h is missing, so … (apt-get install libaio-dev)': one line with the remedy."""
+    return f"{check.name}: {check.result} ({check.remedy})" if check.remedy else f"{check.name}: {check.result}"
+
+
+def _list_ops(settings: Settings) -> dict[str, list[str]]:
+    """The ops of DeepSpeed that rungs load → the names of these rungs. The workload may bring an optimizer instead."""
+    rungs_of: dict[str, list[str]] = {}
+    for rung in settings.ladder:
+        if unmet_need(rung, settings.site, None) is not None:
+            continue
+        for op in required_ops(compose(rung, Knobs(), settings.site, None)):
+            rungs_of.setdefault(op, []).append(rung.name)
+    return rungs_of
+
+
+def _check_builds(
+    missing: Mapping[str, list[str]],
+    settings: Settings,
+    variables: Mapping[str, str],
+    which: Callable[[str], str | None],
+) -> Iterator[Check]:
+    """What lacks for building the ops that no earlier run has built."""
+    for check in toolchain.check_compiler(which):
+        if check.status != "ok" and missing:
+            yield _explain_skip(check, missing)
+        elif check.status != "ok" and check.name == "compiler" and settings.forecast:
+            yield check
+    if "async_io" in missing and not _has_header("libaio.h", variables):
+        remedy = "apt-get install libaio-dev"
+        check = Check.broken("Software", "libaio", "libaio.h is missing", remedy)
+        yield _explain_skip(check, {"async_io": missing["async_io"]})
+
+
+def _explain_skip(check: Check, missing: Mapping[str, list[str]]) -> Check:
+    """The check with the ops that cannot be built, and the rungs that no trial can run without them."""
+    problem, _, _ = check.result.partition(";")
+    rungs = ", ".join(dict.fromkeys(rung for rungs in missing.values() for rung in rungs))
+    return replace(check, result=f"{problem}, so {' and '.join(missing)} cannot be built for {rungs}")
+
+
+def _has_header(name: str, variables: Mapping[str, str]) -> bool:
+    """Whether the compiler finds a header where headers usually are, or where the environment says."""
+    named = [folder for path in _HEADER_PATHS for folder in variables.get(path, "").split(os.pathsep) if folder]
+    flags = [word[2:] for word in variables.get("CFLAGS", "").split() if word.startswith("-I")]
+    conda = [f"{variables['CONDA_PREFIX']}/include"] if "CONDA_PREFIX" in variables else []
+    return any(Path(folder, name).exists() for folder in (*_HEADER_FOLDERS, *named, *flags, *conda))

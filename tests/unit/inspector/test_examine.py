@@ -12,8 +12,8 @@ import pytest
 
 from autods import api
 from autods.events import Event, Note
-from autods.inspector import ladder
-from autods.inspector.ladder import check_ladder, format_warning
+from autods.inspector import examine
+from autods.inspector.examine import check_ladder, format_warning
 from autods.report.results.doctor import Check
 from tests.support.machines import SOURCE, a_machine
 from tests.support.settings import fit_settings
@@ -67,7 +67,7 @@ def test_a_ladder_without_offload_needs_no_ops() -> None:
 def test_libaio_and_locked_memory_matter_with_nvme_only(
     nvme: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ladder, "_HEADER_FOLDERS", ())
+    monkeypatch.setattr(examine, "_HEADER_FOLDERS", ())
     options = {"nvme_path": str(tmp_path)} if nvme else {}
     found = warnings(options, built=False, locked=65536)
     assert set(found) == ({"libaio", "locked memory"} if nvme else set())
