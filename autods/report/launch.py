@@ -73,17 +73,10 @@ def launch_commands(report: FitReport) -> dict[str, str]:
     are GPUs. OMP_NUM_THREADS gives each rank as many threads as it had in trials. TORCH_EXTENSIONS_DIR names the folder
     of the ops that trials built, which would take minutes again.
     """
-    script, per_node = report.question.script, str(report.question.gpus // report.question.nodes)
-    rendezvous = ["--standalone"]
-    if report.question.nodes > 1:  # torchrun is started on each node
-        rendezvous = [
-            "--nnodes",
-            str(report.question.nodes),
-            "--rdzv_backend",
-            "c10d",
-            "--rdzv_endpoint",
-            "FIRST_NODE:29500",
-        ]
+    script, nodes = report.question.script, report.question.nodes
+    per_node, rendezvous = str(report.question.ranks_per_node), ["--standalone"]
+    if nodes > 1:  # torchrun is started on each node
+        rendezvous = f"--nnodes {nodes} --rdzv_backend c10d --rdzv_endpoint FIRST_NODE:29500".split()
     local_rank = [] if script is None or script.takes_local_rank else ["--no_local_rank"]
     launchers = {
         "torchrun": ["torchrun", *rendezvous, "--nproc_per_node", per_node],
