@@ -11,7 +11,7 @@ import ctypes
 import importlib
 import importlib.util
 import os
-import re
+import runpy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -269,9 +269,6 @@ def _text(value: str | bytes | None) -> str | None:
     return value.decode() if isinstance(value, bytes) else value
 
 
-_VERSION = re.compile(r"^(__version__|cuda|hip)\b[^=\n]*= *'([^'\n]*)'", re.MULTILINE)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchBuild:
     """The installed torch. `cuda` is the CUDA that it was built with, such as (13, 0); None without CUDA."""
@@ -281,22 +278,20 @@ class TorchBuild:
 
 
 def read_torch_build(folder: Path | None = None) -> TorchBuild | None:
-    """Read torch's version.py, because importing torch takes seconds. None where there is no such file."""
+    """Run torch's version.py, because importing torch takes seconds. None where there is no such file."""
     if folder is None:
         spec = importlib.util.find_spec("torch")
         if spec is None or spec.origin is None:
             return None
         folder = Path(spec.origin).parent
     try:
-        text = (folder / "version.py").read_text()
+        values = runpy.run_path(str(folder / "version.py"))
     except OSError:
         return None
-    values = {name: value for name, value in _VERSION.findall(text) if value}
-    if "__version__" not in values or "hip" in values:  # a ROCm build needs no CUDA
+    if values.get("hip"):  # a ROCm build needs no CUDA
         return None
-    major, _, minor = values.get("cuda", "").partition(".")
-    cuda = (int(major), int(minor or 0)) if major.isdigit() else None
-    return TorchBuild(version=values["__version__"], cuda=cuda)
+    major, _, minor = (values.get("cuda") or "").partition(".")
+    return TorchBuild(version=values["__version__"], cuda=(int(major), int(minor)) if major else None)
 
 
 def _explain_nvml(error: Exception) -> str:

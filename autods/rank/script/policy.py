@@ -132,10 +132,6 @@ class Policy:
         """A backward begins."""
         self.begin_phase("backward")
 
-    def begin_step(self) -> None:
-        """The engine's step begins."""
-        self.begin_phase("step")
-
     def end_step(self, *, boundary: bool) -> None:
         """The engine's step has ended; `boundary`: it was an optimizer step."""
 

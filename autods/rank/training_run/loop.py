@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -15,7 +14,7 @@ from ..model_facts import check_batch, place, seed_all
 from ..model_trial import build, initialize, optimizer_step
 from ..pipeline import is_pipeline
 from .samples import derive_seed
-from .session import Session, session
+from .session import Session, note, session
 from .states import preserved_random_states
 from .token_files import TokenDataset
 
@@ -81,12 +80,8 @@ def draw_batches(workload: Workload, current: Session, seed: int) -> Iterator[An
     """
     with preserved_random_states():
         alone = _can_draw_alone(workload, seed)
-    if not alone and current.consensus.rank == 0:
-        print(
-            "autods: build_batch draws no single samples of one shape: its batches depend on the micro batch",
-            file=sys.stderr,
-            flush=True,
-        )
+    if not alone:
+        note("build_batch draws no single samples of one shape: its batches depend on the micro batch")
     for step in itertools.count(current.step):
         for first, last in current.share.spans(step):
             with preserved_random_states():

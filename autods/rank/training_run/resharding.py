@@ -62,6 +62,8 @@ def read_states(folder: Path, stage: int, names: Sequence[Sequence[str]]) -> Sav
 
     `names` are those of the trained parameters by group, in the optimizer's order; stage 0 does not save them.
     """
+    import torch
+
     states = SavedStates()
     model_files = sorted(folder.glob("*mp_rank_00_model_states.pt"), key=_rank_in_name)
     models = [_map_file(file) for file in model_files]
@@ -78,8 +80,8 @@ def read_states(folder: Path, stage: int, names: Sequence[Sequence[str]]) -> Sav
             _read_stages_1_2(states, optimizers)
     if stage == 3:  # each rank has a share of every frozen parameter
         for name, shape in (models[0]["frozen_param_shapes"] or {}).items():
-            shares = [model["frozen_param_fragments"][name].flatten() for model in models]
-            states.frozen[name] = _join(shares, shape)
+            shares = torch.cat([model["frozen_param_fragments"][name].flatten() for model in models])
+            states.frozen[name] = shares.narrow(0, 0, shape.numel()).view(shape)
     else:
         others = states.parameters.keys() | states.buffers.keys()
         states.frozen = {name: tensor for name, tensor in models[0]["module"].items() if name not in others}
@@ -325,9 +327,3 @@ def _rank_in_name(path: Path) -> int:
     _, _, rest = path.name.partition("pp_rank_")
     digits = rest.partition("_")[0]
     return int(digits) if digits.isdigit() else 0
-
-
-def _join(parts: Sequence[Any], shape: Any) -> Any:
-    import torch
-
-    return torch.cat(list(parts)).narrow(0, 0, shape.numel()).view(shape)

@@ -6,7 +6,6 @@ A script that owns its loop makes its session itself (`autods.session`). For a t
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import sys
 import time
@@ -76,8 +75,8 @@ class RunPolicy(Policy):
 
     def end_step(self, *, boundary: bool) -> None:
         """Say once that the script has made no session until its first step."""
-        if not self._stepped and self._loop is None and sessions.current is None and os.environ.get("RANK") == "0":
-            print(f"autods: warning: {sessions.NO_SESSION}", file=sys.stderr, flush=True)
+        if not self._stepped and self._loop is None and sessions.current is None:
+            sessions.note(f"warning: {sessions.NO_SESSION}")
         self._stepped = True
 
     def conclude(self) -> None:
@@ -104,12 +103,18 @@ class RunPolicy(Policy):
             sessions.current = self._session = LoopSession(self._loop, self.engine, self.job, self.observer)
         return self._session
 
+    def note(self, text: str) -> None:
+        """Print a line for the user of the run."""
+        sessions.note(text)
+
     def keep_states(self, find: Callable[[], Sequence[Any]]) -> None:
         """Save and restore what `find` returns beside the engine's states: objects with a `state_dict`."""
         sessions.find_companions = find
 
     def begin_loop(self, loop: TrainerLoop) -> Path | None:
         """The trainer begins to train; return what it resumes from, None where the run has no checkpoint."""
+        if self._loop is not None:
+            raise script_error("it trains a second time", hint="give a script that trains once: a run is one training")
         self._loop = loop
         self.observer("init", 0)
         loop.clean()
@@ -161,10 +166,7 @@ class LoopSession(sessions.Session):
 
     def load(self, checkpoint: SavedCheckpoint, *, strict: bool) -> Mapping[str, Any]:
         """Load the engine's states, and return those of the trainer."""
-        self.observer("load", self.step)
-        with self._off_the_device():
-            states.load(self.engine, checkpoint, strict=strict)
-        saved = self._read_rank_file(checkpoint)
+        saved = self._load(checkpoint, strict=strict)
         self._restored = checkpoint, saved
         if checkpoint.step == self.step:
             self._saved_step = self._seen_step = self.step

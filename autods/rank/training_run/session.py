@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib.metadata
 import json
 import math
 import os
@@ -88,6 +89,12 @@ def session(engine: Any) -> Session:
     current = Session(find_engine(engine), find_job(), observer)
     current.restore()
     return current
+
+
+def note(text: str) -> None:
+    """Print a line into the log of rank 0, which the user of a run sees."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"autods: {text}", file=sys.stderr, flush=True)
 
 
 def find_engine(model: Any) -> Any:
@@ -207,7 +214,7 @@ class Session:
             if epochs is not None:
                 raise WorkloadError("the dataset has no length, so its epochs cannot be counted", hint="drop epochs")
             if self.samples:
-                self._note(f"reading {self.samples} samples of the dataset to go on behind them")
+                note(f"reading {self.samples} samples of the dataset to go on behind them")
             stream = DataLoader(dataset, batch_size=None, collate_fn=_keep, **loader_options)
             loader, end = (collate(batch) for batch in deal_stream(stream, self.share, self.step)), self.steps
         micro_batches = iter(loader)
@@ -247,13 +254,10 @@ class Session:
         job, order = self.job, self.order
         if job is None or order is None or order.restore is None:
             return
-        self.observer("load", self.step)
         checkpoint = read_checkpoint(Path(order.restore))
-        with self._off_the_device():
-            states.load(self.engine, checkpoint)
+        saved = self._load(checkpoint)
         if self.step != checkpoint.step:
             raise RuntimeError(f"{order.restore} is of step {checkpoint.step}, and the engine is at {self.step}")
-        saved = self._read_rank_file(checkpoint)
         self.state = saved["state"]
         for companion, state in zip(find_companions(), saved.get("companions", ()), strict=False):
             companion.load_state_dict(state)
@@ -261,8 +265,11 @@ class Session:
         self._saved_step = self._seen_step = self.step
         self._step_began_s = time.perf_counter()
 
-    def _read_rank_file(self, checkpoint: SavedCheckpoint) -> dict[str, Any]:
-        """What this rank has saved, or the first one where the number of ranks has changed."""
+    def _load(self, checkpoint: SavedCheckpoint, *, strict: bool = True) -> dict[str, Any]:
+        """Load the engine's states; return what this rank has saved, or the first one where their number differs."""
+        self.observer("load", self.step)
+        with self._off_the_device():
+            states.load(self.engine, checkpoint, strict=strict)
         is_same = self.job is not None and checkpoint.layout.world_size == self.job.world_size
         return states.read_rank_file(checkpoint.path / RANKS / states.rank_file(self.consensus.rank if is_same else 0))
 
@@ -274,7 +281,7 @@ class Session:
             states.set_random_states(saved["random"])
             return
         seed_all(derive_seed(self.job.seed, self.step, self.consensus.rank))
-        self._note(f"{ranks} ranks go on from {saved_ranks}: random generators begin anew at step {self.step}")
+        note(f"{ranks} ranks go on from {saved_ranks}: random generators begin anew at step {self.step}")
 
     def save(self) -> bool:
         """Save a checkpoint now, on every rank; return whether there was room for it on the disk.
@@ -292,7 +299,7 @@ class Session:
         problem = self._make_room(order) if first else None
         self.unsaved = problem = self.consensus.broadcast(problem)
         if problem is not None:
-            self._note(f"no checkpoint at step {self.step}: {problem}")
+            note(f"no checkpoint at step {self.step}: {problem}")
             if first:
                 self._write_lines(order, [{"step": self.step, "unsaved": problem}])
             return False
@@ -327,7 +334,7 @@ class Session:
             if self.consensus.can_communicate:
                 self.save()
             else:
-                self._note(f"the last checkpoint is of step {self._saved_step}: the ranks left before they could save")
+                note(f"the last checkpoint is of step {self._saved_step}: the ranks left before they could save")
         if self.consensus.can_communicate:
             self.consensus.flush()
 
@@ -353,7 +360,7 @@ class Session:
             layout=states.describe_layout(self.engine),
             optimizer=type(states.base_optimizer(self.engine)).__name__,
             files=files,
-            versions=states.versions(),
+            versions={name: importlib.metadata.version(name) for name in ("autods", "deepspeed", "torch")},
             save_s=save_s,
         )
         write_manifest(folder, manifest)
@@ -440,10 +447,6 @@ class Session:
                 hint=f"let deepspeed.initialize get the config {{ds_config}}: micro batch {share.micro_batch} × "
                 f"accumulation {share.accumulation} × {share.replicas} ranks does not come from it",
             )
-
-    def _note(self, text: str) -> None:
-        if self.consensus.rank == 0:
-            print(f"autods: {text}", file=sys.stderr, flush=True)
 
 
 def _keep(sample: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,26 +25,15 @@ def find_replica(engine: Any) -> tuple[int, int]:
     return (0, 1) if group is None else (int(comm.get_rank(group=group)), int(engine.dp_world_size))
 
 
-def read_config(engine: Any) -> Mapping[str, Any]:
-    """The DeepSpeed config of an engine as it was given."""
-    config: Mapping[str, Any] = engine._config._param_dict
-    return config
-
-
 def describe_layout(engine: Any) -> Layout:
     """How the states of this engine lie on its ranks."""
     divided = hasattr(engine, "num_stages") or bool(getattr(engine, "has_moe_layers", False))
-    return Layout.from_config(read_config(engine), int(engine.world_size), divided=divided)
+    return Layout.from_config(engine._config._param_dict, int(engine.world_size), divided=divided)
 
 
 def base_optimizer(engine: Any) -> Any:
     """The optimizer that DeepSpeed's wraps, or that trains alone."""
     return engine.basic_optimizer or engine.optimizer
-
-
-def versions() -> dict[str, str]:
-    """The versions of what wrote a checkpoint."""
-    return {name: importlib.metadata.version(name) for name in ("autods", "deepspeed", "torch")}
 
 
 # Checkpoints.

@@ -163,7 +163,7 @@ def test_used_bytes_are_those_of_the_cards_that_cuda_shows() -> None:
 def test_torch_says_which_cuda_it_was_built_with(
     tmp_path: Path, lines: str, version: str, cuda: tuple[int, int] | None
 ) -> None:
-    (tmp_path / "version.py").write_text(lines)
+    (tmp_path / "version.py").write_text(f"from typing import Optional\n{lines}")
     build = read_torch_build(tmp_path)
     assert build is not None
     assert (build.version, build.cuda) == (version, cuda)

@@ -99,7 +99,7 @@ def _backward(policy: Policy, original: Any, /, loss: Any = None, *args: Any, **
 
 def _step(is_boundary: Callable[[], bool], policy: Policy, original: Any, /, *args: Any, **kwargs: Any) -> Any:
     boundary = is_boundary()
-    policy.begin_step()
+    policy.begin_phase("step")
     with policy.pause_hooks():  # the engine steps its optimizer
         result = original(*args, **kwargs)
     policy.end_step(boundary=boundary)

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from ....config.deepspeed import to_trainer_config
 from ....devices import find_device
 from ....system.stacks import find_caller
-from ....workload.protocol import WorkloadError
 from ....workload.script_source import has_placeholder
 from ...patching import declare, declare_all
 from ..engine_config import LibraryConfig, read_config
@@ -183,17 +181,11 @@ class HfTrainerLoop(TrainerLoop):
     ) -> Any:
         """Train from the run's checkpoint. Without one, from where the script says."""
         _check_has_config(trainer)
-        if self.trainer is not None:
-            raise script_error(
-                "it trains a second time", hint="give a script that calls trainer.train() once: a run is one training"
-            )
         self.trainer, arguments = trainer, trainer.args
         folder = self.host.begin_loop(self)
         if folder is not None:
-            if not folder.is_dir():
-                raise WorkloadError(f"there is no checkpoint of the Trainer in {folder}")
             if arguments.ignore_data_skip:
-                self._note("ignore_data_skip is off: a run goes on behind the samples that it has seen")
+                self.host.note("ignore_data_skip is off: a run goes on behind the samples that it has seen")
             arguments.ignore_data_skip = False
             arguments.restore_callback_states_from_checkpoint = True
             resume_from_checkpoint = str(folder)
@@ -226,12 +218,14 @@ class HfTrainerLoop(TrainerLoop):
             if type(sampler).__name__ == "LengthGroupedSampler":
                 sampler.batch_size = batches.sampler.global_batch  # it groups by a rank's share, which may change
         elif not samplers or not hasattr(dataloader, "__len__"):
-            self._note(
+            self.host.note(
                 "a streaming dataset is read anew up to where the run goes on; that holds in its first pass, and "
                 "where it yields the same samples in the same order"
             )
         elif type(samplers[-1]).__name__ != "BatchRebalanceSampler":
-            self._note("the script makes its own batches: a change of the micro batch may change the order of samples")
+            self.host.note(
+                "the script makes its own batches: a change of the micro batch may change the order of samples"
+            )
         return original(trainer, args, dataloader)
 
     def run_epoch(self, original: Any, trainer: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -349,10 +343,6 @@ class HfTrainerLoop(TrainerLoop):
             self.rotations.append(functools.partial(original, *args, **kwargs))
         else:
             original(*args, **kwargs)
-
-    def _note(self, text: str) -> None:
-        if self.trainer.args.process_index == 0:
-            print(f"autods: {text}", file=sys.stderr, flush=True)
 
 
 def _find_samplers(loader: Any) -> list[Any]:

@@ -230,10 +230,6 @@ class LightningLoop(TrainerLoop):
 
     def fit(self, original: Any, trainer: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Train from the run's checkpoint. Without one, from where the script says."""
-        if self.trainer is not None:
-            raise script_error(
-                "it trains a second time", hint="give a script that calls trainer.fit() once: a run is one training"
-            )
         if not isinstance(trainer.strategy, pkgutil.resolve_name(f"{self.package}.{_STRATEGY}")):
             raise script_error(
                 f"its Trainer has the {type(trainer.strategy).__name__}, which does not train with DeepSpeed",
