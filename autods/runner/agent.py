@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,7 +26,7 @@ from ..system.host import find_memory_groups, installed_versions, read_hardware
 from ..system.waiting import Loading, Wait
 from ..types import WorkloadSource
 from ..units import format_signal
-from .cleanup import find_note, has_session, open_session, remove_leftovers, session_variables
+from .cleanup import VARIABLE, find_note, has_session, open_session, remove_leftovers, session_variables
 from .environment import join_node_environment, zygote_environment
 from .monitor import HostMonitor, read_tiers
 from .node_messages import (
@@ -53,7 +54,6 @@ _SAID_NOTHING = "it said nothing"
 # Ends of a zygote that loads for which its import of the workload is not to blame.
 _BY_OTHERS = ("killed by SIGKILL", "killed by SIGTERM", _SAID_NOTHING)
 _TIERS_EVERY_S = 1.0
-_PRIVATE = "autods-ranks-"  # the private folders of jobs
 
 
 class NodeAgent:
@@ -111,7 +111,6 @@ class NodeAgent:
     def start(self) -> Ready | LoadFailed | ZygoteDied:
         """Start the zygote and wait until it has loaded everything, or is at it for too long."""
         processes.adopt_orphans()
-        private.remove_abandoned(_PRIVATE)
         if os.getppid() > 1:
             processes.die_with_parent(os.getppid())  # of the raylet: an actor outlives it by some 15 s otherwise
         if self.joins_cluster and not has_session(self.environment):
@@ -160,11 +159,12 @@ class NodeAgent:
         if self.zygote is None and not isinstance(ready := self.start(), Ready):
             return ready
         assert self.zygote is not None
-        folder = private.make_folder(_PRIVATE)
+        session = self.environment[VARIABLE] if has_session(self.environment) else None
+        folder = private.make_folder("ranks-", session)
         try:
-            return self._run(replace(job, private=str(folder.path)), number, self.zygote)
+            return self._run(replace(job, private=str(folder)), number, self.zygote)
         finally:
-            folder.remove()
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _run(self, job: RankJob, number: int, zygote: ZygoteProcess) -> NodeReport | ZygoteDied:
         self.heartbeat, host = Heartbeat(), HostMonitor.begin()

@@ -19,7 +19,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +34,7 @@ _KILL_S = 5.0
 _POLL_S = 0.05
 _QUIET_SCANS = 2  # in the middle of an exec a process has no environment
 _CLOSE_S = 15.0
+_NEW_S = 60.0  # a folder is locked within much less
 _DONE = b"done"
 _JOBS = "jobs"
 _JOB_BYTES = 2**20  # more than any note of a job has
@@ -77,12 +77,7 @@ def open_session() -> Iterator[Path]:
         yield folder
         return
     remove_abandoned()
-    try:
-        folder, lock = make_session_folder()
-    except OSError as error:
-        raise EnvironmentBroken(
-            f"{ROOT}: no folder can be made there ({error.strerror})\n  mend its space or its mode: chmod 1777 {ROOT}"
-        ) from None
+    folder, lock = make_session_folder()
     try:
         guard = start_guard(folder, lock)
     except OSError as error:
@@ -108,9 +103,9 @@ def open_session() -> Iterator[Path]:
 def make_session_folder() -> tuple[Path, int]:
     """Make the private folder of this process's fit. Return it, and the descriptor that holds its lock.
 
-    `remove_abandoned` of a later fit finds it by its place and its name. Raises OSError.
+    `remove_abandoned` of a later fit finds it by its place and its name. Raises EnvironmentBroken.
     """
-    folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=ROOT))
+    folder = private.make_folder(f"{PREFIX}{os.getpid()}-", str(ROOT))
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     with contextlib.suppress(OSError):  # a file system without locks, where nobody removes the folder either
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -268,9 +263,19 @@ def _send_signal(pid: int, number: signal.Signals, folder: Path) -> None:
 def remove_abandoned() -> None:
     """End and remove what is left of this user's fits that were killed together with their guards.
 
-    A fit and its guard hold the lock of its folder as long as one of them lives.
+    A fit and its guard hold the lock of its folder as long as one of them lives. The lock tells, and no pid: the fit
+    may run in another container that shares /tmp. A new folder that is empty is left: its maker is about to lock it.
     """
-    private.remove_abandoned(PREFIX, [str(ROOT)], remove=lambda folder: end_session(folder, grace_s=0.0))
+    for old in ROOT.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            lock = os.open(old, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if private.is_private(os.fstat(lock)):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where one of them lives
+                    if any(old.iterdir()) or time.time() - os.fstat(lock).st_mtime > _NEW_S:
+                        end_session(old, grace_s=0.0)
+            finally:
+                os.close(lock)
 
 
 # --------------------------------------------------------------------- what the ranks of a job would leave behind

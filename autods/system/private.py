@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import grp
 import os
 import pwd
-import shutil
 import stat
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import EnvironmentBroken, InputError
-
-_NEW_S = 60.0  # a folder is locked within much less
-_LONGEST_BASE = 30  # characters; the path of a socket may have 107, and programs add folders of their own
 
 
 def find_danger(path: Path) -> str | None:
@@ -33,12 +26,12 @@ def find_danger(path: Path) -> str | None:
 
 def _describe_danger(path: Path, state: os.stat_result) -> str | None:
     if state.st_uid not in (os.geteuid(), 0):
-        return f"{path} belongs to {_name_user(state.st_uid)}"
+        return f"{path} belongs to uid {state.st_uid}"
     is_sticky = stat.S_ISDIR(state.st_mode) and state.st_mode & stat.S_ISVTX
     if state.st_mode & stat.S_IWOTH and not is_sticky:
         return f"every user may write to {path}"
     if state.st_mode & stat.S_IWGRP and not is_sticky and not _is_our_own_group(state.st_gid):
-        return f"the group {_name_group(state.st_gid)} may write to {path}"
+        return f"the group {state.st_gid} may write to {path}"
     return None
 
 
@@ -49,20 +42,6 @@ def _is_our_own_group(number: int) -> bool:
     except KeyError:
         return False
     return number == user.pw_gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
-
-
-def _name_user(number: int) -> str:
-    try:
-        return f"{pwd.getpwuid(number).pw_name} (uid {number})"
-    except KeyError:
-        return f"uid {number}"
-
-
-def _name_group(number: int) -> str:
-    try:
-        return grp.getgrgid(number).gr_name
-    except KeyError:
-        return str(number)
 
 
 def read(path: Path) -> bytes:
@@ -123,42 +102,18 @@ def writing_for_us_alone() -> Iterator[None]:
         os.umask(former)
 
 
-@dataclass(frozen=True, slots=True)
-class PrivateFolder:
-    """A new folder with a short path that only this user can enter, such as for sockets.
-
-    Its maker holds a lock on it, by which `remove_abandoned` sees that the maker lives.
-    """
-
-    path: Path
-    lock: int
-
-    def remove(self) -> None:
-        """Remove it with all that is in it."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self.lock)
-
-
-def make_folder(prefix: str, inside: str | None = None) -> PrivateFolder:
-    """Make a private folder on this machine, whose name begins with `prefix`; `inside` is where it is best.
+def make_folder(prefix: str, inside: str | None) -> Path:
+    """Make a folder that only this user can enter, with a short path, such as for sockets; in /tmp without `inside`.
 
     Raises EnvironmentBroken.
     """
-    for base in [*filter(None, [inside]), *_list_bases()]:
-        with contextlib.suppress(OSError):
-            path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
-            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            except OSError:  # a file system without locks
-                os.close(lock)
-                os.rmdir(path)
-                continue
-            return PrivateFolder(path, lock)
-    raise EnvironmentBroken(
-        f"no folder can be made in {' or '.join(_list_bases())}, which ranks need for their sockets\n"
-        "  make room there, or set TMPDIR to a local folder with a short path"
-    )
+    base = inside or "/tmp"
+    try:
+        return Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+    except OSError as error:
+        raise EnvironmentBroken(
+            f"{base}: no folder can be made there ({error.strerror})\n  mend its space or its mode: chmod 1777 {base}"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -179,34 +134,3 @@ def temporary_files_in(folder: Path) -> Iterator[None]:
 def is_private(state: os.stat_result) -> bool:
     """Whether a folder belongs to this user and is closed to all others."""
     return stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid() and not state.st_mode & 0o077
-
-
-def _remove_folder(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)
-
-
-def remove_abandoned(
-    prefix: str, bases: Sequence[str] | None = None, *, remove: Callable[[Path], None] = _remove_folder
-) -> None:
-    """Call `remove` for the private folders with this prefix whose makers were killed before they could remove them.
-
-    The lock tells, and no pid: the maker may live in another container that shares /tmp. A new folder that is empty
-    is left: its maker is about to take the lock. So is all that is no private folder of this user.
-    """
-    for base in _list_bases() if bases is None else bases:
-        for old in Path(base).glob(f"{prefix}*"):
-            with contextlib.suppress(OSError):
-                lock = os.open(old, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-                try:
-                    if is_private(os.fstat(lock)):
-                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where the maker lives
-                        if any(old.iterdir()) or time.time() - os.fstat(lock).st_mtime > _NEW_S:
-                            remove(old)
-                finally:
-                    os.close(lock)
-
-
-def _list_bases() -> list[str]:
-    """The folders in which a private folder can be, the best first."""
-    bases = dict.fromkeys((tempfile.gettempdir(), "/tmp", "/dev/shm"))
-    return [base for base in bases if len(base) <= _LONGEST_BASE]

@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -27,7 +28,6 @@ from .. import values
 from ..values import EngineSpec, Simulation
 from .protocol import ModelRequest, Request, SimulationFailed, WorkloadReady, receive, send
 
-_PRIVATE = "autods-sim-"
 _NO_VARIABLES: Mapping[str, str] = {}
 LIMIT_S = 900.0  # of loading, and of one simulation; a workload's own code may read data from a slow file system
 _GONE_S = 5.0  # the longest that killed engines take to end, on a very busy machine
@@ -149,15 +149,14 @@ class _Worker:
         self._limit_s, self._report = limit_s, report
         self._late: SimulationFailed | None = None  # it did not load in time
         self.log: IO[bytes] = tempfile.TemporaryFile()
-        private.remove_abandoned(_PRIVATE)
-        self._scratch = private.make_folder(_PRIVATE, variables.get("TMPDIR"))  # the worker removes it if we cannot
+        self._scratch = private.make_folder("autods-sim-", variables.get("TMPDIR"))  # the worker removes it, too
         self._socket, worker_end = socket.socketpair()
         self._lock = threading.Lock()
         # Engines inherit the write end, which closes with the last of them.
         self._engines_gone, inherited = os.pipe()
         python, *module = python_command(__name__.rpartition(".")[0] + ".worker")
         command = [python, "-W", "ignore", *module]
-        arguments = [str(worker_end.fileno()), device, json.dumps(asdict(source)), str(self._scratch.path)]
+        arguments = [str(worker_end.fileno()), device, json.dumps(asdict(source)), str(self._scratch)]
         folders = [*(path for path in sys.path if path), os.getcwd()]  # as we import; the user's folder comes last
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), **variables}
         self._process = subprocess.Popen(
@@ -237,7 +236,7 @@ class _Worker:
         os.close(self._engines_gone)
         self._socket.close()
         self.log.close()
-        self._scratch.remove()
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
 
 def _check(answer: object, kind: type[_Answer], log: IO[bytes]) -> _Answer:

@@ -210,6 +210,15 @@ def test_a_folder_that_is_not_ours_is_left_alone(root: Path, trap: str) -> None:
     assert (planted / "private").read_text() == "precious"
 
 
+def test_a_new_folder_without_a_lock_is_left_a_minute(root: Path) -> None:
+    new, old = (root / f"{cleanup.PREFIX}{number}-aaaaaaaa" for number in (1, 2))
+    for folder in (new, old):
+        folder.mkdir(mode=0o700)
+    os.utime(old, (0, 0))
+    cleanup.remove_abandoned()
+    assert (new.exists(), old.exists()) == (True, False)
+
+
 def test_links_below_an_abandoned_folder_are_not_followed(root: Path) -> None:
     (root / "victim").mkdir()
     (root / "victim" / "private").write_text("precious")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,15 +15,6 @@ PREFIX = f"autods-test-{os.getpid()}-"
 STRANGER = 2_000_000_001
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
-
-
-@pytest.fixture
-def made() -> Iterator[list[private.PrivateFolder]]:
-    """Folders that are removed at the end."""
-    folders: list[private.PrivateFolder] = []
-    yield folders
-    for folder in folders:
-        folder.remove()
 
 
 @pytest.fixture
@@ -102,44 +91,12 @@ def test_a_file_is_not_written_where_others_may_write(file: Path) -> None:
     assert file.read_bytes() == b"content"
 
 
-def test_a_private_folder_is_short_and_ours_alone(made: list[private.PrivateFolder]) -> None:
-    made.append(folder := private.make_folder(PREFIX))
-    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
-    assert len(str(folder.path)) <= 30 + 1 + len(PREFIX) + 8
+def test_a_private_folder_is_ours_alone(tmp_path: Path) -> None:
+    folder = private.make_folder("ranks-", str(tmp_path))
+    assert folder.parent == tmp_path
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_only_folders_of_killed_makers_are_removed(made: list[private.PrivateFolder]) -> None:
-    made.append(living := private.make_folder(PREFIX))
-    abandoned, old, new = (Path(tempfile.mkdtemp(prefix=PREFIX, dir=living.path.parent)) for _ in range(3))
-    for folder in (living.path, abandoned):
-        (folder / "socket").touch()
-    os.utime(old, (0, 0))
-    private.remove_abandoned(PREFIX)
-    assert [folder.exists() for folder in (living.path, abandoned, old, new)] == [True, False, False, True]
-    new.rmdir()
-
-
-@needs_root
-def test_a_folder_of_another_user_is_left_alone(made: list[private.PrivateFolder], tmp_path: Path) -> None:
-    """A link, or a folder of the name that is not ours: nothing of it is removed."""
-    made.append(ours := private.make_folder(PREFIX))
-    planted, link = Path(f"{ours.path}-planted"), Path(f"{ours.path}-link")
-    planted.mkdir()
-    try:
-        for folder in (planted, tmp_path):
-            (folder / "kept").touch()
-        os.chown(planted, STRANGER, -1)
-        link.symlink_to(tmp_path)
-        private.remove_abandoned(PREFIX)
-        assert (planted / "kept").exists()
-        assert (tmp_path / "kept").exists()
-    finally:
-        link.unlink()
-        (planted / "kept").unlink()
-        planted.rmdir()
-
-
-def test_a_machine_without_a_folder_for_sockets_is_broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(private, "_list_bases", lambda: [str(tmp_path / "missing")])
-    with pytest.raises(EnvironmentBroken, match=r"no folder can be made in .*missing"):
-        private.make_folder(PREFIX)
+def test_a_machine_without_a_folder_for_sockets_is_broken(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentBroken, match=r"missing: no folder can be made there"):
+        private.make_folder("ranks-", str(tmp_path / "missing"))
