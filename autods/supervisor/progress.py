@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import time
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ..events import Note, RankPrinted, RunListener, StepDone
 from ..rank.training_run.checkpoints import list_checkpoints
 from ..report.rank_logs import LogTail
+from ..report.results.run import parse_steps
 from ..runner.node_messages import Heartbeat, TierLevel
 from ..types import Tier
 from .run_journal import RunJournal
@@ -19,21 +17,6 @@ from .watch import TierReading, Watched
 
 _LOOK_EVERY_S = 0.5  # for lines of the ranks and new checkpoints
 _WATCH_EVERY_S = 1.0
-
-
-def parse_steps(lines: Iterable[str]) -> Iterator[StepDone]:
-    """Yield the optimizer steps in lines that rank 0 wrote to steps.jsonl; others and torn ones are left out."""
-    for text in lines:
-        with contextlib.suppress(ValueError):
-            line = json.loads(text)
-            if "loss" in line:
-                yield StepDone(
-                    step=int(line["step"]),
-                    loss=line["loss"],
-                    seconds=line["seconds"],
-                    device_peak_bytes=line.get("device_peak_bytes"),
-                    steps=line.get("steps"),
-                )
 
 
 class AttemptProgress:

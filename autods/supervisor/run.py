@@ -28,7 +28,7 @@ from ..rank.training_run.session import NO_SESSION
 from ..report.answers.run import make_run_document
 from ..report.render_html import RUN_PAGE, write_page
 from ..report.results.fit import FitReport
-from ..report.results.run import RunReport
+from ..report.results.run import RunReport, parse_steps
 from ..report.serialize import write_run
 from ..report.text import format_outcome
 from ..runner.placement import count_ranks
@@ -45,7 +45,7 @@ from .attempt import (
     judge_attempt,
 )
 from .known_rungs import gather_known_rungs
-from .progress import AttemptProgress, parse_steps
+from .progress import AttemptProgress
 from .rescue import NextConfig, RunFailure, Situation, decide
 from .run_journal import Attempt, AttemptEnd, Decision, Prepared, RunConfig, RunHistory, RunJournal, list_rows
 from .run_settings import FindFit, RunSettings, read_save_s, read_step_s, take_fit

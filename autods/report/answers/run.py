@@ -94,7 +94,7 @@ def _list_charts(folder: Path) -> Iterator[doc.Chart]:
     """What each optimizer step took and reached."""
     steps = read_steps(folder)
     for title, key, format_value in _MEASURES:
-        if points := _choose_points({step: row.get(key) for step, row in steps.items()}):
+        if points := _choose_points({step: getattr(done, key) for step, done in steps.items()}):
             lines, x_name = {title: points}, "optimizer step"
             yield doc.Chart(title=title, lines=lines, format_value=format_value, x_name=x_name, logarithmic=False)
 

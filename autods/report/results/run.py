@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ...events import StepDone
 from ...types import Knobs
 
 
@@ -77,19 +78,26 @@ class RunReport:
         return {**asdict(self), "steps_repeated": self.repeated, "seconds": self.seconds}
 
 
-def read_steps(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return the record of each optimizer step of the run in this folder, of a repeated one the last."""
-    steps: dict[int, dict[str, Any]] = {}
-    for row in _read_rows(folder):
-        if isinstance(row, dict) and isinstance(row.get("step"), int) and "loss" in row and "seconds" in row:
-            steps[row["step"]] = row
-    return dict(sorted(steps.items()))
+def parse_steps(lines: Iterable[str]) -> Iterator[StepDone]:
+    """Yield the optimizer steps in lines that rank 0 wrote to steps.jsonl; others and torn ones are left out."""
+    for text in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            line = json.loads(text)
+            if "loss" in line:
+                yield StepDone(
+                    step=int(line["step"]),
+                    loss=line["loss"],
+                    seconds=line["seconds"],
+                    device_peak_bytes=line.get("device_peak_bytes"),
+                    steps=line.get("steps"),
+                )
 
 
-def _read_rows(folder: Path) -> Iterator[Any]:
+def read_steps(folder: Path) -> dict[int, StepDone]:
+    """Return each optimizer step of the run in this folder, a repeated one as it was done last."""
     attempts = (path for path in folder.glob("attempts/*/steps.jsonl") if path.parent.name.isdigit())
+    steps: dict[int, StepDone] = {}
     for path in sorted(attempts, key=lambda path: int(path.parent.name)):
         with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
-            for line in file:
-                with contextlib.suppress(ValueError, RecursionError):  # the last line of a killed run may be torn
-                    yield json.loads(line)
+            steps |= {done.step: done for done in parse_steps(file)}
+    return dict(sorted(steps.items()))

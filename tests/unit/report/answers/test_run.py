@@ -50,7 +50,7 @@ def test_the_page_has_attempts_charts_and_the_config(report: RunReport, tmp_path
 
 
 def test_a_repeated_step_is_shown_as_it_was_done_last(report: RunReport, tmp_path: Path) -> None:
-    assert {step: row["loss"] for step, row in read_steps(tmp_path).items()} == {1: 0.1, 2: 0.4, 3: 0.6, 4: 0.8}
+    assert {step: done.loss for step, done in read_steps(tmp_path).items()} == {1: 0.1, 2: 0.4, 3: 0.6, 4: 0.8}
 
 
 def test_a_page_shows_what_users_wrote_as_text(report: RunReport, tmp_path: Path) -> None:
