@@ -11,10 +11,12 @@ from .units import escape_controls
 Tier = Literal["device", "host", "pinned", "shm", "nvme"]
 TIERS: tuple[Tier, ...] = ("device", "host", "pinned", "nvme")  # forecast and measured; shm is watched and diagnosed
 TIERS_OF_A_NODE: tuple[Tier, ...] = ("host", "nvme")  # the others are a rank's
-# The activity of a rank. The order is that of a trial; the heartbeat stores the index.
+# The activity of a rank. The order is that of a trial; the heartbeat stores the index. In "script" a run's script works
+# between the calls of its engine.
 Phase = Literal[
-    "start", "rendezvous", "build", "init", "compile", "forward", "backward", "step", "evaluate", "save", "load", "done"
-]
+    "start", "rendezvous", "build", "init", "compile", "forward", "backward", "step", "script", "evaluate", "save",
+    "load", "done",
+]  # fmt: skip
 PHASES: tuple[Phase, ...] = get_args(Phase)
 FailureKind = Literal[
     "memory_pressure", "config", "toolchain", "communication", "secondary", "user_code", "infrastructure", "unknown"

@@ -14,35 +14,20 @@ from pathlib import Path
 
 from ..diagnosis.evidence import HostUsage, LostBecause
 from ..files import find_existing
-from ..rank.job import Beat, Heartbeats, RankJob
+from ..rank.job import Heartbeats, RankJob
 from ..schema import read_known
 from ..system import processes
 from ..system.host import MemoryGroup, find_memory_groups, machine_oom_kills, read_host_memory
 from ..types import Tier
 from ..units import format_bytes
 from .node_messages import RankExit, TierLevel
+from .silence import RunningRank, Silence
 
 _GRACE_S = 0.05  # after the first failure: time for the other ranks to report their errors
 _STACKS_S = 2.0  # at most, for ranks that were asked for their stacks: on a busy machine they wait for the processor
 _STOPPED_S = 0.5  # a rank that stays stopped (SIGSTOP) this long is lost
 _KILL_AGAIN_S = 0.5
 _SHARED = Path("/dev/shm")
-
-
-@dataclass(slots=True)
-class RunningRank:
-    """A rank that has not ended.
-
-    `slot` is its place on this node.
-    `changed_s` is the time at which a new heartbeat was seen.
-    """
-
-    rank: int
-    slot: int
-    pid: int
-    beat: Beat
-    changed_s: float
-    stopped_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -56,7 +41,10 @@ class RankMonitor:
     first_failure_s: float | None = None
     killed_s: float | None = None
     killed_because: str | None = None
-    silent_s: float = 0.0  # since any rank has moved
+    silence: Silence = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.silence = Silence(self.job)
 
     def collect_exit(self, pidfd: int) -> None:
         """Reap a rank that ended, and note how."""
@@ -64,7 +52,7 @@ class RankMonitor:
         _, status = os.waitpid(rank.pid, 0)
         os.close(pidfd)
         now, code = time.monotonic(), os.waitstatus_to_exitcode(status)
-        beat, log = self.board.read(rank.slot), self._log_of(rank)
+        beat, log = self.board.read(rank.slot), self.silence.log_of(rank)
         rank_exit = RankExit(
             rank=rank.rank,
             phase=beat.phase,
@@ -95,7 +83,7 @@ class RankMonitor:
                 self.kill("another rank failed")
             return
         for rank in ranks:
-            processes.shorten_log(self._log_of(rank))
+            processes.shorten_log(self.silence.log_of(rank))
             beat = self.board.read(rank.slot)
             if beat != rank.beat and beat.at_s:
                 rank.beat, rank.changed_s = beat, now
@@ -105,14 +93,8 @@ class RankMonitor:
                 return
         if not ranks:
             return
-        self.silent_s = now - max(rank.changed_s for rank in ranks)
-        silence_s = max(self.job.silence_s[rank.beat.phase] for rank in ranks)  # a fast rank waits for a slow one
-        is_silent = all(now - rank.changed_s > silence_s for rank in ranks)
-        if is_silent and any(processes.is_compiling(rank.pid) for rank in ranks):
-            for rank in ranks:
-                rank.changed_s = now
-        elif is_silent:
-            self._give_up(ranks, "stuck", silence_s)
+        if (limit_s := self.silence.find_passed_limit(ranks, now)) is not None:
+            self._give_up(ranks, "stuck", limit_s)
         elif now - began > self.job.wall_s:
             self._give_up(ranks, "wall limit", self.job.wall_s)
 
@@ -157,14 +139,11 @@ class RankMonitor:
                 at_s=rank.beat.at_s,
                 lost=because,
                 lost_after_s=limit_s,
-                log_tail=processes.read_tail(self._log_of(rank)),
+                log_tail=processes.read_tail(self.silence.log_of(rank)),
             )
             for rank in suspects
         ]
         self.kill(because)
-
-    def _log_of(self, rank: RunningRank) -> Path:
-        return Path(self.job.folder) / f"rank{rank.rank}.log"
 
     def _kill_all(self) -> None:
         for rank in self.running.values():

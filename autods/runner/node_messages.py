@@ -76,14 +76,16 @@ class TierLevel:
 class Heartbeat:
     """The phase and step of a node's slowest rank.
 
-    No rank has moved for `silent_s`. `tiers` are the node's own while it trains in a run; in the heartbeat of a whole
-    job they are those of the fullest node, tier by tier.
+    No rank has moved for `silent_s`. `place` is the line of the user's code where one of them is, if that is known.
+    `tiers` are the node's own while it trains in a run; in the heartbeat of a whole job they are those of the fullest
+    node, tier by tier.
     """
 
     kind: Literal["heartbeat"] = "heartbeat"
     phase: Phase = "start"
     step: int = 0
     silent_s: float = 0.0
+    place: str = ""
     tiers: tuple[TierLevel, ...] = ()
 
 

@@ -36,7 +36,7 @@ from ..workload.load import in_one_process, load
 from ..workload.protocol import Workload
 from .cleanup import VARIABLE, has_session, note_job, remove_leftovers
 from .environment import rank_environment
-from .monitor import GpuMonitor, HostMonitor, RankMonitor, RunningRank
+from .monitor import GpuMonitor, HostMonitor, RankMonitor
 from .node_messages import (
     ABORT,
     BIND,
@@ -49,6 +49,7 @@ from .node_messages import (
     ZygoteMessage,
     encode,
 )
+from .silence import RunningRank
 
 _POLL_MS = 20
 _RUN_POLL_MS = 250  # a run lasts for days, and ranks on the CPU need the cores; a rank's end is noticed at once anyway
@@ -292,7 +293,10 @@ class Zygote:
             if running and time.monotonic() - beat_sent_s > _BEAT_EVERY_S:
                 beat_sent_s = time.monotonic()
                 slowest = min((rank.beat for rank in running), key=lambda beat: beat.at_s)
-                self._send(Heartbeat(phase=slowest.phase, step=slowest.step, silent_s=monitor.silent_s))
+                silence = monitor.silence
+                self._send(
+                    Heartbeat(phase=slowest.phase, step=slowest.step, silent_s=silence.seconds, place=silence.place)
+                )
 
     def _poll_peers(self) -> select.poll:
         poll = select.poll()

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,27 @@ def count_moved_bytes(pid: int) -> int:
     except (OSError, ValueError):
         return 0
     return counts.get("rchar", 0) + counts.get("wchar", 0) + counts.get("read_bytes", 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What the processes of a session have done so far."""
+
+    cpu_s: float
+    moved_bytes: int
+    waits_for_disk: bool
+
+
+def measure_work(leader: int) -> Work:
+    """Return what the processes of the session that this one leads have done; those that are gone do not count."""
+    ticks, moved_bytes, waits_for_disk = 0, 0, False
+    for pid in list_session(leader):
+        with contextlib.suppress(OSError):
+            state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+            ticks += int(fields[10]) + int(fields[11])  # in user mode and in the kernel
+            moved_bytes += count_moved_bytes(pid)
+            waits_for_disk |= state == "D"
+    return Work(cpu_s=ticks / os.sysconf("SC_CLK_TCK"), moved_bytes=moved_bytes, waits_for_disk=waits_for_disk)
 
 
 def read_command(pid: int) -> str:

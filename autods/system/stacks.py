@@ -35,6 +35,7 @@ _STDLIB = re.compile(r"/lib(?:64)?/python3[^/]*/(?!(?:site|dist)-packages/)|^<fr
 _AUTODS = str(Path(__file__).parents[1]) + os.sep
 # Who is in there waits for another rank.
 _AWAITS = re.compile(r"/torch/distributed/|/deepspeed/(?:comm|runtime)/")
+_NETWORK = re.compile(r"/lib(?:64)?/python3[^/]*/(?:ssl|socket)\.py$")
 _AUTOGRAD = "/torch/autograd/"  # the main thread waits there while others run the backward pass
 
 
@@ -134,16 +135,29 @@ def find_hang(log: str) -> Frame | None:
 
     None where there is no such line, and where the rank waits for another one, in a collective or in DeepSpeed.
     """
+    frame = _find_deciding_frame(log)
+    return frame if frame is not None and frame.is_users else None
+
+
+def awaits_ranks(log: str) -> bool:
+    """Whether a rank waits for another one, in a collective or in DeepSpeed, by the stacks at the end of its log."""
+    frame = _find_deciding_frame(log)
+    return frame is not None and not frame.is_users
+
+
+def awaits_network(log: str) -> bool:
+    """Whether the main thread waits at a socket, by the last stack in this text."""
+    stack = parse_stack(log)
+    return bool(stack) and _NETWORK.search(stack[0].file) is not None
+
+
+def _find_deciding_frame(log: str) -> Frame | None:
+    """The innermost frame that is in the user's code, or that waits for another rank."""
     stack = parse_stack(log)
     if stack and _AUTOGRAD in stack[0].file:
         threads = [tuple(_frames(part)) for part in _THREAD.split(log)[1:]]
         stack = next((thread for thread in reversed(threads) if find_user_frame(thread) is not None), stack)
-    for frame in stack:
-        if frame.is_users:
-            return frame
-        if _AWAITS.search(frame.file):
-            return None
-    return None
+    return next((frame for frame in stack if frame.is_users or _AWAITS.search(frame.file)), None)
 
 
 # In this process.

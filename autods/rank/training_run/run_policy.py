@@ -205,7 +205,7 @@ class LoopSession(sessions.Session):
             self.stopped = True
             raise sessions.Stopped
         self._step_began_s = time.perf_counter()
-        self.observer("forward", self.step)
+        self.observer("script", self.step)
 
     def _save_states(self, folder: Path) -> None:
         state = self.loop.save(folder, self.consensus.wait)

@@ -244,8 +244,15 @@ class Session:
             if self._saved_step != self.step:
                 self.save()
             raise Stopped
-        self.observer("forward", self.step)
+        self.observer("script", self.step)
         self._step_began_s = time.perf_counter()
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The script evaluates in this block, between two steps: the run shows that."""
+        self.observer("evaluate", self.step)
+        yield
+        self.observer("script", self.step)
 
     # Checkpoints.
 
