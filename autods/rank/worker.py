@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from ..config.deepspeed import get_key
 from ..diagnosis.evidence import RESULT_PREVENTED_EXIT, RESULT_UNWRITTEN_EXIT
 from ..plain_text import read_traceback
-from ..system import processes
+from ..system import processes, stacks
 from ..types import ModelFacts, Phase
 from ..workload.hf_config import partition_at_build
 from ..workload.load import bind_options, check_process, in_one_process, load
@@ -175,6 +175,7 @@ def run_rank(job: RankJob, slot: int, board: Heartbeats, store: socket.socket | 
 
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the monitor asks a stuck rank for its stacks
+    stacks.answer_requests()  # and a silent one where it is
     processes.leave_sigterm_to_driver()
     processes.put_pid_into_names()
     board.beat(slot, "start", 0)

@@ -74,10 +74,12 @@ class RunPolicy(Policy):
             self.session.losses.append(loss.detach())
 
     def end_step(self, *, boundary: bool) -> None:
-        """Say once that the script has made no session until its first step."""
+        """The script goes on by itself. Say once that it has made no session until its first step."""
         if not self._stepped and self._loop is None and sessions.current is None:
             sessions.note(f"warning: {sessions.NO_SESSION}")
         self._stepped = True
+        if boundary:
+            self.observer("script", self.step)
 
     def conclude(self) -> None:
         """Raises WorkloadError also where the engine has done no step: the script has trained without it."""

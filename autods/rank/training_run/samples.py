@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,16 +116,21 @@ class WholeSteps:
             self.sampler.generator.manual_seed(self.seed + epoch)
 
 
-def deal_stream(samples: Iterable[Any], share: Share, first_step: int) -> Iterator[list[Any]]:
+def deal_stream(
+    samples: Iterable[Any], share: Share, first_step: int, note_dropped: Callable[[int], None] = lambda dropped: None
+) -> Iterator[list[Any]]:
     """Yield a rank's micro batches of a dataset that can only be read in order.
 
-    Each rank reads every sample and keeps its share; samples before `first_step` are read and dropped. At its end the
-    dataset is read again. Raises WorkloadError for a dataset that yields nothing.
+    Each rank reads every sample and keeps its share; samples before `first_step` are read and dropped. `note_dropped`
+    is called for each of these with their number so far. At its end the dataset is read again. Raises WorkloadError for
+    a dataset that yields nothing.
     """
-    stream, position = _repeat(samples), 0
+    stream, position = _repeat(samples), first_step * share.global_batch
+    for dropped, _ in enumerate(itertools.islice(stream, position), 1):
+        note_dropped(dropped)
     for step in itertools.count(first_step):
         for first, last in share.spans(step):
-            _drop(stream, first - position)
+            next(itertools.islice(stream, first - position, first - position), None)  # those of other ranks
             yield list(itertools.islice(stream, last - first))
             position = last
 
@@ -140,10 +145,6 @@ def _repeat(samples: Iterable[Any]) -> Iterator[Any]:
             raise WorkloadError(
                 "the dataset yields no samples", hint="an iterator that is read once cannot be repeated"
             )
-
-
-def _drop(stream: Iterator[Any], count: int) -> None:
-    next(itertools.islice(stream, count, count), None)
 
 
 def derive_seed(*numbers: int) -> int:

@@ -50,6 +50,7 @@ NO_SESSION = (
 _ROOM_TO_SPARE = 1.05  # of a checkpoint's bytes: the next one is hardly larger
 _WRAPPED = ("engine", "_forward_module", "_orig_mod")  # what wrappers of an engine call it
 _PEAK_EVERY_S = 0.2  # torch's counters of a card take a tenth of a millisecond to read
+_READING_BEAT_S, _READING_LINE_S = 1.0, 30.0  # while a stream is read up to where a run goes on
 _OF_WORKERS = (  # options of a loader
     "num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "worker_init_fn", "timeout"
 )  # fmt: skip
@@ -216,7 +217,8 @@ class Session:
             if self.samples:
                 note(f"reading {self.samples} samples of the dataset to go on behind them")
             stream = DataLoader(dataset, batch_size=None, collate_fn=_keep, **loader_options)
-            loader, end = (collate(batch) for batch in deal_stream(stream, self.share, self.step)), self.steps
+            dealt = deal_stream(stream, self.share, self.step, self._report_reading())
+            loader, end = (collate(batch) for batch in dealt), self.steps
         micro_batches = iter(loader)
         while end is None or self.step < end:
             batch = next(micro_batches, None)
@@ -438,6 +440,23 @@ class Session:
         if self._steps_file is None:  # it stays open until the rank ends
             self._steps_file = os.open(order.steps_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         os.write(self._steps_file, "".join(json.dumps(line) + "\n" for line in lines).encode())
+
+    def _report_reading(self) -> Callable[[int], None]:
+        """Return a function that tells how many samples of a stream were read that the run has trained on."""
+        began_s = beat_s = line_s = time.monotonic()
+
+        def report(count: int) -> None:
+            nonlocal beat_s, line_s
+            now = time.monotonic()
+            if now - beat_s >= _READING_BEAT_S:
+                beat_s = now
+                self.observer("script", self.step)
+            if now - line_s >= _READING_LINE_S:
+                line_s = now
+                left_s = (now - began_s) / count * (self.samples - count)
+                note(f"{count:,} of {self.samples:,} samples are read; it takes about {left_s:.0f} s more")
+
+        return report
 
     def _find_end(self, count: int, epochs: int | None) -> int | None:
         """The step before which the batches of a dataset end."""

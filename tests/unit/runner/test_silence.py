@@ -20,18 +20,18 @@ from tests.support.watching import wait_for
 ROOT = Path(__file__).parents[3]
 LIMIT_S = 0.3
 # What ranks do, each with a stack when it is asked for it.
-IDLE = "import time; time.sleep(60)"
-COMPUTES = "while True: sum(range(1000))"
-READS = "import time\nwhile True: open('/dev/zero', 'rb').read(2**20); time.sleep(0.2)"
-HAS_A_CHILD = f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {COMPUTES!r}])"
+IDLE = "import time; ready(); time.sleep(60)"
+COMPUTES = "ready()\nwhile True: sum(range(1000))"
+READS = "import time; ready()\nwhile True: open('/dev/zero', 'rb').read(2**20); time.sleep(0.2)"
+HAS_A_CHILD = "import subprocess, sys; ready(); subprocess.run([sys.executable, '-S', '-c', 'while True: pass'])"
 DOWNLOADS = """
 import socket
 here, there = socket.socketpair()
+ready()
 socket.SocketIO(here, "rb").readinto(bytearray(1))
 """
 IN_A_COLLECTIVE = """
-import sys, time, types
-code = compile("import time; time.sleep(60)", "/site-packages/torch/distributed/distributed_c10d.py", "exec")
+code = compile("import time; ready(); time.sleep(60)", "/site-packages/torch/distributed/distributed_c10d.py", "exec")
 exec(code)
 """
 
@@ -50,14 +50,16 @@ def start(tmp_path: Path) -> Iterator[Callable[..., RunningRank]]:
         number = len(children)
         script = tmp_path / f"train{number}.py"
         script.write_text(code)
+        ready = tmp_path / f"ready{number}"
         begin = (
-            f"import sys, runpy; sys.path.insert(0, {str(ROOT)!r}); from autods.system import stacks; "
-            f"stacks.answer_requests(); open({str(script)!r} + '.ready', 'w'); runpy.run_path({str(script)!r})"
+            f"import builtins, runpy, sys; sys.path.insert(0, {str(ROOT)!r}); from autods.system import stacks; "
+            f"stacks.answer_requests(); builtins.ready = lambda: open({str(ready)!r}, 'w').close(); "
+            f"runpy.run_path({str(script)!r})"
         )
         with (tmp_path / f"rank{number}.log").open("wb") as log:
             command = [sys.executable, "-S", "-c", begin]
             children.append(subprocess.Popen(command, stderr=log, start_new_session=True))
-        wait_for(Path(f"{script}.ready").exists, 20)
+        wait_for(ready.exists, 20)
         return RunningRank(number, number, children[-1].pid, Beat(phase, 3, 0.0), time.monotonic() - 10)
 
     yield start
@@ -120,7 +122,8 @@ def test_ranks_that_wait_for_another_node_have_more_time(
 
 
 def test_work_that_ends_is_followed_by_a_limit(start: Callable[..., RunningRank], tmp_path: Path) -> None:
-    worker = start(f"import time; until = time.monotonic() + 1\nwhile time.monotonic() < until: pass\n{IDLE}")
+    code = "import time; ready(); end = time.monotonic() + 1\nwhile time.monotonic() < end: pass\ntime.sleep(60)"
+    worker = start(code)
     began = time.monotonic()
     assert look(make_job(tmp_path), worker, for_s=20) == LIMIT_S
     assert time.monotonic() - began > 1.0
