@@ -272,7 +272,6 @@ def tabulate(
     style: Callable[[Value], str] = lambda value: "",
     quiet: Callable[[Value], bool] = lambda value: False,
     also_in: str = "",
-    on: Medium = Medium.EVERYWHERE,
 ) -> Table:
     """Make the table of some values, without the columns that have no value in any row."""
     columns, values = tuple(columns), tuple(values)
@@ -286,7 +285,7 @@ def tabulate(
         TableRow(cells=tuple(row[place] for place in used), style=style(value), quiet=quiet(value))
         for value, row in zip(values, cells, strict=True)
     )
-    return Table(columns=tuple(columns[place] for place in used), items=tuple(rows), also_in=also_in, on=on)
+    return Table(columns=tuple(columns[place] for place in used), items=tuple(rows), also_in=also_in)
 
 
 def make_document(title: str, question: Words, parts: Iterable[Part]) -> Document:

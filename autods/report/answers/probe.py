@@ -194,10 +194,11 @@ def _speed(cell: CellResult, measure: str) -> float:
     return (cell.tokens_per_second if measure == "tokens" else cell.samples_per_second) or 0.0
 
 
-def _distinction(report: ProbeReport, cell: CellResult) -> str:
-    """'zero1, micro_batch 4': the values that distinguish the cell."""
+def _distinction(report: ProbeReport, cell: CellResult, besides: str = "") -> str:
+    """'zero1, micro_batch 4': the values that distinguish the cell, besides that of an axis."""
     varied = (name for name, values in report.axes.items() if len(values) > 1 or name == "rung")
-    return ", ".join(_describe_value(name, cell.values[name]) for name in varied if name not in cell.unheeded)
+    names = (name for name in varied if name != besides and name not in cell.unheeded)
+    return ", ".join(_describe_value(name, cell.values[name]) for name in names)
 
 
 _MEASURES: tuple[tuple[str, Callable[[CellResult], float | None], Callable[[float], str]], ...] = (
@@ -221,13 +222,7 @@ def list_charts(report: ProbeReport) -> Iterator[doc.Chart]:
             for cell in report.cells:
                 place, value = cell.values.get(axis), read(cell)
                 if isinstance(place, int) and cell.status == "fit" and value is not None:
-                    lines.setdefault(_name_others(report, cell, axis), {})[place] = float(value)
+                    name = _distinction(report, cell, besides=axis) or report.question.workload
+                    lines.setdefault(name, {})[place] = float(value)
             drawn = dict(list(lines.items())[:_MOST_LINES])
             yield doc.Chart(title=f"{title} by {axis}", lines=drawn, format_value=format_measure, x_name=axis)
-
-
-def _name_others(report: ProbeReport, cell: CellResult, axis: str) -> str:
-    """'zero2, seq_len 64': the values of the other axes that vary."""
-    others = [name for name, values in report.axes.items() if name != axis and len(values) > 1]
-    named = (str(cell.values[name]) if name == "rung" else f"{name} {cell.values[name]}" for name in others)
-    return ", ".join(named) or report.question.workload
