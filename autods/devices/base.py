@@ -70,7 +70,7 @@ class Device:
     # torch's caching allocator serves the device: freed blocks stay reserved, and a limit makes it give them back.
     # Otherwise malloc serves it.
     has_caching_allocator: bool
-    # The variables with the settings of that allocator: the first that is set counts.
+    # The variables with the settings of that allocator: the first that is set counts. Every torch knows the last.
     allocator_variables: tuple[str, ...] = ()
     # Whose rows of configs/forecast/constants.toml count. A device without measurements may take those of another.
     constants: str
@@ -106,6 +106,10 @@ class Device:
         if self.has_cards:
             return {"CPU": 1.0, self.ray_resource: float(ranks)}
         return {self.ray_resource: float(ranks) if shared else 1.0}
+
+    def find_allocator_variable(self, environment: Mapping[str, str]) -> str | None:
+        """Return the variable of an environment whose settings the device's allocator takes; None where none is set."""
+        return next((name for name in self.allocator_variables if environment.get(name)), None)
 
     def complete_environment(self, variables: Mapping[str, str], assigned: str | None) -> dict[str, str]:
         """Return the environment of a node's ranks: `variables` with those of the device.

@@ -106,7 +106,7 @@ class AllocConf:
 
 def read_alloc_conf(environment: Mapping[str, str], device: str) -> AllocConf:
     """The settings as torch reads them for this device: the new variable replaces the old one as a whole."""
-    variable = next((name for name in find_device(device).allocator_variables if environment.get(name)), None)
+    variable = find_device(device).find_allocator_variable(environment)
     if variable is None:
         return AllocConf()
     settings = {key: value.strip() for key, value in _SETTING.findall(environment[variable])}

@@ -59,8 +59,7 @@ Value = Scalar | None
 # Variables that autods sets for ranks on any device, or must not change.
 _RESERVED = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME",
-    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "THP_MEM_ALLOC_ENABLE", "TOKENIZERS_PARALLELISM", "PATH",
-    "TORCH_EXTENSIONS_DIR",
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "THP_MEM_ALLOC_ENABLE", "PATH", "TORCH_EXTENSIONS_DIR",
 )  # fmt: skip
 _ALIASES = {"train_micro_batch_size_per_gpu": "micro_batch", "gradient_accumulation_steps": "accumulation"}
 _SWITCHES = {"on": True, "off": False, "true": True, "false": False}

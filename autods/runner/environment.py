@@ -47,13 +47,13 @@ def join_node_environment(exported: Mapping[str, str]) -> dict[str, str]:
 _ALWAYS = {
     "OMP_NUM_THREADS": "1",  # a process with OpenMP threads must not fork; ranks get their number below
     "MKL_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
 }
 
 
 def zygote_environment(device: str, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables for a zygote: these, and those that forking, the device and caches need."""
     variables = {**environment, **_ALWAYS, "TORCH_EXTENSIONS_DIR": str(ops_folder())}
+    variables.setdefault("TOKENIZERS_PARALLELISM", "false")  # by default its threads would warn of each fork
     # By default torch.compile's cache, Triton's below it, is in TMPDIR, and a trial of a script has one of its own.
     # Their keys are digests and their files are renamed into place, so that all ranks may write at once.
     variables.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "torchinductor"))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..config.settings import Settings
+from ..devices import find_device
 from ..events import RunListener
 from ..rank.job import RunOrder
 from ..rank.record import RunResult
@@ -19,7 +20,6 @@ from ..types import Failed, ModelFacts, OutOfMemory
 from ..units import format_signal
 from .run_journal import AttemptEnd
 
-ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 _END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
 
@@ -43,8 +43,10 @@ class RunnerSession:
             self.close()
             environment = {}
             if allocator is not None:
-                given = os.environ.get(ALLOCATOR)
-                environment[ALLOCATOR] = f"{given},{allocator}" if given else allocator
+                device = find_device(settings.device)
+                variable = device.find_allocator_variable(os.environ) or device.allocator_variables[-1]
+                given = os.environ.get(variable)
+                environment[variable] = f"{given},{allocator}" if given else allocator
             self.runner = self._stack.enter_context(self.start(settings, self.listen, environment=environment))
             self._key = key
             if facts is not None:

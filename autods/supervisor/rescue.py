@@ -17,7 +17,7 @@ from .run_journal import RunConfig
 
 MOST_REPEATS = 2  # of the same config in a row without a new checkpoint
 NOTHING_LEFT, USERS_FAULT, MACHINES_FAULT = 1, 2, 3  # exit codes
-EXPANDABLE = "expandable_segments:True"  # a value of PYTORCH_CUDA_ALLOC_CONF
+EXPANDABLE = "expandable_segments:True"  # a setting of torch's allocator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +242,9 @@ def _defragment(situation: Situation, cause: Cause) -> NextConfig | None:
         return None
     if not cause.fragmented:
         return None
-    return NextConfig(config=replace(config, allocator=EXPANDABLE), changed=f"PYTORCH_CUDA_ALLOC_CONF={EXPANDABLE}")
+    return NextConfig(
+        config=replace(config, allocator=EXPANDABLE), changed=f"the allocator grows its segments ({EXPANDABLE})"
+    )
 
 
 def _reduce_micro_batch(situation: Situation, cause: Cause) -> NextConfig | None:

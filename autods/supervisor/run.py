@@ -38,7 +38,6 @@ from ..tuner.fit import fit
 from ..types import Failed, ModelFacts, OutOfMemory
 from ..workload.protocol import WorkloadError
 from .attempt import (
-    ALLOCATOR,
     RunnerSession,
     StartRunner,
     StopRequest,
@@ -231,6 +230,7 @@ class Supervisor:
         assert history.prepared is not None
         fit = apply_survey(self.settings.fit, self._facts)
         ladder = list_candidates(fit, self._facts, history.prepared.op_problems)
+        device = find_device(fit.device)
         situation = Situation(
             config=decision.config,
             known_rungs=gather_known_rungs(self.report, ladder),
@@ -244,8 +244,8 @@ class Supervisor:
             device_bytes=self.settings.fit.device_bytes,
             growth_bytes=decision.growth_bytes,
             can_recompute=self._facts.checkpointing,
-            may_expand=find_device(self.settings.fit.device).has_caching_allocator
-            and "expandable_segments" not in os.environ.get(ALLOCATOR, ""),
+            may_expand=device.has_caching_allocator
+            and "expandable_segments" not in os.environ.get(device.find_allocator_variable(os.environ) or "", ""),
             last_hang=self.last_hang,
             find_obstacle=lambda config: self._find_obstacle(config, saved),
         )

@@ -25,7 +25,7 @@ Ending = Literal["done", "stopped", "failed", "interrupted"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """What the ranks of an attempt train with. `allocator` is the value of PYTORCH_CUDA_ALLOC_CONF, if it is set.
+    """What the ranks of an attempt train with. `allocator` is a setting of torch's allocator beside the user's.
 
     With `loads_in_ranks` they load their data themselves: workers of a loader hand it over in shared memory.
     """

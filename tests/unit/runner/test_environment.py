@@ -48,9 +48,10 @@ def test_the_users_settings_for_cards_stay(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")  # as Ray gives them to the actor
     environment = start_environment(
         "cuda", monkeypatch, NCCL_DEBUG="INFO", CUDA_DEVICE_ORDER="FASTEST_FIRST", OMP_NUM_THREADS="6",
-        CUDA_VISIBLE_DEVICES="0,1,2,3",
+        CUDA_VISIBLE_DEVICES="0,1,2,3", TOKENIZERS_PARALLELISM="true",
     )  # fmt: skip
     assert (environment["NCCL_DEBUG"], environment["CUDA_DEVICE_ORDER"]) == ("INFO", "FASTEST_FIRST")
+    assert environment["TOKENIZERS_PARALLELISM"] == "true"
     assert environment["OMP_NUM_THREADS"] == "1"  # the zygote forks; a rank gets those six
     assert environment["CUDA_VISIBLE_DEVICES"] == "1,3"
 

@@ -402,13 +402,33 @@ def test_a_finished_run_makes_no_fit_for_other_ranks(tmp_path):
     assert (result.status, asked) == ("done", [])
 
 
-def test_the_allocator_is_changed_in_the_ranks_environment(tmp_path):
+@pytest.mark.parametrize(
+    ("given", "then"),
+    [
+        ({}, [{"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}]),
+        (
+            {"PYTORCH_ALLOC_CONF": "backend:native", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"},
+            [{"PYTORCH_ALLOC_CONF": "backend:native,expandable_segments:True"}],
+        ),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"},
+            [{"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"}],
+        ),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, []),
+    ],
+)
+def test_the_allocator_grows_beside_the_users_settings(tmp_path, monkeypatch, given, then):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+
     def answer(job):
         return (2, replace(out_of_memory(), fragmented=True)) if job.order.attempt == 1 else finish(job)
 
     fit = replace(settings(tmp_path).fit, device="cuda")
     _, launcher = supervise(tmp_path, answer, fit=fit)
-    assert launcher.starts[1] == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert [variables for variables in launcher.starts if variables] == then
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
