@@ -215,40 +215,26 @@ def _count_kills(groups: tuple[MemoryGroup, ...]) -> tuple[int, int]:
     return (groups[0].oom_kills() or 0) if groups else 0, machine_oom_kills() or 0
 
 
-ReadUsed = Callable[[], "tuple[int, ...] | None"]
 _NOISE_BYTES = 64 * 2**20  # less than any process with a CUDA context holds
 _FREED_S = 3.0  # a driver frees a dead process's memory a little after the process is gone
 _GPU_EVERY_S = 0.05
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuMonitor:
-    """Call `begin` before the ranks start, `check_freed` when they are gone. `ranks` is their number: one a GPU."""
-
-    before: tuple[int, ...]
-    ranks: int
-    read_used: ReadUsed
-
-    @classmethod
-    def begin(cls, ranks: int, read_used: ReadUsed) -> GpuMonitor:
-        """Note the bytes in use on each GPU. CPU ranks have none."""
-        return cls(before=read_used() or (), ranks=ranks, read_used=read_used)
-
-    def check_freed(self, sleep: Callable[[float], None] = time.sleep) -> list[str]:
-        """A sentence for each GPU that does not return to the bytes it held before, within some seconds."""
-        left, waited_s = self._find_leftovers(), 0.0
-        while left and waited_s < _FREED_S:
-            sleep(_GPU_EVERY_S)
-            waited_s += _GPU_EVERY_S
-            left = self._find_leftovers()
-        return [
-            f"GPU {index} still holds {format_bytes(more)} more than before this trial; the next measurements may be "
-            "too large (nvidia-smi lists the processes that hold memory)"
-            for index, more in left.items()
-        ]
-
-    def _find_leftovers(self) -> dict[int, int]:
-        """The bytes that a GPU holds more than before, by its index."""
-        now = (self.read_used() or ()) if self.before else ()
-        more = [held - before for held, before in zip(now[: self.ranks], self.before, strict=False)]
-        return {index: size for index, size in enumerate(more) if size >= _NOISE_BYTES}
+def check_freed(
+    before: Sequence[int], read_used: Callable[[], Sequence[int] | None], sleep: Callable[[float], None] = time.sleep
+) -> list[str]:
+    """A sentence for each GPU that does not return within some seconds to the bytes that it held `before` the ranks."""
+    waited_s = 0.0
+    while True:
+        now = (read_used() or ()) if before else ()
+        more = [held - old for held, old in zip(now, before, strict=False)]
+        left = {index: size for index, size in enumerate(more) if size >= _NOISE_BYTES}
+        if not left or waited_s >= _FREED_S:
+            break
+        sleep(_GPU_EVERY_S)
+        waited_s += _GPU_EVERY_S
+    return [
+        f"GPU {index} still holds {format_bytes(size)} more than before this trial; the next measurements may be "
+        "too large (nvidia-smi lists the processes that hold memory)"
+        for index, size in left.items()
+    ]

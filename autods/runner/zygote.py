@@ -36,7 +36,7 @@ from ..workload.load import in_one_process, load
 from ..workload.protocol import Workload
 from .cleanup import VARIABLE, has_session, note_job, remove_leftovers
 from .environment import rank_environment
-from .monitor import GpuMonitor, HostMonitor, RankMonitor
+from .monitor import HostMonitor, RankMonitor, check_freed
 from .node_messages import (
     ABORT,
     BIND,
@@ -177,7 +177,7 @@ class Zygote:
         began = time.monotonic()
         device = find_device(job.device)
         hazard = None if device.survives_fork or self.spawn else preload.find_fork_hazard()
-        gpus, host = GpuMonitor.begin(len(job.local_ranks), device.read_used_bytes), HostMonitor.begin()
+        used_before, host = (device.read_used_bytes() or ())[: len(job.local_ranks)], HostMonitor.begin()
         if {"cpu_adam", "async_io"} & {*(job.ops if job.job == "ops" else required_ops(job.ds_config))}:
             preload.remember_processor()  # the ranks will ask for it
         _make_folders(job)
@@ -204,7 +204,7 @@ class Zygote:
             with contextlib.redirect_stdout(sys.stderr):
                 for op in job.ops:
                     ops.build(op)
-        notes = gpus.check_freed()
+        notes = check_freed(used_before, device.read_used_bytes)
         if hazard is not None:
             notes.append(f"ranks start as new processes from here on, some 10 s slower a trial: {hazard}")
         return NodeReport(

@@ -236,14 +236,8 @@ _COMPILERS = frozenset(
 
 def is_compiling(session: int) -> bool:
     """Whether a compiler runs in this session, for an op of DeepSpeed or of the user, or for a kernel."""
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError):
-                before, _, after = Path(f"/proc/{entry}/stat").read_text().rpartition(") ")
-                state, _, _, leader, *_ = after.split()
-                if before.partition("(")[2] in _COMPILERS and int(leader) == session and state not in "ZX":
-                    return True
-    return False
+    statuses = (read_status(pid) for pid in list_session(session))
+    return any(status.get("Name") in _COMPILERS and status["State"][0] not in "ZX" for status in statuses)
 
 
 def list_shared_memory() -> frozenset[str]:

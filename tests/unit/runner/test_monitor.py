@@ -16,7 +16,7 @@ import pytest
 
 from autods.devices import CPU
 from autods.rank.job import Beat, Heartbeats, RankJob
-from autods.runner.monitor import GpuMonitor, RankMonitor, RunningRank, read_tiers
+from autods.runner.monitor import RankMonitor, RunningRank, check_freed, read_tiers
 from autods.system import processes
 from autods.types import PHASES, Phase, WorkloadSource
 from tests.support.watching import wait_for
@@ -129,27 +129,26 @@ def readings(*held: tuple[int, ...] | None) -> Callable[[], tuple[int, ...] | No
 )
 def test_a_gpu_that_is_freed_in_time_is_not_reported(later: list[tuple[int, ...]], sleeps: int) -> None:
     slept: list[float] = []
-    monitor = GpuMonitor.begin(1, readings((3 * GIB,), *later))
-    assert monitor.check_freed(slept.append) == []
+    assert check_freed((3 * GIB,), readings(*later), slept.append) == []
     assert len(slept) == sleeps
 
 
 def test_a_gpu_that_is_not_freed_is_reported_with_its_bytes() -> None:
     slept: list[float] = []
-    (text,) = GpuMonitor.begin(2, readings((0, 0), (0, 5 * GIB))).check_freed(slept.append)
+    (text,) = check_freed((0, 0), readings((0, 5 * GIB)), slept.append)
     assert text.startswith("GPU 1 still holds 5.0 GiB more than before this trial")
     assert 2.5 < sum(slept) < 3.5
 
 
 @pytest.mark.parametrize(
-    "held", [[(0, 0), (0, 5 * GIB)], [None], [(0,), None]], ids=["unused GPU", "no NVML", "NVML gone"]
+    ("before", "now"), [((0,), (0, 5 * GIB)), ((), None), ((0,), None)], ids=["unused GPU", "no NVML", "NVML gone"]
 )
-def test_nothing_is_reported_that_no_rank_or_nvml_shows(held: list[tuple[int, ...] | None]) -> None:
-    assert GpuMonitor.begin(1, readings(*held)).check_freed(lambda seconds: None) == []
+def test_nothing_is_reported_that_no_rank_or_nvml_shows(before: tuple[int, ...], now: tuple[int, ...] | None) -> None:
+    assert check_freed(before, readings(now), lambda seconds: None) == []
 
 
 def test_cpu_ranks_have_no_gpu_to_read() -> None:
-    assert GpuMonitor.begin(2, CPU.read_used_bytes).check_freed() == []
+    assert CPU.read_used_bytes() is None
 
 
 def test_tiers_are_memory_and_the_disk_that_swap_files_will_lie_on(tmp_path: Path) -> None:
