@@ -18,7 +18,8 @@ class ScriptKind:
     """A library that calls DeepSpeed for a script. Its adapter is the module of this name in `rank/script/adapters`.
 
     A script is of the first kind in whose `packages` it imports a name that `names` matches; without any, of the first
-    whose `last_names` does. `preloaded` are modules that the adapter imports before the script begins.
+    whose `last_names` does. `preloaded` are modules that the adapter imports before the script begins. `config_readers`
+    are those that read a DeepSpeed config, where not all of its packages do.
     `fills_in_auto`: the library replaces "auto" in a DeepSpeed config. `takes_local_rank`: its parser knows the option
     of the `deepspeed` launcher. `sets_sizes`: trials set the sizes in its arguments.
 
@@ -33,6 +34,7 @@ class ScriptKind:
     names: str
     last_names: str = "(?!)"  # nothing
     preloaded: tuple[str, ...] = ()
+    config_readers: tuple[str, ...] = ()
     fills_in_auto: bool = False
     takes_local_rank: bool = False
     sets_sizes: bool = False
@@ -67,6 +69,7 @@ _ROWS = (
         packages=("transformers", "trl", "sentence_transformers", "setfit"),
         names="TrainingArguments|HfArgumentParser|.*Trainer",
         preloaded=("transformers.trainer",),
+        config_readers=("transformers.trainer", "transformers.training_args", "transformers.integrations"),
         fills_in_auto=True,
         takes_local_rank=True,
         sets_sizes=True,

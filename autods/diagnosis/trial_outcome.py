@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..config.trainers import SCRIPT_KINDS
 from ..devices import find_device
 from ..errors import InputError
 from ..types import Action, Failed, OutOfMemory, Tier
@@ -30,9 +31,8 @@ CONFIG = "DeepSpeed config"
 _AWAITING = re.compile(
     r"Current thread [^\n]*\n  File \"[^\"\n]*/(torch/distributed|deepspeed/comm|deepspeed/runtime)/"
 )
-_READS_A_CONFIG = re.compile(
-    r"/(?:deepspeed|accelerate|lightning|pytorch_lightning|transformers/(?:trainer|training_args|integrations))[/.]"
-)
+_CONFIG_READERS = (module for kind in SCRIPT_KINDS.values() for module in kind.config_readers or kind.packages)
+_READS_A_CONFIG = re.compile(rf"/(?:{'|'.join(module.replace('.', '/') for module in _CONFIG_READERS)})[/.]")
 _PLACE = re.compile(r"(/[^\n]*?\.py:\d+): ")
 _PYDANTIC_ERROR = re.compile(r"\n(\S+)\n  (.+?)(?: \[type=|\n|$)")
 _OP = re.compile(

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..config.deepspeed import compose, required_ops, without_monitors
 from ..config.rungs import Rung, unmet_need
@@ -32,10 +32,16 @@ from .outcome import find_failure, judge_trial, result_of_rank_0
 from .time_limits import limit_training, silence_limits, warm_up
 from .worker_group import WorkerGroup
 
-Survey = tuple[ModelFacts, Mapping[str, str]]  # the facts, and for each missing DeepSpeed op the reason
 _NO_VARIABLES: Mapping[str, str] = {}
 _ROOM_WITHIN_S = 3.0
 _LARGEST_SURVEY_BATCH = 8  # the walk begins with no larger micro batch
+
+
+class Survey(NamedTuple):
+    """The facts of a workload, and for each DeepSpeed op that cannot be built here the reason."""
+
+    facts: ModelFacts
+    op_problems: Mapping[str, str]
 
 
 class RayRunner:
@@ -83,7 +89,7 @@ class RayRunner:
         self.workers.__exit__(*exception)
 
     def survey(self) -> Survey:
-        """Return the facts of the workload, and the DeepSpeed ops that cannot be built here with the reasons.
+        """Survey the workload on real ranks.
 
         Raises InputError for broken user code, EnvironmentBroken for a broken machine.
         """
@@ -96,14 +102,15 @@ class RayRunner:
         Returns its survey, which is made once for each workload. A script's own DeepSpeed config joins the settings.
         """
         self.settings = settings
-        survey = self.surveys.get(settings.source.digest)
-        self.facts, problems = survey or self._survey()
-        self.settings = apply_survey(settings, self.facts)
-        if survey is None:
-            self.surveys[settings.source.digest] = self.facts, problems
-            for text in describe_script(self.settings, self.facts):
+        known = self.surveys.get(settings.source.digest)
+        survey = known or self._survey()
+        self.facts = survey.facts
+        self.settings = apply_survey(settings, survey.facts)
+        if known is None:
+            self.surveys[settings.source.digest] = survey
+            for text in describe_script(self.settings, survey.facts):
                 self._note(text)
-        return self.facts, problems
+        return survey
 
     def run(self, trial: Trial, *, id: int) -> Record:
         """Run the trial on real ranks, after building the ops that it needs."""
@@ -265,7 +272,7 @@ class RayRunner:
             job = self.survey_job(ranks=job.world_size, micro_batch=2 * job.micro_batch)
             results = self._execute(job)
         result = result_of_rank_0(results, SurveyResult)
-        return result.facts, result.op_problems
+        return Survey(result.facts, result.op_problems)
 
     def _build_ops(self, job: RankJob) -> OutOfMemory | Failed | None:
         """Build and load the ops that this job needs, before any time limit begins; return why that failed, if so."""
