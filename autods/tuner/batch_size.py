@@ -57,14 +57,11 @@ class Growth:
     # Trials
 
     def run(self) -> Growth:
-        """Grow until `stop` is set. Then time the smallest size where no other left the headroom or was as fast."""
+        """Grow until `stop` is set. Then time the smallest size where no other left the headroom."""
         while self.stop is None and self.try_next():
             pass
-        smallest, score = self.context.sizes[0], self.context.score
-        fastest = max((score(record) for record in self.records if self.context.fits(record)), default=0.0)
-        is_timed = any(record.trial.knobs.micro_batch == smallest for record in self.records)
-        if not fastest or (self.walked is not None and not is_timed and score(self.walked) > fastest):
-            self.measure(smallest)
+        if not any(self.context.fits(record) for record in self.records):
+            self.measure(self.context.sizes[0])
         return self
 
     def extend(self, steps: Steps, trials: int) -> None:

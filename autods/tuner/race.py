@@ -11,7 +11,7 @@ from ..units import format_bytes
 from .batch_curve import BatchCurve, least_sample_s
 from .batch_size import Growth, describe_misfit
 from .candidates import Candidate, config_name, first_trial, in_precision, without_checkpointing
-from .comparison import PRIOR_NOISE, FinalsResult, comparison_words, finals
+from .comparison import PRIOR_NOISE, comparison_words, finals
 from .ladder_walk import Lessons, WalkResult, try_rung, untried_rungs
 from .prospects import Prospect, find_prospect, rank
 from .trial_forecasts import why_impossible
@@ -164,25 +164,18 @@ def _make_contestant(candidate: Candidate, context: FitContext, most_trials: int
     return Contestant(candidate=candidate, context=context, first=first, most_trials=most_trials, steps=steps)
 
 
-def _result(
-    winner: Contestant, others: Iterable[Contestant], reasons: Mapping[str, str], best: Record | None = None
-) -> RaceResult:
-    """The result with the winner's best trial, or with `best`, its last measurement."""
-    best = best or winner.best()
-    assert best is not None
-    behind = (contestant.best() for contestant in others)
-    others_best = tuple(record for record in behind if record is not None)
-    return RaceResult(best=best, growth=winner, others=others_best, reasons=reasons)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Decision:
-    """The winner of the last comparison, its deciding trial, and the best scores there by contestants' names."""
+    """The winner of the last comparison, its deciding trial, and the best scores there by contestants' names.
+
+    `is_any_dropped`: one that was measured again no longer left the headroom.
+    """
 
     winner: Contestant
     best: Record
     reason: str
     scores: Mapping[str, float]
+    is_any_dropped: bool = False
 
 
 def _best_scores(scores: Iterable[tuple[Contestant, float]]) -> dict[str, float]:
@@ -328,19 +321,13 @@ class _Race:
         context, limits = self.context, self.context.settings.profile.race
         turns = 0 if context.settings.objective == "memory" else limits.turns
         before = len(context.memory.records)
-        decision = self._decide_in_turns(turns)
+        decision = self._measure_leaders_again(turns)
+        if decision.is_any_dropped:  # those that follow join the rest
+            decision = self._measure_leaders_again(turns)
         if turns and context.noise > limits.noise:
             self._measure_all_again()
             decision = self._decide_by_timings(decision, context.memory.records[before:])
         return self._explain(decision)
-
-    def _decide_in_turns(self, turns: int) -> _Decision:
-        """Compare the leaders. Where one of them no longer leaves the headroom, those that follow join the rest."""
-        close, final = self._measure_leaders_again(turns)
-        if turns and len(final.measured) < len(final.scores):
-            close, final = self._measure_leaders_again(turns)
-        scores = _best_scores((close[place][1], final.scores[place]) for place in final.measured)
-        return _Decision(winner=close[final.winner][1], best=final.best, reason=final.reason, scores=scores)
 
     def _decide_by_timings(self, decision: _Decision, new: Sequence[Record]) -> _Decision:
         """Take the fastest of the `new` timings, where repeats of one config differ by more than the profile's noise.
@@ -380,15 +367,17 @@ class _Race:
         for contestant in self.contestants:  # some rungs were raced only without checkpointing
             rung = contestant.candidate.rung.name
             reasons.setdefault(rung, f"checkpointing would only cost it time: see {contestant.name}")
-        return _result(winner, [each for each in fitting if each is not winner], reasons, best=decision.best)
+        behind = (contestant.best() for contestant in fitting if contestant is not winner)
+        others = tuple(record for record in behind if record is not None)
+        return RaceResult(best=decision.best, growth=winner, others=others, reasons=reasons)
 
     def _fitting(self) -> list[Contestant]:
         """The contestants that fitted, best first; of equals, in the ladder's order."""
         fitting = [contestant for contestant in self.contestants if contestant.best() is not None]
         return sorted(fitting, key=lambda contestant: contestant.score, reverse=True)
 
-    def _measure_leaders_again(self, turns: int) -> tuple[Sequence[tuple[Record, Contestant]], FinalsResult]:
-        """Measure as many leaders again as the budget allows, with longer trials. A place is one among the leaders."""
+    def _measure_leaders_again(self, turns: int) -> _Decision:
+        """Measure as many leaders again as the budget allows, with longer trials, in turn."""
         context, limits, finalists = self.context, self.context.settings.profile.race, []
         close, earlier = self._close_to_leader(), tuple(context.memory.records)
         repeat = max((record.trial.repeat for record in earlier if record.trial.purpose == "race"), default=0)
@@ -401,7 +390,12 @@ class _Race:
         for finalist, (_, owner) in zip(finalists, close, strict=False):
             config, new = (finalist.trial.rung, finalist.trial.knobs), context.memory.records[len(earlier) :]
             owner.records.extend(record for record in new if (record.trial.rung, record.trial.knobs) == config)
-        return close, final
+        scores = _best_scores((close[place][1], final.scores[place]) for place in final.measured)
+        is_any_dropped = turns > 0 and len(final.measured) < len(final.scores)
+        winner = close[final.winner][1]
+        return _Decision(
+            winner=winner, best=final.best, reason=final.reason, scores=scores, is_any_dropped=is_any_dropped
+        )
 
     def _measure_all_again(self) -> None:
         """Measure those again that may lead, give or take the noise that was seen, and grow them where that pays."""
