@@ -11,9 +11,9 @@ from ..report.rank_logs import LogTail
 from ..report.results.run import parse_steps
 from ..runner.node_messages import Heartbeat, TierLevel
 from ..types import Tier
+from .memory_trend import TierReading, WatchedTier
 from .run_journal import RunJournal
 from .run_settings import RunSettings
-from .watch import TierReading, Watched
 
 _LOOK_EVERY_S = 0.5  # for lines of the ranks and new checkpoints
 _WATCH_EVERY_S = 1.0
@@ -35,7 +35,7 @@ class AttemptProgress:
         self._steps = LogTail(folder / "steps.jsonl")
         self._log = LogTail(folder / "ranks" / "rank0.log")
         self._looked_s = self._watched_s = 0.0
-        self._watched: dict[tuple[Tier, str], Watched] = {}  # by tier and node
+        self._watched: dict[tuple[Tier, str], WatchedTier] = {}  # by tier and node
         self._uses: tuple[TierLevel, ...] = ()
 
     def look(self, beat: Heartbeat | None = None) -> None:
@@ -71,11 +71,8 @@ class AttemptProgress:
             limit_bytes = self._settings.fit.device_bytes
             uses.append(TierLevel(tier="device", used_bytes=done.device_peak_bytes, total_bytes=limit_bytes))
         for use in uses:
-            watched = self._watched.get((use.tier, use.node)) or Watched(
-                tier=use.tier, node=use.node, limit_bytes=use.total_bytes
-            )
-            point = TierReading(done.step, use.used_bytes)
-            self._watched[use.tier, use.node], trend = watched.add(point, last_step=done.steps)
-            if trend is not None:
-                self._journal.warn(str(trend))
-                self._listen(Note(text=f"warning: {trend}"))
+            new = WatchedTier(tier=use.tier, node=use.node, limit_bytes=use.total_bytes)
+            watched = self._watched.setdefault((use.tier, use.node), new)
+            if (text := watched.add(TierReading(done.step, use.used_bytes), last_step=done.steps)) is not None:
+                self._journal.warn(text)
+                self._listen(Note(text=f"warning: {text}"))

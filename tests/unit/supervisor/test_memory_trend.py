@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 
-from autods.supervisor.watch import TierReading, Watched, find_trend
+from autods.supervisor.memory_trend import WINDOW, TierReading, WatchedTier, find_trend
 
 MIB = 2**20
 LIMIT = 1000 * MIB
@@ -14,19 +14,19 @@ def series(values):
 
 def warn(values, last_step=None):
     """The steps that the warnings of a series name."""
-    watched, steps = Watched(tier="device", limit_bytes=LIMIT), []
-    for point in series(values):
-        watched, trend = watched.add(point, last_step=last_step)
-        if trend is not None:
-            steps.append(trend.runs_out_at)
-    return steps
+    watched = WatchedTier(tier="device", limit_bytes=LIMIT)
+    texts = [watched.add(point, last_step=last_step) for point in series(values)]
+    return [int(text.split()[-1].replace(",", "")) for text in texts if text is not None]
 
 
 def test_steady_growth_names_the_step_at_which_it_runs_out():
-    trend = find_trend("device", series(200 * MIB + 2 * MIB * step for step in range(100)), LIMIT)
+    readings = series(200 * MIB + 2 * MIB * step for step in range(100))
+    trend = find_trend(readings[-WINDOW:], LIMIT)
     assert trend.bytes_per_step == 2 * MIB
     assert trend.runs_out_at == 401
-    assert str(trend) == "device memory fills by 2.0 MiB a step, and 602.0 MiB are left: it runs out at about step 401"
+    watched = WatchedTier(tier="device", limit_bytes=LIMIT)
+    text = next(text for text in (watched.add(each, last_step=None) for each in readings) if text is not None)
+    assert text == "device memory fills by 2.0 MiB a step, and 738.0 MiB are left: it runs out at about step 401"
 
 
 def test_growth_with_noise_is_found_once():
@@ -48,7 +48,7 @@ def test_noise_and_its_running_peak_are_no_growth():
 
 def test_a_plateau_after_a_climb_is_no_growth():
     assert warn([100 * MIB] * 10 + [600 * MIB] * 200) == []
-    assert find_trend("device", series([100 * MIB + 10 * MIB * min(step, 20) for step in range(100)]), LIMIT) is None
+    assert find_trend(series([100 * MIB + 10 * MIB * min(step, 20) for step in range(100)])[-WINDOW:], LIMIT) is None
 
 
 def test_a_tier_that_lasts_until_the_end_is_no_news():
@@ -64,4 +64,4 @@ def test_a_warning_is_repeated_when_the_growth_changes_much():
 
 
 def test_few_points_tell_nothing():
-    assert find_trend("device", series(MIB * step for step in range(31)), LIMIT) is None
+    assert find_trend(series(MIB * step for step in range(31)), LIMIT) is None

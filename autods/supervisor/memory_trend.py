@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..report.text import TIER_NAMES
 from ..types import Tier
@@ -17,41 +19,27 @@ _PARTS = 4  # of the window, which all have to grow
 _SAY_AGAIN = 2.0  # the steps left are more or fewer by this factor than at the last warning
 
 
-@dataclass(frozen=True, slots=True)
-class TierReading:
+class TierReading(NamedTuple):
     """The bytes in use on a tier after an optimizer step, or its peak so far."""
 
     step: int
     used_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trend:
-    """Steady growth of a tier, of a `node` where there are several. `runs_out_at` is the step after which nothing is
-    left.
-    """
+class Trend(NamedTuple):
+    """Steady growth. `runs_out_at` is the step after which nothing is left."""
 
-    tier: Tier
     bytes_per_step: float
     headroom_bytes: int
     runs_out_at: int
-    node: str = ""
-
-    def __str__(self) -> str:
-        of_node = f" of node {self.node}" if self.node else ""
-        grows = f"{TIER_NAMES[self.tier]}{of_node} fills by {format_bytes(self.bytes_per_step)} a step"
-        return (
-            f"{grows}, and {format_bytes(self.headroom_bytes)} are left: it runs out at about step {self.runs_out_at:,}"
-        )
 
 
-def find_trend(tier: Tier, points: Sequence[TierReading], limit_bytes: int) -> Trend | None:
-    """Return the growth of a tier over its last points; None where there is none, or too few points to tell.
+def find_trend(window: Sequence[TierReading], limit_bytes: int) -> Trend | None:
+    """Return the growth of a tier over these readings; None where there is none, or too few of them to tell.
 
     The slope is Theil–Sen's: the median over pairs, which single outliers do not move. It counts as growth only if
     all quarters of the window grow, and the last one not much less: a plateau, single jumps and noise do not.
     """
-    window = points[-WINDOW:]
     if len(window) < _FEWEST:
         return None
     slope = _slope(window)
@@ -65,12 +53,7 @@ def find_trend(tier: Tier, points: Sequence[TierReading], limit_bytes: int) -> T
     if slope * (last.step - window[0].step) < 4 * spread:  # the growth over the window is within its noise
         return None
     left = max(0.0, limit_bytes - level)
-    return Trend(
-        tier=tier,
-        bytes_per_step=slope,
-        headroom_bytes=int(left),
-        runs_out_at=last.step + math.ceil(left / slope),
-    )
+    return Trend(slope, int(left), last.step + math.ceil(left / slope))
 
 
 def _slope(points: Sequence[TierReading]) -> float:
@@ -84,28 +67,33 @@ def _slope(points: Sequence[TierReading]) -> float:
     return statistics.median(slopes) if slopes else 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Watched:
-    """One tier of a running attempt. `warned` is the step of the last warning's forecast."""
+@dataclass(slots=True, kw_only=True)
+class WatchedTier:
+    """One tier of a running attempt, of a `node` where there are several. `warned` is the step of the last warning."""
 
     tier: Tier
     limit_bytes: int
     node: str = ""
-    points: tuple[TierReading, ...] = field(default=())
+    readings: deque[TierReading] = field(default_factory=lambda: deque(maxlen=WINDOW))
     warned: int | None = None
 
-    def add(self, point: TierReading, *, last_step: int | None) -> tuple[Watched, Trend | None]:
-        """Return the tier with one more point, and a trend that is worth saying.
+    def add(self, reading: TierReading, *, last_step: int | None) -> str | None:
+        """Take one more reading, and return a warning that is worth saying.
 
         `last_step` is the run's. A tier that lasts until then is no news. A trend is said once, and again when it has
         changed much.
         """
-        watched = replace(self, points=(*self.points, point)[-WINDOW:])
-        trend = find_trend(self.tier, watched.points, self.limit_bytes)
+        self.readings.append(reading)
+        trend = find_trend(tuple(self.readings), self.limit_bytes)
         if trend is None or (last_step is not None and trend.runs_out_at > last_step):
-            return watched, None
+            return None
         if self.warned is not None:
-            left, left_then = trend.runs_out_at - point.step, max(1, self.warned - point.step)
+            left, left_then = trend.runs_out_at - reading.step, max(1, self.warned - reading.step)
             if left_then / _SAY_AGAIN <= left <= left_then * _SAY_AGAIN:
-                return watched, None
-        return replace(watched, warned=trend.runs_out_at), replace(trend, node=self.node)
+                return None
+        self.warned = trend.runs_out_at
+        of_node = f" of node {self.node}" if self.node else ""
+        return (
+            f"{TIER_NAMES[self.tier]}{of_node} fills by {format_bytes(trend.bytes_per_step)} a step, and"
+            f" {format_bytes(trend.headroom_bytes)} are left: it runs out at about step {trend.runs_out_at:,}"
+        )
