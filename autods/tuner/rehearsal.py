@@ -27,9 +27,9 @@ from ..units import format_bytes
 from .certify import make_exam
 from .fit import fit
 from .fit_report import FitResult, NothingFits
-from .loss_parity import FEWEST_UPDATES, is_same_maths
+from .loss_parity import is_same_maths
 from .trial_forecasts import Forecaster, TrialForecaster, make_trial_engine, start_processes
-from .trials import FitContext, fit_steps_to_budget, median_step_s
+from .trials import FitContext, median_step_s
 
 # Estimates of what a real trial takes besides its steps: CUDA contexts and NCCL's communicators of a node, random
 # weights, which each rank draws in host memory, and a checkpoint, written to a disk of the node and read from it.
@@ -137,19 +137,15 @@ class RehearsalRunner:
         limits = self.settings.profile.certify
         if isinstance(result, NothingFits) or limits.most_trials < 1:
             return seconds
-        best, plain = result.best, result.walked.winner
+        best, plain = result.best.trial, result.walked.winner
         assert plain is not None, "a config fits"
-        step_s = median_step_s(best)
-        longest_s = step_s * self.facts.longest_ratio
-        steps = make_exam(best.trial, context, longest_s).steps
-        nodes = self.settings.nodes
-        moved_s = 2 * self.facts.parameters * _CHECKPOINT_BYTES / nodes / _CHECKPOINT_BYTES_PER_S
-        seconds += self._start_s + (steps.warmup + steps.timed + _EXAM_STEPS) * longest_s + moved_s
-        if limits.parity is None or is_same_maths(best.trial, plain.trial):
-            return seconds
-        parity = fit_steps_to_budget(limits.parity, step_s, least=FEWEST_UPDATES + 1)
-        samples = best.trial.knobs.train_batch(1) / plain.trial.knobs.train_batch(1)
-        return seconds + 2 * self._start_s + parity.timed * (step_s + samples * median_step_s(plain))
+        longest_s = median_step_s(result.best) * self.facts.longest_ratio
+        steps = make_exam(best, context, longest_s).steps
+        exam_s = self._start_s + (steps.warmup + steps.timed + _EXAM_STEPS) * longest_s
+        moved_s = 2 * self.facts.parameters * _CHECKPOINT_BYTES / self.settings.nodes / _CHECKPOINT_BYTES_PER_S
+        # Each of the two trials that compare losses takes about as long as the exam.
+        compares_losses = limits.parity is not None and not is_same_maths(best, plain.trial)
+        return seconds + (3 if compares_losses else 1) * exam_s + moved_s
 
     @property
     def _start_s(self) -> float:
