@@ -36,7 +36,7 @@ class History:
     """The content of a journal.
 
     `records` holds the finished trials by key. `unfinished` counts by key how often a trial was started without an end.
-    `forecasts` has the forecast of each finished trial by key. `surveys` has the facts of a workload by its digest.
+    `forecasts` has the forecasts of a probe's trials by key. `surveys` has the facts of a workload by its digest.
     `device_bytes` is the memory of a rank's device with which the fit began.
     """
 
@@ -82,7 +82,7 @@ class Journal:
         self.append({"kind": "finished", "key": trial_key(record.trial), "record": asdict(record)})
 
     def write_forecast(self, trial: Trial, forecast: Mapping[str, Any]) -> None:
-        """Write down the forecast of a finished trial."""
+        """Write down the forecast of a probe's trial."""
         self.append({"kind": "forecast", "key": trial_key(trial), "forecast": forecast})
 
     def write_survey(self, digest: str, survey: Mapping[str, Any]) -> None:
@@ -292,8 +292,7 @@ def _holds_a_fit(out: Path) -> bool:
 class TrialStore:
     """Answers trials from the journal, runs those that it lacks, and writes each finished one down. Thread-safe.
 
-    `learn` is called with each record; a forecast that it returns is written down as well. `running` holds the ids of
-    the trials that run now.
+    `learn` is called with each record. `running` holds the ids of the trials that run now.
     """
 
     journal: Journal
@@ -301,7 +300,7 @@ class TrialStore:
     execute: Execute
     listen: Listener
     records: list[Record] = field(default_factory=list)
-    learn: Callable[[Record], Mapping[str, Any] | None] = lambda record: None
+    learn: Callable[[Record], None] = lambda record: None
     running: set[int] = field(default_factory=set)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -313,8 +312,7 @@ class TrialStore:
         with self.lock:
             self.records.append(record)
             self.running.discard(record.id)
-            if (forecast := self.learn(record)) is not None:
-                self.journal.write_forecast(record.trial, forecast)
+            self.learn(record)
             self.listen(TrialFinished(record=record, replayed=known is not None))
         return record
 

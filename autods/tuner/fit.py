@@ -26,7 +26,7 @@ from ..report import serialize
 from ..report.answers.fit import make_fit_document
 from ..report.render_html import PAGE, write_page
 from ..report.results.fit import FitReport
-from ..types import Failed, Fit, ModelFacts, Record, Trial, is_machines_fault
+from ..types import Failed, ModelFacts, Record, Trial
 from ..workload.script_source import describe_kind
 from .candidates import idle_stages_warning, list_candidates
 from .certify import certify
@@ -95,12 +95,11 @@ def fit(
                     forecaster=opened,
                     study=out / STUDY,
                     final_config=runner.final_config,
-                    check=partial(_check_machine, settings),
                     save_best=partial(_save_best, runner, settings),
                 )
                 result = search(context)
                 if isinstance(result, NothingFits):
-                    _check_that_memory_decided(result.walked, settings)
+                    _check_that_memory_decided(result.walked, context)
 
         report = build_report(result, context, fingerprint=fingerprint, seconds=time.monotonic() - began + earlier_s)
         if estimate_real_s is not None:
@@ -203,34 +202,17 @@ def _start_ray_runner(settings: Settings, listen: Listener) -> AbstractContextMa
     return RayRunner(settings, listen)
 
 
-def _check_that_memory_decided(walked: WalkResult, settings: Settings) -> None:
+def _check_that_memory_decided(walked: WalkResult, context: FitContext) -> None:
     """Raise when no rung ran for a reason other than memory: InputError for the workload, else EnvironmentBroken."""
     if walked.stopped is not None:
-        _check_machine(settings, walked.stopped)
+        context.check(walked.stopped)
         assert isinstance(walked.stopped.outcome, Failed)
-        raise make_input_error(walked.stopped.outcome, settings.source.path, _log_path(walked.stopped, settings))
+        log = context.log_path(walked.stopped)
+        raise make_input_error(walked.stopped.outcome, context.settings.source.path, log)
     failures = [record.outcome for record in walked.records if isinstance(record.outcome, Failed)]
     if failures and len(failures) == len(walked.records):
         rung = walked.records[-1].trial.rung
         raise EnvironmentBroken(f"no rung could be tried: {rung}: {failures[-1].evidence}\n  {failures[-1].advice}")
-
-
-def _check_machine(settings: Settings, record: Record) -> Record:
-    """Return the record. Raise where the machine failed (a full disk, a lost GPU): further trials would fail alike.
-
-    The journal does not keep such a trial; the next run repeats it.
-    """
-    outcome = record.outcome
-    if isinstance(outcome, Fit) or not is_machines_fault(outcome):
-        return record
-    place = f"{record.trial.rung}, rank {outcome.rank}, {outcome.phase}; log: {_log_path(record, settings)}"
-    raise EnvironmentBroken(f"{outcome.evidence}\n  {outcome.advice} ({place})")
-
-
-def _log_path(record: Record, settings: Settings) -> Path:
-    """Return the log of the rank that failed."""
-    assert not isinstance(record.outcome, Fit)
-    return settings.out / "logs" / f"{record.id:03d}-{record.trial.rung}" / f"rank{max(0, record.outcome.rank)}.log"
 
 
 def _save_best(runner: Runner, settings: Settings, record: Record) -> None:

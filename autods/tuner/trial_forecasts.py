@@ -7,9 +7,8 @@ import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
 
 from ..config.settings import Settings
 from ..devices import find_device
@@ -36,7 +35,6 @@ from ..forecast.simulation_cache import (
 from ..forecast.values import EngineSpec, RungForecast, Simulation, StartSimulator
 from ..journal import TrialStore, trial_key
 from ..runner.cleanup import simulator_variables
-from ..schema import read_as
 from ..types import Fit, ModelFacts, Outcome, Record, Trial
 
 
@@ -263,9 +261,8 @@ def open_forecaster(
 ) -> Iterator[Forecaster]:
     """A forecaster of this fit's trials; one that knows nothing when the settings want no forecast.
 
-    The simulator starts with the first forecast. Each trial's measured peak is stored in the journal with its
-    forecast, and corrects later forecasts. A resumed fit learns it from there when the trial is answered again, and
-    nothing before: so it decides as the first run did.
+    The simulator starts with the first forecast. Each trial corrects the forecasts after it, also when the journal
+    answers it: so a resumed fit decides as its first run did.
     """
     if not settings.forecast:
         yield NO_FORECASTER
@@ -274,18 +271,11 @@ def open_forecaster(
     if allocator.warning is not None:
         listen(Note(text=allocator.warning))
 
-    past = memory.past
-
-    def learn(record: Record) -> Mapping[str, Any] | None:
-        if (key := trial_key(record.trial)) in past.records:
-            if key in past.forecasts:
-                forecaster.observations[key] = read_as(Observation, past.forecasts[key])
-            return None
+    def learn(record: Record) -> None:
         is_saved = isinstance(record.outcome, Fit) and record.outcome.examined is not None
-        if is_saved and not find_device(settings.device).shares_host_memory:  # there, it passes beside the budget
-            return None  # its peak includes saving a checkpoint, which is not forecast
-        observation = forecaster.learn(record.trial, record.outcome)
-        return None if observation is None else asdict(observation)
+        if not is_saved or find_device(settings.device).shares_host_memory:  # there, it passes beside the budget
+            forecaster.learn(record.trial, record.outcome)
+        # Otherwise its peak includes saving a checkpoint, which is not forecast.
 
     with (start or start_processes(settings, listen))(settings.source) as simulator:
         forecaster = TrialForecaster(

@@ -13,7 +13,7 @@ from typing import Any
 from ..config.deepspeed import accumulation_for, micro_batches
 from ..config.settings import SPARE_HOST, Settings
 from ..devices import find_device
-from ..errors import InputError
+from ..errors import EnvironmentBroken, InputError
 from ..events import Listener, Note, TrialForecasted
 from ..forecast.values import RungForecast
 from ..journal import JOURNAL, History, Journal, TrialStore
@@ -29,6 +29,7 @@ from ..types import (
     Steps,
     TierUse,
     Trial,
+    is_machines_fault,
 )
 from ..units import format_bytes
 from .trial_forecasts import Forecaster
@@ -73,7 +74,6 @@ class FitContext:
     `op_problems` maps a DeepSpeed op to the reason that it cannot be built here.
     `study` is the file that shows Optuna's study to its readers.
     `final_config` returns a trial's DeepSpeed config as the user gets it.
-    `check` returns a record, or raises when the machine needs repair first.
     `save_best` gets the best config after each step, so that it is on disk should the fit be killed.
     `least_micro_batch` is the smallest that the model can be trained with, as far as is known.
     """
@@ -85,7 +85,6 @@ class FitContext:
     study: Path
     final_config: Callable[[Trial], Mapping[str, Any]]
     op_problems: Mapping[str, str] = field(default_factory=dict)
-    check: Callable[[Record], Record] = lambda record: record
     save_best: Callable[[Record], None] = lambda record: None
     least_micro_batch: int = 1
 
@@ -127,6 +126,23 @@ class FitContext:
     def run(self, trial: Trial) -> Record:
         """Run a trial; raises when the machine fails."""
         return self.check(self.memory.run(trial))
+
+    def check(self, record: Record) -> Record:
+        """Return the record. Raise where the machine failed (a full disk, a lost GPU): further trials would fail alike.
+
+        The journal does not keep such a trial; the next run repeats it.
+        """
+        outcome = record.outcome
+        if isinstance(outcome, Fit) or not is_machines_fault(outcome):
+            return record
+        place = f"{record.trial.rung}, rank {outcome.rank}, {outcome.phase}; log: {self.log_path(record)}"
+        raise EnvironmentBroken(f"{outcome.evidence}\n  {outcome.advice} ({place})")
+
+    def log_path(self, record: Record) -> Path:
+        """Return the log of the rank that failed."""
+        assert not isinstance(record.outcome, Fit)
+        folder = self.settings.out / "logs" / f"{record.id:03d}-{record.trial.rung}"
+        return folder / f"rank{max(0, record.outcome.rank)}.log"
 
     def forecast(self, trial: Trial) -> RungForecast | None:
         """The memory that the trial will need, which listeners are told; None when it cannot be simulated."""

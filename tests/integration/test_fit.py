@@ -15,6 +15,7 @@ from autods.events import Note
 from autods.report.serialize import to_dict
 from autods.runner.runner import RayRunner
 from autods.tuner.fit import fit
+from autods.types import Fit
 from tests.support import sibling
 from tests.support.fits import ignore, question
 
@@ -179,6 +180,7 @@ def test_with_a_forecast_fewer_trials_give_the_same_answer(ray, tmp_path):
     assert cannot == {skip.rung for skip in foreseen.skipped} == {"ddp"}
     tried = [{record.trial.rung for record in report.trials} for report in (foreseen, walked)]
     assert tried == [{"zero1"}, {"ddp", "zero1"}]
-    rows = [json.loads(line) for line in (tmp_path / "with" / "journal.jsonl").read_text().splitlines()]
-    pair = next(row["forecast"] for row in rows if row["kind"] == "forecast")
-    assert pair["measured_bytes"] == pytest.approx(pair["predicted_bytes"], rel=0.2)
+    forecast = next(row for row in foreseen.forecast if row.rung == "zero1")
+    measured = next(each.outcome for each in foreseen.trials if each.trial.knobs.micro_batch == forecast.micro_batch)
+    assert isinstance(measured, Fit)
+    assert measured.device_peak_bytes == pytest.approx(forecast.memory["device"].peak_bytes, rel=0.2)

@@ -187,7 +187,7 @@ def test_a_failure_caps_the_micro_batch_and_is_told() -> None:
 
     def answer(trial: Trial) -> Outcome:
         if trial.knobs.micro_batch > 40:
-            return failed(evidence="RuntimeError: integer out of range\nmore", action="fix_environment")
+            return failed(evidence="RuntimeError: integer out of range\nmore", action="fix_code")
         return steep(limit)(trial)
 
     growth = growing(answer, limit=limit)
