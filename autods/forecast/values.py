@@ -103,6 +103,11 @@ class EngineSpec:
     machine: Machine | None = None
 
     @property
+    def ranks_of_node(self) -> int:
+        """The ranks of a node that is full, or of the only one."""
+        return min(self.ranks_per_node, self.world_size)
+
+    @property
     def takes_flash(self) -> bool:
         """Whether the card has flash attention: those before Ampere lack it, and an unknown one is taken to have it."""
         return self.capability is None or self.capability >= (8, 0)

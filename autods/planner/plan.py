@@ -207,7 +207,7 @@ def _write_timeline(run: PlanRun, site: SiteForecast) -> tuple[Timeline | None, 
         return None, ("no timeline was written, because no rung has a time",)
     simulation = run.cache.get(spec, drawn.speed.micro_batch)
     assert simulation is not None
-    write_timeline(simulation, site.site, drawn.rung, path)
+    write_timeline(simulation, spec, path)
     return Timeline(path=str(path), rung=drawn.rung, micro_batch=drawn.speed.micro_batch), ()
 
 

@@ -14,7 +14,8 @@ from ..config.rungs import Rung, unmet_need
 from ..errors import InputError
 from ..forecast.largest_batch import MOST_MICRO_BATCH, LargestMicroBatch
 from ..forecast.predict.memory_model import estimate_outside_bytes
-from ..forecast.predict.step_time import Speed, forecast_speed
+from ..forecast.predict.step_time import Speed
+from ..forecast.predict.verdict import forecast_speed
 from ..forecast.simulate.protocol import SimulationFailed
 from ..forecast.simulation_cache import SimulationCache, make_engine, move_engine, why_not_forecast
 from ..forecast.values import (
@@ -219,17 +220,10 @@ class PlanRun:
         return spec if isinstance(spec, EngineSpec) else None
 
     def forecast_speed(self, spec: EngineSpec, site: Site, simulation: Simulation) -> Speed | None:
-        """Return the speed at this micro batch; None where the engine has no schedule or the machine no prices."""
-        if simulation.schedule is None:
-            return None
+        """Return the speed at this micro batch; None where it is not known."""
+        accumulation = _choose_accumulation(site, simulation.micro_batch)
         return forecast_speed(
-            simulation.schedule,
-            site.machine,
-            world_size=site.world_size,
-            ranks_per_node=min(site.ranks_per_node, site.world_size),
-            micro_batch=simulation.micro_batch,
-            accumulation=_choose_accumulation(site, simulation.micro_batch),
-            tokens_per_sample=self.facts.tokens_per_sample,
+            spec, simulation, accumulation=accumulation, tokens_per_sample=self.facts.tokens_per_sample
         )
 
     def _report(self, site: Site, forecast: RungForecast) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..config.catalogue import Site
 from ..forecast.predict.prices import PriceList, Work, read_constants
 from ..forecast.predict.step_time import (
     BITS,
@@ -29,7 +28,7 @@ from ..forecast.predict.step_time import (
     Schedule,
     StepClocks,
 )
-from ..forecast.values import KINDS, Simulation, Trace
+from ..forecast.values import KINDS, EngineSpec, Simulation, Trace
 from ..report.serialize import write_whole
 
 _PHASES_THREAD, _HOST_THREAD, _FIRST_STREAM = 0, 1, 2  # a stream's thread is its number after these
@@ -38,27 +37,27 @@ _COUNTED = 2000  # moments of a step at which the memory is shown, besides its h
 Event = dict[str, Any]
 
 
-def write_timeline(simulation: Simulation, site: Site, rung: str, path: Path) -> None:
+def write_timeline(simulation: Simulation, spec: EngineSpec, path: Path) -> None:
     """Write the trace of the simulation's last step; compressed if the file's name ends in .gz.
 
     Raises Unpriced where the machine lacks a rate, and InputError where the file cannot be written.
     """
-    text = json.dumps(build_timeline(simulation, site, rung), separators=(",", ":"))
+    text = json.dumps(build_timeline(simulation, spec), separators=(",", ":"))
     write_whole(path, gzip.compress(text.encode(), mtime=0) if path.suffix == ".gz" else text)
 
 
-def build_timeline(simulation: Simulation, site: Site, rung: str) -> dict[str, Any]:
+def build_timeline(simulation: Simulation, spec: EngineSpec) -> dict[str, Any]:
     """Return the trace as JSON values, in the trace event format. Raises Unpriced."""
-    schedule = simulation.schedule
+    schedule, machine = simulation.schedule, spec.machine
     assert schedule is not None
-    ranks_per_node = min(site.ranks_per_node, site.world_size)
-    prices = PriceList(machine=site.machine, ranks_per_node=ranks_per_node, efficiency=read_constants().efficiency)
+    assert machine is not None
+    prices = PriceList(machine=machine, ranks_per_node=spec.ranks_of_node, efficiency=read_constants().efficiency)
     observer = _Observer(schedule, StepClocks(schedule, prices))
     slices = observer.observe()
     trace = simulation.traces["device"]
     phases = list(_list_phases(trace, schedule, observer))
     memory = _count_memory(trace, schedule, observer)
-    name = f"rank 0 of {site.world_size}: {rung}, micro batch {simulation.micro_batch}, {site.machine.title}"
+    name = f"rank 0 of {spec.world_size}: {spec.rung}, micro batch {simulation.micro_batch}, {machine.title}"
     metadata = {
         "step_seconds": observer.end_s,
         "micro_batches": len(observer.clocks.micro_batches) + 1,

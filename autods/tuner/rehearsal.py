@@ -14,8 +14,7 @@ from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import InputError
 from ..events import Listener, Note
 from ..forecast.predict.allocator import Replay
-from ..forecast.predict.step_time import forecast_speed
-from ..forecast.predict.verdict import replay_at_limit
+from ..forecast.predict.verdict import forecast_speed, replay_at_limit
 from ..forecast.simulate.protocol import SimulationFailed
 from ..forecast.simulation_cache import SimulationCache, read_alloc_conf, why_not_forecast
 from ..forecast.values import RungForecast, StartSimulator
@@ -171,16 +170,13 @@ class RehearsalRunner:
         replayed = replay_at_limit(simulation, forecast, expandable=expandable) if trial.limited else None
         if trial.limited and (full := _find_full_tier(forecast, replayed)) is not None:
             return full
-        ranks_per_node = min(spec.ranks_per_node, spec.world_size)
         assert simulation.schedule is not None, "a simulated GPU logs its work"
         speed = forecast_speed(
-            simulation.schedule,
-            self.machine,
-            world_size=self.facts.replicas(self.settings.gpus),
-            ranks_per_node=ranks_per_node,
-            micro_batch=knobs.micro_batch,
+            spec,
+            simulation,
             accumulation=knobs.accumulation,
             tokens_per_sample=self.facts.tokens_per_sample,
+            replicas=self.facts.replicas(self.settings.gpus),
         )
         if speed is None:
             problem = f"{trial.rung} cannot be rehearsed: {self.machine.name} lacks a rate that its step needs"

@@ -23,7 +23,8 @@ from ..forecast.predict.calibration import (
     fit_step_factors,
     observe_trial,
 )
-from ..forecast.predict.step_time import forecast_speed, least_step_s
+from ..forecast.predict.step_time import least_step_s
+from ..forecast.predict.verdict import forecast_speed
 from ..forecast.simulate.client import ProcessSimulator
 from ..forecast.simulation_cache import (
     SimulationCache,
@@ -191,20 +192,14 @@ class TrialForecaster(Forecaster):
         simulation = self.cache.get(spec, knobs.micro_batch)
         if simulation is None or simulation.schedule is None:
             return None
-        machine, ranks_per_node = self.settings.machine, min(spec.ranks_per_node, spec.world_size)
-        speed = forecast_speed(
-            simulation.schedule,
-            machine,
-            world_size=spec.world_size,
-            ranks_per_node=ranks_per_node,
-            micro_batch=knobs.micro_batch,
-            accumulation=knobs.accumulation,
-            tokens_per_sample=None,
-        )
+        speed = forecast_speed(spec, simulation, accumulation=knobs.accumulation)
         if speed is None:
             return None
         least_s = least_step_s(
-            simulation.schedule, machine, ranks_per_node=ranks_per_node, accumulation=knobs.accumulation
+            simulation.schedule,
+            self.settings.machine,
+            ranks_per_node=spec.ranks_of_node,
+            accumulation=knobs.accumulation,
         )
         spent = speed.step.spent
         launched_s, moved_s = spent["launch"], spent["communication"] + spent["host"]

@@ -15,8 +15,7 @@ from autods.config.catalogue import Machine, find_by_driver_name
 from autods.forecast.predict.allocator import replay
 from autods.forecast.predict.calibration import observe_trial
 from autods.forecast.predict.memory_model import compute_rank_memory, read_overheads
-from autods.forecast.predict.step_time import forecast_speed
-from autods.forecast.predict.verdict import judge_memory
+from autods.forecast.predict.verdict import forecast_speed, judge_memory
 from autods.forecast.simulate import ProcessSimulator, SimulationFailed
 from autods.forecast.values import EngineSpec, Simulation
 from autods.schema import read_as
@@ -63,7 +62,7 @@ def _of_engine(
         with simulator.engine(asks[0]) as running:
             for cell, ask in zip(cells, asks, strict=True):
                 simulated = running.measure(cell["micro_batch"])
-                step = {} if machine is None else step_of(cell, simulated, machine)
+                step = {} if machine is None else step_of(replace(ask, machine=machine), simulated)
                 yield {**cell, "forecast": {**said_of(cell, ask, simulated), **step}}
     except SimulationFailed as failed:
         problem = {"problem": " ".join(str(failed.problem).split())}
@@ -114,14 +113,9 @@ def said_of(cell: Mapping[str, Any], ask: EngineSpec, simulated: Simulation) -> 
     }
 
 
-def step_of(cell: Mapping[str, Any], simulated: Simulation, machine: Machine) -> Row:
-    """The seconds of the cell's step with their bounds; nothing where the machine lacks a rate."""
-    if simulated.schedule is None:
-        return {}
-    speed = forecast_speed(
-        simulated.schedule, machine, world_size=cell["world_size"], ranks_per_node=cell["world_size"],
-        micro_batch=cell["micro_batch"], accumulation=1, tokens_per_sample=None,
-    )  # fmt: skip
+def step_of(ask: EngineSpec, simulated: Simulation) -> Row:
+    """The seconds of the engine's step with their bounds; nothing where its machine lacks a rate."""
+    speed = forecast_speed(ask, simulated, accumulation=1)
     if speed is None:
         return {}
     step = speed.step

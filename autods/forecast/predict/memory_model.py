@@ -191,7 +191,7 @@ def compute_rank_memory(
     later = max((size for phase, size in both.items() if phase != "init"), default=0)
     host = Interval(low_bytes=min(max(larger, later), peak_host), peak_bytes=peak_host, high_bytes=peak_host)
 
-    nvme_bytes = simulation.nvme_bytes * min(spec.ranks_per_node, spec.world_size)
+    nvme_bytes = simulation.nvme_bytes * spec.ranks_of_node
     return RankMemory(
         device=tensors + inside,
         outside_allocator=overheads.sum(spec, "device", "outside", amounts),
@@ -209,8 +209,7 @@ def _with_clocks(spec: EngineSpec, simulation: Simulation) -> tuple[Trace, bool]
     trace = simulation.traces["device"]
     if spec.machine is None or simulation.schedule is None or not trace.issued:
         return trace, False
-    ranks_per_node = min(spec.ranks_per_node, spec.world_size)
-    prices = PriceList(machine=spec.machine, ranks_per_node=ranks_per_node, efficiency=read_constants().efficiency)
+    prices = PriceList(machine=spec.machine, ranks_per_node=spec.ranks_of_node, efficiency=read_constants().efficiency)
     try:
         return replace(trace, held=find_returns(trace, simulation.schedule, prices)), True
     except Unpriced:

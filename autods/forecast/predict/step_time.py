@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ...config.catalogue import Machine
-from .prices import Constants, PriceList, Unpriced, Work, WorkKind, read_constants
+from .prices import Constants, PriceList, Work, WorkKind, read_constants
 
 # An event is `argument << BITS | code`. Streams are numbered; 0 is the default stream.
 BITS, CODES = 4, 15
@@ -90,33 +90,6 @@ def find_fastest(rates: Sequence[float | None]) -> int | None:
     if most is None:
         return None
     return next(place for place, rate in enumerate(rates) if rate is not None and rate >= (1 - CLOSE) * most)
-
-
-def forecast_speed(
-    schedule: Schedule,
-    machine: Machine,
-    *,
-    world_size: int,
-    ranks_per_node: int,
-    micro_batch: int,
-    accumulation: int,
-    tokens_per_sample: int | None,
-) -> Speed | None:
-    """Return the speed of a step with the shipped constants; None where the machine's file lacks a rate it needs."""
-    constants = read_constants()
-    prices = PriceList(machine=machine, ranks_per_node=ranks_per_node, efficiency=constants.efficiency)
-    try:
-        step = forecast_step(schedule, prices, constants, accumulation=accumulation)
-    except Unpriced:
-        return None
-    rate = micro_batch * accumulation * world_size / step.seconds
-    return Speed(
-        step=step,
-        micro_batch=micro_batch,
-        accumulation=accumulation,
-        samples_per_second=rate,
-        tokens_per_second=None if tokens_per_sample is None else rate * tokens_per_sample,
-    )
 
 
 def least_step_s(schedule: Schedule, machine: Machine, *, ranks_per_node: int, accumulation: int) -> float:

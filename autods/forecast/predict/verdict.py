@@ -1,4 +1,4 @@
-"""Judge the memory that a rung needs by the limits of a machine."""
+"""Judge a rung on a machine: the memory that it needs by the limits, and its speed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from ..values import EngineSpec, ForecastPhase, Interval, RungForecast, Simulati
 from .allocator import Replay, find_least_limit, repeat_last_step, replay
 from .calibration import Calibration, calibrate_forecast
 from .memory_model import Overheads, compute_rank_memory, read_overheads
+from .prices import PriceList, Unpriced, read_constants
+from .step_time import Speed, forecast_step
 
 _PHASE_WORDS: dict[ForecastPhase, str] = {
     "init": "building and initialising",
@@ -55,9 +57,8 @@ def judge_memory(
     )
     kind = find_device(spec.device)
     host = device if kind.shares_host_memory else need.host
-    ranks = min(spec.ranks_per_node, spec.world_size)
     intervals: dict[Tier, Interval] = {
-        "device": device, "host": host.times(ranks), "pinned": need.pinned, "nvme": need.nvme,
+        "device": device, "host": host.times(spec.ranks_of_node), "pinned": need.pinned, "nvme": need.nvme,
     }  # fmt: skip
     memory = {
         tier: TierForecast(**asdict(interval), limit_bytes=limits.get(tier))
@@ -88,6 +89,37 @@ def judge_memory(
         breakdown=simulation.breakdown,
         assumed=simulation.assumed,
         seconds=simulation.seconds,
+    )
+
+
+def forecast_speed(
+    spec: EngineSpec,
+    simulation: Simulation,
+    *,
+    accumulation: int,
+    tokens_per_sample: int | None = None,
+    replicas: int | None = None,
+) -> Speed | None:
+    """Return the speed of the engine's step on its machine, with the shipped constants.
+
+    `replicas` is by how many ranks the samples multiply; None: all of them. Returns None where the engine logs no work,
+    as on CPU ranks, and where the machine's file lacks a rate that the step needs.
+    """
+    if spec.machine is None or simulation.schedule is None:
+        return None
+    constants = read_constants()
+    prices = PriceList(machine=spec.machine, ranks_per_node=spec.ranks_of_node, efficiency=constants.efficiency)
+    try:
+        step = forecast_step(simulation.schedule, prices, constants, accumulation=accumulation)
+    except Unpriced:
+        return None
+    rate = simulation.micro_batch * accumulation * (replicas or spec.world_size) / step.seconds
+    return Speed(
+        step=step,
+        micro_batch=simulation.micro_batch,
+        accumulation=accumulation,
+        samples_per_second=rate,
+        tokens_per_second=None if tokens_per_sample is None else rate * tokens_per_sample,
     )
 
 

@@ -65,7 +65,12 @@ SIMULATION = replace(
 
 
 def timeline() -> dict[str, Any]:
-    built = build_timeline(SIMULATION, question(on="a100-80gb").sites[0], "zero3")
+    site = question(on="a100-80gb").sites[0]
+    spec = EngineSpec(
+        rung="zero3", ds_config={}, world_size=site.world_size, ranks_per_node=8, device_bytes=80 * GIB,
+        machine=site.machine,
+    )  # fmt: skip
+    built = build_timeline(SIMULATION, spec)
     loaded: dict[str, Any] = json.loads(json.dumps(built, allow_nan=False))
     return loaded
 
