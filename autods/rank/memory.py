@@ -13,7 +13,7 @@ import re
 import resource
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -79,11 +79,6 @@ class Meter:
 
     def return_to_device(self) -> None:
         """The checkpoint is done, and training goes on within the limit."""
-
-    @contextlib.contextmanager
-    def exempt(self) -> Iterator[None]:
-        """What the block allocates on the host stays out of the limit and of the measurements."""
-        yield
 
     def allocator(self) -> dict[str, int]:
         """Return `idle_bytes`, reserved on the device without a tensor, and `alloc_retries` since the last `settle`."""
@@ -166,16 +161,6 @@ class CpuMeter(Meter):
         if self.limit_bytes is not None:
             gc.collect()
             _LIBC.malloc_trim(0)
-            self._set_limit(self.limit_bytes)
-
-    @contextlib.contextmanager
-    def exempt(self) -> Iterator[None]:
-        """Move the limit by what the block adds: a thread's stack alone counts 8 MiB."""
-        self.lift()
-        before = status_bytes("VmData")["VmData"]
-        yield
-        self._data_at_start += status_bytes("VmData")["VmData"] - before
-        if self.limit_bytes is not None:
             self._set_limit(self.limit_bytes)
 
     def _set_limit(self, limit_bytes: int) -> None:

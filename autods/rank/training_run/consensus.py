@@ -56,13 +56,16 @@ class Consensus:
     _steps_since: int = 0
 
     def join(self) -> None:
-        """Make the group, on every rank alike."""
+        """Make the group, on every rank alike. Where the ranks train with gloo, it is theirs: no more threads."""
         from torch import distributed
 
         if distributed.is_available() and distributed.is_initialized():
             self.rank, self.world_size = distributed.get_rank(), distributed.get_world_size()
             if self.world_size > 1:
-                self.group = distributed.new_group(backend="gloo", timeout=_LIMIT)
+                is_gloo = distributed.get_backend() == "gloo"
+                self.group = (
+                    distributed.group.WORLD if is_gloo else distributed.new_group(backend="gloo", timeout=_LIMIT)
+                )
 
     @property
     def can_communicate(self) -> bool:

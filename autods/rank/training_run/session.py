@@ -139,8 +139,7 @@ class Session:
             find_stop=lambda: os.path.exists(self._stop_file),
         )
         if order is not None:
-            with observer.meter.exempt():  # no trial has its threads
-                self.consensus.join()
+            self.consensus.join()
         rank, replicas = states.find_replica(engine)
         self.share = Share(
             rank=rank,
@@ -328,11 +327,12 @@ class Session:
                 self.consensus.wait()
                 if first:
                     self._complete(job, order, folder, time.perf_counter() - began)
-            except Exception as error:
-                explained = _explain_failed_save(error, folder)
-                if explained is error:
+            except RuntimeError as error:  # torch's writer reports a full disk in its own way
+                if not any(sign in str(error) for sign in _WRITTEN_BADLY):
                     raise
-                raise explained from None
+                free = format_bytes(shutil.disk_usage(folder).free)
+                reason = f"{os.strerror(errno.ENOSPC)}: {free} are free while saving"
+                raise OSError(errno.ENOSPC, reason, str(folder)) from None
         self.consensus.wait()  # no rank leaves while the first one still writes
         self._saved_step = self.step
         return True
@@ -477,16 +477,3 @@ class Session:
 
 def _keep(sample: Any) -> Any:
     return sample
-
-
-def _explain_failed_save(error: Exception, folder: Path) -> Exception:
-    """The error of a save as an OSError where the disk is full: torch's writer reports its own."""
-    if isinstance(error, OSError):
-        return error
-    with contextlib.suppress(OSError):
-        free = shutil.disk_usage(folder).free
-        if any(sign in str(error) for sign in _WRITTEN_BADLY):
-            return OSError(
-                errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {format_bytes(free)} are free while saving", str(folder)
-            )
-    return error

@@ -35,14 +35,6 @@ def within_the_budget() -> str:
     return f"{within}, then {hold(96 * MIB)}"
 
 
-def within_and_beside_the_budget() -> str:
-    meter = CpuMeter(limit_bytes=64 * MIB)
-    meter.start()
-    with meter.exempt():
-        held = bytearray(96 * MIB)
-    return f"{len(held) // MIB} MiB exempt: {hold(32 * MIB)}, {hold(96 * MIB)}, {meter.held_bytes() < 32 * MIB}"
-
-
 def under_a_hard_limit() -> str:
     hard = status_bytes("VmData")["VmData"] + 256 * MIB
     resource.setrlimit(resource.RLIMIT_DATA, (hard - 200 * MIB, hard))
@@ -60,10 +52,6 @@ def beyond_a_hard_limit() -> str:
 
 def test_a_rank_runs_out_at_its_budget_until_it_is_lifted() -> None:
     assert run_in_process(within_the_budget) == "ran out, then held 96 MiB"
-
-
-def test_exempt_memory_is_not_counted_and_the_budget_stays() -> None:
-    assert run_in_process(within_and_beside_the_budget) == "96 MiB exempt: held 32 MiB, ran out, True"
 
 
 def test_lifting_the_budget_leaves_the_shells_hard_limit() -> None:
