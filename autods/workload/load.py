@@ -29,13 +29,6 @@ from .hf_config import TASKS, find_config_file, infer_task, load_config, read_co
 from .protocol import FUNCTIONS, Workload, WorkloadError, check_model_py, load_model_py, read_base_config
 from .script_source import find_module, is_script, local_files, make_script_source, module_name
 
-# Options for a Hugging Face config alone, and what a model.py decides instead.
-_CONFIG_OPTIONS = {
-    "--zero-init": "how it builds its model",
-    "--task": "what it trains",
-    "--target-len": "what it trains",
-}
-
 
 def make_source(
     workload: Path | Workload,
@@ -83,9 +76,9 @@ def make_source(
         raise InputError(f"takes no arguments: {' '.join(argv)}", place=str(path) if path else None, hint=hint)
     if config is not None:
         return _make_config_source(config, task, seq_len, target_len, recompute, zero_init)
-    for name, part in _CONFIG_OPTIONS.items():
-        if name in given:
-            raise InputError(f"{name} is for a Hugging Face config; a model.py decides itself {part}")
+    for name in given:
+        if name != "--seq-len":
+            raise InputError(f"{name} is for a Hugging Face config; a model.py decides that itself")
     if isinstance(workload, Workload):
         source = _pickle_source(workload, folder or Path())
     else:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ...types import Phase
 from ...workload.protocol import Workload, WorkloadError
 from ..comparable_losses import join_samples
 from ..job import RankJob
 from ..model_facts import check_batch, place, seed_all
-from ..model_trial import build, initialize, optimizer_step
+from ..model_trial import Observe, build, initialize, optimizer_step
 from ..pipeline import is_pipeline
 from .samples import derive_seed
 from .session import Session, note, session
 from .states import preserved_random_states
 from .token_files import TokenDataset
-
-Observe = Callable[[Phase, int], None]
 
 
 def train(workload: Workload, job: RankJob, observe: Observe) -> None:

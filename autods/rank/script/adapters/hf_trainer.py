@@ -193,10 +193,13 @@ class HfTrainerLoop(TrainerLoop):
 
     def clean(self) -> None:
         """Remove checkpoints that not all ranks have saved."""
+        from torch import distributed
+
         if self.trainer.args.process_index == 0:
             for mark in Path(self.trainer.args.output_dir).glob(f"checkpoint-*/{_UNFINISHED}"):
                 shutil.rmtree(mark.parent)
-        _wait_for_ranks()
+        if distributed.is_initialized():
+            distributed.barrier()
 
     def locate(self, checkpoint: Path) -> Path:
         """The Trainer's folder of a checkpoint of the run."""
@@ -217,14 +220,10 @@ class HfTrainerLoop(TrainerLoop):
             batches.sampler = self.host.order_samples(sampler, drop_last=batches.drop_last, seed=seed)
             if type(sampler).__name__ == "LengthGroupedSampler":
                 sampler.batch_size = batches.sampler.global_batch  # it groups by a rank's share, which may change
-        elif not samplers or not hasattr(dataloader, "__len__"):
+        elif not samplers or type(samplers[-1]).__name__ != "BatchRebalanceSampler":
             self.host.note(
-                "a streaming dataset is read anew up to where the run goes on; that holds in its first pass, and "
-                "where it yields the same samples in the same order"
-            )
-        elif type(samplers[-1]).__name__ != "BatchRebalanceSampler":
-            self.host.note(
-                "the script makes its own batches: a change of the micro batch may change the order of samples"
+                "the script streams its data or makes its own batches: a run goes on exactly where these are the same "
+                "for each micro batch, and within the first pass of a stream"
             )
         return original(trainer, args, dataloader)
 
@@ -364,10 +363,3 @@ def _changed(owner: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(owner, name, value)
-
-
-def _wait_for_ranks() -> None:
-    from torch import distributed
-
-    if distributed.is_available() and distributed.is_initialized():
-        distributed.barrier()
