@@ -127,7 +127,8 @@ class WorkLog:
         self.events.append((record << STREAM_BITS | stream) << BITS | codes.WAIT)
 
     def host_waits_for_record(self, record: int) -> None:
-        self._reached[self._stream_of[record]] = record
+        stream = self._stream_of[record]
+        self._reached[stream] = max(record, self._reached.get(stream, 0))
         self.events.append(record << BITS | codes.HOST_WAITS_RECORD)
 
     def host_waits_for_stream(self, stream: int) -> None:
