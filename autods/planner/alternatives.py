@@ -8,11 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..config.catalogue import Site
-from ..config.deepspeed import micro_batches
 from ..events import Note
-from ..forecast.largest_batch import MOST_MICRO_BATCH
 from ..forecast.simulate.protocol import SimulationFailed
-from ..forecast.simulation_cache import CachedEngine, move_engine
+from ..forecast.simulation_cache import CachedEngine
 from ..forecast.values import EngineSpec, RungForecast
 from ..report.results.plan import Alternative
 from .simulate import PlanRun, choose_checkpointing
@@ -52,20 +50,14 @@ def _switch_checkpointing(run: PlanRun, site: Site, spec: EngineSpec, best: Rung
                 return []  # the model's own code decides
             if not run.settings.largest or first.forecast.verdict == "cannot_fit":
                 return [first]
-            largest = engine.find_largest(
-                micro_batches(site.global_batch, site.world_size, MOST_MICRO_BATCH),
-                on=move_engine(other, site),
-                known=(site.micro_batch, first.forecast.fill),
-            )
+            largest = run.find_largest(site, engine, first.forecast)
             return [first if largest.micro_batch is None else _judge(run, site, engine, largest.micro_batch)]
     except SimulationFailed:
         return []
 
 
 def _judge(run: PlanRun, site: Site, engine: CachedEngine, micro_batch: int) -> Alternative:
-    spec = move_engine(engine.spec, site)
-    forecast = engine.forecast(micro_batch, on=spec)
-    speed = run.forecast_speed(spec, site, engine.simulate(micro_batch))
-    switched = spec.checkpointing != choose_checkpointing(run.settings, run.facts)
-    forecast = replace(forecast, speed=speed)
-    return Alternative(forecast=forecast, checkpointing=spec.checkpointing, switched=switched)
+    checkpointing = engine.spec.checkpointing
+    switched = checkpointing != choose_checkpointing(run.settings, run.facts)
+    forecast = run.forecast_at(site, engine, micro_batch)
+    return Alternative(forecast=forecast, checkpointing=checkpointing, switched=switched)

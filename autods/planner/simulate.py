@@ -17,7 +17,7 @@ from ..forecast.predict.memory_model import estimate_outside_bytes
 from ..forecast.predict.step_time import Speed
 from ..forecast.predict.verdict import forecast_speed
 from ..forecast.simulate.protocol import SimulationFailed
-from ..forecast.simulation_cache import SimulationCache, make_engine, move_engine, why_not_forecast
+from ..forecast.simulation_cache import CachedEngine, SimulationCache, make_engine, move_engine, why_not_forecast
 from ..forecast.values import (
     EngineSpec,
     ForecastListener,
@@ -180,28 +180,19 @@ class PlanRun:
         try:
             with self.cache.open(spec) as engine:
                 for site in sites:
-                    machine, at_site = site.machine, move_engine(spec, site)
                     simulation = engine.simulate(site.micro_batch)
-                    if not holds_on_smaller_device(simulation, spec, machine.device_bytes):
+                    if not holds_on_smaller_device(simulation, spec, site.machine.device_bytes):
                         others.append(site)
                         continue
-                    forecast = engine.forecast(site.micro_batch, on=at_site)
-                    forecast = replace(
-                        forecast,
-                        assumed=(*forecast.assumed, *list_overruled(at_site, site.base)),
-                        speed=self.forecast_speed(at_site, site, simulation),
-                    )
+                    forecast = self.forecast_at(site, engine, site.micro_batch)
+                    forecast = replace(forecast, assumed=(*forecast.assumed, *list_overruled(spec, site.base)))
                     self._report(site, forecast)
                     if not search or not forecast.memory:
                         continue
-                    largest = engine.find_largest(
-                        micro_batches(site.global_batch, site.world_size, MOST_MICRO_BATCH),
-                        on=at_site,
-                        known=(site.micro_batch, forecast.fill),
-                    )
-                    if largest.micro_batch not in (None, site.micro_batch):
-                        simulation = engine.simulate(largest.micro_batch)
-                        forecast = replace(forecast, speed=self.forecast_speed(at_site, site, simulation))
+                    largest = self.find_largest(site, engine, forecast)
+                    if largest.micro_batch is not None:
+                        speed = self.forecast_speed(site, engine, largest.micro_batch)
+                        forecast = replace(forecast, speed=speed)
                     self._report(site, _with_largest(forecast, largest))
         except SimulationFailed as failed:
             if failed.kind in _LASTING:
@@ -219,11 +210,26 @@ class PlanRun:
         spec = make_group_engine(row, site, self.settings, self.facts, group)
         return spec if isinstance(spec, EngineSpec) else None
 
-    def forecast_speed(self, spec: EngineSpec, site: Site, simulation: Simulation) -> Speed | None:
-        """Return the speed at this micro batch; None where it is not known."""
-        accumulation = _choose_accumulation(site, simulation.micro_batch)
+    def forecast_at(self, site: Site, engine: CachedEngine, micro_batch: int) -> RungForecast:
+        """Return the forecast of the engine on the site's machine, with its speed."""
+        forecast = engine.forecast(micro_batch, on=move_engine(engine.spec, site))
+        return replace(forecast, speed=self.forecast_speed(site, engine, micro_batch))
+
+    def forecast_speed(self, site: Site, engine: CachedEngine, micro_batch: int) -> Speed | None:
+        """Return the speed of the engine on the site's machine; None where it is not known."""
         return forecast_speed(
-            spec, simulation, accumulation=accumulation, tokens_per_sample=self.facts.tokens_per_sample
+            move_engine(engine.spec, site),
+            engine.simulate(micro_batch),
+            accumulation=_choose_accumulation(site, micro_batch),
+            tokens_per_sample=self.facts.tokens_per_sample,
+        )
+
+    def find_largest(self, site: Site, engine: CachedEngine, first: RungForecast) -> LargestMicroBatch:
+        """Search the engine's largest micro batch at the site, from its first forecast there."""
+        return engine.find_largest(
+            micro_batches(site.global_batch, site.world_size, MOST_MICRO_BATCH),
+            on=move_engine(engine.spec, site),
+            known=(first.micro_batch, first.fill),
         )
 
     def _report(self, site: Site, forecast: RungForecast) -> None:

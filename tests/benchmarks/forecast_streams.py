@@ -6,11 +6,9 @@ python tests/benchmarks/forecast_streams.py [--model 7b] [--rungs zero2,zero3] [
 
 `one pool`: every block is reusable once it is freed, by any stream. `pools`: by its own stream only. `clocks`: also
 only when the streams of record_stream have passed on the clocks of --on (`autods/forecast/predict/memory_model.py`).
-`late`: only when the host knows that without any clock (`autods/forecast/simulate/stream_order.py`), which is an upper
-bound.
 
 Each has GiB reserved without a limit, and the least limit at which the trace runs well. For `clocks` that is the limit
-at which torch never waits for a stream; for `late` it waits, and needs no more than `pools`. No GPU has confirmed any.
+at which torch never waits for a stream. No GPU has confirmed any.
 """
 
 from __future__ import annotations
@@ -91,21 +89,17 @@ def measure(simulation: Simulation, prices: PriceList) -> dict[str, Any]:
     trace, schedule = simulation.traces["device"], simulation.schedule
     assert schedule is not None
     clocked = replace(trace, held=find_returns(trace, schedule, prices))
-    ways = {"one pool": replace(trace, streams=()), "pools": trace, "clocks": clocked, "late": trace}
-    row: dict[str, Any] = {"late_blocks": len(trace.held), "late_by_clocks": len(clocked.held)}
+    ways = {"one pool": replace(trace, streams=()), "pools": trace, "clocks": clocked}
+    row: dict[str, Any] = {"late_blocks": len(clocked.held)}
     for name, way in ways.items():
-        free = replay(way, late=name in ("clocks", "late"))
-        by_clocks = name == "clocks"
-        row[name] = {
-            "reserved_bytes": free.peak_reserved_bytes,
-            "least_bytes": find_least_limit(way, replay(way, late=by_clocks), late=by_clocks)[0],
-        }
+        free = replay(way)
+        row[name] = {"reserved_bytes": free.peak_reserved_bytes, "least_bytes": find_least_limit(way, free)[0]}
     return row | {"allocated_bytes": free.peak_allocated_bytes}
 
 
 def show(row: dict[str, Any]) -> None:
     print(f"{row['rung']}: allocated {row['allocated_bytes'] / GIB:.2f} GiB; {row['late_blocks']} blocks freed late")
-    for name in ("one pool", "pools", "clocks", "late"):
+    for name in ("one pool", "pools", "clocks"):
         way = row[name]
         sizes = f"reserved {way['reserved_bytes'] / GIB:6.2f}, least limit {way['least_bytes'] / GIB:6.2f}"
         print(f"  {name:9} {sizes}", flush=True)

@@ -349,17 +349,16 @@ def replay(
     expandable: bool = False,
     limit_bytes: int | None = None,
     only_if_well: bool = False,
-    late: bool = False,
 ) -> Replay:
     """Replay a trace on torch's allocator, which may reserve `limit_bytes`; None is no limit.
 
-    `only_if_well` stops the replay after the first phase that does not run well. With `late`, the trace's held blocks
-    come back late; without, at once, as where the streams that use them are never behind.
+    `only_if_well` stops the replay after the first phase that does not run well. The trace's held blocks come back
+    late; without any, as where the streams that use them are never behind, all come back at once.
     """
     kind = ExpandableHeap if expandable else Heap
-    heap = kind(limit_bytes=limit_bytes, streams=trace.streams, late=trace.held if late else ())
+    heap = kind(limit_bytes=limit_bytes, streams=trace.streams, late=trace.held)
     back: dict[int, list[int]] = {}
-    for block, at in trace.held.items() if late else ():
+    for block, at in trace.held.items():
         back.setdefault(at, []).append(block)
     cuts = sorted({*back, *trace.emptied})
     allocated: dict[ForecastPhase, int] = {}
@@ -395,7 +394,7 @@ def replay(
 
 
 def find_least_limit(
-    trace: Trace, unlimited: Replay, *, expandable: bool = False, late: bool = False, tolerance: float = 0.01
+    trace: Trace, unlimited: Replay, *, expandable: bool = False, tolerance: float = 0.01
 ) -> tuple[int, Replay]:
     """Return the least limit in bytes at which the trace runs well, and its replay there.
 
@@ -415,13 +414,13 @@ def find_least_limit(
         if best is not None and middle >= best.same_from_bytes:
             high = middle
             continue
-        attempt = replay(trace, expandable=expandable, limit_bytes=middle, only_if_well=True, late=late)
+        attempt = replay(trace, expandable=expandable, limit_bytes=middle, only_if_well=True)
         if attempt.runs_well:
             high, best = middle, attempt
         else:
             low = middle
     while best is None:
-        attempt = replay(trace, expandable=expandable, limit_bytes=high, only_if_well=True, late=late)
+        attempt = replay(trace, expandable=expandable, limit_bytes=high, only_if_well=True)
         if attempt.runs_well:
             best = attempt
         else:

@@ -268,11 +268,12 @@ def _replay_device(
         best = replay_process(trace)
         least = unlimited = best.peak_reserved_bytes
     else:
-        first = replay(trace, expandable=expandable)
+        at_once = replace(trace, held={})
+        first = replay(at_once, expandable=expandable)
         unlimited = first.peak_reserved_bytes
         if trace.held:
-            unlimited = max(unlimited, replay(trace, expandable=expandable, late=True).peak_reserved_bytes)
-        least, best = find_least_limit(trace, first, expandable=expandable)
+            unlimited = max(unlimited, replay(trace, expandable=expandable).peak_reserved_bytes)
+        least, best = find_least_limit(at_once, first, expandable=expandable)
     used = {phase: max(size, best.allocated_by_phase.get(phase, 0)) for phase, size in live.items()}
     peak = max([least, *live.values()])
     # The phase with the most in use decides, not the one in which the cache happened to grow.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -68,8 +69,8 @@ def test_a_stream_never_gets_a_block_of_another(expandable: bool) -> None:
 def test_a_block_that_another_stream_uses_comes_back_late(expandable: bool) -> None:
     events = (20 * MIB, free(0), 20 * MIB, free(1), 20 * MIB)
     held = Trace(events=events, marks=((0, "init"),), streams=(0, 0, 0), held={0: 4})
-    assert replay(held, expandable=expandable).peak_reserved_bytes == 20 * MIB
-    late = replay(held, expandable=expandable, late=True)
+    assert replay(replace(held, held={}), expandable=expandable).peak_reserved_bytes == 20 * MIB
+    late = replay(held, expandable=expandable)
     assert late.peak_reserved_bytes == 40 * MIB
     assert late.peak_allocated_bytes == 20 * MIB
 
@@ -78,14 +79,14 @@ def test_a_block_that_another_stream_uses_comes_back_late(expandable: bool) -> N
 def test_at_the_limit_torch_waits_for_the_other_stream(expandable: bool) -> None:
     events = (20 * MIB, free(0), 20 * MIB)
     held = Trace(events=events, marks=((0, "init"),), streams=(0, 0), held={0: 3})
-    limited = replay(held, expandable=expandable, late=True, limit_bytes=20 * MIB)
+    limited = replay(held, expandable=expandable, limit_bytes=20 * MIB)
     assert (limited.ran_out, limited.retries, limited.peak_reserved_bytes) == (None, 1, 20 * MIB)
 
 
 def test_emptying_the_cache_gives_back_blocks_that_are_held() -> None:
     events = (20 * MIB, free(0), 20 * MIB)
     held = Trace(events=events, marks=((0, "init"),), streams=(0, 0), held={0: 3}, emptied=(2,))
-    assert replay(held, late=True).peak_reserved_bytes == 20 * MIB
+    assert replay(held).peak_reserved_bytes == 20 * MIB
 
 
 def test_small_requests_share_a_segment_until_it_is_full() -> None:
