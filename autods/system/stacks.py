@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import faulthandler
-import functools
 import linecache
 import os
 import re
 import signal
 import sys
-import sysconfig
 import time
 import traceback
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -40,11 +37,12 @@ _AUTOGRAD = "/torch/autograd/"  # the main thread waits there while others run t
 
 
 class Frame(NamedTuple):
-    """A line of a stack."""
+    """A line of a stack; on this process's own with its source text."""
 
     file: str
     line: int
     function: str
+    code: str = ""
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
@@ -162,48 +160,20 @@ def _find_deciding_frame(log: str) -> Frame | None:
 
 # In this process.
 
-_LIBRARY_FOLDERS = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A line of a file, with its source text."""
-
-    file: str
-    line: int
-    code: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
-
-
-def library_folders(search_path: Iterable[str]) -> tuple[str, ...]:
-    """The folders of the search path that hold installed packages, each with a separator at its end.
-
-    `pip install --user` and `--target` install into other folders than the interpreter's own.
-    """
-    others = {folder for folder in search_path if folder and next(Path(folder).glob("*.dist-info"), None) is not None}
-    return tuple(os.path.join(folder, "") for folder in sorted(_LIBRARY_FOLDERS | others))
-
-
-@functools.cache
-def _list_libraries() -> tuple[str, ...]:
-    return (*library_folders(sys.path), _AUTODS, "<")
-
-
-def find_caller() -> Place | None:
+def find_caller() -> Frame | None:
     """The innermost line of the user's files on the current stack; None if there is none."""
     return _first_of_user(traceback.walk_stack(sys._getframe(1)))
 
 
-def find_raiser(error: BaseException) -> Place | None:
+def find_raiser(error: BaseException) -> Frame | None:
     """The innermost line of the user's files in the traceback, or None."""
     return _first_of_user(reversed(list(traceback.walk_tb(error.__traceback__))))
 
 
-def _first_of_user(frames: Iterable[tuple[FrameType, int]]) -> Place | None:
+def _first_of_user(frames: Iterable[tuple[FrameType, int]]) -> Frame | None:
     for frame, line in frames:
-        file = frame.f_code.co_filename
-        if not file.startswith(_list_libraries()):
-            return Place(file, line, linecache.getline(file, line).strip())
+        place = Frame(frame.f_code.co_filename, line, frame.f_code.co_name)
+        if place.is_users:
+            return place._replace(code=linecache.getline(place.file, line).strip())
     return None

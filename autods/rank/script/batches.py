@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...system.stacks import Place, find_caller
+from ...system.stacks import Frame, find_caller
 from ..model_facts import seed_all, text_shapes
 from ..patching import declare
 from .user_errors import script_error
@@ -21,7 +21,7 @@ class Loader:
     """A DataLoader that the script made; `batch_size` is None where it varies."""
 
     batch_size: int | None
-    place: Place | None
+    place: Frame | None
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...devices import find_device
 from ...plain_text import read_text
-from ...system.stacks import Place, find_caller, find_raiser
+from ...system.stacks import Frame, find_caller, find_raiser
 from ...workload.protocol import WorkloadError
 
 # Messages of torch and other libraries on a machine without CUDA.
@@ -29,7 +29,7 @@ _ERROR_WORD = re.compile(r"\b(?:error|fatal|exception|unknown|invalid|missing|re
 _LOG_BYTES, _LOG_LINES, _QUOTED_CHARS = 4096, 12, 200  # what is read and quoted of the end of a log
 
 
-def script_error(problem: str, *, hint: str, at: Place | None = None) -> WorkloadError:
+def script_error(problem: str, *, hint: str, at: Frame | None = None) -> WorkloadError:
     """An error at a line of the script; without `at`, at the line that this call comes from."""
     place = at or find_caller()
     return WorkloadError(problem, place=None if place is None else str(place), hint=hint)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ....config.deepspeed import get_key
-from ....system.stacks import Place, find_caller
+from ....system.stacks import Frame, find_caller
 from ...patching import declare
 from ..engine_config import read_config
 from ..policy import Injection, Policy
@@ -181,7 +181,7 @@ def set_config(arguments: dict[str, Any], config: Mapping[str, Any]) -> None:
                 setattr(args, name, None)
 
 
-def _refuse_training(returned: Any, policy: Policy, place: Place | None) -> Any:
+def _refuse_training(returned: Any, policy: Policy, place: Frame | None) -> Any:
     """What the script gets for a model that is only evaluated: training it is an error at the given line."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:

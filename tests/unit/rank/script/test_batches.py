@@ -7,10 +7,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from autods.rank.script.batches import Batches, Loader
-from autods.system.stacks import Place
+from autods.system.stacks import Frame
 from autods.workload import WorkloadError
 
-PLACE = Place("train.py", 31, "loader = DataLoader(data, batch_size=8)")
+PLACE = Frame("train.py", 31, "main", "loader = DataLoader(data, batch_size=8)")
 
 
 def batches(*sizes: int) -> Batches:
@@ -30,7 +30,7 @@ def test_the_error_about_another_size_names_the_loader():
 
 
 def test_the_error_names_the_script_s_line_before_a_library_s():
-    wrapper = Loader(batch_size=8, place=Place("train.py", 90, "loader = accelerator.prepare(loader)"))
+    wrapper = Loader(batch_size=8, place=Frame("train.py", 90, "main", "loader = accelerator.prepare(loader)"))
     seen = Batches(loaders=[Loader(batch_size=8, place=PLACE), wrapper])
     with pytest.raises(WorkloadError) as error:
         seen.check([torch.ones(8, 7)], 2)

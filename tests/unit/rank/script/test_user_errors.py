@@ -8,7 +8,6 @@ import tempfile
 import pytest
 
 from autods.rank.script.user_errors import cause_of_exit, explain, last_log_line
-from autods.system.stacks import library_folders
 from autods.workload import WorkloadError
 
 
@@ -120,14 +119,6 @@ def test_a_parser_that_reads_an_empty_input_waits_for_input(tmp_path):
     assert explain(waits, "cuda").problem == "it waits for input, and a trial has no terminal"
     other = raise_in(tmp_path, f"raise {message}")
     assert explain(other, "cuda") is other
-
-
-def test_folders_with_installed_packages_are_not_the_user_s(tmp_path):
-    (tmp_path / "site" / "peft-1.0.dist-info").mkdir(parents=True)
-    (tmp_path / "project").mkdir()
-    folders = library_folders([str(tmp_path / "site"), str(tmp_path / "project"), "", str(tmp_path / "nowhere")])
-    assert f"{tmp_path}/site/" in folders
-    assert not any(folder.startswith(f"{tmp_path}/project") for folder in folders)
 
 
 FAILED_PROGRAM = (
