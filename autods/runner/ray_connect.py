@@ -21,6 +21,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from ..errors import EnvironmentBroken, InputError
 from ..rank.patching import Patch, declare, declare_all
 from ..system import processes
@@ -167,10 +169,10 @@ def _killed_after(limit_s: float, folder: Path) -> Iterator[None]:
     """Kill our Ray's processes if the block takes longer: ray.shutdown() waits for the raylet's answer without end."""
 
     def kill() -> None:
-        ours = [pid for pid in processes.list_children() if str(folder) in processes.read_command(pid)]
-        for pid in [*ours, *(agent for parent in ours for agent in processes.list_children(parent))]:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):
+                for ours in (child, *child.children()) if str(folder) in " ".join(child.cmdline()) else ():
+                    ours.kill()
 
     timer = threading.Timer(limit_s, kill)
     timer.daemon = True

@@ -132,11 +132,11 @@ def is_handling_signal(pid: int, number: int) -> bool:
     return status.get("State", "Z")[0] not in "ZX" and any(mask >> (number - 1) & 1 for mask in masks)
 
 
-def list_children(pid: int | None = None) -> list[int]:
-    """Return the pids of the children of a process, by default of this one, adopted ones included."""
+def list_children() -> list[int]:
+    """Return the pids of the children of this process, adopted ones included."""
     pids: list[int] = []
     with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid or os.getpid()}/task").iterdir():
+        for task in Path("/proc/self/task").iterdir():
             with contextlib.suppress(OSError):
                 pids += map(int, (task / "children").read_text().split())
     return pids
@@ -181,14 +181,6 @@ def measure_work(leader: int) -> Work:
             moved_bytes += count_moved_bytes(pid)
             waits_for_disk |= state == "D"
     return Work(cpu_s=ticks / os.sysconf("SC_CLK_TCK"), moved_bytes=moved_bytes, waits_for_disk=waits_for_disk)
-
-
-def read_command(pid: int) -> str:
-    """Return the command line of a process, its words separated by NUL; '' when it is gone."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-    except OSError:
-        return ""
 
 
 def prefer_for_oom_kill() -> None:

@@ -20,18 +20,17 @@ def test_a_program_that_imported_ray_before_can_start_it():
 def test_a_killed_raylet_does_not_end_an_orphaned_driver():
     """As in a container, where process 1 is the driver's parent. Ray would end it with exit code 1."""
     code = (
-        "import os, signal, time\n"
+        "import os, psutil, time\n"
         "parent = os.getpid()\n"
         "if os.fork():\n"
         "    os._exit(0)\n"
         "while os.getppid() == parent:\n"
         "    time.sleep(0.01)\n"
         "from autods.runner.ray_connect import session\n"
-        "from autods.system import processes\n"
         "with session(cpus=1):\n"
-        "    (raylet,) = [pid for pid in processes.list_children() if 'raylet/raylet' in processes.read_command(pid)]\n"
-        "    os.kill(raylet, signal.SIGKILL)\n"
-        "    os.waitpid(raylet, 0)\n"
+        "    (raylet,) = [child for child in psutil.Process().children() if child.name() == 'raylet']\n"
+        "    raylet.kill()\n"
+        "    os.waitpid(raylet.pid, 0)\n"
         "print('goes on')\n"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -69,4 +69,4 @@ def spare_present_children(patch: pytest.MonkeyPatch) -> None:
     """
     patch.setattr(processes, "adopt_orphans", lambda: None)
     present, list_all = set(processes.list_children()), processes.list_children
-    patch.setattr(processes, "list_children", lambda *pid: [child for child in list_all(*pid) if child not in present])
+    patch.setattr(processes, "list_children", lambda: [child for child in list_all() if child not in present])

@@ -14,12 +14,11 @@ from autods.config.profiles import find_toml
 from autods.errors import EnvironmentBroken
 from autods.events import Event, Note
 from autods.runner.runner import RayRunner
-from autods.system import processes
 from autods.system.host import data_folder
 from tests.support.bad_workloads import GOOD
 from tests.support.fits import question
 from tests.support.hostile import Case, each
-from tests.support.watching import find_pids, wait_for
+from tests.support.watching import find_pids, read_command, wait_for
 
 _QUICK = find_toml("quick", data_folder("configs"), "config").read_text()
 _SHORT = _QUICK.replace("stall_s = 60.0", "stall_s = 1.5").replace("init_s = 900.0", "init_s = 6.0")
@@ -109,7 +108,7 @@ def test_an_import_that_never_ends_is_located(ray, forever, tmp_path, monkeypatc
         starting = pool.submit(RayRunner(question(str(forever), tmp_path / "out"), heard).__enter__)
         wait_for(lambda: heard.has(f"so far: in wait, {forever}:5"), 120)
         for pid in find_pids("autods.runner.zygote"):
-            if f'"{forever}"' in processes.read_command(pid):
+            if f'"{forever}"' in read_command(pid):
                 os.kill(pid, signal.SIGKILL)
         assert isinstance(starting.exception(60), EnvironmentBroken)
 
