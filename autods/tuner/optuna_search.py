@@ -66,13 +66,14 @@ def tune(
     settings are measured again with the start. `sampler` is called with a seed for each proposal.
     """
     settings, score = context.settings, context.score
+    if settings.profile.tune.trials < 1:
+        return TuneResult(best=start, importances={}, reason="no trials were allowed for tuning")
     rung = without_fixed_keys(next(rung for rung in settings.ladder if rung.name == start.trial.rung), context.facts)
     config = context.final_config(start.trial)
     current = {key: value for key in rung.tune if (value := get_key(config, key)) is not None}
     space = space_of(rung, start.trial.knobs.settings, current)
-    if not space.dimensions or settings.profile.tune.trials < 1:
-        why = "no trials were allowed for tuning" if space.dimensions else f"{rung.name} has nothing to tune"
-        return TuneResult(best=start, importances={}, reason=why)
+    if not space.dimensions:
+        return TuneResult(best=start, importances={}, reason=f"{rung.name} has nothing to tune")
     knobs = start.trial.knobs
     name = config_name(rung.name, knobs, recomputes=True)
     study = _open_study(context.study, f"{name}, micro batch {knobs.micro_batch} × {knobs.accumulation}", space)
@@ -109,16 +110,7 @@ class _Search:
 
     def run_until(self, stop_gain: float, sampler: Sampler) -> str:
         """Run the start and the profile's proposals. Returns why it ended earlier, as the end of a sentence, or ""."""
-        from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
-
         limits, seed = self.context.settings.profile.tune, self.context.settings.seed
-        # Floats, because the GP sampler lists every value of an integer range: gigabytes for 5e8 elements.
-        distributions: dict[str, BaseDistribution] = {
-            key: CategoricalDistribution(dimension.options)
-            if isinstance(dimension, Choice)
-            else FloatDistribution(dimension.low, dimension.high, log=True)
-            for key, dimension in self.space.dimensions.items()
-        }
         self.answers = {json.dumps(dict(self.space.start), sort_keys=True): self.start}
         for finished in range(limits.trials + 1):
             trials = self.study.get_trials(deepcopy=False)[:finished]  # those after them are queued
@@ -127,7 +119,7 @@ class _Search:
             if not self.context.may_run(1 + 2 * min(limits.turns, TURNS_WITHOUT_BUDGET)):  # to confirm the gain
                 return " until the budget was spent"
             self.study.sampler = sampler(seed + finished)
-            proposal = self.study.ask(distributions)
+            proposal = self.study.ask(dict(self.space.dimensions))
             self._tell(proposal, self._answer(proposal.params))
         return ""
 
@@ -231,33 +223,24 @@ def _parameter_importances(study: optuna.Study) -> dict[str, float]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """A choice among values, the start's first."""
-
-    options: tuple[Scalar, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Range:
-    """A number of elements from low to high, both inclusive, on a logarithmic scale."""
-
-    low: int
-    high: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """The keys to tune, and the first two points to try: the start, and DeepSpeed's usual settings moved inside."""
+    """The keys to tune, and the first two points to try: the start, and DeepSpeed's usual settings moved inside.
 
-    dimensions: Mapping[str, Choice | Range]
+    A choice among values begins with the start's. Numbers of elements are floats on a logarithmic scale: the GP sampler
+    lists every value of an integer range, which takes gigabytes for 5e8 elements.
+    """
+
+    dimensions: Mapping[str, optuna.distributions.BaseDistribution]
     start: Mapping[str, Scalar]
     usual: Mapping[str, Scalar]
 
     def settings(self, proposal: Mapping[str, Scalar]) -> dict[str, Scalar]:
         """The settings to run. Ranges are rounded down to even, since ZeRO aligns partitions to two elements."""
+        from optuna.distributions import FloatDistribution
+
         settings = {key: proposal[key] for key in self.dimensions}
         for key, dimension in self.dimensions.items():
-            if isinstance(dimension, Range):  # Optuna proposes floats
+            if isinstance(dimension, FloatDistribution):
                 is_start = settings[key] == self.start[key]
                 settings[key] = self.start[key] if is_start else max(2, int(settings[key]) // 2 * 2)
         return settings
@@ -269,7 +252,9 @@ def space_of(rung: Rung, settings: Mapping[str, Scalar], current: Mapping[str, S
     `settings` are the start's; `current` has its config's values of other keys. A key without a value starts at its
     first choice; a range without a number to start from is not tuned.
     """
-    dimensions: dict[str, Choice | Range] = {}
+    from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
+
+    dimensions: dict[str, BaseDistribution] = {}
     start: dict[str, Scalar] = {}
     usual: dict[str, Scalar] = {}
     for key, row in rung.tune.items():
@@ -278,7 +263,7 @@ def space_of(rung: Rung, settings: Mapping[str, Scalar], current: Mapping[str, S
             first = row.choices[0] if value is None else value
             options = (first, *(option for option in row.choices if option != first))
             if len(options) > 1:
-                dimensions[key], start[key] = Choice(options=options), first
+                dimensions[key], start[key] = CategoricalDistribution(options), first
                 usual[key] = first if row.usual is None else row.usual
         elif isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 2:
             number = int(value)
@@ -286,6 +271,6 @@ def space_of(rung: Rung, settings: Mapping[str, Scalar], current: Mapping[str, S
             low = min(number, max(2, int(number * row.low)))
             high = max(number, int(min(number * row.high, row.most or number * row.high)))
             if low < high:
-                dimensions[key], start[key] = Range(low=low, high=high), number
+                dimensions[key], start[key] = FloatDistribution(low, high, log=True), number
                 usual[key] = number if row.usual is None else min(max(int(row.usual), low), high)
     return Space(dimensions=dimensions, start=start, usual=usual)

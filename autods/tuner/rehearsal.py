@@ -206,34 +206,29 @@ def _find_full_tier(forecast: RungForecast, replayed: Replay | None) -> OutOfMem
 
     On the device the replay at its limit decides, if there is one, and on other tiers the middle of the forecast.
     """
-    if replayed is not None and replayed.ran_out is not None:
-        device, ran_out = forecast.memory["device"], replayed.ran_out
-        assert device.limit_bytes is not None, "it was replayed at the limit"
-        wanted = f"{format_bytes(ran_out.wanted_bytes)} in one piece"
-        return OutOfMemory(
-            tier="device",
-            rank=0,
-            phase=ran_out.phase,
-            evidence=f"simulated: {forecast.reason}; torch's allocator finds no {wanted}",
-            # What is missing is told by the least limit that is enough, not by the request that failed.
-            wanted_bytes=max(1, device.peak_bytes - device.limit_bytes),
-            free_bytes=0,
-            limit_bytes=device.limit_bytes,
-            fragmented=device.low_bytes <= device.limit_bytes,
-        )
-    for tier in _LIMITED if replayed is None else _LIMITED[1:]:
-        use = forecast.memory.get(tier)
-        if use is not None and use.limit_bytes is not None and use.peak_bytes > use.limit_bytes:
-            return OutOfMemory(
-                tier=tier,
-                rank=0,
-                phase=forecast.decides or "step",
-                evidence=f"simulated: {forecast.reason}",
-                wanted_bytes=use.peak_bytes - use.limit_bytes,
-                free_bytes=0,
-                limit_bytes=use.limit_bytes,
-            )
-    return None
+    limits = {tier: use.limit_bytes for tier, use in forecast.memory.items() if use.limit_bytes is not None}
+    judged = _LIMITED if replayed is None else _LIMITED[1:]
+    full = [tier for tier in judged if tier in limits and forecast.memory[tier].peak_bytes > limits[tier]]
+    ran_out = None if replayed is None else replayed.ran_out
+    phase, evidence = forecast.decides or "step", f"simulated: {forecast.reason}"
+    if ran_out is not None:
+        full, phase = ["device"], ran_out.phase
+        evidence += f"; torch's allocator finds no {format_bytes(ran_out.wanted_bytes)} in one piece"
+    if not full:
+        return None
+    tier = full[0]
+    use, limit_bytes = forecast.memory[tier], limits[tier]
+    return OutOfMemory(
+        tier=tier,
+        rank=0,
+        phase=phase,
+        evidence=evidence,
+        # What is missing is told by the least limit that is enough, not by the request that failed.
+        wanted_bytes=max(1, use.peak_bytes - limit_bytes),
+        free_bytes=0,
+        limit_bytes=limit_bytes,
+        fragmented=ran_out is not None and use.low_bytes <= limit_bytes,
+    )
 
 
 def _refuse(failed: SimulationFailed) -> InputError:

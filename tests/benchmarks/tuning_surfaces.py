@@ -7,9 +7,11 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from optuna.distributions import CategoricalDistribution
+
 from autods.config.rungs import Rung, read_rungs
 from autods.journal import trial_key
-from autods.tuner.optuna_search import Choice, Space, space_of
+from autods.tuner.optuna_search import Space, space_of
 from autods.types import Knobs, Outcome, Record, Scalar, Trial
 from tests.support.scripted_trials import fit, out_of_memory
 
@@ -92,14 +94,14 @@ class Surface:
 
     def _moved(self, key: str, value: Scalar, width: float, chance: random.Random) -> Scalar:
         one = self.space.dimensions[key]
-        if isinstance(one, Choice):
-            return chance.choice(one.options)
+        if isinstance(one, CategoricalDistribution):
+            return chance.choice(one.choices)
         place = chance.random() if width > 1 else min(1, max(0, self._place(key, value) + chance.gauss(0, width)))
         return one.low * (one.high / one.low) ** place
 
     def _place(self, key: str, value: Scalar) -> float:
         one = self.space.dimensions[key]
-        assert not isinstance(one, Choice)
+        assert not isinstance(one, CategoricalDistribution)
         return math.log(float(value) / one.low) / math.log(one.high / one.low)
 
 
@@ -123,9 +125,9 @@ def surface(seed: int, noise: float) -> Surface:
         keys = [*chance.sample(keys[:-1], 4), keys[-1]]
     rung = replace(rung, tune={key: rung.tune[key] for key in keys})
     space = space_of(rung, {key: size for key, size in _STARTS.items() if key in keys}, {})
-    ranges = [key for key, one in space.dimensions.items() if not isinstance(one, Choice)]
+    ranges = [key for key, one in space.dimensions.items() if not isinstance(one, CategoricalDistribution)]
     switches = [key for key in space.dimensions if key not in ranges]
-    options = [(key, option) for key in switches for option in space.dimensions[key].options[1:]]
+    options = [(key, option) for key in switches for option in space.dimensions[key].choices[1:]]
     costly = {key: LIMIT * chance.uniform(0.1, 0.6) / space.dimensions[key].high for key in _mattering(ranges, chance)}
     made = Surface(
         seed=seed,

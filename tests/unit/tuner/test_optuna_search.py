@@ -14,6 +14,7 @@ from typing import Any
 
 import optuna
 import pytest
+from optuna.distributions import CategoricalDistribution, FloatDistribution
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock, JournalStorage
 
 from autods.config.profiles import Budget, TuneLimits
@@ -24,8 +25,6 @@ from autods.tuner.comparison import confirm_gain
 from autods.tuner.optuna_search import (
     STARTUP,
     WAIT,
-    Choice,
-    Range,
     Sampler,
     TuneResult,
     gp_sampler,
@@ -452,10 +451,12 @@ def test_a_leader_that_does_not_fit_again_is_dropped() -> None:
 
 def test_the_space_starts_where_the_config_stands() -> None:
     space = space_of(RUNG, KNOBS.settings, {OVERLAP: True})
-    assert space.dimensions[BUCKET] == Range(low=1_000_000, high=100_000_000)
-    assert space.dimensions[OVERLAP] == Choice(options=(True, False))
+    assert space.dimensions[BUCKET] == FloatDistribution(1_000_000, 100_000_000, log=True)
+    assert space.dimensions[OVERLAP] == CategoricalDistribution((True, False))
     assert space.start[OVERLAP] is True
-    assert space_of(RUNG, {BUCKET: 400_000_000}, {}).dimensions[BUCKET] == Range(low=40_000_000, high=500_000_000)
+    assert space_of(RUNG, {BUCKET: 400_000_000}, {}).dimensions[BUCKET] == FloatDistribution(
+        40_000_000, 500_000_000, log=True
+    )
     assert BUCKET not in space_of(RUNG, {}, {}).dimensions
 
 
