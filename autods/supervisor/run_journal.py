@@ -121,8 +121,12 @@ class RunHistory:
     attempts: list[Attempt] = field(default_factory=list)
     saved_steps: list[int] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    ended: Ending | None = None
     workload: str | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the last attempt trained to the end."""
+        return bool(self.attempts) and self.attempts[-1].ending == "done"
 
     @property
     def rescues(self) -> list[Decision]:
@@ -219,7 +223,6 @@ class RunJournal:
             case {"kind": "decided", "decision": decision}:
                 history.decisions.append(read_as(Decision, decision))
             case {"kind": "started", "attempt": attempt}:
-                history.ended = None
                 history.attempts.append(read_as(Attempt, attempt))
             case {"kind": "ended"}:
                 end = read_known(AttemptEnd, row)
@@ -227,7 +230,6 @@ class RunJournal:
                 history.attempts.append(
                     replace(attempt, ending=end.ending, last_step=end.last_step, seconds=end.seconds, cause=end.cause)
                 )
-                history.ended = end.ending
             case {"kind": "saved", "step": int(step)}:
                 history.saved_steps.append(step)
             case {"kind": "workload", "digest": str(digest)}:

@@ -62,9 +62,9 @@ class RunSettings:
     def is_done(self, history: RunHistory) -> bool:
         """Whether the last call trained to the end, and no further steps are wanted now; or fewer than were done."""
         if self.steps is None:
-            return history.ended == "done"
+            return history.is_done
         last = list_checkpoints(self.out / "checkpoints").latest
-        return last is not None and last.step >= self.steps + (history.ended != "done")
+        return last is not None and last.step >= self.steps + (not history.is_done)
 
     def choose_interval(self, report: FitReport) -> int:
         """Return the optimizer steps between two checkpoints: given, or about every ten minutes by the fit's speed.

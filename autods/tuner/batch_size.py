@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ..types import Failed, Fit, OutOfMemory, Purpose, Record, Steps, Trial, first_line
+from ..types import Failed, Fit, Outcome, Purpose, Record, Steps, Trial
 from ..units import format_bytes
 from .batch_curve import LONGEST_JUMP, SURE, BatchCurve, well_below
+from .certificate import describe_exam
 from .prospects import MOST_AT_FIRST
 from .trials import FitContext, fit_steps_to_budget, median_step_s, run_with_retry, samples_per_second
 
@@ -272,7 +273,7 @@ class Growth:
                 too_large, key=lambda record: record.outcome.kind == "fit" and record.outcome.device_peak_bytes
             )
             between = f", and by the measured peaks {fits} is about the largest" if curve.open_sizes(sizes) else ""
-            why = f"micro batch {curve.too_large} {describe_misfit(refused, usable)}"
+            why = f"micro batch {curve.too_large} {describe_misfit(refused.outcome, curve.usable_bytes)}"
             return GrowthEnd(is_limit=True, reason=f"{why}{between}")
         if fits == sizes[-1]:
             is_share = global_batch is not None and fits == global_batch // self.context.world_size
@@ -288,14 +289,10 @@ class Growth:
         )
 
 
-def describe_misfit(record: Record, usable: str) -> str:
-    """Why a trial's micro batch cannot be used, as the end of a sentence. `usable` is the usable memory in words."""
-    match record.outcome:
-        case Fit(alloc_retries=int(retries)) if retries:
-            return f"fits, but its allocator ran full {retries} times in the steps"
-        case Fit() as fit:
-            return f"needs {format_bytes(fit.device_peak_bytes)}, which does not leave the headroom (usable: {usable})"
-        case OutOfMemory() as out:
-            return f"ran out of {out.tier} memory"
-        case Failed() as failure:
-            return f"failed ({failure.failure}: {first_line(failure.evidence)}): this caps the micro batch only"
+def describe_misfit(outcome: Outcome, usable_bytes: float) -> str:
+    """Why the micro batch of a trial cannot be used, as the end of a sentence."""
+    if isinstance(outcome, Fit) and not outcome.alloc_retries:
+        peak, usable = format_bytes(outcome.device_peak_bytes), format_bytes(usable_bytes)
+        return f"needs {peak}, which does not leave the headroom (usable: {usable})"
+    only = ": this caps the micro batch only" if isinstance(outcome, Failed) else ""
+    return describe_exam(outcome) + only

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -114,7 +115,7 @@ def grows_with_batch(outcome: Outcome) -> bool:
     return isinstance(outcome, Fit)
 
 
-def describe_exam(outcome: Outcome, limit_bytes: int) -> str:
+def describe_exam(outcome: Outcome, limit_bytes: float = math.inf) -> str:
     """The outcome as the end of a sentence: "ran out of device memory in backward"."""
     match outcome:
         case Fit() as fit if fit.device_peak_bytes > limit_bytes:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from ..forecast.predict.step_time import CLOSE
 from ..types import Fit, Record, Steps
-from ..units import format_bytes
 from .batch_curve import BatchCurve, least_sample_s
 from .batch_size import Growth, describe_misfit
 from .candidates import Candidate, config_name, first_trial, in_precision, without_checkpointing
@@ -148,7 +147,7 @@ class Contestant(Growth):
         self.entry = try_rung(self.candidate, context, context.run)
         last = self.entry[-1]
         if not isinstance(last.outcome, Fit):
-            self.out = describe_misfit(last, format_bytes(context.usable_bytes))
+            self.out = describe_misfit(last.outcome, context.usable_bytes)
             return
         if last.trial.knobs.settings != self.candidate.knobs.settings:  # unpinned: earlier trials ran another config
             self.entry, self.records = (*self.records, *self.entry), []

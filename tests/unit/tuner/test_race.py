@@ -201,7 +201,7 @@ def test_a_rung_that_ran_out_keeps_no_other_from_racing(raced: Callable[..., Fit
     machine = Machine({"ddp": Rung(gib=13), "zero2": Rung(gib=40), "zero3": Rung(gib=3)})
     result = raced(machine, forecaster=NO_FORECASTER)
     assert won(result)[0] == "zero3"
-    assert result.raced.reasons["zero2"] == "ran out of device memory"
+    assert result.raced.reasons["zero2"] == "ran out of device memory in forward, at least 24.5 GiB short"
 
 
 def test_a_rival_that_cannot_win_by_its_steps_is_tried_once_or_twice(raced: Callable[..., FitResult]) -> None:
@@ -262,7 +262,7 @@ def test_a_full_host_rules_out_rivals_with_as_much_on_it(raced: Callable[..., Fi
     offloading = Rung(full="host")
     machine = Machine({"ddp": Rung(gib=3), "zero2-offload": offloading, "zero3": Rung(gib=3), "zero3-offload": Rung()})
     result = raced(machine)
-    assert result.raced.reasons["zero2-offload"] == "ran out of host memory"
+    assert result.raced.reasons["zero2-offload"] == "ran out of host memory in forward, at least 1.0 GiB short"
     assert machine.sizes("zero3-offload") == []
     said = "it needs as much host memory as zero2-offload, which ran out of it"
     assert result.raced.reasons["zero3-offload"] == said
