@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 from ..config.catalogue import Site
 from ..config.deepspeed import BATCH_KEYS, compose, without_monitors
@@ -55,24 +54,16 @@ def make_engine(site: Site, rung: Rung, knobs: Knobs, facts: ModelFacts, *, zero
         device=site.device,
         checkpointing=knobs.checkpointing,
         zero_init=zero_init and rung.stage == 3,
-        **_describe_place(site),
+        ranks_per_node=site.ranks_per_node,
+        device_bytes=site.machine.device_bytes,
+        machine=site.machine,
     )
 
 
 def move_engine(spec: EngineSpec, site: Site) -> EngineSpec:
     """Return the same engine on the site's machine."""
-    return replace(spec, **_describe_place(site))
-
-
-def _describe_place(site: Site) -> dict[str, Any]:
     machine = site.machine
-    return {
-        "ranks_per_node": site.ranks_per_node,
-        "device_bytes": machine.device_bytes,
-        "capability": machine.capability,
-        "nvlink": machine.has_nvlink,
-        "machine": machine,
-    }
+    return replace(spec, ranks_per_node=site.ranks_per_node, device_bytes=machine.device_bytes, machine=machine)
 
 
 def enough_accumulation(rung: Rung, accumulation: int) -> int:
@@ -249,5 +240,4 @@ def memory_key(spec: EngineSpec) -> str:
     config = {key: value for key, value in spec.ds_config.items() if key not in BATCH_KEYS}
     accumulation = min(_ENOUGH_ON_THE_HOST, int(spec.ds_config.get("gradient_accumulation_steps") or 1))
     known = {**asdict(replace(spec, machine=None)), "ds_config": config, "accumulation": accumulation}
-    del known["nvlink"], known["capability"], known["machine"]
     return json.dumps({**known, "takes_flash": spec.takes_flash}, sort_keys=True, default=str)

@@ -85,9 +85,7 @@ class EngineSpec:
 
     DeepSpeed asks for the free memory of the card, of which `device_bytes` is the total, and branches on it.
     `zero_init` builds the model under `deepspeed.zero.Init` (stage 3 only).
-    `capability` is the card's compute capability, and `nvlink` whether cards have links of their own; None: unknown.
-    `machine` is known where a forecast is for a machine of the catalogue or with its rates: then clocks tell when
-    streams are done with a block.
+    `machine` is the target of the forecast. Where it has rates, clocks tell when streams are done with a block.
     """
 
     rung: str
@@ -98,9 +96,12 @@ class EngineSpec:
     device: str = "cuda"
     checkpointing: bool = True
     zero_init: bool = False
-    capability: tuple[int, int] | None = None
-    nvlink: bool | None = None
     machine: Machine | None = None
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """The card's compute capability; None where it is unknown."""
+        return None if self.machine is None else self.machine.capability
 
     @property
     def ranks_of_node(self) -> int:

@@ -65,7 +65,8 @@ class Overhead:
             return False
         if self.below_capability is not None and capability >= parse_capability(self.below_capability):
             return False
-        if self.nvlink is not None and self.nvlink != (spec.nvlink is not False):
+        has_nvlink = spec.machine is None or spec.machine.has_nvlink is not False
+        if self.nvlink is not None and self.nvlink != has_nvlink:
             return False
         value = zero.get(self.setting)
         if value is None:  # DeepSpeed overlaps communication at stage 3 only, unless the config says so

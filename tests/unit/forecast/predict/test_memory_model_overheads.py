@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from autods.config.catalogue import Links, Machine
 from autods.errors import InputError
 from autods.forecast.predict.memory_model import estimate_outside_bytes, read_overheads
 from autods.forecast.values import EngineSpec, Interval
@@ -42,6 +44,10 @@ def ask(stage: int = 2, **zero: object) -> EngineSpec:
     )  # fmt: skip
 
 
+def on_card(engine: EngineSpec, **machine: Any) -> EngineSpec:
+    return replace(engine, machine=Machine(name="card", title="card", device_bytes=1, **machine))
+
+
 def test_a_row_of_bytes_and_a_row_of_a_share_add_up(tmp_path: Path) -> None:
     rows = ROW + 'bytes = ["1MiB", "2MiB", "4MiB"]\n' + ROW + 'share_of = "activations"\nshare = [0.0, 0.5, 1.0]\n'
     overheads = read_overheads(written(tmp_path, HEAD + rows))
@@ -74,7 +80,7 @@ def test_rows_differ_by_compute_capability(tmp_path: Path, capability: tuple[int
     rows = ROW + 'below_capability = "9.0"\nbytes = ["1MiB", "1MiB", "1MiB"]\n'
     rows += ROW + 'least_capability = "9.0"\nbytes = ["2MiB", "2MiB", "2MiB"]\n'
     overheads = read_overheads(written(tmp_path, HEAD + rows))
-    engine = replace(ask(), capability=capability)
+    engine = on_card(ask(), driver_capability=capability)
     assert overheads.sum(engine, "device", "inside", {}).peak_bytes == expected * 2**20
 
 
@@ -83,7 +89,13 @@ def test_rows_differ_by_the_link_between_cards(tmp_path: Path, nvlink: bool | No
     rows = ROW + 'nvlink = false\nbytes = ["1MiB", "1MiB", "1MiB"]\n'
     rows += ROW + 'nvlink = true\nbytes = ["2MiB", "2MiB", "2MiB"]\n'
     overheads = read_overheads(written(tmp_path, HEAD + rows))
-    assert overheads.sum(replace(ask(), nvlink=nvlink), "device", "inside", {}).peak_bytes == expected * 2**20
+    links = (
+        nvlink
+        if nvlink is None
+        else Links(over_pcie=not nvlink, between_gpus="", between_gpus_gb_per_s=1, to_host="", to_host_gb_per_s=1)
+    )
+    engine = on_card(ask(), links=links)
+    assert overheads.sum(engine, "device", "inside", {}).peak_bytes == expected * 2**20
 
 
 def test_a_row_counts_for_each_further_communicator(tmp_path: Path) -> None:
@@ -96,10 +108,10 @@ def test_a_row_counts_for_each_further_communicator(tmp_path: Path) -> None:
 def test_torchs_workspaces_are_larger_from_hopper_on() -> None:
     amounts = {"activations": 0, "reduce_bucket": 0}
     sizes = [
-        read_overheads().sum(replace(ask(), world_size=1, capability=card), "device", "inside", amounts).peak_bytes
+        read_overheads().sum(on_card(replace(ask(), world_size=1), driver_capability=card), "device", "inside", amounts)
         for card in ((8, 0), (9, 0))
     ]
-    assert sizes == [2 * 8_519_680, 2 * 32 * 2**20]
+    assert [size.peak_bytes for size in sizes] == [2 * 8_519_680, 2 * 32 * 2**20]
 
 
 @pytest.mark.parametrize(
