@@ -156,19 +156,15 @@ def format_trial_label(question: ProbeSettings, trial: Trial) -> str:
 
     Axes that have no effect on the trial are left out; rung and batch are in every line of progress anyway.
     """
-    knobs, words = trial.knobs, []
-    for axis in question.axes:
-        if len(axis.values) < 2 or axis.name in ("rung", "micro_batch", "accumulation"):
-            continue
-        match axis.name:
-            case "checkpointing":
-                value: Value = knobs.checkpointing
-            case "precision":
-                value = next((half for half in ("bf16", "fp16") if knobs.settings.get(f"{half}.enabled")), "fp32")
-            case "pin_memory":
-                value = next((knobs.settings[key] for key in PINS if key in knobs.settings), None)
-            case name:
-                value = trial.conditions.get(name, knobs.settings.get(name))
-        if value is not None:
-            words.append(f"{axis.name.rpartition('.')[2]} {format_value(value)}")
-    return ", ".join(words)
+    settings = trial.knobs.settings
+    values: dict[str, Value] = {
+        **settings,
+        **trial.conditions,
+        "checkpointing": trial.knobs.checkpointing,
+        "precision": next((half for half in ("bf16", "fp16") if settings.get(f"{half}.enabled")), "fp32"),
+        "pin_memory": next((settings[key] for key in PINS if key in settings), None),
+    }
+    varied = [axis.name for axis in question.axes if len(axis.values) > 1]
+    shown = [name for name in varied if name not in ("rung", "micro_batch", "accumulation")]
+    known = {name: value for name in shown if (value := values.get(name)) is not None}
+    return ", ".join(f"{name.rpartition('.')[2]} {format_value(value)}" for name, value in known.items())
