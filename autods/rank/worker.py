@@ -121,6 +121,16 @@ class RankContext:
             return load(self.job.source)
         return bind_options(self.workload, self.job.source) if self.job.rebind else self.workload
 
+    def load_for_training(self) -> Workload:
+        """Return the workload as it trains: with `--zero-init`, stage 3 builds the model in parts.
+
+        Loss parity compares rungs, so all of them begin with the weights of a whole model.
+        """
+        workload, job = self.load_workload(), self.job
+        if job.source.zero_init and job.exam != "parity" and get_key(job.ds_config, "zero_optimization.stage") == 3:
+            return partition_at_build(workload, job.ds_config)
+        return workload
+
     def run_script(self, complete: Callable[[ScriptEnd], JobResult]) -> JobResult:
         """Run the script as `__main__`. `complete` makes the rank's result from the result of the run."""
 
@@ -248,9 +258,7 @@ def _train(context: RankContext) -> JobResult:
         return context.run_script(complete)
     observer("rendezvous", 0)
     join(job, context.store)
-    workload = context.load_workload()
-    if job.source.zero_init and job.exam != "parity" and get_key(job.ds_config, "zero_optimization.stage") == 3:
-        workload = partition_at_build(workload, job.ds_config)
+    workload = context.load_for_training()
     ranks = Ranks(rank, job.world_size)
     trial = TRIALS[job.exam](workload, job, observe=observer, meter=meter, ranks=ranks)
     return complete(trial.run())
@@ -274,7 +282,7 @@ def _run(context: RankContext) -> JobResult:
         context.observer("rendezvous", 0)
         join(job, context.store)
         with contextlib.suppress(session.Stopped):
-            train(context.load_workload(), job, context.observer)
+            train(context.load_for_training(), job, context.observer)
     context.observer("done", context.observer.step)
     return replace(session.describe_end(), peaks=context.observer.meter.peaks())
 

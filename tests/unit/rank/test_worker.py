@@ -1,14 +1,19 @@
-"""The heartbeats of a rank."""
+"""The heartbeats of a rank, and the workload that it trains."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from autods.rank.job import Beat, Heartbeats
 from autods.rank.memory import Meter
-from autods.rank.worker import Observer
+from autods.rank.worker import Observer, RankContext
 from autods.types import PHASES
+from autods.workload import Workload
+from tests.support.ends import JOB
 
 
 class SettlingMeter(Meter):
@@ -57,3 +62,18 @@ def test_torch_compile_is_a_phase_in_the_heartbeats() -> None:
     assert [(beat.phase, beat.step) for beat in beats] == [("compile", 3)]
     assert board.read(0).phase == "forward"
     board.close()
+
+
+@pytest.mark.parametrize(
+    ("job", "stage", "exam", "in_parts"),
+    [("train", 3, None, True), ("run", 3, None, True), ("train", 3, "parity", False), ("run", 2, None, False)],
+)
+def test_zero_init_builds_stage_3_in_parts(job: Any, stage: int, exam: Any, in_parts: bool) -> None:
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+    workload: Any = Workload(build_model=is_deepspeed_zero3_enabled, build_batch=lambda micro_batch_size: ())  # type: ignore[arg-type]
+    source, config = replace(JOB.source, zero_init=True), {"zero_optimization": {"stage": stage}}
+    rank_job = replace(JOB, job=job, exam=exam, source=source, ds_config=config)
+    observer: Any = None
+    context = RankContext(job=rank_job, slot=0, observer=observer, store=None, workload=workload)
+    assert context.load_for_training().build_model() is in_parts
