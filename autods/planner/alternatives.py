@@ -13,7 +13,7 @@ from ..forecast.simulate.protocol import SimulationFailed
 from ..forecast.simulation_cache import CachedEngine
 from ..forecast.values import EngineSpec, RungForecast
 from ..report.results.plan import Alternative
-from .simulate import PlanRun, choose_checkpointing
+from .rung_forecasts import PlanRun, choose_checkpointing
 
 
 def list_alternatives(run: PlanRun, site: Site, best: RungForecast) -> tuple[Alternative, ...]:

@@ -26,7 +26,7 @@ from ..runner.cleanup import open_session, simulator_variables
 from ..system.host import installed_versions
 from ..types import ModelFacts, WorkloadSource
 from .alternatives import list_alternatives
-from .simulate import PlanRun, SiteGroup, choose_checkpointing, group_sites
+from .rung_forecasts import PlanRun, SiteGroup, choose_checkpointing, group_sites
 from .timeline import write_timeline
 
 

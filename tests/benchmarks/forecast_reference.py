@@ -19,7 +19,7 @@ from rich.table import Table
 from autods.api import PLAN
 from autods.forecast.simulate import ProcessSimulator
 from autods.forecast.values import EngineSpec
-from autods.planner.simulate import make_group_engine
+from autods.planner.rung_forecasts import make_group_engine
 from autods.requests import PlanRequest
 
 GEOMETRIES = Path(__file__).parents[2] / "examples" / "geometries"

@@ -15,7 +15,7 @@ from autods.forecast.simulate import SimulationFailed
 from autods.forecast.testing import ScriptedSimulator, fail_with, simulate_peaks
 from autods.forecast.values import EngineSpec, RungFinished, RungForecast, Simulation
 from autods.planner.plan import plan
-from autods.planner.simulate import group_sites, make_group_engine
+from autods.planner.rung_forecasts import group_sites, make_group_engine
 from autods.types import ModelFacts
 from tests.support.planned import FACTS, GIB, NEEDS, SOURCE, Planned, question, shrinking
 
