@@ -68,8 +68,8 @@ def walk_ladder(rungs: Sequence[Candidate], context: FitContext) -> WalkResult:
 
     Where no time can be forecast, the order is the ladder's. A rung is skipped when its forecast cannot fit, or by
     `Lessons`. A full device does not skip the rungs below: a leaner rung can need more device memory (ZeRO-2 with CPU
-    offload more than ZeRO-1). When no rung fits, the one whose forecast lacks least still runs, so that its verdict is
-    measured.
+    offload more than ZeRO-1). When no rung fits, the one whose forecast lacks least of
+    the device still runs, so that its verdict is measured. One that would overfill the node's memory or disk does not.
     """
     memory, steps = context.memory, context.settings.profile.walk
     walked = WalkResult()
@@ -90,8 +90,10 @@ def walk_ladder(rungs: Sequence[Candidate], context: FitContext) -> WalkResult:
         reason = candidate.skip or walked.lessons.reason_to_skip(candidate.rung, candidate.ops)
         if reason is None:
             forecast = context.forecast(first_trial(candidate, steps, context.sizes[0]))
-            if forecast is not None and (reason := why_impossible(forecast)) is not None:
-                impossible[candidate.rung.name] = (lacking_bytes(forecast), candidate)
+            reason = why_impossible(forecast)
+            missing_bytes = None if reason is None or forecast is None else lacking_bytes(forecast)
+            if missing_bytes is not None:
+                impossible[candidate.rung.name] = missing_bytes, candidate
         if reason is not None:
             walked.skipped.append(Skipped(rung=candidate.rung.name, reason=reason))
             memory.listen(walked.skipped[-1])

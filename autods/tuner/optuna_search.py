@@ -149,7 +149,7 @@ class _Search:
         # speed neither attracts nor repels, and the constraint keeps the search away. The GP ignores failed trials.
         score, margin = context.score(self.start), None
         if isinstance(answer, RungForecast):
-            outcome, lacking = "not run: cannot fit by the forecast", lacking_bytes(answer)
+            outcome, lacking = "not run: cannot fit by the forecast", lacking_bytes(answer) or 0
         else:
             proposal.set_user_attr("trial", answer.id)  # for readers of the study: the trial's number in the journal
             match answer.outcome:

@@ -78,10 +78,15 @@ def why_impossible(forecast: RungForecast | None) -> str | None:
     return f"cannot fit by the forecast: {forecast.reason}"
 
 
-def lacking_bytes(forecast: RungForecast) -> int:
-    """Bytes that the device lacks at the low end of the forecast; 0 where another tier is the limit."""
-    device = forecast.memory.get("device")
-    return 0 if device is None or device.limit_bytes is None else max(0, device.low_bytes - device.limit_bytes)
+def lacking_bytes(forecast: RungForecast) -> int | None:
+    """Bytes that the device lacks at the low end of the forecast; None where a tier that others use too lacks some."""
+    lacking = {
+        tier: max(0, held.low_bytes - held.limit_bytes)
+        for tier, held in forecast.memory.items()
+        if held.limit_bytes is not None
+    }
+    device_bytes = lacking.pop("device", 0)
+    return None if any(lacking.values()) else device_bytes
 
 
 def make_trial_engine(settings: Settings, facts: ModelFacts, trial: Trial) -> EngineSpec:

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 
 from autods.forecast.values import RungForecast, TierForecast, Verdict
 from autods.tuner.trial_forecasts import StepForecast
-from autods.types import Trial
+from autods.types import Tier, Trial
 
 
-def scripted_forecast(rung: str, verdict: Verdict, *, low: int = 1, limit: int = 1) -> RungForecast:
-    device = TierForecast(peak_bytes=low, low_bytes=low, high_bytes=low, limit_bytes=limit)
-    return RungForecast(rung=rung, verdict=verdict, reason="needs more", micro_batch=1, memory={"device": device})
+def scripted_forecast(
+    rung: str, verdict: Verdict, *, low: int = 1, limit: int = 1, tier: Tier = "device"
+) -> RungForecast:
+    held = TierForecast(peak_bytes=low, low_bytes=low, high_bytes=low, limit_bytes=limit)
+    return RungForecast(rung=rung, verdict=verdict, reason="needs more", micro_batch=1, memory={tier: held})
 
 
 @dataclass(slots=True)

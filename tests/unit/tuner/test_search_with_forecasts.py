@@ -81,6 +81,17 @@ def test_where_nothing_fits_the_closest_rung_runs_nevertheless() -> None:
     assert rungs[-1] not in {skip.rung for skip in walked.skipped}
 
 
+def test_no_trial_overfills_the_host_on_purpose() -> None:
+    rungs = [rung.name for rung in SETTINGS.ladder]
+    verdicts = {name: scripted_forecast(name, "cannot_fit", low=10) for name in rungs}
+    verdicts |= {name: scripted_forecast(name, "cannot_fit", low=2, tier="host") for name in rungs[2:]}
+    _, tried, _ = growth({}, verdicts)
+    assert tried == [rungs[0]]
+    walked, tried, _ = growth({}, {name: scripted_forecast(name, "cannot_fit", low=2, tier="host") for name in rungs})
+    assert (tried, walked.winner) == ([], None)
+    assert {skip.rung for skip in walked.skipped} == set(rungs)
+
+
 def test_a_forecast_that_was_wrong_costs_no_answer() -> None:
     verdicts = {rung.name: scripted_forecast(rung.name, "cannot_fit") for rung in SETTINGS.ladder}
     walked, _, _ = growth({rung.name: FITS for rung in SETTINGS.ladder}, verdicts)
