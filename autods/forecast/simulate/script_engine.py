@@ -175,8 +175,7 @@ class _SimulatedTrial(TrialPolicy):
 
     def finish(self) -> NoReturn:
         """Record the result before the script ends and frees its tensors."""
-        if not self.job.stops_at_engine:
-            self.observer.record(self.engine)
+        self.observer.record(self.engine)
         super().finish()
 
     def has_enough(self) -> bool:

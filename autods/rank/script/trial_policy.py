@@ -19,7 +19,7 @@ from ..distributed import Ranks, Traffic
 from ..exam import WorstCaseExam, allow_gathering
 from ..job import RankJob
 from ..model_facts import count_parameters, shifts_labels
-from ..record import ScriptEnd
+from ..record import RankResult, ScriptEnd
 from ..step_recorder import StepRecorder, was_skipped
 from . import sandbox
 from .batches import Batches, find_loss, iter_tensors
@@ -56,7 +56,6 @@ class TrialPolicy(Policy):
         self.traffic = Traffic(lambda: None)  # counts calls and bytes; no step measures their seconds
         self._steps = 0
         self._overlay: Overlay | None = None
-        self._facts: ModelFacts | None = None
         self.recorder = StepRecorder(job.steps)  # of the steps before the exam
         self._loss: Any = None  # of the last micro batch, a tensor
         self._whole = True  # all batches of this step are whole
@@ -159,10 +158,9 @@ class TrialPolicy(Policy):
         """End a script of which only the facts of its model are needed."""
         import torch
 
-        self._facts = facts
         if self.job.world_size > 1 and torch.distributed.is_initialized():
             torch.distributed.barrier()  # a rank that leaves early breaks the connections of those that still build
-        self.finish()
+        self._end(facts)
 
     def start_training(self, engine: Any) -> None:
         """Count the engine's communication from now on."""
@@ -277,10 +275,13 @@ class TrialPolicy(Policy):
     # The end.
 
     def finish(self) -> NoReturn:
-        """End the rank with its result."""
+        """The trial is over: end the rank with its measurements."""
+        self._end(self.result())
+
+    def _end(self, end: ScriptEnd) -> NoReturn:
         self._list_writes()
         self.observer("done", self.step)
-        self.leave(self.result())
+        self.leave(end)
 
     def _list_writes(self) -> None:
         if self._overlay is not None and self._overlay.written:
@@ -295,10 +296,8 @@ class TrialPolicy(Policy):
             self._exam_is_over = True
         self._conclude_parity()
 
-    def result(self) -> ScriptEnd:
-        """The facts of the model after a survey, else the measurements of this rank's steps."""
-        if self._facts is not None:
-            return self._facts
+    def result(self) -> RankResult:
+        """The measurements of this rank's steps."""
         samples = self.step * self.job.micro_batch * self.job.accumulation  # of this rank
         return self.recorder.result(
             examined=None if self._exam is None else self._exam.examined,
