@@ -101,18 +101,24 @@ _LEVELS: dict[str, Level] = {
 }  # fmt: skip
 _PREFIXES = tuple(re.compile(expand(pattern)) for pattern in read_toml("log_lines")["prefixes"])
 _MOST_PREFIXES = 7
+_WIDEST_MARGIN = 40  # of a log in an indented block
+_GROUP_MARGIN = re.compile(
+    r"^ {2,}(?:\||\+[-+]{4,}(?: (?:\d+|\.{3}) -+)?$|\+(?= Exception Group)) ?"
+)  # of ExceptionGroup's parts
 
 
 def split_prefix(text: str) -> tuple[Prefix, str]:
     """Split a line into its prefix and the rest, which keeps its indentation."""
     rest = text
     parts: list[tuple[str, str]] = []
-    for _ in range(_MOST_PREFIXES):
+    is_code = text.startswith("   ") and "[rank" not in text[:_WIDEST_MARGIN]  # or a frame of a traceback
+    for _ in range(0 if is_code else _MOST_PREFIXES):
         match = next((match for pattern in _PREFIXES if (match := pattern.match(rest))), None)
         if match is None or not match[0]:
             break
         parts += ((name, value) for name, value in match.groupdict().items() if value is not None)
         rest = rest[match.end() :]
+    rest = _GROUP_MARGIN.sub("", rest, count=1) if rest.startswith("  ") else rest
     first, last = dict(reversed(parts)), dict(parts)
     prefix = Prefix(
         stream=" ".join({"rank": "rank "}.get(name, "") + value for name, value in parts if name in ("rank", "stream")),
@@ -141,6 +147,8 @@ _STREAM = ("pod", "pod_name", "container", "hostname", "host", "node", "worker",
 _LONGEST_RECORD = 1 << 16
 _DEEPEST_RECORD = 4
 _FAILED = re.compile(r"Traceback \(most recent call last\)|^\s*(?:[\w.]+(?:Error|Exception)): ", re.MULTILINE)
+_LOGFMT = re.compile(r'(?:[\w.@-]+=(?:"(?:[^"\\]|\\.)*"|\S*) *){2,}$')
+_PAIR = re.compile(r'([\w.@-]+)=("(?:[^"\\]|\\.)*"|\S*)')
 
 
 def parse_record(text: str) -> tuple[Prefix, list[str]] | None:
@@ -181,6 +189,8 @@ def _fields(text: str) -> Mapping[str, Any] | None:
         except (ValueError, RecursionError):
             return None
         return _flat(data) if isinstance(data, dict) else None
+    if "msg=" in text and _LOGFMT.match(text):
+        return {name: value.strip('"').replace('\\"', '"').replace("\\n", "\n") for name, value in _PAIR.findall(text)}
     return None
 
 
@@ -200,6 +210,7 @@ def _first(fields: Mapping[str, Any], names: Iterable[str]) -> Any:
 BLOCK_BYTES = 1 << 20
 LINE_CHARS = 4000  # kept of a longer line: its beginning and its end
 _UNBROKEN_BYTES = 1 << 16  # a line without an end is cut here
+_MANY_PARTS = 40  # in one line: progress bars without line ends
 _BACK_LINES = 200  # searched backwards for a line's time
 _WATCH_LINES = 3000  # after a failure, in which training progress is counted
 # Colours and other codes of a terminal. In a pasted log the escape character is often missing, or written out.
@@ -215,6 +226,15 @@ PROGRESS = re.compile(
 _BAR = re.compile(
     r"\d\w*(?:/\S+)? \[\d+:\d\d[^\n]{0,300}?\](?![,\]'\"])"
 )  # tqdm's: 5/10 [00:02<00:02, lr=[0.1], loss=2]
+# The header of one file in a log that joins several, as `tail -n 50 *.log` writes it.
+_HEADER = re.compile(
+    rb"(?:={2,}>?|#{2,}|-{2,}|\*{2,}|>{2,})\s*(?:(?:file|log|output of|contents? of|stderr of|stdout of):? )?"
+    rb"([^\s=]*?(?:(?:rank|worker|node|proc|task|trainer|gpu)[-_ ]?\d+[^\s=]*"
+    rb"|[^\s=]+\.(?:log|out|err|txt|stderr|stdout)))\s*:?\s*"
+    rb"(?:<?={2,}|#{2,}|-{2,}|\*{2,}|<{2,})?\s*$",
+    re.IGNORECASE,
+)
+_HEADS = (b"==", b"##", b"--", b"**", b">>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,11 +256,14 @@ class Reader:
         self.number = 0
         self.bytes = 0
         self.progress = 0
+        self.parts: dict[str, int] = {}  # name → progress, in a log that joins several files
         self.last: list[str] = []  # of the last block
+        self._name = file
         self._raws: list[bytes] = []
         self._first = 0
         self._watch_until = -1
         self._last_step = ""
+        self._indent = ""  # of all lines: the log stands in an indented block
         self._filter = LineFilter()
 
     def read(self, blocks: Iterable[bytes]) -> Iterator[Line]:
@@ -248,6 +271,8 @@ class Reader:
         rest = b""
         for block in blocks:
             self.bytes += len(block)
+            if self.number == 0 and not rest:
+                self._indent = _common_indent(block)
             whole, newline, rest = (rest + block.replace(b"\0", b"")).rpartition(b"\n")
             if newline:
                 yield from self._read_block(whole + newline)
@@ -279,6 +304,9 @@ class Reader:
             if shape in worn and not needs_all:
                 continue
             self.number = number
+            if raw[:2] in _HEADS and (header := _HEADER.match(raw)):
+                self._begin_part(header[1].decode(errors="replace"))
+                continue
             keeps = self.waiting() or self._filter.keeps(raw, shape)
             if number < self._watch_until:
                 self._count_progress(raw)
@@ -288,6 +316,12 @@ class Reader:
                 needs_all = self.waiting() or number < self._watch_until
         self.number = self._first + len(self._raws) - (not line_end)
 
+    def _begin_part(self, name: str) -> None:
+        """The next lines belong to another file."""
+        self.parts[self.file] = self.progress
+        self.file = f"{self._name}/{name}" if self._name else name
+        self.progress, self._last_step = self.parts.get(self.file, 0), ""
+
     def _count_progress(self, raw: bytes) -> None:
         if match := PROGRESS.search(raw.decode(errors="replace")):
             step = match[1] or match[2] or ""
@@ -296,13 +330,20 @@ class Reader:
                 self._last_step = step
 
     def _parse(self, raw: bytes) -> Iterator[Line]:
-        for text in _split(_clean(raw)):
+        parts = _split(_clean(raw).removeprefix(self._indent))
+        for text in parts:
+            if (
+                len(parts) > _MANY_PARTS
+                and not self.waiting()
+                and not self._filter.keeps(text.encode(errors="replace"))
+            ):
+                continue
             prefix, rest = split_prefix(text)
             bar = _BAR.search(rest)
             if bar and (after_bar := rest[bar.end() :].strip()):  # written after a bar that has no line end
                 inner, rest = split_prefix(after_bar)
                 prefix = join_prefixes(prefix, inner)
-            if rest[:2] == '{"' and (record := parse_record(rest)):
+            if (rest[:2] == '{"' or "msg=" in rest) and (record := parse_record(rest)):
                 prefix = join_prefixes(prefix, record[0])
                 for line in record[1]:
                     yield Line(self.file, self.number, line, prefix, self.progress)
@@ -313,10 +354,22 @@ class Reader:
             yield Line(self.file, self.number, rest, prefix, self.progress)
 
 
+def _common_indent(block: bytes) -> str:
+    indents = {line[: len(line) - len(line.lstrip())] for line in block.split(b"\n") if line.strip()}
+    shortest = min(indents, key=len, default=b"")
+    return shortest.decode() if all(indent.startswith(shortest) for indent in indents) else ""
+
+
 def _clean(raw: bytes) -> str:
     return _ANSI.sub("", raw.decode("utf-8", errors="replace"))
 
 
 def _split(text: str) -> list[str]:
-    """Split at carriage returns, with which a program overwrites its progress bar."""
-    return [part for part in text.split("\r") if part.strip()] if "\r" in text else [text]
+    """Split at carriage returns (progress bars), and at line ends that a JSON log wrote as backslash and n."""
+    parts = [part for part in text.split("\r") if part.strip()] if "\r" in text else [text]
+    is_record = len(parts) == 1 and text.rstrip().endswith("}")
+    if "#012" in text and "Traceback (most" in text:  # syslog's line ends
+        return text.split("#012")
+    if "\\n" in text and not is_record and ("Traceback (most" in text or len(text) > LINE_CHARS):
+        parts = [piece for part in parts for piece in part.split("\\n")]
+    return parts

@@ -113,6 +113,7 @@ _FILE = re.compile(
     r"File \"([^\"]+)\", line \d+|File (\S+\.py):\d+, in |(Cell In ?\[\d+\]), line \d+"
     r"|[│|]\s*(\S+\.py):\d+(?: in\b|\s*[│|]?$)"
 )
+_MARKED_LINE = re.compile(r"-+> \d+|[│|]?\s*❱")  # by IPython, by rich
 _LIBRARY_FILE = re.compile(expand("{library_file}"))
 _RAISES = re.compile(expand("{raising_statement}"), re.MULTILINE)
 _PASSED_ON = re.compile(expand("{passed_on}"))
@@ -129,6 +130,7 @@ _PYTHON_SAYS = re.compile(
 # Where a log has no source lines, the user's innermost frame raised these rather than a library in C that it called.
 _RAISED_BY_SCRIPTS = ("ValueError", "TypeError", "AssertionError", "NotImplementedError", "LookupError")
 
+_MOST_FRAMES = 120
 _MOST_BODY_LINES = 25
 _MOST_OPEN_LINES = 600  # a traceback that has not ended after so many lines is none
 CUT = "a traceback without its end"
@@ -166,7 +168,9 @@ class Message:
         number, match = places[-1]
         if _LIBRARY_FILE.search(next(filter(None, match.groups())).replace("\\", "/")):
             return False
-        code = "\n".join(self.frames[number + 1 :])
+        lines = self.frames[number + 1 :]
+        marked = [line for line in lines if _MARKED_LINE.match(line)]  # the others are lines around it
+        code = "\n".join(marked or lines)
         if not code and self.type in _RAISED_BY_SCRIPTS:
             return True
         return self.type in _OF_PYTHON or bool(_PYTHON_SAYS.match(self.text) or _RAISES.search(code))
@@ -182,8 +186,10 @@ class _Open:
     message: Message | None = None
     body: list[str] = field(default_factory=list)
     ignored: bool = False
-    remote: list[str] = field(default_factory=list)  # frames of another process that the message quotes
+    indent: int = 0  # of the first frame
     margin: re.Pattern[str] | None = None  # what stands before the header, and so before each line
+    type: str = ""  # of the exception, which a notebook writes before the header, too
+    remote: list[str] = field(default_factory=list)  # frames of another process that the message quotes
 
 
 Key = tuple[str, str]  # the file and the stream of a process
@@ -218,13 +224,14 @@ class Assembler:
                 return
             before = text[: header.start()]
             margin = _margin(before) or (opened.margin if opened is not None else None)
-            self._open[key] = _Open(line, ignored=key in self._ignore, margin=margin)
+            named = parse_exception_type(before.strip())
+            self._open[key] = _Open(line, ignored=key in self._ignore, margin=margin, type=named)
             self._ignore.discard(key)
             return
         if IGNORED.search(text):
             self._ignore.add(key)
         if opened is None and (FRAME.match(text) or BOXED_FRAME.match(text)):  # the traceback's beginning is missing
-            self._open[key] = _Open(line, frames=[text.strip()])
+            self._open[key] = _Open(line, frames=[text.strip()], indent=_indent(text))
         elif opened is not None and opened.message is None:
             yield from self._add_frame(key, opened, line)
         elif opened is None or opened.message is None or not self._continues(opened, opened.message, line):
@@ -242,17 +249,35 @@ class Assembler:
         """The messages that are still open at the end."""
         for key, opened in list(self._open.items()):
             if opened.message is None and opened.frames:
-                opened.message = _message(opened.first, "stated", None, opened.frames)
-                opened.body = [f"{CUT}: {opened.frames[-1]}"]
+                name = EXCEPTION.fullmatch(opened.frames[-1])  # it is indented as a frame's code
+                end = opened.frames.pop() if name and len(opened.frames) > 1 else opened.type
+                opened.message = _message(opened.first, "stated", EXCEPTION.match(end), opened.frames)
+                opened.body = [end or f"{CUT}: {opened.frames[-1]}"]
             yield from self._close(key)
 
     def _add_frame(self, key: Key, opened: _Open, line: Line) -> Iterator[Message]:
         """Add a line to the frames of a traceback, or begin its message with the line that names the exception."""
         text, stripped = line.text.rstrip(), line.text.strip()
         opened.lines += 1
+        outdented = bool(opened.frames) and _indent(text) < opened.indent
+        # Without any indent, the line after a frame is its code.
+        is_code = bool(opened.frames) and not opened.indent and FRAME.match(opened.frames[-1]) is not None
         if opened.lines > _MOST_OPEN_LINES:
             del self._open[key]
-        elif not stripped or text[0] in " \t" + BOX or FRAME.match(text) or IPYTHON_FRAME.match(text):
+        elif outdented and (match := EXCEPTION.match(stripped)):
+            opened.message = _message(line, "raised", match, opened.frames)
+            opened.body = [stripped]
+        elif (
+            not stripped
+            or text[0] in " \t" + BOX
+            or FRAME.match(text)
+            or IPYTHON_FRAME.match(text)
+            or (is_code and not EXCEPTION.match(text))
+        ):
+            if not opened.frames:
+                opened.indent = _indent(text)
+            if len(opened.frames) > _MOST_FRAMES:
+                del opened.frames[_MOST_FRAMES // 3]
             if stripped:
                 opened.frames.append(stripped)
         elif match := EXCEPTION.match(text) or (ENDS_TRACEBACK.match(text) if opened.frames else None):
@@ -272,14 +297,18 @@ class Assembler:
             return True
         if len(opened.body) >= _MOST_BODY_LINES:
             return False
-        if prefix.level or prefix.has_time:
-            return False
+        if prefix.level or prefix.has_time:  # every line here may have one, and the text so far ends with a colon
+            alike = message.prefix.has_time == prefix.has_time and message.prefix.level == prefix.level
+            if not (alike and opened.frames and opened.body[-1].rstrip().endswith(":")):
+                return False
         if not text.strip():
             belongs = opened.body[-1].endswith(":") or (bool(opened.frames) and len(opened.body) < 3)
         else:
             others = (EXCEPTION.match, STARTS_ANEW.match, PROGRESS.search)
             belongs = OF_NCCL.match(text) is not None or not any(other(text) for other in others)
-        if belongs and not _is_code(text) and not BOILERPLATE.match(text):  # code: a remote traceback in the message
+        if belongs and NATIVE_FRAME.match(text):
+            message.frames += (text.strip(),)
+        elif belongs and not _is_code(text) and not BOILERPLATE.match(text):  # code: a remote traceback in the message
             opened.body.append(text.rstrip())
         elif belongs and not BOILERPLATE.match(text):
             opened.remote.append(text.strip())
@@ -324,3 +353,7 @@ def _single_line(line: Line) -> Iterator[Message]:
         if _QUOTED.search(text) and level != "error" and not (REPORTS_FAILURE.match(text) or _NOTICE.search(text)):
             manner = "quoted"
         yield _message(line, manner, None)
+
+
+def _indent(text: str) -> int:
+    return len(text) - len(text.lstrip())

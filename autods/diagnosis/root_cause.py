@@ -336,6 +336,8 @@ def _diagnose_cause(causes: Sequence[Symptom], summary: LogSummary) -> Diagnosis
 
 def _failed_rank(cause: Symptom, summary: LogSummary, same: Sequence[Symptom]) -> int | None:
     """The rank that failed. A line of the kernel or the scheduler is about the process that it names."""
+    if cause.row.kind == "none":
+        return cause.rank
     by_pid, by_exit, root_rank = summary.ranks.of(cause.message), summary.first_exit.rank, summary.exits.root_rank
     if cause.row.weight != "decisive":
         named = {symptom.rank for symptom in same if symptom.rank is not None}

@@ -61,6 +61,7 @@ def explain_exit_code(code: int) -> ExitMeaning:
 _SIGNALS: Mapping[str, int] = read_toml("fragments")["signal_name"]
 _REPORTS = tuple(re.compile(expand(pattern), re.IGNORECASE) for pattern in read_toml("log_lines")["exit_reports"])
 _ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\)", re.IGNORECASE)
+_MPI_RANK = re.compile(r"noticed that process rank (\d+) with PID \d+ on node .* exited on$")
 _ROOT_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
 
 
@@ -71,6 +72,7 @@ class ReportedExits:
     exits: list[Exit] = field(default_factory=list)
     root_rank: int | None = None
     _in_root: int = 0  # lines left of torchrun's paragraph on the root cause
+    _mpi_rank: int | None = None  # from mpirun's sentence, which continues on the next line
     _listed: int | None = None  # the rank of the entry of torchrun's summary that is being read
 
     @property
@@ -85,6 +87,8 @@ class ReportedExits:
         if _ROOT_CAUSE.search(text):
             self._in_root = 8
             return True
+        if mpi_rank := _MPI_RANK.search(text.rstrip()):
+            self._mpi_rank = int(mpi_rank[1])
         if root_rank := _ROOT_RANK.match(text):
             self._listed = int(root_rank[1])
         if self._in_root:
@@ -110,6 +114,8 @@ class ReportedExits:
             rank = int(named)
         elif rank is None and text.lstrip().startswith(("exitcode", "traceback :")):
             rank = self._listed
+        elif rank is None and text.startswith("signal "):
+            rank, self._mpi_rank = self._mpi_rank, None
         return Exit(code, rank, bool(self._in_root), text.strip()[:300])
 
 
@@ -118,6 +124,7 @@ class ReportedExits:
 _RANK_IN_TEXT = re.compile(
     r"\b(?:global[_ ]?rank|rank)\s?[:=#]?\s?(\d+)\b|\[rank(\d+)\]|task (\d+):|RankID:(\d+)", re.IGNORECASE
 )
+_RANK_BEFORE = re.compile(r"^\[Rank (\d+)\]|on \[Rank (\d+)\]|^\[PG [^\]]*\bRank (\d+)\]", re.IGNORECASE)
 _RANK_IN_FILE = re.compile(
     r"(?:rank|worker|trainer|proc(?:ess)?|task|local_rank)[_.-]?(\d+)(?!\d)|(?:attempt_\d+|none_\w+|default_\w+)/(\d+)/"
     r"|(?:^|/)(\d+)/(?:std(?:err|out)|error|log)|slurm-\d+[._](\d+)|[._-](\d+)\.(?:log|out|err|txt)$|^(\d+)\.(?:log|out|err|txt)$"
@@ -175,7 +182,7 @@ class RankClues:
             return
         owner = _search(_OWNER, line)
         pid = _search(_STREAM_PID, message.prefix.stream) if owner is None else owner
-        rank = _search(_OWN_RANK, line)
+        rank = None if "worker (pid" in line else _search(_OWN_RANK, line)
         if rank is None and owner is not None and _OWN_PID.fullmatch(line.strip()):
             rank = _search(_RANK_IN_FILE, message.file) if message.prefix.rank is None else message.prefix.rank
         if pid is not None and rank is not None:
@@ -197,6 +204,8 @@ class RankClues:
 def find_rank(message: Message, weight: Weight, files: int) -> int | None:
     """Return the rank that the message's prefix, text or file name has; None without one."""
     rank = message.prefix.rank
+    if rank is None and weight != "secondary":
+        rank = _search(_RANK_BEFORE, message.text)
     if rank is None and weight in ("cause", "likely"):
         rank = _search(_RANK_IN_TEXT, message.text[:600])
     return _search(_RANK_IN_FILE, message.file) if rank is None and files > 1 else rank

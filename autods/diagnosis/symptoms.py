@@ -113,7 +113,8 @@ def _read_log(name: str, blocks: Iterator[bytes], summary: LogSummary) -> None:
     summary.text = True
     summary.bytes += reader.bytes
     summary.lines += reader.number
-    summary.progress[name] = reader.progress
+    summary.progress |= {**reader.parts, reader.file: reader.progress}
+    summary.files += len(reader.parts)
     summary.last[name] = reader.last
 
 
@@ -135,7 +136,7 @@ def _add_message(message: Message, summary: LogSummary, row_counts: Counter[str]
     message.order = summary.lines + message.number
     most = _MOST_SYMPTOMS if len(summary.symptoms) < _MANY_SYMPTOMS else _FEW
     if row_counts[row.name] <= most or row.weight == "done":
-        rank = find_rank(message, row.weight, summary.files)
+        rank = find_rank(message, row.weight, summary.files + len(reader.parts))
         local = find_local_gpu(message)
         when = reader.when(message.number) if row_counts[row.name] <= _FEW else None
         if rank is None and local is not None:
@@ -146,10 +147,16 @@ def _add_message(message: Message, summary: LogSummary, row_counts: Counter[str]
         message.progress = reader.progress
 
 
+# A line that names an exception, or the level ERROR, after a program's own prefix.
+_NAMES_ERROR = re.compile(r"[\w.:/ -]{0,60}?\b(?:[A-Z]\w*(?:Error|Exception): \S|ERROR\b)")
+
+
 def _matching_row(message: Message) -> Signature | None:
     if message.manner == "quoted" or message.type in _REPORTS_OTHERS:
         return None
-    is_error = message.prefix.level == "error" or REPORTS_FAILURE.match(message.text)
+    is_error = (
+        message.prefix.level == "error" or REPORTS_FAILURE.match(message.text) or _NAMES_ERROR.match(message.text)
+    )
     type = message.type or (ERROR_LINE if is_error and message.manner == "stated" else "")
     passing = message.manner == "mentioned"
     row = find_signature(message.text, type=type, stack=message.stack, passing=passing, by_user=message.by_user)

@@ -27,6 +27,13 @@ def test_data_in_json_is_no_record() -> None:
     assert parse_record('{"loss": 2.1, "step": 4}') is None
 
 
+def test_logfmt_is_read_as_a_record() -> None:
+    found = parse_record('time=2026-01-05T10:00:00Z level=error rank=3 msg="no space left on device"')
+    assert found is not None
+    prefix, lines = found
+    assert (prefix.rank, prefix.level, lines) == (3, "error", ["no space left on device"])
+
+
 def test_a_containers_last_state_in_json_is_read() -> None:
     state = {"state": {"terminated": {"exitCode": 137, "reason": "OOMKilled", "startedAt": "2026-01-05T10:00:00Z"}}}
     assert autods.diagnose(json.dumps(state), exit_code=137).tier == "host"
@@ -62,6 +69,13 @@ def test_the_first_failure_in_time_wins_across_files() -> None:
     late = f"2026-01-05 10:30:00 [rank0]: {OOM.format(gpu=0)}"
     early = f"2026-01-05 10:19:58 [rank9]: {OOM.format(gpu=1)}"
     assert autods.diagnose({"a.log": late, "b.log": early}).rank == 9
+
+
+def test_a_text_made_of_several_files_is_taken_apart() -> None:
+    log = f"==> rank_0.log <==\n{WAITED.format(rank=0)}\n==> rank_3.log <==\n{TRACE}KeyError: 'labels'\n"
+    said = autods.diagnose(log)
+    assert (said.kind, said.rank) == ("user_code", 3)
+    assert said.places[0].startswith("rank_3.log")
 
 
 def test_rays_list_of_processes_gives_the_rank() -> None:
@@ -112,6 +126,13 @@ def test_a_margin_of_any_kind_is_cut(margin: str, rank: int | None, intro: str) 
     )
     said = autods.diagnose(intro + "".join(f"{margin.format(number=9 + n)}{line}\n" for n, line in enumerate(lines)))
     assert (said.kind, said.tier, said.rank) == ("out_of_memory", "pinned", rank)
+
+
+def test_a_traceback_that_lost_its_indents_keeps_its_frames() -> None:
+    lines = (TRACE.replace("loss.backward()", "buffer.pin_memory()") + "RuntimeError: CUDA error: out of memory").split(
+        "\n"
+    )
+    assert autods.diagnose("\n".join(line.lstrip() for line in lines)).tier == "pinned"
 
 
 def test_a_traceback_without_its_end_is_a_failure_of_unknown_cause() -> None:

@@ -158,6 +158,12 @@ def test_text_after_a_progress_bar_is_read() -> None:
     assert autods.diagnose(without_percents).tier == "device"
 
 
+def test_mpirun_sentence_over_two_lines_gives_the_rank() -> None:
+    said = "mpirun noticed that process rank 7 with PID 0 on node n4 exited on\nsignal 9 (Killed).\n"
+    found = autods.diagnose(said, 137)
+    assert (found.kind, found.rank) == ("unknown", 7)
+
+
 def test_words_of_rules_raised_by_users_code_are_user_code() -> None:
     errors = list(generate_user_errors(60, seed=21))
     answers = [autods.diagnose(error.log, 1) for error in errors]
@@ -269,6 +275,12 @@ def test_a_notebooks_traceback_shows_who_raised(place: str) -> None:
     code = "      2     if x:\n----> 3         raise ValueError('could not open store')"
     said = autods.diagnose(f"{head}\n\n{place}\n{code}\n\nValueError: could not open store\n", 1)
     assert (said.kind, said.evidence[0]) == ("user_code", "ValueError: could not open store")
+
+
+def test_a_notebooks_header_names_the_exception_of_a_cut_traceback() -> None:
+    head = "OutOfMemoryError       Traceback (most recent call last)\nCell In[5], line 12\n---> 12 trainer.train()\n"
+    said = autods.diagnose(head)
+    assert (said.kind, said.tier) == ("out_of_memory", "device")
 
 
 def test_a_warning_of_lost_connections_counts_where_nothing_else_does() -> None:
