@@ -39,7 +39,7 @@ from .trials import FitContext, open_journal
 
 
 class Runner(Protocol):
-    """Runs trials on real ranks; `runner.runner.RayRunner` is the one of a fit."""
+    """Runs trials on real ranks. `runner.runner.RayRunner` is the one of a fit, `runner.testing` has a scripted one."""
 
     def survey(self) -> tuple[ModelFacts, Mapping[str, str]]:
         """The facts of the model, and DeepSpeed op → the reason that it cannot be built here."""

@@ -11,9 +11,9 @@ from optuna.distributions import CategoricalDistribution
 
 from autods.config.rungs import Rung, read_rungs
 from autods.journal import trial_key
+from autods.runner.testing import fit, out_of_memory
 from autods.tuner.optuna_search import Space, space_of
 from autods.types import Knobs, Outcome, Record, Scalar, Trial
-from tests.support.scripted_trials import fit, out_of_memory
 
 LIMIT = 16 * 2**30
 HEADROOM = 0.05

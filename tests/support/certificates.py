@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autods.config.profiles import CertifyLimits
+from autods.runner.testing import ScriptedRunner
+from autods.runner.testing import fit as scripted_fit
 from autods.tuner.candidates import list_candidates
 from autods.tuner.certify import CertifyResult, certify
 from autods.types import Examined, Fit, Knobs, Outcome, Record, Scalar, Steps, Trial
 from tests.support.contexts import make_context
-from tests.support.scripted_trials import ScriptedRunner
-from tests.support.scripted_trials import fit as scripted_fit
 from tests.support.walks import FACTS, SETTINGS
 
 MIB = 2**20

@@ -18,9 +18,9 @@ from autods.prober.probe_settings import ProbeSettings, resolve_probe
 from autods.prober.run import probe
 from autods.report.results.probe import ProbeReport
 from autods.requests import ProbeRequest
+from autods.runner.testing import Answer, ScriptedRunner
 from autods.system.host import Hardware
 from autods.types import ModelFacts, Record, Scalar, Trial, WorkloadSource
-from tests.support.scripted_trials import Answer, ScriptedRunner
 
 MIB = 2**20
 LIMIT = 416 * MIB

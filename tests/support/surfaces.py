@@ -24,11 +24,11 @@ from autods.config.rungs import Dimension, Rung, read_rungs
 from autods.config.settings import Settings
 from autods.forecast.values import RungForecast, TierForecast
 from autods.journal import Journal, TrialStore, trial_key
+from autods.runner.testing import fit, out_of_memory
 from autods.tuner.trial_forecasts import NO_FORECASTER, Forecaster, StepForecast
 from autods.tuner.trials import FitContext
 from autods.types import Examined, Fit, ModelFacts, Outcome, Record, Steps, Trial, WorkloadSource
 from tests.support.machines import a_machine
-from tests.support.scripted_trials import fit, out_of_memory
 
 GIB = 2**30
 RUNGS = read_rungs()

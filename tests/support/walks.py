@@ -9,9 +9,9 @@ from autods.config.catalogue import describe_this_machine
 from autods.config.profiles import read_profile
 from autods.config.rungs import read_rungs
 from autods.config.settings import Settings
+from autods.runner.testing import failed, fit, out_of_memory
 from autods.types import ModelFacts, Steps, WorkloadSource
 from tests.support.machines import a_machine
-from tests.support.scripted_trials import failed, fit, out_of_memory
 
 FACTS = ModelFacts(
     parameters=32_000_000, largest_parameter=1_000_000, checkpointing=True, tokens_per_sample=64, has_optimizer=False

@@ -22,9 +22,9 @@ from gpu_cells import Cell, Site, cells, config_of, rungs_for
 from autods.forecast.predict.memory_model import read_overheads
 from autods.forecast.testing import simulate_peaks
 from autods.forecast.values import Simulation, Trace
+from autods.runner.testing import fit
 from autods.system.host import Hardware
 from autods.types import ModelFacts
-from tests.support.scripted_trials import fit
 
 MIB, GIB = 2**20, 2**30
 FACTS = ModelFacts(

@@ -16,8 +16,8 @@ from autods.events import Listener
 from autods.prober.probe_settings import ProbeSettings
 from autods.report.results.probe import ProbeReport
 from autods.requests import ProbeRequest
+from autods.runner.testing import surface
 from tests.support.probes import LIMIT, MIB, Bench, ask, probed
-from tests.support.scripted_trials import surface
 
 SURFACE = surface(limit_bytes=LIMIT, state_bytes=100 * MIB, sample_bytes=100 * MIB)
 

@@ -10,9 +10,9 @@ import pytest
 from autods.cli.main import main
 from autods.report import serialize
 from autods.report.render_html import PAGE
+from autods.runner.testing import surface
 from tests.support.probes import LIMIT, MIB, Bench, ask, probed
 from tests.support.reports import fitting_report
-from tests.support.scripted_trials import surface
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from autods.forecast.values import EngineSpec, Simulation
 from autods.prober.capacity import MOST_TRIALS
 from autods.prober.probe_settings import ProbeSettings
 from autods.report.results.probe import CellResult
+from autods.runner.testing import failed, surface
 from autods.types import Outcome, Trial, WorkloadSource
 from tests.support.probes import FACTS, LIMIT, MIB, Bench, ask, probed
-from tests.support.scripted_trials import failed, surface
 
 Script = Callable[[EngineSpec, int], Simulation]
 

@@ -8,10 +8,10 @@ import pytest
 
 from autods.prober.grid import list_cells
 from autods.prober.measure import compare_cells, measure_in_turns, share_results, summarize_cell
+from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
 from autods.tuner.comparison import relative_deviation
 from autods.types import Outcome, Trial
 from tests.support.probes import FACTS, LIMIT, MIB, ask
-from tests.support.scripted_trials import ScriptedRunner, failed, fit, out_of_memory
 
 
 def test_turns_run_forth_and_back(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from autods.journal import Journal
 from autods.prober.probe_settings import ProbeSettings
 from autods.report.results.probe import ProbeReport
 from autods.runner.placement import NoRoom
+from autods.runner.testing import failed, surface
 from autods.types import Knobs, Outcome, Record, Trial
 from tests.support.probes import LIMIT, MIB, Bench, ask, probed
-from tests.support.scripted_trials import failed, surface
 
 SURFACE = surface(limit_bytes=LIMIT, state_bytes=100 * MIB, sample_bytes=20 * MIB)
 TRIAL = Trial(rung="ddp", knobs=Knobs(), purpose="probe")

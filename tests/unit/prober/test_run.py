@@ -18,10 +18,10 @@ from autods.report.answers.probe import make_probe_document
 from autods.report.results.probe import CellResult, ProbeReport, Ratio
 from autods.report.serialize import probe_to_dict as to_dict
 from autods.report.serialize import to_csv
+from autods.runner.testing import failed, fit, out_of_memory, surface
 from autods.types import Fit, Outcome, Trial
 from tests.support import terminal
 from tests.support.probes import FACTS, HERE, LIMIT, MIB, Bench, ask, probed
-from tests.support.scripted_trials import failed, fit, out_of_memory, surface
 
 SURFACE = surface(limit_bytes=LIMIT, state_bytes=100 * MIB, sample_bytes=100 * MIB)
 

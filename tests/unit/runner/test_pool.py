@@ -15,10 +15,10 @@ from autods.config.settings import Settings
 from autods.runner import pool as pool_module
 from autods.runner.placement import NoRoom
 from autods.runner.pool import RunnerPool, Turns, check_memory, neighbours_may_be_why
+from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory, surface
 from autods.system.host import HostMemory
 from autods.types import Knobs, ModelFacts, Outcome, Record, Trial
 from tests.support.probes import FACTS, LIMIT, MIB, ask
-from tests.support.scripted_trials import ScriptedRunner, failed, fit, out_of_memory, surface
 
 SURFACE = surface(limit_bytes=LIMIT, state_bytes=100 * MIB, sample_bytes=20 * MIB)
 TRIAL = Trial(rung="ddp", knobs=Knobs(), purpose="probe")

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from autods.runner.testing import failed, fit, out_of_memory
 from autods.supervisor.known_rungs import KnownRung
 from autods.supervisor.rescue import (
     EXPANDABLE,
@@ -15,7 +16,6 @@ from autods.supervisor.rescue import (
 )
 from autods.supervisor.run_journal import RunConfig
 from autods.types import Knobs, TierUse
-from tests.support.scripted_trials import failed, fit, out_of_memory
 
 MIB = 2**20
 CONFIG = RunConfig(rung="zero2", knobs=Knobs(micro_batch=4, accumulation=2), world_size=2)

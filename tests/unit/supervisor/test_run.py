@@ -17,12 +17,12 @@ from autods.rank.training_run.checkpoints import MARK
 from autods.report import serialize
 from autods.report.results.fit import FitReport, Throughput
 from autods.report.serialize import read_run
+from autods.runner.testing import failed, out_of_memory
 from autods.supervisor.rescue import MOST_REPEATS
 from autods.supervisor.run import run
 from autods.supervisor.run_settings import RunSettings
 from autods.types import Knobs
 from tests.support.scripted_runs import ScriptedLauncher
-from tests.support.scripted_trials import failed, out_of_memory
 from tests.support.walks import FACTS, SETTINGS
 
 RUNGS = read_rungs()

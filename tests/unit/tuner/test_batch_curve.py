@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
+from autods.runner.testing import fit, out_of_memory
 from autods.tuner.batch_curve import BatchCurve, ThroughputBound, least_sample_s
 from autods.types import Knobs, Outcome, Record, Trial
-from tests.support.scripted_trials import fit, out_of_memory
 
 CLOSE = 1.05  # sizes closer than twofold are not told apart; what lies between them may be this much faster
 SURE = 0.85  # what is taken of a slope: another rung, or another measurement, may show less

@@ -9,10 +9,10 @@ from itertools import count, pairwise
 import pytest
 
 from autods.config.profiles import GrowLimits
+from autods.runner.testing import ScriptedRunner, failed, surface
 from autods.tuner.batch_size import Growth
 from autods.types import Fit, Knobs, Outcome, OutOfMemory, Record, Steps, Trial
 from tests.support.contexts import make_context
-from tests.support.scripted_trials import ScriptedRunner, failed, surface
 
 MIB = 2**20
 TIMED = Steps(warmup=2, timed=3, most_timed=12, budget_s=1e9)

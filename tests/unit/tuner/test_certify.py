@@ -8,10 +8,10 @@ from dataclasses import asdict, replace
 import pytest
 
 from autods.errors import EnvironmentBroken
+from autods.runner.testing import failed, out_of_memory, surface
+from autods.runner.testing import fit as scripted_fit
 from autods.types import CardUse, Examined, Fit, Knobs, Outcome, Phase, Record, Steps, Tier, TierUse, Trial
 from tests.support.certificates import DID, EXAM, LIMIT, MIB, TIMED, certifying, passes, timed, trial
-from tests.support.scripted_trials import failed, out_of_memory, surface
-from tests.support.scripted_trials import fit as scripted_fit
 
 
 def longest(

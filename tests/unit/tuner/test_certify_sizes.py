@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from autods.runner.testing import fit, out_of_memory
 from autods.tuner.batch_curve import MemoryLine
 from autods.tuner.certify import CertifyResult, usual_memory_line
 from autods.types import Knobs, Outcome, Record, Trial
 from tests.support.certificates import LIMIT, MIB, certifying, passes, trial
-from tests.support.scripted_trials import fit, out_of_memory
 
 USABLE = 950 * MIB
 

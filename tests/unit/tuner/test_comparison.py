@@ -13,11 +13,11 @@ import pytest
 
 from autods.journal import Journal, TrialStore, trial_key
 from autods.report.results.probe import Ratio
+from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
 from autods.tuner.comparison import PRIOR_NOISE, FinalsResult, TurnModel, finals
 from autods.tuner.trials import FitContext, samples_per_second
 from autods.types import Knobs, Outcome, Record, Run, Trial
 from tests.support.contexts import make_context
-from tests.support.scripted_trials import ScriptedRunner, failed, fit, out_of_memory
 
 
 def comparing(run: Run, **settings: Any) -> FitContext:

@@ -10,11 +10,11 @@ import pytest
 from autods.config.deepspeed import accumulation_for
 from autods.config.settings import Settings
 from autods.report.results.fit import ClosestRung
+from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
 from autods.tuner.candidates import Candidate, list_candidates
 from autods.tuner.ladder_walk import WalkResult, find_closest_rung, walk_ladder
 from autods.types import Action, Outcome, Tier, Trial
 from tests.support.contexts import make_context
-from tests.support.scripted_trials import ScriptedRunner, failed, fit, out_of_memory
 from tests.support.walks import FACTS, FITS, OOM, SETTINGS, STEPS, TOO_SMALL
 
 BROKEN_OP = failed(failure="toolchain", action="fix_environment", evidence="ninja: not found", op="cpu_adam")

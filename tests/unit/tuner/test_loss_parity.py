@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from autods.runner.testing import failed, out_of_memory
 from autods.tuner.loss_parity import differing_knobs, largest_difference, same_samples, with_knob_of
 from autods.types import Knobs, Outcome, Record, Scalar, Trained, Trial
 from tests.support.certificates import PARITY, TIMED, Certifying, certifying, passes, timed, trial
-from tests.support.scripted_trials import failed, out_of_memory
 
 OVERLAP, BUCKET, TYPE = (
     "zero_optimization.overlap_comm",

@@ -21,6 +21,7 @@ from autods.config.profiles import Budget, TuneLimits
 from autods.config.rungs import read_rungs
 from autods.forecast.values import RungForecast, Verdict
 from autods.journal import trial_key
+from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
 from autods.tuner.comparison import confirm_gain
 from autods.tuner.optuna_search import (
     STARTUP,
@@ -36,7 +37,6 @@ from autods.tuner.trial_forecasts import Forecaster
 from autods.tuner.trials import FitContext, memory_score
 from autods.types import Fit, Knobs, Outcome, OutOfMemory, Record, Run, Scalar, Steps, Trial
 from tests.support.contexts import make_context
-from tests.support.scripted_trials import ScriptedRunner, failed, fit, out_of_memory
 from tests.support.walks import SETTINGS
 
 pytestmark = pytest.mark.timeout(120)  # Optuna's Gaussian process is slow on a loaded machine

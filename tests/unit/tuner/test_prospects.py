@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from autods.runner.testing import ScriptedRunner
 from autods.tuner.candidates import list_candidates
 from autods.tuner.ladder_walk import walk_ladder
 from autods.tuner.prospects import MOST_AT_FIRST, Prospect, find_prospect, order_by_time, rank
 from autods.tuner.trial_forecasts import Forecaster, StepForecast
 from autods.types import Trial
 from tests.support.contexts import make_context
-from tests.support.scripted_trials import ScriptedRunner
 from tests.support.walks import FACTS, FITS, SETTINGS
 
 CANDIDATES = list_candidates(SETTINGS, FACTS, {})

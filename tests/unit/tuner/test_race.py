@@ -15,13 +15,13 @@ from autods.config.profiles import Budget
 from autods.config.settings import Settings
 from autods.forecast.values import RungForecast, TierForecast
 from autods.journal import Journal, TrialStore, trial_key
+from autods.runner.testing import fit, out_of_memory
 from autods.tuner.fit import search
 from autods.tuner.fit_report import FitResult, build_report
 from autods.tuner.trial_forecasts import NO_FORECASTER, Forecaster, StepForecast
 from autods.tuner.trials import FitContext
 from autods.types import Fit, Outcome, Record, Tier, TierUse, Trial
 from tests.support.contexts import make_context
-from tests.support.scripted_trials import fit, out_of_memory
 from tests.support.walks import FACTS, SETTINGS, TOO_SMALL
 
 GIB = 2**30

@@ -15,6 +15,7 @@ from autods.config.profiles import GrowLimits, TuneLimits
 from autods.forecast.testing import ScriptedSimulator, simulate_peaks
 from autods.forecast.values import RungForecast, Verdict
 from autods.journal import Journal, TrialStore
+from autods.runner.testing import ScriptedRunner, fit, surface
 from autods.tuner.batch_size import Growth
 from autods.tuner.candidates import list_candidates
 from autods.tuner.ladder_walk import WalkResult, walk_ladder
@@ -24,7 +25,6 @@ from autods.types import Outcome, Trial
 from tests.support.contexts import make_context
 from tests.support.forecasters import ScriptedForecaster, scripted_forecast
 from tests.support.machines import a_machine
-from tests.support.scripted_trials import ScriptedRunner, fit, surface
 from tests.support.walks import FACTS, FITS, OOM, SETTINGS, STEPS, TOO_SMALL
 
 pytestmark = pytest.mark.timeout(120)  # Optuna's Gaussian process is slow on a loaded machine

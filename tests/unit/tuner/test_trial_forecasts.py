@@ -12,11 +12,11 @@ from autods.forecast.predict.step_time import BITS, RUN, Schedule
 from autods.forecast.simulation_cache import SimulationCache
 from autods.forecast.testing import Script, ScriptedSimulator, fail_with, simulate_peaks
 from autods.forecast.values import EngineSpec, Simulation, Trace
+from autods.runner.testing import fit, out_of_memory
 from autods.tuner.candidates import list_candidates
 from autods.tuner.trial_forecasts import TrialForecaster
 from autods.types import Outcome, Trial
 from tests.support.growth import FRAGMENTED_LIVE, fragment
-from tests.support.scripted_trials import fit, out_of_memory
 from tests.support.walks import FACTS, SETTINGS
 
 GIB = 2**30

@@ -8,11 +8,11 @@ from itertools import pairwise
 import pytest
 
 from autods.config.profiles import GrowLimits
+from autods.runner.testing import ScriptedRunner, fit
 from autods.tuner.batch_size import Growth
 from autods.tuner.trials import fit_steps_to_budget, fits_within
 from autods.types import CardUse, Knobs, Outcome, Record, Steps, Trial
 from tests.support.contexts import make_context
-from tests.support.scripted_trials import ScriptedRunner, fit
 
 GIB = 2**30
 TIMED = Steps(warmup=2, timed=3, most_timed=12, budget_s=8.0)

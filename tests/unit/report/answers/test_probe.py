@@ -13,9 +13,9 @@ from autods.report.answers.probe import make_probe_document
 from autods.report.render_html import to_page
 from autods.report.results.probe import Capacity, ProbeReport
 from autods.report.serialize import has_probe, probe_from_dict, probe_to_dict, read_probe
+from autods.runner.testing import surface
 from tests.support.pages import HOSTILE, check_page
 from tests.support.probes import LIMIT, MIB, Bench, ask, probed
-from tests.support.scripted_trials import surface
 
 SURFACE = surface(limit_bytes=LIMIT, state_bytes=100 * MIB, sample_bytes=100 * MIB)
 

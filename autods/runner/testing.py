@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autods.types import Action, Failed, FailureKind, Fit, Outcome, OutOfMemory, Record, Tier, TierUse, Timing, Trial
+from ..types import Action, Failed, FailureKind, Fit, Outcome, OutOfMemory, Record, Tier, TierUse, Timing, Trial
 
 Answer = Callable[[Trial], Outcome]
 
