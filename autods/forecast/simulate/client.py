@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import pickle
@@ -147,7 +146,8 @@ class _Worker:
         variables: Mapping[str, str],
     ) -> None:
         self._limit_s, self._report = limit_s, report
-        self._late: SimulationFailed | None = None  # it did not load in time
+        self._is_ready = False
+        self._failed: SimulationFailed | None = None  # to load
         self.log: IO[bytes] = tempfile.TemporaryFile()
         self._scratch = private.make_folder("autods-sim-", variables.get("TMPDIR"))  # the worker removes it, too
         self._socket, worker_end = socket.socketpair()
@@ -166,22 +166,20 @@ class _Worker:
         worker_end.close()
         os.close(inherited)
 
-    @functools.cached_property
-    def _first_answer(self) -> object:
-        return next(receive(self._socket), None)
-
     def wait_ready(self) -> None:
         """Wait until it is prepared. Raises SimulationFailed, at each call, if that failed."""
         with self._lock:
-            if self._late is not None:
-                raise self._late
-            if "_first_answer" not in self.__dict__:
-                try:
-                    self.wait_for(self._socket)
-                except SimulationFailed as failed:
-                    self._late = failed
-                    raise
-            _check(self._first_answer, WorkloadReady, self.log)
+            if self._failed is not None:
+                raise self._failed
+            if self._is_ready:
+                return
+            try:
+                self.wait_for(self._socket)
+                _check(next(receive(self._socket), None), WorkloadReady, self.log)
+            except SimulationFailed as failed:
+                self._failed = failed
+                raise
+            self._is_ready = True
 
     def wait_for(self, connection: socket.socket) -> None:
         """Wait until the other end has sent something or is gone, and report long waits.
