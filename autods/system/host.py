@@ -20,10 +20,16 @@ from ..errors import EnvironmentBroken, InputError
 _NO_LIMIT = 2**60  # version 1 has a number near 2^63 where there is no limit
 
 
-# By version: the file of the limit, the file of the used bytes, the field of droppable pages, the file of OOM kills.
+# By version: the file of the limit, the file of the used bytes, the file of OOM kills.
 _FILES = {
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "memory.oom_control"),
-    2: ("memory.max", "memory.current", "inactive_file", "memory.events"),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control"),
+    2: ("memory.max", "memory.current", "memory.events"),
+}
+# Fields of memory.stat: what the kernel drops before it kills. It is the cache of files, read once (inactive) or often
+# (active), and of their names.
+_DROPPABLE = {
+    1: ("total_inactive_file", "total_active_file"),
+    2: ("inactive_file", "active_file", "slab_reclaimable"),
 }
 
 
@@ -40,16 +46,16 @@ class MemoryGroup:
         return limit if limit is not None and limit < _NO_LIMIT else None
 
     def free_bytes(self) -> int | None:
-        """Return the bytes left of the limit; droppable file pages count as free."""
-        _, current, droppable, _ = _FILES[self.version]
-        limit, used = self.limit_bytes(), _read_number(self.folder / current)
+        """Return the bytes left of the limit; what the kernel can drop counts as free, the cache of files above all."""
+        limit, used = self.limit_bytes(), _read_number(self.folder / _FILES[self.version][1])
         if limit is None or used is None:
             return None
-        return max(0, limit - used + (_read_number(self.folder / "memory.stat", droppable) or 0))
+        droppable = sum(_read_number(self.folder / "memory.stat", name) or 0 for name in _DROPPABLE[self.version])
+        return max(0, limit - used + droppable)
 
     def oom_kills(self) -> int | None:
         """Return how many of its processes the OOM killer has ended; version 2 counts the groups below as well."""
-        return _read_number(self.folder / _FILES[self.version][3], "oom_kill")
+        return _read_number(self.folder / _FILES[self.version][2], "oom_kill")
 
 
 _CGROUPS, _CGROUP_MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")

@@ -43,6 +43,20 @@ def test_version_1_says_the_same_under_other_names(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("version", "limit", "used", "stat"),
+    [
+        (1, "memory__limit_in_bytes", "memory__usage_in_bytes", "total_active_file"),
+        (2, "memory__max", "memory__current", "active_file"),
+        (2, "memory__max", "memory__current", "slab_reclaimable"),
+    ],
+)
+def test_a_cache_that_the_kernel_drops_is_free(tmp_path, version, limit, used, stat):
+    texts = {limit: str(4 * GIB), used: str(3 * GIB), "memory__stat": f"inactive_anon 5\n{stat} {2 * GIB}\n"}
+    group = MemoryGroup(folder=write(tmp_path, **texts), version=version)
+    assert group.free_bytes() == 3 * GIB
+
+
+@pytest.mark.parametrize(
     ("version", "name", "text"), [(2, "memory__max", "max"), (1, "memory__limit_in_bytes", str(2**63 - 4096))]
 )
 def test_no_limit_is_none(tmp_path, version, name, text):
