@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from ..events import Note, RankPrinted, RunListener, StepDone
-from ..rank.training_run.checkpoints import list_checkpoints
+from ..rank.training_run.checkpoints import list_marked_steps
 from ..report.rank_logs import LogTail
 from ..report.results.run import parse_steps
 from ..runner.node_messages import Heartbeat, TierLevel
@@ -62,8 +62,8 @@ class AttemptProgress:
             if time.monotonic() - self._watched_s >= _WATCH_EVERY_S:
                 self._watched_s = time.monotonic()
                 self._watch(done)
-        for checkpoint in list_checkpoints(self._settings.out / "checkpoints").complete:
-            self._journal.note_checkpoint(checkpoint.step)
+        for step in list_marked_steps(self._settings.out / "checkpoints"):
+            self._journal.note_checkpoint(step)
 
     def _watch(self, done: StepDone) -> None:
         uses = list(self._uses)

@@ -146,6 +146,15 @@ def list_checkpoints(checkpoints: Path) -> CheckpointList:
     return CheckpointList(tuple(complete), tuple(torn))
 
 
+def list_marked_steps(checkpoints: Path) -> list[int]:
+    """Return the steps whose checkpoints are marked as complete. It looks at no other file, so it costs next to nothing.
+
+    Their files are there while the attempt runs that saved them, or that began after `remove_torn`.
+    """
+    names = (mark.parent.name.removeprefix(_PREFIX) for mark in checkpoints.glob(f"{_PREFIX}*/{MARK}"))
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
 def read_checkpoint(folder: Path) -> SavedCheckpoint:
     """Return a complete checkpoint. Raises ValueError or OSError where its manifest cannot be read."""
     return SavedCheckpoint(folder, read_as(Manifest, json.loads((folder / MARK).read_text()), name=MARK))

@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from autods.events import Note, StepDone
+from autods.journal import Journal
+from autods.rank.training_run.checkpoints import Layout, Manifest, write_manifest
 from autods.runner.node_messages import Heartbeat, TierLevel
 from autods.supervisor.progress import AttemptProgress
 from autods.supervisor.run_journal import RunJournal
@@ -52,6 +55,32 @@ def test_a_rank_that_has_not_restored_its_step_yet_sets_nothing_back(attempt):
     _, progress, _ = attempt
     progress.look(Heartbeat(phase="build", step=0))
     assert progress.step == 4
+
+
+def test_a_saved_checkpoint_is_noted_without_its_files(attempt, monkeypatch):
+    """There are thousands of them on a shared file system, and every look would ask for each."""
+    folder, progress, _ = attempt
+    checkpoints, looked = folder.parents[1] / "checkpoints", []
+    for step, complete in ((4, True), (8, True), (12, False)):
+        saved = checkpoints / f"step-{step:08d}"
+        (saved / "state").mkdir(parents=True)
+        (saved / "state" / "weights.pt").write_bytes(b"w")
+        manifest = Manifest(
+            step=step, samples=8, global_batch=2, seed=0, layout=Layout(stage=1, world_size=1), optimizer="Adam",
+            files={"state/weights.pt": 1},
+        )  # fmt: skip
+        if complete:
+            write_manifest(saved, manifest)
+    stat = Path.stat
+
+    def note(path, **options):
+        looked.append(path.name)
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", note)
+    progress.finish()
+    assert [row["step"] for row in Journal(folder.parents[1] / "run.jsonl").read_rows()] == [4, 8]
+    assert "weights.pt" not in looked
 
 
 def test_a_disk_that_fills_on_another_node_is_a_warning(attempt, monkeypatch):
