@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import EnvironmentBroken
-from ..system import private
+from ..system import private, processes
 from ..system.host import cache_folder
 
 BUILDERS = {"cpu_adam": "CPUAdamBuilder", "fused_adam": "FusedAdamBuilder", "async_io": "AsyncIOBuilder"}
@@ -109,20 +109,22 @@ def _build(op: str, folder: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         builder = get_builder(op)
         for stale in (folder / builder.name).glob("lock"):
-            stale.unlink()  # torch would wait for it for ever; our own lock excludes another build
+            if not processes.is_open(stale):  # else a script builds it, and torch waits for that
+                stale.unlink()  # torch would wait for it for ever; our own lock excludes another build of ours
         builder.load(verbose=False)
 
 
-def clear_killed_builds() -> None:
-    """Remove the locks of killed builds, for which torch would wait for ever if a script builds an op itself.
+def clear_killed_builds(*, older_than_s: float = 0.0) -> None:
+    """Remove the locks of killed builds, for which torch would wait for ever where user code builds an op itself.
 
-    The lock of a running build stays.
+    Call it before user code runs. The lock of a running build stays: one of ours, or one whose lock file a process of
+    this machine has open, as torch has it while it builds. Another machine's shows by its age alone.
     """
-    folder = ops_folder()
-    for name in BUILDERS if folder.is_dir() else ():
-        with open(folder / f"{name}.lock", "w") as lock, contextlib.suppress(BlockingIOError):
+    for stale in ops_folder().glob("*/lock"):
+        with open(ops_folder() / f"{stale.parent.name}.lock", "w") as lock, contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            (folder / name / "lock").unlink(missing_ok=True)
+            if time.time() - stale.stat().st_mtime >= older_than_s and not processes.is_open(stale):
+                stale.unlink()
 
 
 def main(words: list[str]) -> None:

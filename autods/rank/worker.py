@@ -221,7 +221,7 @@ def _survey(context: RankContext) -> JobResult:
     from deepspeed.accelerator import get_accelerator
 
     from .model_facts import survey
-    from .ops import clear_killed_builds, find_problem
+    from .ops import find_problem
 
     problems = {op: problem for op in context.job.ops if (problem := find_problem(op))}
     if not get_accelerator().is_fp16_supported():
@@ -232,7 +232,6 @@ def _survey(context: RankContext) -> JobResult:
         return SurveyResult(facts=facts, op_problems=problems)
 
     if context.job.source.form.runs_as_main:
-        clear_killed_builds()
         return context.run_script(complete)
     context.observer("build", 0)
     return complete(survey(context.load_workload()))

@@ -7,6 +7,7 @@ import re
 import threading
 from pathlib import Path
 
+from ..system.processes import find_log_parts
 from ..types import Trial
 
 _MOST_BYTES = 2**20  # of a log at a time; what is longer follows the next time
@@ -25,7 +26,10 @@ class LogTail:
         """The lines since the last call; with `ended`, the last one too if it has no end."""
         try:
             with self._path.open("rb") as file:
-                begin = min(self._offset, os.fstat(file.fileno()).st_size)  # `shorten_log` may have cut its middle out
+                size = os.fstat(file.fileno()).st_size
+                if size < self._offset and (parts := find_log_parts(self._path)):  # its beginning is there now
+                    self._offset = max(0, self._offset - parts[-1].stat().st_size)
+                begin = min(self._offset, size)
                 file.seek(begin)
                 new = file.read(_MOST_BYTES)
         except OSError:

@@ -27,6 +27,7 @@ _GRACE_S = 0.05  # after the first failure: time for the other ranks to report t
 _STACKS_S = 2.0  # at most, for ranks that were asked for their stacks: on a busy machine they wait for the processor
 _STOPPED_S = 0.5  # a rank that stays stopped (SIGSTOP) this long is lost
 _KILL_AGAIN_S = 0.5
+_LAST_PARTS = 6  # of 16 MiB, of the log of a run's rank, beside the first one and what follows them
 _SHARED = Path("/dev/shm")
 
 
@@ -64,7 +65,7 @@ class RankMonitor:
         with contextlib.suppress(OSError, ValueError):  # a rank that was killed wrote nothing
             written = json.loads(log.with_suffix(".json").read_text())
             rank_exit = read_known(RankExit, asdict(rank_exit) | written)
-        processes.shorten_log(log)
+        self._split_log(log)
         if not rank_exit.succeeded and not rank_exit.error.types:  # thousands of ranks report to one process
             rank_exit = replace(rank_exit, log_tail=processes.read_tail(log))
         self.exits.append(rank_exit)
@@ -83,7 +84,7 @@ class RankMonitor:
                 self.kill("another rank failed")
             return
         for rank in ranks:
-            processes.shorten_log(self.silence.log_of(rank))
+            self._split_log(self.silence.log_of(rank))
             beat = self.board.read(rank.slot)
             if beat != rank.beat and beat.at_s:
                 rank.beat, rank.changed_s = beat, now
@@ -97,6 +98,10 @@ class RankMonitor:
             self._give_up(ranks, "stuck", limit_s)
         elif now - began > self.job.wall_s:
             self._give_up(ranks, "wall limit", self.job.wall_s)
+
+    def _split_log(self, log: Path) -> None:
+        """Bound the size of a rank's log. Of a run it is what a user has of days; a fit has many trials."""
+        processes.split_log(log, last_parts=_LAST_PARTS if self.job.job == "run" else 0)
 
     def is_overdue(self) -> bool:
         """Whether ranks that were killed are still there: the kernel cannot end a process that waits for a device."""

@@ -55,6 +55,7 @@ _POLL_MS = 20
 _RUN_POLL_MS = 250  # a run lasts for days, and ranks on the CPU need the cores; a rank's end is noticed at once anyway
 _BEAT_EVERY_S = 0.2
 _STRAYS_S = 2.0
+_OTHERS_BUILD_S = 60.0  # where nodes share a home, another one's ranks may have begun a build since this job's start
 UNFIT_EXIT = 75  # the workload's import changed this process so that it must not go on
 
 
@@ -71,6 +72,7 @@ def main(argv: list[str]) -> None:
     if driver_pid:  # on this machine
         with contextlib.suppress(OSError):  # a kernel without pidfd
             driver = os.pidfd_open(driver_pid)
+    ops.clear_killed_builds()
     with processes.die_with_peer(agent):
         ready, workload = _load(source, argv, agent)
     agent.sendall(encode(ready))
@@ -181,6 +183,7 @@ class Zygote:
         if {"cpu_adam", "async_io"} & {*(job.ops if job.job == "ops" else required_ops(job.ds_config))}:
             preload.remember_processor()  # the ranks will ask for it
         _make_folders(job)
+        ops.clear_killed_builds(older_than_s=0.0 if job.is_whole else _OTHERS_BUILD_S)
         shared_before = processes.list_shared_memory()
         board = Heartbeats.create(len(job.local_ranks))
         monitor = RankMonitor(job, board, self._start_ranks(job, board, spawn=self.spawn or hazard is not None))
@@ -321,8 +324,9 @@ def _make_folders(job: RankJob) -> None:
     if job.is_whole:
         shutil.rmtree(job.folder, ignore_errors=True)
     for rank in job.local_ranks:
-        for kind in ("log", "json"):
-            Path(job.folder, f"rank{rank}.{kind}").unlink(missing_ok=True)
+        log = Path(job.folder, f"rank{rank}.log")
+        for file in (log, log.with_suffix(".json"), *processes.find_log_parts(log)):
+            file.unlink(missing_ok=True)
     for folder in filter(None, (job.folder, job.scratch, job.swap)):
         Path(folder).mkdir(parents=True, exist_ok=True)
 

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import fcntl
 import functools
+import glob
 import json
 import os
 import re
@@ -274,6 +275,15 @@ def unlink_shared_memory(pids: Iterable[int], before: frozenset[str]) -> None:
                 os.unlink(path)
 
 
+def is_open(path: Path) -> bool:
+    """Whether a process of this machine whose descriptors may be read has the file open."""
+    for descriptor in glob.iglob("/proc/[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if os.path.samefile(descriptor, path):
+                return True
+    return False
+
+
 def folder_bytes(folder: Path) -> int:
     """Return the bytes on disk of all files below, as the file system counts them."""
     total = 0
@@ -294,18 +304,43 @@ def read_tail(path: Path, size: int = 8000) -> str:
         return ""
 
 
-def shorten_log(path: Path, most: int = 2**24, ends: int = 2**18) -> None:
-    """Cut the middle out of a log longer than `most` bytes. Processes that append to it may go on."""
+def find_log_parts(path: Path) -> list[Path]:
+    """Return the files NAME.1, NAME.2, … into which `split_log` has moved the beginning of a log, in order."""
+    parts = [part for part in path.parent.glob(f"{path.name}.*") if part.suffix[1:].isdecimal()]
+    return sorted(parts, key=lambda part: int(part.suffix[1:]))
+
+
+def split_log(path: Path, *, last_parts: int, most: int = 2**24, end: int = 2**18) -> None:
+    """Move all but the last lines of a log longer than `most` bytes into the next part, see `find_log_parts`.
+
+    The first part and `last_parts` others stay. For each one that is removed, a line at the end of the first part says
+    how much is left out. Processes that append to the log may go on. Where the disk has no room, it stays whole.
+    """
     try:
         if os.stat(path).st_size <= most:
             return
-        with open(path, "r+b") as file:
-            size = os.fstat(file.fileno()).st_size
-            file.seek(size - ends)
-            last = file.read(ends)
-            os.ftruncate(file.fileno(), ends)
+        parts = find_log_parts(path)
+        part = path.with_name(f"{path.name}.{int(parts[-1].suffix[1:]) + 1 if parts else 1}")
+        with open(path, "r+b") as log:
+            log.seek(-end, os.SEEK_END)
+            log.readline()  # a part ends with a line
+            cut = log.tell()
+            try:
+                with open(part, "wb") as file:
+                    for begin in range(0, cut, 2**20):
+                        file.write(os.pread(log.fileno(), min(2**20, cut - begin), begin))
+            except OSError:
+                part.unlink()
+                return
+            rest = log.read()
+            os.ftruncate(log.fileno(), 0)
         with open(path, "ab") as file:
-            file.write(b"\n[... %d bytes left out ...]\n" % (size - 2 * ends) + last)
+            file.write(rest)
+        for old in [*parts, part][1 : -last_parts or None]:
+            size = old.stat().st_size
+            old.unlink()
+            with open(parts[0], "ab") as file:
+                file.write(b"[... %s is left out: %d bytes ...]\n" % (os.fsencode(old.name), size))
     except OSError:
         return
 

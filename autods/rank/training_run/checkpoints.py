@@ -147,7 +147,7 @@ def list_checkpoints(checkpoints: Path) -> CheckpointList:
 
 
 def list_marked_steps(checkpoints: Path) -> list[int]:
-    """Return the steps whose checkpoints are marked as complete. It looks at no other file, so it costs next to nothing.
+    """Return the steps whose checkpoints are marked as complete. No other file is looked at.
 
     Their files are there while the attempt runs that saved them, or that began after `remove_torn`.
     """

@@ -1,22 +1,44 @@
 import fcntl
+import os
 from pathlib import Path
 
 import pytest
+from torch.utils.file_baton import FileBaton
 
 from autods.errors import EnvironmentBroken, InputError
 from autods.rank import ops
 
 
-@pytest.mark.parametrize("running", [True, False])
-def test_only_the_lock_of_a_killed_build_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, running: bool):
+@pytest.mark.parametrize("op", ["cpu_adam", "fused_lamb", "an_extension_of_the_script"])
+@pytest.mark.parametrize("running", ["ours", "the script's", ""])
+def test_only_the_lock_of_a_killed_build_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, running: str, op: str
+):
     monkeypatch.setattr(ops, "ops_folder", lambda: tmp_path)
-    (tmp_path / "cpu_adam").mkdir()
-    (tmp_path / "cpu_adam" / "lock").touch()
-    with open(tmp_path / "cpu_adam.lock", "w") as held:
-        if running:
+    (tmp_path / op).mkdir()
+    baton = FileBaton(tmp_path / op / "lock")
+    assert baton.try_acquire()
+    if running != "the script's":
+        os.close(baton.fd)
+    with open(tmp_path / f"{op}.lock", "w") as held:
+        if running == "ours":
             fcntl.flock(held, fcntl.LOCK_EX)
         ops.clear_killed_builds()
-    assert (tmp_path / "cpu_adam" / "lock").exists() is running
+    assert (tmp_path / op / "lock").exists() is bool(running)
+    if running == "the script's":
+        baton.release()
+
+
+def test_a_young_lock_may_be_another_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ops, "ops_folder", lambda: tmp_path)
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    ops.clear_killed_builds(older_than_s=60.0)
+    assert lock.exists()
+    os.utime(lock, (0, 0))
+    ops.clear_killed_builds(older_than_s=60.0)
+    assert not lock.exists()
 
 
 @pytest.mark.parametrize("place", ["torch_extensions", "cpu_adam", "cpu_adam/cpu_adam.so"])

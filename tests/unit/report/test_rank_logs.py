@@ -13,6 +13,7 @@ from autods.events import TrialFinished, TrialStarted
 from autods.report import live
 from autods.report.live import TrialProgress
 from autods.report.rank_logs import RankLogs
+from autods.system.processes import find_log_parts, split_log
 from tests.support.reports import fit, record
 
 TRIAL = record(3, "zero2", fit()).trial
@@ -53,6 +54,18 @@ def test_progress_bars_and_bytes_that_are_no_text_become_lines(folder: Path) -> 
     ten, twenty, bytes_, long = RankLogs(folder).read_new_lines(3, TRIAL)
     assert (ten, twenty, bytes_) == ("rank 0: 10%", "rank 0: 20%", "rank 0: \ufffd\ufffd")
     assert len(long) == len("rank 0: ") + 2000
+
+
+def test_no_line_is_lost_where_a_log_is_split(folder: Path) -> None:
+    logs, count = RankLogs(folder), 0
+    lines: list[str] = []
+    for _ in range(30):
+        write(folder, 0, b"".join(b"step %d\n" % number for number in range(count, count + 7)))
+        count += 7
+        split_log(folder / "003-zero2" / "rank0.log", last_parts=2, most=400, end=200)
+        lines += logs.read_new_lines(3, TRIAL)
+    assert find_log_parts(folder / "003-zero2" / "rank0.log")
+    assert lines == [f"rank 0: step {number}" for number in range(count)]
 
 
 def test_a_log_that_is_gone_is_no_error(folder: Path) -> None:

@@ -9,10 +9,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from autods.rank.job import RankJob
+from autods.rank.ops import ops_folder
 from autods.runner.node_messages import NodeReport, StoreBound, StoreFailed, decode
 from autods.runner.zygote import Zygote
 from autods.system import processes
@@ -66,6 +68,25 @@ def test_spawned_ranks_read_their_job_in_their_nodes_scratch(tmp_path: Path, mon
     assert words.endswith(f" {job.scratch}/job.json")
     assert RankJob.from_json(text) == job
     assert not Path(job.scratch).exists()
+
+
+@pytest.mark.parametrize("kind", ["survey", "train", "run"])
+def test_no_job_waits_for_the_lock_of_a_killed_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Literal["survey", "train", "run"]
+) -> None:
+    """A script that builds an op by itself would wait for ever, in a run as in a trial."""
+    monkeypatch.setenv("AUTODS_CACHE", str(tmp_path / "cache"))
+    lock = ops_folder() / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    job = replace(
+        JOB, job=kind, folder=str(tmp_path / "logs"), scratch=str(tmp_path / "scratch"), local_ranks=(0,), world_size=1
+    )
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    ours, peer = socket.socketpair()
+    with ours, peer:
+        Zygote(peer, None, None, spawn=True).run_job(job, aborted=False)
+    assert not lock.exists()
 
 
 def test_a_job_ends_although_a_rank_cannot_be_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

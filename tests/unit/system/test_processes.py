@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import os
+import resource
 import select
 import signal
 import socket
@@ -182,3 +183,54 @@ def test_shared_memory_of_a_killed_process_is_found_by_its_pid() -> None:
     processes.unlink_shared_memory([process.pid], before)
     assert sorted(name.partition(str(process.pid))[0] for name in left) == ["psm_", "sem.mp-"]
     assert not left & processes.list_shared_memory()
+
+
+def read_whole(log: Path) -> str:
+    return "".join(file.read_text() for file in (*processes.find_log_parts(log), log))
+
+
+def test_a_long_log_is_moved_into_parts_and_stays_whole(tmp_path: Path) -> None:
+    log, written = tmp_path / "rank0.log", ""
+    with open(log, "a") as rank:
+        for number in range(400):
+            written += f"step {number}\n"
+            rank.write(f"step {number}\n")
+            rank.flush()
+            processes.split_log(log, last_parts=6, most=800, end=100)
+            assert log.stat().st_size <= 800
+    assert len(processes.find_log_parts(log)) > 3
+    assert read_whole(log) == written
+    assert log.read_text().endswith("step 399\n")
+
+
+@pytest.mark.parametrize("last_parts", [0, 2])
+def test_a_log_without_end_says_what_is_left_out(tmp_path: Path, last_parts: int) -> None:
+    log, count = tmp_path / "rank0.log", 4000
+    with open(log, "a") as rank:
+        for number in range(count):
+            rank.write(f"step {number}\n")
+            rank.flush()
+            processes.split_log(log, last_parts=last_parts, most=800, end=100)
+    first, *others = processes.find_log_parts(log)
+    assert len(others) == last_parts
+    assert sum(file.stat().st_size for file in (*others, log)) <= 800 * (last_parts + 1)
+    lines = first.read_text().splitlines()
+    left_out = [int(line.split()[-3]) for line in lines if line.startswith("[... rank0.log.")]
+    assert lines[0] == "step 0"
+    assert log.read_text().endswith(f"step {count - 1}\n")
+    kept = [line for line in read_whole(log).splitlines(keepends=True) if line.startswith("step")]
+    assert sum(left_out) + len("".join(kept)) == sum(len(f"step {number}\n") for number in range(count))
+    assert kept == sorted(kept, key=lambda line: int(line.split()[1]))
+
+
+def test_a_log_stays_whole_where_a_part_has_no_room(tmp_path: Path) -> None:
+    log = tmp_path / "rank0.log"
+    log.write_text("a line\n" * 200)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))  # as a full disk does, it ends a write half-way
+    try:
+        processes.split_log(log, last_parts=6, most=800, end=100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert log.read_text() == "a line\n" * 200
+    assert processes.find_log_parts(log) == []
