@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -150,10 +151,13 @@ def reserve_nodes(
         cluster.free(group)
         raise
 
-    def sort_key(item: tuple[int, NodeState]) -> tuple[bool, list[tuple[int, str]]]:
-        """Sorts 10.0.0.9 before 10.0.0.10."""
-        parts = item[1].address.split(".")
-        return item[1].id != first, [(int(part), "") if part.isdigit() else (0, part) for part in parts]
+    def sort_key(item: tuple[int, NodeState]) -> tuple[bool, bytes, str]:
+        """Sorts 10.0.0.9 before 10.0.0.10, fd00::9 before fd00::10, and names last."""
+        id, address = item[1].id, item[1].address
+        try:
+            return id != first, ipaddress.ip_address(address).packed, ""
+        except ValueError:  # `ray start --node-ip-address` takes a name, too
+            return id != first, b"\xff" * 16, address
 
     return group, dict(sorted(nodes.items(), key=sort_key))
 

@@ -165,7 +165,8 @@ class Zygote:
         if self.store is not None:
             self.store.close()  # of a job that never came
         try:
-            self.store = socket.create_server((address, 0))
+            family, *_, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+            self.store = socket.create_server(place, family=family)
         except OSError as error:
             self.store = None
             return StoreFailed(reason=f"{address}: {error.strerror}")

@@ -6,6 +6,7 @@ import contextlib
 import os
 import platform
 import resource
+import socket
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -234,9 +235,13 @@ def read_host_memory(groups: Sequence[MemoryGroup]) -> HostMemory:
 
 
 def find_interface(address: str) -> str | None:
-    """Return the name of the network interface with this address; None where this machine has none."""
+    """Return the name of the network interface with this address or host name; None where this machine has none."""
+    try:  # FD00:0::1 is fd00::1
+        same = {str(place[0]).partition("%")[0] for *_, place in socket.getaddrinfo(address, None)}
+    except OSError:
+        return None
     for name, addresses in psutil.net_if_addrs().items():
-        if any(known.address.partition("%")[0] == address for known in addresses):
+        if any(known.address.partition("%")[0] in same for known in addresses):
             return name
     return None
 

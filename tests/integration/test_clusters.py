@@ -1,8 +1,9 @@
-"""Fits and a run on a Ray cluster of several raylets on this machine, of which one is killed."""
+"""Fits and a run on a Ray cluster of several raylets on this machine, of which one is killed or that have IPv6 alone."""
 
 from __future__ import annotations
 
 import json
+import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import psutil
 import pytest
 
 from tests.support.clusters import begin_fit, cluster, find_raylet, read_outcomes, short_config
+from tests.support.namespaces import in_new_namespace, why_no_namespaces
 from tests.support.watching import Scene, find_pids, read_command, wait_for, wait_until_gone
 
 GATED = Path(__file__).parent / "workloads" / "gated.py"
@@ -76,6 +78,25 @@ def test_a_run_that_loses_a_node_goes_on_with_fewer_ranks(tmp_path):
     assert after[5]["loss"] == pytest.approx(before[5]["loss"], rel=1e-2)  # bf16, which rounds to 3 digits
     for step, row in (before | after).items():
         assert row["samples"] == [(step - 1) * GLOBAL_BATCH, step * GLOBAL_BATCH]
+
+
+def test_a_fit_of_two_nodes_needs_no_ipv4(tmp_path, monkeypatch):
+    if (why := why_no_namespaces()) is not None:
+        pytest.skip(why)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    nodes = [sys.executable, "-m", "tests.support.namespaces", "2", "1"]
+    ranks = ("--gpus", "2", "--nodes", "2", "--address", "ADDRESS", "--gpu-memory", "1GiB")
+    search = ("--ladder", "zero1", "--config", short_config(tmp_path))
+    fit = begin_fit(GATED.parent / "tiny.py", tmp_path / "out", *ranks, *search, inside=in_new_namespace(nodes))
+    try:
+        code = fit.wait(300)
+    finally:
+        fit.terminate()
+        fit.wait()
+    said = (tmp_path / "out" / "said.txt").read_text()
+    assert code == 0, said
+    assert "1 ranks on each of fd00:77::1, fd00:77::2" in said
+    assert {one["kind"] for one in read_outcomes(tmp_path / "out")} == {"fit"}
 
 
 def steps_of(out: Path, attempt: int) -> dict[int, dict[str, Any]]:

@@ -1,4 +1,8 @@
-"""Nodes with different addresses and links that can be cut: network namespaces inside a new one."""
+"""Nodes with different addresses and links that can be cut: network namespaces inside a new one.
+
+`python -m tests.support.namespaces NODES CPUS COMMAND…` runs the command on the head of nodes that have IPv6 alone. It
+replaces ADDRESS by the address of their Ray cluster, and ends with the command's exit code.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +44,10 @@ def in_new_namespace(command: Sequence[str]) -> list[str]:
 class Lab:
     """A Ray cluster of nodes on a bridge, the first one the head. A context manager; use it `in_new_namespace`."""
 
-    def __init__(self, nodes: int, *, cpus: int) -> None:
+    def __init__(self, nodes: int, *, cpus: int, ipv6: bool = False) -> None:
         self.nodes, self.cpus = range(1, nodes + 1), cpus
-        self.address = f"{node_address(HEAD)}:{_PORT}"
+        self.network, self.bits = ("fd00:77::", 64) if ipv6 else ("10.77.0.", 24)
+        self.address = f"[{self.node_address(HEAD)}]:{_PORT}" if ipv6 else f"{self.node_address(HEAD)}:{_PORT}"
         self.folder = Path(tempfile.mkdtemp(prefix="ac-", dir="/tmp"))
         self.rays: list[subprocess.Popen[bytes]] = []
 
@@ -76,6 +81,9 @@ class Lab:
         """The prefix that runs a command on that node."""
         return ["ip", "netns", "exec", f"n{number}"]
 
+    def node_address(self, number: int) -> str:
+        return f"{self.network}{number}"
+
     def node_of(self, pid: int) -> int:
         """The node whose network this process is in."""
         own = os.stat(f"/proc/{pid}/ns/net").st_ino
@@ -89,7 +97,10 @@ class Lab:
         ip("netns", "add", f"n{number}")
         ip("link", "add", f"v{number}", "type", "veth", "peer", "name", "eth0", "netns", f"n{number}")
         ip("link", "set", f"v{number}", "master", "br0", "up")
-        ip("-n", f"n{number}", "addr", "add", f"{node_address(number)}/24", "dev", "eth0")
+        # An IPv6 address could be used only after a second of detection of duplicates.
+        detection = ("nodad",) if self.bits == 64 else ()
+        place = f"{self.node_address(number)}/{self.bits}"
+        ip("-n", f"n{number}", "addr", "add", place, "dev", "eth0", *detection)
         for link in ("lo", "eth0"):
             ip("-n", f"n{number}", "link", "set", link, "up")
 
@@ -98,7 +109,7 @@ class Lab:
         place = ["--head", f"--port={_PORT}", f"--temp-dir={self.folder / 'ray'}", "--include-dashboard=false"]
         if number != HEAD:
             place = [f"--address={self.address}"]
-        common = [f"--node-ip-address={node_address(number)}", f"--num-cpus={self.cpus}", "--block"]
+        common = [f"--node-ip-address={self.node_address(number)}", f"--num-cpus={self.cpus}", "--block"]
         with open(self.folder / f"n{number}.txt", "wb") as said:
             command = [*self.at(number), ray, "start", *place, *common, f"--object-store-memory={80 * 2**20}"]
             started = subprocess.Popen(
@@ -123,9 +134,15 @@ class Lab:
         subprocess.run(command, env={**os.environ, **QUIET}, check=True, timeout=120, stdout=subprocess.DEVNULL)
 
 
-def node_address(number: int) -> str:
-    return f"10.77.0.{number}"
-
-
 def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+def main(nodes: str, cpus: str, *command: str) -> int:
+    with Lab(int(nodes), cpus=int(cpus), ipv6=True) as lab:
+        words = [word.replace("ADDRESS", lab.address) for word in command]
+        return subprocess.run([*lab.at(HEAD), *words], env={**os.environ, **QUIET}, stdin=subprocess.DEVNULL).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -93,6 +93,16 @@ def test_the_drivers_node_comes_first_then_the_addresses() -> None:
     assert in_order == [("10.0.0.9", 1), ("10.0.0.2", 2), ("10.0.0.10", 0)]
 
 
+@pytest.mark.parametrize(
+    "addresses", [["10.0.0.9", "10.0.0.10"], ["fd00::9", "fd00::10"], ["10.0.0.10", "fd00::1", "node1", "node2"]]
+)
+def test_nodes_are_in_the_order_of_their_addresses(addresses: list[str]) -> None:
+    nodes = [replace(a_node(number), address=address) for number, address in enumerate(addresses)]
+    on = [node.id for node in reversed(nodes)]
+    _, places = reserve_nodes(Scripted(nodes, on=on), a_need(len(nodes), cpus=1), report=silence)
+    assert [node.address for node in places.values()] == addresses
+
+
 def test_a_long_wait_is_reported_with_what_is_free_where(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "_SILENT_S", 0.0)
     said: list[str] = []

@@ -46,9 +46,10 @@ def test_an_abort_that_comes_with_its_job_is_heard(monkeypatch: pytest.MonkeyPat
     assert decode(answer) == report_of()
 
 
-def test_a_store_is_bound_where_the_address_is_this_machines() -> None:
-    bound, failed = map(decode, served(b"bind 127.0.0.1\nbind 192.0.2.1\n"))
-    assert isinstance(bound, StoreBound)
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_a_store_is_bound_where_the_address_is_this_machines(address: str) -> None:
+    bound, failed = map(decode, served(f"bind {address}\nbind 192.0.2.1\n".encode()))
+    assert isinstance(bound, StoreBound), bound
     assert isinstance(failed, StoreFailed)
     assert "192.0.2.1" in failed.reason
 

@@ -7,6 +7,7 @@ from autods.errors import EnvironmentBroken
 from autods.system.host import (
     MemoryGroup,
     cache_folder,
+    find_interface,
     installed_versions,
     read_hardware,
     read_host_memory,
@@ -18,6 +19,16 @@ def test_this_machine_has_cores_and_memory() -> None:
     assert here.cores >= 1
     assert here.host_bytes >= here.host_free_bytes > 0
     assert here.cpu
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1", "0:0:0:0:0:0:0:1", "localhost"])
+def test_an_interface_is_found_by_each_form_of_its_address(address: str) -> None:
+    assert find_interface(address) == "lo"
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1", "2001:db8::1", ""])
+def test_an_address_of_no_interface_has_none(address: str) -> None:
+    assert find_interface(address) is None
 
 
 def test_versions_name_what_decides_a_result() -> None:
