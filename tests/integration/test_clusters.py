@@ -1,4 +1,4 @@
-"""Fits and a run on a Ray cluster of several raylets on this machine, of which one is killed or that have IPv6 alone."""
+"""Fits and a run on a Ray cluster of this machine: a raylet of several is killed, or the nodes have IPv6 alone."""
 
 from __future__ import annotations
 
