@@ -14,8 +14,8 @@ from typing import Any
 
 from ..config.deepspeed import get_key, merge
 from ..plain_text import read_text
+from ..system.limits import find_lack
 from ..types import Examined, Phase
-from ..units import format_bytes
 from .distributed import Ranks
 from .memory import Meter, growth_per_step
 from .model_facts import estimate_checkpoint_bytes
@@ -117,10 +117,11 @@ class WorstCaseExam:
         # On this node's disk, with a margin for smaller contents; a pipeline's rank holds one stage.
         share = int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks.world_size)) / self.ranks.world_size
         size = estimate_checkpoint_bytes(engine.module, share=share) * getattr(engine, "num_stages", 1)
-        needed, free = int(_DISK_MARGIN * size), shutil.disk_usage(folder.parent).free
-        if not self.ranks.agree(needed <= free):
-            sizes = f"about {format_bytes(needed)} of disk are needed and {format_bytes(free)} are free"
-            self._leave_out(f"no checkpoint was saved: {sizes} in {folder.parent}")
+        needed = int(_DISK_MARGIN * size)
+        lack = find_lack(folder.parent, needed) if self.ranks.rank == 0 else None
+        if not self.ranks.agree(lack is None):
+            if lack is not None:
+                self._leave_out(f"no checkpoint was saved: {lack} in {folder.parent}")
             return
         seconds = self._time(lambda: engine.save_checkpoint(str(folder), tag=_TAG))
         self.ranks.wait()

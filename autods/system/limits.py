@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import os
 import resource
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +16,8 @@ from pathlib import Path
 from ..errors import EnvironmentBroken, make_write_error
 from ..units import format_bytes
 from .host import find_pids_left
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +77,26 @@ def check_limits(limits: Sequence[Limit] = LIMITS) -> None:
             f"the container or job may start {left} more threads: Ray needs {THREADS}\n"
             "  raise its pids limit (docker run --pids-limit)"
         )
+
+
+def find_lack(folder: Path, size: int) -> str | None:
+    """Return why about `size` bytes cannot be written into the folder: too few are free, or a quota; None if they can.
+
+    They are reserved for a moment, because nothing else shows the quota of a user. Where the file system cannot
+    reserve, such as older NFS, what `statvfs` calls free counts alone; it knows quotas of projects and servers.
+    """
+    if size > (free := shutil.disk_usage(folder).free):
+        return f"about {format_bytes(size)} of disk are needed and {format_bytes(free)} are free"
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            # Not `posix_fallocate`: where the file system cannot reserve, that writes into every block.
+            failed = _LIBC.fallocate(file.fileno(), 0, ctypes.c_int64(0), ctypes.c_int64(size))
+            number = ctypes.get_errno() if failed else 0
+    except OSError as error:
+        number = error.errno or 0
+    if number not in (errno.EDQUOT, errno.ENOSPC):
+        return None
+    return f"about {format_bytes(size)} of disk are needed and cannot be reserved: {os.strerror(number)}"
 
 
 def check_space(folder: Path, least_bytes: int, user: str) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...system.limits import find_lack
 from ...types import Phase
 from ...units import format_bytes
 from ...workload.protocol import WorkloadError
@@ -385,15 +386,11 @@ class Session:
         largest = max((checkpoint.size_bytes for checkpoint in complete), default=0)
         size = largest or estimate_checkpoint_bytes(self.engine.module)
         needed = int(size * _ROOM_TO_SPARE)
-        free = shutil.disk_usage(order.checkpoints).free
-        while free < needed and len(complete) > 1:
+        while (lack := find_lack(order.checkpoints, needed)) is not None and len(complete) > 1:
             with contextlib.suppress(OSError):
                 self._remove(complete[0].path)
             del complete[0]
-            free = shutil.disk_usage(order.checkpoints).free
-        if free >= needed:
-            return None
-        return f"about {format_bytes(needed)} of disk are needed and {format_bytes(free)} are free"
+        return lack
 
     @contextlib.contextmanager
     def _off_the_device(self) -> Iterator[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import resource
 import threading
@@ -11,7 +13,7 @@ import pytest
 
 from autods.errors import EnvironmentBroken
 from autods.system import limits
-from autods.system.limits import LIMITS, check_limits, check_space, count_threads
+from autods.system.limits import LIMITS, check_limits, check_space, count_threads, find_lack
 
 UNLIMITED = resource.RLIM_INFINITY
 
@@ -74,3 +76,34 @@ def test_a_disk_without_enough_room_says_how_much_is_needed(tmp_path: Path) -> N
         check_space(tmp_path, 2**60, "a trial")
     with pytest.raises(Exception, match=r"gone: cannot be written: No such file"):
         check_space(tmp_path / "gone", 1, "a trial")
+
+
+def test_room_is_reserved_for_a_moment_and_given_back(tmp_path: Path) -> None:
+    assert find_lack(tmp_path, 2**24) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_more_than_the_disk_has_is_a_lack(tmp_path: Path) -> None:
+    assert str(find_lack(tmp_path, 2**50)).startswith("about 1024.0 TiB of disk are needed and ")
+
+
+@pytest.mark.parametrize(
+    ("number", "lack"),
+    [
+        (errno.EDQUOT, "about 1.0 MiB of disk are needed and cannot be reserved: Disk quota exceeded"),
+        (errno.EOPNOTSUPP, None),
+        (errno.EFBIG, None),
+    ],
+)
+def test_a_quota_shows_where_room_is_reserved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, lack: str | None
+) -> None:
+    """What statvfs calls free does not have the quota of a user."""
+
+    class Library:
+        def fallocate(self, *words: object) -> int:
+            ctypes.set_errno(number)
+            return -1
+
+    monkeypatch.setattr(limits, "_LIBC", Library())
+    assert find_lack(tmp_path, 2**20) == lack
