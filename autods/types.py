@@ -373,7 +373,7 @@ class WorkloadSource:
     `build_batch` of a file or a pickle takes the first as `seq_len`. A false `recompute` turns off the gradient
     checkpointing that build_model turned on; None leaves it as it is. `arguments` maps 'build_model.NAME' and
     'build_batch.NAME' to values for these functions. For an hf_config, NAME is a key of its config. With `zero_init`,
-    stage 3 builds an hf_config under `deepspeed.zero.Init`, already split.
+    stage 3 builds the model under `deepspeed.zero.Init`, already split.
 
     The other fields describe a script. `argv` has the placeholders of `workload.script_source`. `script_kind` names a
     row of `config.trainers`, None if its imports do not show it. It runs in `folder`. If it starts with

@@ -25,7 +25,6 @@ from ..diagnosis.evidence import RESULT_PREVENTED_EXIT, RESULT_UNWRITTEN_EXIT
 from ..plain_text import read_traceback
 from ..system import processes, stacks
 from ..types import ModelFacts, Phase
-from ..workload.hf_config import partition_at_build
 from ..workload.load import bind_options, check_process, in_one_process, load
 from ..workload.protocol import Workload
 from .job import RUN_VARIABLE, Heartbeats, JobKind, RankJob
@@ -37,6 +36,7 @@ from .script.inject import run_script
 from .script.trial_policy import TrialPolicy
 from .training_run import session
 from .training_run.run_policy import RunPolicy
+from .zero_init import partition_at_build
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ETIMEDOUT)
 _SAMPLE_EVERY_S = 0.05  # in a run: amid training, the kernel takes 50 µs to count a process's memory

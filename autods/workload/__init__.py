@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from .hf_config import partition_at_build
 from .load import bind_options, load, make_source
 from .protocol import Workload, WorkloadError
 
-__all__ = ["Workload", "WorkloadError", "bind_options", "load", "make_source", "partition_at_build"]
+__all__ = ["Workload", "WorkloadError", "bind_options", "load", "make_source"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -108,36 +107,6 @@ def load_config(source: WorkloadSource) -> Workload:
         return auto.from_config(config, dtype=torch.float32)
 
     return Workload(build_model=build_model, build_batch=_batch_builder(config, source))
-
-
-class _Zero3Config:
-    """The part of `HfDeepSpeedConfig` that transformers reads; that class needs accelerate to be installed."""
-
-    def __init__(self, ds_config: Mapping[str, Any]) -> None:
-        self.config = dict(ds_config)
-
-    def is_zero3(self) -> bool:
-        return True
-
-
-def partition_at_build(workload: Workload, ds_config: Mapping[str, Any]) -> Workload:
-    """The workload with build_model partitioned over the ranks, as ZeRO-3 would partition it.
-
-    transformers must know of stage 3. Under `deepspeed.zero.Init` it then skips its usual initialisation, and gathers
-    the weights of each module to initialise them. With zero.Init alone, a model would start from wrong weights.
-    """
-
-    def build_model() -> Any:
-        from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
-
-        config = _Zero3Config(ds_config)  # held here: transformers keeps a weak reference
-        set_hf_deepspeed_config(config)
-        try:
-            return workload.build_model()
-        finally:
-            unset_hf_deepspeed_config()
-
-    return replace(workload, build_model=build_model)
 
 
 def _make_config(data: Mapping[str, Any], path: Path) -> Any:

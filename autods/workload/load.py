@@ -77,7 +77,7 @@ def make_source(
     if config is not None:
         return _make_config_source(config, task, seq_len, target_len, recompute, zero_init)
     for name in given:
-        if name != "--seq-len":
+        if name in ("--task", "--target-len"):
             raise InputError(f"{name} is for a Hugging Face config; a model.py decides that itself")
     if isinstance(workload, Workload):
         source = _pickle_source(workload, folder or Path())
@@ -86,7 +86,7 @@ def make_source(
         source = _make_file_source(path)
     if seq_len is not None:
         _check_takes_seq_len(workload, source)
-    return _with_options(source, seq_len=seq_len, target_len=target_len, recompute=recompute)
+    return _with_options(source, seq_len=seq_len, recompute=recompute, zero_init=zero_init or None)
 
 
 def _check_form(workload: object, kind: str | None) -> None:
@@ -181,7 +181,7 @@ def _make_config_source(
         kind="hf_config", path=str(path), name=name or config["model_type"], digest=_digest(read_file(path))
     )
     options = {"seq_len": seq_len, "target_len": target_len, "recompute": recompute, "task": chosen}
-    return _with_options(source, **options, **({"zero_init": True} if zero_init else {}))
+    return _with_options(source, **options, zero_init=zero_init or None)
 
 
 def _with_options(source: WorkloadSource, **options: Any) -> WorkloadSource:

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -15,6 +14,7 @@ from ...devices import Device
 from ...rank.model_facts import check_batch, describe_model, place
 from ...rank.model_trial import build, initialize, optimizer_step
 from ...rank.pipeline import build_whole
+from ...rank.zero_init import partition_at_build
 from ...types import ModelFacts, Phase
 from ...workload.protocol import Workload
 from ..predict.memory_model import estimate_outside_bytes
@@ -87,17 +87,10 @@ class RankEngine:
 
     def initialize(self) -> None:
         """Build the model, and DeepSpeed's engine on it. Passes on errors of user code."""
-        import deepspeed
-
         context, workload, spec = self._context, self._workload, self._spec
         context.become_rank(spec)
         if spec.zero_init:
-
-            def build_under_zero_init() -> Any:
-                with deepspeed.zero.Init(config_dict_or_path=self._config):
-                    return self._workload.build_model()
-
-            workload = replace(workload, build_model=build_under_zero_init)
+            workload = partition_at_build(workload, self._config)
         with context.active():
             model = build(workload, checkpointing=spec.checkpointing)
         attribution.label_gradients(context.ledger, model)

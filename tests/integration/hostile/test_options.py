@@ -132,7 +132,6 @@ CONTRADICTIONS = {
     "micro batch over batch": refused(f"{PLAN} --micro-batch 3 --global-batch 8", "does not divide the global batch 8"),
     "a task of a model.py": refused(f"{FIT} --task causal-lm", "--task is for a Hugging Face config"),
     "a target of a model.py": refused(f"{FIT} --target-len 5", "--target-len is for a Hugging Face config"),
-    "zero.Init of a model.py": refused(f"{FIT} --zero-init", "--zero-init is for a Hugging Face config"),
     "a length that build_batch lacks": refused(f"{FIT} --seq-len 5", "its build_batch has no argument seq_len"),
     "arguments of a model.py": refused(f"{FIT} -- x", "takes no arguments: x"),
     "a second workload": refused(f"{FIT} model.py", "takes no arguments: model.py"),

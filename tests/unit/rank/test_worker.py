@@ -68,12 +68,13 @@ def test_torch_compile_is_a_phase_in_the_heartbeats() -> None:
     ("job", "stage", "exam", "in_parts"),
     [("train", 3, None, True), ("run", 3, None, True), ("train", 3, "parity", False), ("run", 2, None, False)],
 )
-def test_zero_init_builds_stage_3_in_parts(job: Any, stage: int, exam: Any, in_parts: bool) -> None:
-    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-
-    workload: Any = Workload(build_model=is_deepspeed_zero3_enabled, build_batch=lambda micro_batch_size: ())  # type: ignore[arg-type]
+def test_zero_init_builds_stage_3_in_parts(
+    monkeypatch: pytest.MonkeyPatch, job: Any, stage: int, exam: Any, in_parts: bool
+) -> None:
+    whole, parts = (Workload(build_model=lambda: None, build_batch=lambda micro_batch_size: ()) for _ in range(2))  # type: ignore[arg-type,return-value]
+    monkeypatch.setattr("autods.rank.worker.partition_at_build", lambda workload, config: parts)
     source, config = replace(JOB.source, zero_init=True), {"zero_optimization": {"stage": stage}}
     rank_job = replace(JOB, job=job, exam=exam, source=source, ds_config=config)
     observer: Any = None
-    context = RankContext(job=rank_job, slot=0, observer=observer, store=None, workload=workload)
-    assert context.load_for_training().build_model() is in_parts
+    context = RankContext(job=rank_job, slot=0, observer=observer, store=None, workload=whole)
+    assert context.load_for_training() is (parts if in_parts else whole)

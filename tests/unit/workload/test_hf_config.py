@@ -125,14 +125,13 @@ def test_a_name_on_the_hub_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "has no config.json" in refusal(Path("hf:empty"))
 
 
-def test_zero_init_needs_a_config_and_changes_the_digest(tmp_path: Path) -> None:
-    folder = config(tmp_path)
-    assert make_source(folder, zero_init=True).zero_init
-    assert (
-        make_source(folder, zero_init=True).digest
-        != make_source(folder).digest
-        == make_source(folder, zero_init=False).digest
-    )
+def test_zero_init_changes_the_digest_of_every_model(tmp_path: Path) -> None:
     model = tmp_path / "model.py"
     model.write_text("def build_model(): ...\ndef build_batch(n): ...\n")
-    assert "--zero-init is for a Hugging Face config" in refusal(model, zero_init=True)
+    for path in (config(tmp_path), model):
+        assert make_source(path, zero_init=True).zero_init
+        assert (
+            make_source(path, zero_init=True).digest
+            != make_source(path).digest
+            == make_source(path, zero_init=False).digest
+        )
