@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import islice
 from math import isfinite
 from typing import Any
 
@@ -54,6 +55,7 @@ AXES = (
     "build_model.NAME", "build_batch.NAME", "args.NAME", "env.NAME",
 )  # fmt: skip
 
+MOST_VALUES = 1000  # of one axis; a probe has at most as many cells
 # None stands for an environment variable that is not set.
 Value = Scalar | None
 # Variables that autods sets for ranks on any device, or must not change.
@@ -106,7 +108,9 @@ def read_axis(name: str, values: Any, rungs: Mapping[str, Rung]) -> Axis:
     option = f"--vary {name}"
     if isinstance(values, str):
         values = [parse_value(part) for part in values.split(",")]
-    given = list(values) if isinstance(values, Iterable) else [values]
+    given = list(islice(values, MOST_VALUES + 1)) if isinstance(values, Iterable) else [values]
+    if len(given) > MOST_VALUES:
+        raise InputError(f"{option}: more than {MOST_VALUES:,} values")
     if not given:
         raise InputError(f"{option}: no value", hint="give at least one: NAME=A,B,C")
     name = _ALIASES.get(name, name)

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import product
+from itertools import islice, product
 from math import prod
 from numbers import Integral
 from pathlib import Path
@@ -153,7 +153,7 @@ def _read_axes(request: ProbeRequest, rungs: Mapping[str, Rung]) -> tuple[tuple[
             counts = tuple(int(part) for part in gpus.split(","))
         elif gpus is not None:
             given: Iterable[object] = (gpus,) if isinstance(gpus, Integral) else cast(Iterable[object], gpus)
-            counts = tuple(check_count("gpus", part) for part in given)
+            counts = tuple(check_count("gpus", part) for part in islice(given, MOST_CELLS + 1))
     except (ValueError, TypeError):
         raise InputError(
             f"--gpus {gpus if isinstance(gpus, str) else show_value(gpus)}: this is not a list of numbers",
@@ -164,6 +164,8 @@ def _read_axes(request: ProbeRequest, rungs: Mapping[str, Rung]) -> tuple[tuple[
         raise InputError("--vary gpus=… and --gpus both give the ranks", hint="drop one of the two")
     for count in counts:
         check_ranks(count)
+    if len(counts) > MOST_CELLS:
+        raise InputError(f"--gpus: more than {MOST_CELLS:,} numbers")
     if len(set(counts)) > 1:
         axes = (Axis(name="gpus", values=tuple(dict.fromkeys(counts))), *axes)
     return axes, counts or tuple(count for count in varied if isinstance(count, int))

@@ -60,6 +60,8 @@ def run_race(first: Record, walked: WalkResult, rungs: Sequence[Candidate], cont
     if not (has_choice and _favours(without_checkpointing(winner), winner, context)):
         leader.run()
     race = _Race(context=context, lessons=walked.lessons, contestants=[leader])
+    if profile.race.stop == "first-fit" and not has_choice:
+        return race.compare()  # it has nobody to race against, so its growth is over
     rivals = untried_rungs(rungs, walked) if profile.race.stop == "fastest" else ()
     if has_choice:
         race.add([without_checkpointing(winner)])
