@@ -128,8 +128,9 @@ class Trace:
     `streams` has the stream on which each block was allocated; none: all on the first.
     `issued` has for each event how much work was issued before it, counted as `Schedule.first` is.
     `kinds` has the kind of each block, a place in `KINDS`.
-    `users` has the blocks that other streams used (`record_stream`), with these streams as the schedule numbers them.
-    `held` maps a block to a number of events: after so many the allocator can give it out again. Clocks tell that.
+    `held` has the blocks that another stream still used when they were freed (`record_stream`). It maps each to a
+    number of events: after so many the allocator can give it out again, at the latest. `users` has these streams, as
+    the schedule numbers them.
     """
 
     events: Sequence[int]

@@ -206,10 +206,7 @@ def compute_rank_memory(
 
 
 def _with_clocks(spec: EngineSpec, simulation: Simulation) -> tuple[Trace, bool]:
-    """Return the device's trace with the blocks that come back late, and whether the machine's clocks tell that.
-
-    Without clocks a row of the constants stands for them, as a share of the bucket.
-    """
+    """Return the device's trace with the blocks that come back late, and whether the machine's clocks tell that."""
     trace = simulation.traces["device"]
     if spec.machine is None or simulation.schedule is None or not trace.issued:
         return trace, False
@@ -227,7 +224,8 @@ def find_returns(trace: Trace, schedule: Schedule, prices: PriceList) -> dict[in
     (c10/cuda/CUDACachingAllocator.cpp, `insert_events` and `process_events`). The host asks when its own clock has come
     to the allocation. The event has happened when the stream's clock has passed it.
 
-    Blocks of earlier steps are left out. Memory is reserved there, which keeps the host behind the device.
+    Blocks of earlier steps are left out. Memory is reserved there, which keeps the host behind the device. None comes
+    back later than `Trace.held` says: the driver's queue does not let the host run ahead any further.
     """
     clocks = StepClocks(schedule, prices)
     returns: dict[int, int] = {}
@@ -252,7 +250,7 @@ def find_returns(trace: Trace, schedule: Schedule, prices: PriceList) -> dict[in
 
     clocks.run(pass_on())
     returns.update((block, len(trace.events)) for _, block in waiting)
-    return returns
+    return {block: min(at, trace.held[block]) for block, at in returns.items()}
 
 
 def _replay_device(

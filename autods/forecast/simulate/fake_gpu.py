@@ -69,7 +69,7 @@ class Event:
             self.log.host_waits_for_record(self._record)
 
     def query(self) -> bool:
-        return self.log.is_reached(self._record)
+        return self.log.order.query(self._record)
 
     def elapsed_time(self, other: Any) -> float:
         return 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from itertools import accumulate
 from typing import Any
@@ -65,7 +65,10 @@ class Ledger:
         self._issued = array("q")  # work issued before each event of the device
         self._pools: dict[int, int] = {0: 0}  # streams in the order of their first allocation
         self._uses: dict[int, set[int]] = {}  # living block → other streams that use it
-        self._users: dict[int, tuple[int, ...]] = {}  # freed block → the other streams that used it
+        self._unfinished: dict[int, deque[tuple[int, int]]] = {}  # stream → its marks, with the blocks freed there
+        self._left: Counter[int] = Counter()  # freed block → streams that have not passed its marks
+        self._held: dict[int, int] = {}  # freed block → events before it came back
+        self._users: dict[int, tuple[int, ...]] = {}  # freed block → the streams that it waited for
         self.kind_of_new: Callable[[ForecastPhase, int], int] = lambda phase, size: 0
 
     def begin(self, phase: ForecastPhase) -> None:
@@ -160,6 +163,7 @@ class Ledger:
             unrounded=frozenset(self._locked) if tier == PINNED else frozenset(),
             streams=array("B", self._stream_of) if on_device and any(self._stream_of) else (),
             users=dict(self._users) if on_device else {},
+            held={**self._held, **dict.fromkeys(self._left, len(tape.events))} if on_device else {},
             issued=array("q", self._issued) if on_device else (),
             kinds=bytes(self._kinds) if on_device else (),
         )
@@ -185,6 +189,9 @@ class Ledger:
     def _add(self, key: int, size: int, tier: int, watch: _Watch | None) -> None:
         tape = self._tapes[tier]
         if tier == DEVICE:
+            if self._left:
+                self._pass_marks()
+            self.work.order.launch(self.work.current)  # a kernel fills it
             self._stream_of.append(self._number_pool(self.work.current))
             self._issued.append(self.work.issued)
         self._live[key] = (size, tier, tape.blocks, watch)
@@ -206,11 +213,25 @@ class Ledger:
             return
         self._issued.append(self.work.issued)
         if (uses := self._uses.pop(block, None)) is not None:
+            for stream in uses:
+                self._unfinished.setdefault(stream, deque()).append((self.work.order.launched(stream), block))
+            self._left[block] = len(uses)
             self._users[block] = tuple(uses)
 
     def _number_pool(self, stream: int) -> int:
         """Return the stream's number in the trace. torch makes 32 streams, and then gives out the first again."""
         return self._pools.setdefault(stream, (len(self._pools) - 1) % _POOLED_STREAMS + 1)
+
+    def _pass_marks(self) -> None:
+        """Note which freed blocks are done with on all of their streams; torch asks at each allocation."""
+        for stream, marks in self._unfinished.items():
+            passed = self.work.order.passed(stream) if marks else 0
+            while marks and marks[0][0] <= passed:
+                block = marks.popleft()[1]
+                self._left[block] -= 1
+                if not self._left[block]:
+                    del self._left[block]
+                    self._held[block] = len(self._tapes[DEVICE].events)
 
     def _on_gone(self, watch: _Watch) -> None:
         known = self._live.get(watch.key)

@@ -16,6 +16,7 @@ from ...types import Phase
 from ..predict import step_time as codes
 from ..predict.prices import Work
 from ..predict.step_time import BITS, STREAM_BITS, STREAMS, Schedule
+from .stream_order import StreamOrder
 
 _aten = torch.ops.aten
 # These allocate or describe; the device does nothing.
@@ -45,7 +46,6 @@ _COLLECTIVES: dict[str, tuple[int, float]] = {
 }  # fmt: skip
 _VIEW, _HOOK = Work(kind="view"), Work(kind="hook")
 _NVME_STREAM = STREAMS
-_POLLS = 1000  # a program that asks an event so often is taken to wait for it
 
 
 class _CollectiveWork(FakeWork):
@@ -70,9 +70,7 @@ class WorkLog:
         self._forgotten = 0  # events of former steps
         self._works: dict[Work, int] = {}
         self._streams = 0
-        self._stream_of = [0]  # of each record, which are numbered from 1
-        self._reached: dict[int, int] = {}  # stream → its last record that the host has waited for
-        self._polls = 0
+        self.order = StreamOrder()
         self._communicators: dict[Any, tuple[int, int, int]] = {}  # group → stream, ranks, stride
         self._handles: list[_CollectiveWork] = []  # C++ returns the Python object while it is alive
         self.last_issued: int | None = None  # of the last operator; None where its shapes do not determine it
@@ -117,35 +115,26 @@ class WorkLog:
 
     def record(self, stream: int) -> int:
         """Record the stream's clock; return the record's number."""
-        record = len(self._stream_of)
-        self._stream_of.append(stream)
+        record = self.order.record(stream)
         self.events.append((record << STREAM_BITS | stream) << BITS | codes.RECORD)
         return record
 
     def wait(self, record: int, stream: int) -> None:
         """Let the stream wait for a record."""
+        self.order.wait(record, stream)
         self.events.append((record << STREAM_BITS | stream) << BITS | codes.WAIT)
 
     def host_waits_for_record(self, record: int) -> None:
-        stream = self._stream_of[record]
-        self._reached[stream] = max(record, self._reached.get(stream, 0))
+        self.order.host_waits_for_record(record)
         self.events.append(record << BITS | codes.HOST_WAITS_RECORD)
 
     def host_waits_for_stream(self, stream: int) -> None:
-        self._reached[stream] = len(self._stream_of)
+        self.order.host_waits_for_stream(stream)
         self.events.append(stream << BITS | codes.HOST_WAITS_STREAM)
 
     def host_waits_for_all(self) -> None:
-        self._reached = dict.fromkeys(self._stream_of, len(self._stream_of))
+        self.order.host_waits_for_all()
         self.events.append(codes.HOST_WAITS_ALL)
-
-    def is_reached(self, record: int) -> bool:
-        """Return whether the host has waited for the record or for its stream since. A poller waits in the end."""
-        if record > self._reached.get(self._stream_of[record], 0) and self._polls < _POLLS:
-            self._polls += 1
-            return False
-        self._polls = 0
-        return True
 
     # Work.
 

@@ -19,7 +19,7 @@ LAUNCH, WAIT = RUN, HOST_WAITS_STREAM  # of the only work; for the default strea
 
 def find(events: list[int], issued: list[int], schedule: tuple[int, ...], first: int = 0) -> dict[int, int]:
     """When block 0 comes back, which was allocated on another stream than the default one that uses it."""
-    trace = Trace(events=events, marks=((0, "forward"),), issued=issued, users={0: (0,)})
+    trace = Trace(events=events, marks=((0, "forward"),), issued=issued, users={0: (0,)}, held={0: len(events)})
     prices = PriceList(machine=H100, ranks_per_node=1, efficiency=read_constants().efficiency)
     return find_returns(trace, Schedule(events=schedule, works=(LONG,), first=first), prices)
 
@@ -35,6 +35,12 @@ def test_a_host_that_runs_ahead_gets_the_block_late() -> None:
 
 def test_a_block_of_an_idle_stream_is_back_at_once() -> None:
     assert find([512, ~0, 512], [0, 0, 0], (LAUNCH,)) == {0: 2}
+
+
+def test_no_block_comes_back_later_than_the_queue_allows() -> None:
+    trace = Trace(events=[512, ~0, 512], marks=(), issued=[0, 1, 1], users={0: (0,)}, held={0: 2})
+    prices = PriceList(machine=H100, ranks_per_node=1, efficiency=read_constants().efficiency)
+    assert find_returns(trace, Schedule(events=(LAUNCH,), works=(LONG,)), prices) == {0: 2}
 
 
 def test_blocks_of_earlier_steps_are_left_out() -> None:

@@ -138,11 +138,25 @@ def test_a_block_has_the_stream_on_which_it_was_allocated(ledger: Ledger) -> Non
     assert list(ledger.trace(DEVICE).streams) == [0, 1]
 
 
-def test_a_freed_block_knows_the_other_streams_that_used_it(ledger: Ledger) -> None:
-    used, other = Tensor(1, 512), Tensor(2, 512)
-    for tensor in (used, other):
-        ledger.enter(tensor)
+def test_a_block_in_use_by_a_stream_is_held_until_the_host_waits(ledger: Ledger) -> None:
+    used, others = Tensor(1, 512), [Tensor(key, 512) for key in (2, 3, 4)]
+    ledger.enter(used)
+    former = ledger.work.switch(1)
+    ledger.enter(others[0])
+    ledger.work.switch(former)
     ledger.use_on(used, SimpleNamespace(stream_id=1))
-    ledger.use_on(other, SimpleNamespace(stream_id=0))  # its own
-    del used.storage, other.storage
-    assert ledger.trace(DEVICE).users == {0: (1,)}
+    del used.storage
+    ledger.enter(others[1])
+    assert ledger.trace(DEVICE).held == {0: 4}  # to the end
+    ledger.work.host_waits_for_stream(1)
+    ledger.enter(others[2])
+    assert ledger.trace(DEVICE).held == {0: 4}  # before the fifth event
+    assert ledger.current[DEVICE] == 3 * 512
+
+
+def test_a_use_on_the_blocks_own_stream_holds_nothing(ledger: Ledger) -> None:
+    used = Tensor(1, 512)
+    ledger.enter(used)
+    ledger.use_on(used, SimpleNamespace(stream_id=0))
+    del used.storage
+    assert not ledger.trace(DEVICE).held
