@@ -174,21 +174,3 @@ def test_attention_with_grouped_heads_has_the_flops_of_all_queries(log: WorkLog,
         for key in (grouped, query)
     )
     assert few.flops == all_heads.flops == 4 * 2 * 8 * 16 * 16 * 32 / 2
-
-
-def test_an_event_has_happened_once_the_host_has_waited(log: WorkLog) -> None:
-    stream, first, second, other = Stream(), Event(), Event(), Event()
-    assert first.query()  # never recorded
-    for event in (first, second):
-        event.record(stream)
-    other.record(Stream())
-    first.synchronize()
-    assert (first.query(), second.query(), other.query()) == (True, False, False)
-    stream.synchronize()
-    assert (first.query(), second.query(), other.query()) == (True, True, False)
-
-
-def test_a_program_that_polls_an_event_goes_on(log: WorkLog) -> None:
-    event = Event()
-    event.record()
-    assert any(event.query() for _ in range(2000))
