@@ -74,6 +74,19 @@ def check_base_config(
         raise InputError(problem.problem, place=place, hint=problem.hint or None)
 
 
+def copy_as_json(config: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return a config as JSON keeps it: what trains has exactly the values that `ds_config.json` will hold.
+
+    Raises InputError for values that JSON does not have, and for what is nested too deeply.
+    """
+    try:
+        copy: dict[str, Any] = json.loads(json.dumps(dict(config), allow_nan=False))
+        check_plain(copy)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"cannot be written as JSON: {error}", place=place) from None
+    return copy
+
+
 def resolve_base_config(
     source: WorkloadSource, given: ConfigSource | None, precision: str, *, world_size: int, bf16: bool
 ) -> dict[str, Any]:
@@ -85,14 +98,7 @@ def resolve_base_config(
     """
     users = source.base_config if given is None else given
     place = str(users) if isinstance(users, (str, os.PathLike)) else "base config"
-    if isinstance(users, (str, os.PathLike)):
-        base = read_base_config(Path(users))
-    else:
-        try:  # a copy as JSON keeps it, so that trials use exactly the values that `ds_config.json` will hold
-            base = json.loads(json.dumps(dict(users or {}), allow_nan=False))
-            check_plain(base)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise InputError(f"cannot be written as JSON: {error}", place=place) from None
+    base = read_base_config(Path(users)) if isinstance(users, (str, os.PathLike)) else copy_as_json(users or {}, place)
     check_base_config(base, world_size=world_size, place=place, filled_in=fills_in_auto(source))
     base = use_documented_names(base)
     if precision != "auto":

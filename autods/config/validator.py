@@ -181,6 +181,9 @@ def _note(key: str, problem: str, hint: str = "") -> Problem:
     return Problem(severity="note", key=key, problem=problem, hint=hint)
 
 
+_MOST_COMPARED = 500  # unknown keys whose spelling is compared, which takes half a millisecond each
+
+
 def _find_near(name: str, known: Iterable[str], section: str = "") -> str | None:
     """The known name that another one may mean. At the top, where libraries have keys of their own, it is nearer."""
     return next(iter(get_close_matches(name, list(known), n=1, cutoff=0.7 if section else 0.85)), None)
@@ -286,16 +289,22 @@ def _find_complaints(question: Question) -> Iterator[Problem]:
 def _find_unknown(question: Question) -> Iterator[Problem]:
     """Keys that DeepSpeed does not know. It refuses them in some sections, and ignores them elsewhere."""
     installed = question.installed
-    sections = {_section(name) for name in installed.defaults}
+    sections: dict[str, list[str]] = {}  # and the names in each
+    homes: dict[str, str] = {}  # of each name, the first section that knows it
+    for key in installed.defaults:
+        section, _, last = key.rpartition(".")
+        sections.setdefault(section, []).append(last)
+        homes.setdefault(last, section or "the top")
+    left = _MOST_COMPARED
     for name, _ in _walk(question.config):
         section, _, last = name.rpartition(".")
         if name in installed.defaults or section not in sections or name.startswith(OPEN_SECTIONS):
             continue  # an unknown section itself is reported, or DeepSpeed does not say what belongs there
-        known = [key.rpartition(".")[2] for key in installed.defaults if _section(key) == section]
-        near = _find_near(last, known, section)
-        homes = [_section(key) or "the top" for key in installed.defaults if key.rpartition(".")[2] == last]
-        hint = f'{_MEANT} "{near}"?' if near else "leave it out"
-        hint = f'it belongs into "{homes[0]}"' if homes else hint
+        hint = "leave it out"
+        if last in homes:
+            hint = f'it belongs into "{homes[last]}"'
+        elif (left := left - 1) >= 0 and (near := _find_near(last, sections[section], section)):
+            hint = f'{_MEANT} "{near}"?'
         if section in installed.strict:
             yield _error(name, "DeepSpeed refuses a key that it does not know", hint)
         else:
@@ -303,7 +312,8 @@ def _find_unknown(question: Question) -> Iterator[Problem]:
     for section, arguments in zip(
         OPEN_SECTIONS, (_OPTIMIZER_ARGUMENTS, installed.schedule_arguments or ()), strict=True
     ):
-        for name in question.get(section) or () if arguments else ():
+        given = question.get(section)
+        for name in given if arguments and isinstance(given, Mapping) else ():
             if name not in arguments and (near := _find_near(name, arguments, section)):
                 problem = f"{question.get(section.replace('params', 'type'))} takes no such argument"
                 yield _error(f"{section}.{name}", problem, f'{_MEANT} "{near}"?')

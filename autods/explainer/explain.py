@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ..config.base_config import read_base_config
+from ..config.base_config import check_ranks, copy_as_json, read_base_config
 from ..config.deepspeed import BATCH_KEYS, documented_name, get_key, merge, nest_key, read_known_keys
 from ..config.plan_settings import PlanSettings, resolve_plan
 from ..config.rungs import Rung, State
@@ -63,11 +63,12 @@ def resolve_explain(
     A config may be wrong in every way that can be explained; only a file that is no JSON object is refused.
     """
     if isinstance(request.config, Mapping):
-        name, config = "config", dict(request.config)
+        name, config = "config", copy_as_json(request.config, "config")
     else:
         name, config = str(request.config), read_base_config(Path(request.config))
     if request.workload is None:
-        return ExplainSettings(name=name, config=config, ranks=request.gpus)
+        ranks = None if request.gpus is None else check_ranks(request.gpus)
+        return ExplainSettings(name=name, config=config, ranks=ranks)
     shared = {each.name for each in fields(PlanRequest)} & {each.name for each in fields(ExplainRequest)}
     options = {name: getattr(request, name) for name in shared}
     micro = config.get("train_micro_batch_size_per_gpu")

@@ -34,6 +34,7 @@ from .results.plan import PlanReport, SiteForecast
 from .results.probe import Capacity, CellResult, ProbeReport, Ratio
 from .results.run import RunReport
 
+_JOURNALS = ("journal.jsonl", "run.jsonl")  # of a fit or a probe, and of a run
 REPORT, PROBE, PROBE_CSV, RUN = "report.json", "probe.json", "probe.csv", "run.json"
 SO_FAR = "ds_config_so_far.json"
 Finished = TypeVar("Finished", FitReport, ProbeReport, RunReport)
@@ -106,11 +107,17 @@ def read(folder: Path) -> FitReport:
 
 def _read_finished(path: Path, make: Callable[[dict[str, Any]], Finished], command: str) -> Finished:
     """Make the report in this file. Raises InputError when it is missing, or is not one of that command."""
+    if not path.exists() and any((path.parent / name).exists() for name in _JOURNALS):
+        problem = "what is in this folder has not ended: it runs, or was interrupted"
+        raise InputError(problem, place=str(path.parent), hint="its command goes on with it, and reports at the end")
     text = read_file(path, most=LARGEST_RECORD)
     try:
-        return make(json.loads(text))
+        if not isinstance(data := json.loads(text), dict):
+            raise ValueError("it is no JSON object")
+        return make(data)
     except (ValueError, RecursionError, InputError):
-        raise InputError(f"is not the report of a {command}", place=str(path), hint="start over with --fresh") from None
+        hint = f"autods {command} --fresh starts over"
+        raise InputError(f"is not the report of a {command}", place=str(path), hint=hint) from None
 
 
 def _record_from_row(row: Mapping[str, Any]) -> dict[str, Any]:
