@@ -50,10 +50,10 @@ def _are_equal(a: Any, b: Any) -> bool:
     import torch
     from torch.utils._pytree import tree_flatten
 
-    def is_same(one: Any, other: Any) -> bool:
-        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-            return one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
-        return bool(one == other)
+    def is_same(value: Any, other: Any) -> bool:
+        if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+            return value.shape == other.shape and torch.equal(value.nan_to_num(), other.nan_to_num())
+        return bool(value == other)
 
     (values, structure), (others, other_structure) = tree_flatten(a), tree_flatten(b)
     return structure == other_structure and all(map(is_same, values, others))

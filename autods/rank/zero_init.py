@@ -37,8 +37,8 @@ def partition_at_build(workload: Workload, ds_config: Mapping[str, Any]) -> Work
     """The workload with build_model partitioned over the ranks, as ZeRO-3 with this config partitions it.
 
     transformers is told of stage 3: `from_config` and `from_pretrained` then gather the weights of each module to set
-    them. build_model raises WorkloadError where the user's code reads or sets a weight that is partitioned already: the
-    model would start from wrong weights.
+    them. build_model raises WorkloadError where the user's code reads or sets a weight that is partitioned already.
+    Otherwise the model would start from wrong weights.
     """
 
     def build_model() -> Any:

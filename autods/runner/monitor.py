@@ -100,7 +100,7 @@ class RankMonitor:
             self._give_up(ranks, "wall limit", self.job.wall_s)
 
     def _split_log(self, log: Path) -> None:
-        """Bound the size of a rank's log. Of a run it is what a user has of days; a fit has many trials."""
+        """Bound the size of a rank's log. A run's is the record of days, and a fit has those of many trials."""
         processes.split_log(log, last_parts=_LAST_PARTS if self.job.job == "run" else 0)
 
     def is_overdue(self) -> bool:

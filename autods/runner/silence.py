@@ -43,7 +43,7 @@ class _Question:
     """When ranks were asked for their stacks, and what each of them had done until then."""
 
     asked_s: float
-    work: Mapping[int, processes.Work]
+    work: Mapping[int, processes.SessionUse]
 
 
 @dataclass(slots=True)

@@ -164,7 +164,7 @@ def count_moved_bytes(pid: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class SessionUse:
     """What the processes of a session have done so far."""
 
     cpu_s: float
@@ -172,7 +172,7 @@ class Work:
     waits_for_disk: bool
 
 
-def measure_work(leader: int) -> Work:
+def measure_work(leader: int) -> SessionUse:
     """Return what the processes of the session that this one leads have done; those that are gone do not count."""
     ticks, moved_bytes, waits_for_disk = 0, 0, False
     for pid in list_session(leader):
@@ -181,7 +181,7 @@ def measure_work(leader: int) -> Work:
             ticks += int(fields[10]) + int(fields[11])  # in user mode and in the kernel
             moved_bytes += count_moved_bytes(pid)
             waits_for_disk |= state == "D"
-    return Work(cpu_s=ticks / os.sysconf("SC_CLK_TCK"), moved_bytes=moved_bytes, waits_for_disk=waits_for_disk)
+    return SessionUse(cpu_s=ticks / os.sysconf("SC_CLK_TCK"), moved_bytes=moved_bytes, waits_for_disk=waits_for_disk)
 
 
 def prefer_for_oom_kill() -> None:
