@@ -63,11 +63,8 @@ def _make_guard() -> Any:
     import torch
     from torch.overrides import TorchFunctionMode
 
-    import autods
-
-    deepspeed_folder, *between = (
-        os.path.dirname(str(module.__file__)) + os.sep for module in (deepspeed, torch, autods)
-    )
+    files = (str(deepspeed.__file__), str(torch.__file__), os.path.dirname(__file__))
+    deepspeed_folder, *between = (os.path.dirname(file) + os.sep for file in files)  # the last is ours
 
     def is_harmless_caller() -> bool:
         """Whether DeepSpeed asks, which knows what it does, or a method of `nn.Module` that changes no value."""
