@@ -48,6 +48,7 @@ _HEAD_ANSWERS_S = 10.0
 _TASK_S = 60.0
 _SESSION_BYTES = 2**24  # of Ray's logs and sockets in /tmp, amply
 _PROCESSES = declare("ray._private.services.ConsolePopen", "signals of a scheduler are meant for the driver alone")
+_HANDLER = declare("ray._private.utils.set_sigterm_handler", "Ray's handler of SIGTERM would end the driver at once")
 _LOOPBACK = declare(
     "ray._private.services.resolve_ip_for_localhost",
     "Ray would take this machine's outer address instead of loopback, open to the network",
@@ -293,6 +294,7 @@ def init_ray(ray: Any, host: str, **options: Any) -> None:
     """Call `ray.init`, which is to leave our handler of SIGTERM and loopback alone. Raises SymbolMissing."""
     patches: dict[Patch, Any] = {
         _PROCESSES: _leave_signals_to_us(_PROCESSES.original()),
+        _HANDLER: lambda handler: None,
         **{patch: lambda self, **options: None for patch in _UNUSED.values()},
     }
     if host in ("localhost", "::1") or host.startswith("127."):
@@ -325,7 +327,7 @@ def _leave_signals_to_us(popen: type[subprocess.Popen[bytes]]) -> type[subproces
 
 @contextlib.contextmanager
 def _sigterm_waits() -> Iterator[None]:
-    """SIGTERM finds our handler again, after the block. Ray's own handlers, of Python and of C++, end the driver."""
+    """SIGTERM finds our handler again, after the block. Meanwhile Ray's C++ puts one in its place, which aborts."""
     handler = signal.getsignal(signal.SIGTERM)
     with _sigterm_blocked():
         try:
