@@ -17,7 +17,7 @@ from autods.runner.silence import RunningRank, Silence
 from autods.types import PHASES, Phase, WorkloadSource
 from tests.support.watching import wait_for
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 LIMIT_S = 0.3
 # What ranks do, each with a stack when it is asked for it.
 IDLE = "import time; ready(); time.sleep(60)"
