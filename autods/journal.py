@@ -188,7 +188,7 @@ def read_record(data: Mapping[str, Any]) -> Record:
     return read_as(Record, data)
 
 
-JOURNAL = "journal.jsonl"
+JOURNAL, RUN_JOURNAL = "journal.jsonl", "run.jsonl"  # of a fit or a probe, and of a run
 STUDY = "study.jsonl"
 TRACEBACK = "internal-error.txt"  # in logs/, where a fit failed before its journal
 # A trial during which the driver died this often does not run again: it may be the cause.

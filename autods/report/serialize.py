@@ -20,6 +20,7 @@ from ..errors import InputError, make_write_error
 from ..files import LARGEST_RECORD, describe_file_kind, read_file
 from ..forecast.predict.step_time import Speed, StepTime
 from ..forecast.values import PHASES, RungForecast, TierForecast
+from ..journal import JOURNAL, RUN_JOURNAL
 from ..schema import read_as, read_known
 from ..types import TIERS, TIERS_OF_A_NODE, Record, Tier, TierUse
 from .launch import (
@@ -34,7 +35,6 @@ from .results.plan import PlanReport, SiteForecast
 from .results.probe import Capacity, CellResult, ProbeReport, Ratio
 from .results.run import RunReport
 
-_JOURNALS = ("journal.jsonl", "run.jsonl")  # of a fit or a probe, and of a run
 REPORT, PROBE, PROBE_CSV, RUN = "report.json", "probe.json", "probe.csv", "run.json"
 SO_FAR = "ds_config_so_far.json"
 Finished = TypeVar("Finished", FitReport, ProbeReport, RunReport)
@@ -107,7 +107,7 @@ def read(folder: Path) -> FitReport:
 
 def _read_finished(path: Path, make: Callable[[dict[str, Any]], Finished], command: str) -> Finished:
     """Make the report in this file. Raises InputError when it is missing, or is not one of that command."""
-    if not path.exists() and any((path.parent / name).exists() for name in _JOURNALS):
+    if not path.exists() and any((path.parent / name).exists() for name in (JOURNAL, RUN_JOURNAL)):
         problem = "what is in this folder has not ended: it runs, or was interrupted"
         raise InputError(problem, place=str(path.parent), hint="its command goes on with it, and reports at the end")
     text = read_file(path, most=LARGEST_RECORD)

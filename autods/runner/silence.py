@@ -19,7 +19,11 @@ from ..types import Phase
 _ASK_AFTER_S, _ASK_EVERY_S, _ANSWER_S = 10.0, 30.0, 1.0  # silent ranks are asked where they are
 _WORKS = 0.05  # of a processor: ranks that wait use less, and to encrypt an upload takes as much
 _MOVES_BYTES = 2**20  # between a question and its answer, which is a few KiB itself
-OWN_CODE: tuple[Phase, ...] = ("script", "evaluate")  # phases of a run in which its script decides how long they take
+
+
+def is_own_code(job: RankJob, phase: Phase) -> bool:
+    """Whether a run's script decides how long the phase takes."""
+    return job.order is not None and phase in ("script", "evaluate")
 
 
 @dataclass(slots=True)
@@ -89,7 +93,7 @@ class Silence:
         if self.job.order is None:
             return False
         waits_for_others = not self.job.is_whole and quiet_s < MOST_LIMITS * limit_s
-        return waits_for_others or any(rank.beat.phase in OWN_CODE for rank in ranks)
+        return waits_for_others or any(is_own_code(self.job, rank.beat.phase) for rank in ranks)
 
     def _ask(self, ranks: Sequence[RunningRank], now: float) -> None:
         self._asked_s = now
@@ -111,7 +115,7 @@ class Silence:
         at_work = [
             rank
             for rank in ranks
-            if rank.beat.phase in OWN_CODE
+            if is_own_code(self.job, rank.beat.phase)
             and not stacks.awaits_ranks(written[rank.rank])
             and self._is_at_work(rank, question, written[rank.rank], now)
         ]

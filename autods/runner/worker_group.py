@@ -27,7 +27,7 @@ from .node_messages import Heartbeat, LoadFailed, NodeReport, NodeResult, Ready,
 from .parts import MARGIN_S, SILENT_S, Node, RunningPart, find_fullest, path_of_node, repeat_job, split_job
 from .placement import Need, NodeDescription, RayCluster, check_same_software, describe_gpu_differences, reserve_nodes
 from .ray_connect import find_head_problem, format_ray_error, session
-from .silence import OWN_CODE
+from .silence import is_own_code
 
 POLL_S = 0.25
 RUN_POLL_S = 0.5  # of a run, which lasts for days
@@ -328,7 +328,7 @@ class WorkerGroup:
         place = f", {beat.place}" if beat.place else ""
         limit_s = max(job.silence_s[beat.phase] for beat in beats)
         limit = f"they count as stuck after {limit_s:.0f} s"
-        if job.order is not None and any(beat.phase in OWN_CODE for beat in beats):
+        if any(is_own_code(job, beat.phase) for beat in beats):
             limit = "they count as stuck once none of them computes, moves bytes or waits for a disk or network"
         self._note_wait(
             f"{Path(job.folder).name}: no rank has moved for {silent_s:.0f} s, in {beat.phase}{place}; {limit}"

@@ -20,7 +20,7 @@ from ..config.settings import Settings, apply_survey, count_nodes
 from ..devices import find_device
 from ..errors import EnvironmentBroken
 from ..events import AttemptStarted, Note, RunListener
-from ..journal import workspace
+from ..journal import RUN_JOURNAL, workspace
 from ..rank.job import JOB_FILE, RunOrder, read_job
 from ..rank.record import RunResult
 from ..rank.training_run.checkpoints import Layout, SavedCheckpoint, find_obstacle, list_checkpoints, remove_torn
@@ -29,7 +29,7 @@ from ..report.answers.run import make_run_document
 from ..report.render_html import RUN_PAGE, write_page
 from ..report.results.fit import FitReport
 from ..report.results.run import RunReport, parse_steps
-from ..report.serialize import write_run
+from ..report.serialize import RUN, write_run
 from ..report.text import format_outcome
 from ..runner.placement import count_ranks
 from ..runner.runner import RayRunner
@@ -100,7 +100,7 @@ def run(
 
 def _forget(out: Path) -> None:
     """Remove the run of this folder; the fit stays."""
-    for name in ("run.jsonl", "run.json", RUN_PAGE):
+    for name in (RUN_JOURNAL, RUN, RUN_PAGE):
         (out / name).unlink(missing_ok=True)
     for name in ("checkpoints", "attempts", "logs"):
         shutil.rmtree(out / name, ignore_errors=True)

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import InputError
-from ..journal import Journal
+from ..journal import RUN_JOURNAL, Journal
 from ..report.results.run import AttemptRow
 from ..report.text import format_outcome
 from ..schema import read_as, read_known
 from ..types import Failed, Knobs, ModelFacts, OutOfMemory
 
-RUN_JOURNAL = "run.jsonl"
 VERSION = 1
 Ending = Literal["done", "stopped", "failed", "interrupted"]
 
