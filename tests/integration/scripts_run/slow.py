@@ -33,7 +33,8 @@ def main():
         engine.step()
         session.step_done(loss)
         if IS_RUN and session.step == 2 and os.environ["RANK"] == "0":
-            evaluate()
+            with session.evaluating():
+                evaluate()
 
 
 if __name__ == "__main__":
