@@ -80,12 +80,12 @@ class Run:
     def out(self) -> Path:
         return self.scene.out
 
-    def start(self) -> None:
-        """Call the command."""
+    def start(self, *more: str) -> None:
+        """Call the command. An option that is given again counts."""
         command = [sys.executable, "-m", "autods", "run", str(self.scene.path), "--fit", str(CASE / "fit")]
         command += ["--device", "cpu", "--gpus", "2", "--gpu-memory", "1GiB", "--ladder", "zero2", "--no-forecast"]
         command += ["--config", "quick", "--global-batch", str(GLOBAL_BATCH), "--steps", str(STEPS)]
-        command += ["--checkpoint-every", str(EVERY), "--out", str(self.out), *self.workload[1:]]
+        command += ["--checkpoint-every", str(EVERY), "--out", str(self.out), *more, *self.workload[1:]]
         with open(CASE / f"{self.name}.txt", "ab") as output:
             self.process = subprocess.Popen(
                 command, start_new_session=True, stdin=subprocess.DEVNULL, stdout=output, stderr=output

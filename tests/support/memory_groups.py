@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import os
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ from tests.support.watching import wait_for
 # By version. Where the group may swap, the kernel swaps instead of killing.
 _LIMITS = {1: "memory.limit_in_bytes", 2: "memory.max"}
 _NO_SWAP = {1: ("memory.swappiness", "0"), 2: ("memory.swap.max", "0")}
-_numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,7 @@ def memory_group(*, limit_bytes: int, pids: Sequence[int] = ()) -> Iterator[Limi
     if not parents:
         raise OSError("this machine has no memory cgroups")
     parent = parents[0]
-    group = LimitedGroup(parent.folder / f"autods-test-{os.getpid()}-{next(_numbers)}", parent.version)
+    group = LimitedGroup(parent.folder / f"autods-test-{uuid.uuid4().hex}", parent.version)
     group.folder.mkdir()
     try:
         group.forbid_swap()
