@@ -1,7 +1,7 @@
 """One run of hours on two CPU ranks, with a fault every few minutes: does it go on, and does anything grow?
 
-python tests/benchmarks/long_run.py [--hours 2] [--every 3] [--seed 0] [--json]. Needs root, as run_faults.py does, whose
-small model it trains: the faults are those that one command survives. At the end the command gets SIGTERM.
+python tests/benchmarks/long_run.py [--hours 2] [--every 3] [--seed 0] [--json]. Needs root, as run_faults.py does,
+whose small model it trains: the faults are those that one command survives. At the end the command gets SIGTERM.
 
 Every minute the memory of driver, agent, zygote and Ray is read (PSS, in MiB). A row for each fault has the minute, the
 step that was seen, the attempts until then and what was done. After the end: every step from the first to the last was
@@ -33,6 +33,7 @@ from tests.benchmarks.workloads.slow_steps import SAMPLES
 from tests.support.leftovers import Place, in_namespaces, why_not
 from tests.support.memory_groups import memory_group
 
+STALL = ("--stall-limit", "30s")
 EVERY = 50  # steps between checkpoints
 RESCUED_WITHIN_S = 120.0
 INSIDE = "AUTODS_LONG_RUN"
@@ -188,12 +189,12 @@ def main() -> int:
         signal.signal(number, signal.SIG_DFL)
     table = sys.stderr if options.json else sys.stdout
     place, chance = Place(), random.Random(options.seed)
-    run_faults.make_reference(place, run_faults.WORKLOADS["model"])
+    run_faults.make_reference(place, run_faults.WORKLOADS["model"], *STALL)
     run = Run("long", place, chance, run_faults.WORKLOADS["model"])
     run.out.mkdir()
     began = time.monotonic()
     run.start(
-        "--steps", "100000000", "--checkpoint-every", str(EVERY), "--max-rescues", "100000", "--stall-limit", "30s"
+        "--steps", "100000000", "--checkpoint-every", str(EVERY), "--max-rescues", "10000", "--stall-limit", "30s"
     )
 
     def minute() -> float:
@@ -210,40 +211,42 @@ def main() -> int:
 
     print("minute     step  attempts  fault", file=table, flush=True)
     names: list[str] = []
-    next_fault = options.every
-    while minute() < 60 * options.hours and not run.ended:
-        watch(run, lambda: look() or minute() >= min(next_fault, 60 * options.hours), 60)
-        if minute() < next_fault or minute() >= 60 * options.hours or run.ended:
-            continue
+    for moment in itertools.count(1):
+        until = min(moment * options.every, 60 * options.hours)
+        watch(run, lambda until=until: look() or minute() >= until, 3600 * options.hours)
+        if run.ended or minute() >= 60 * options.hours:
+            break
         names = names or chance.sample(list(FAULTS), len(FAULTS))
-        name, before, next_fault = names.pop(), latest_step(run), next_fault + options.every
+        name, step = names.pop(), latest_step(run)
         problem = ""
         try:
             FAULTS[name](run)
-            moved = watch(run, lambda: look() or latest_step(run) > before + EVERY, RESCUED_WITHIN_S)
+            moved = watch(run, lambda step=step: look() or latest_step(run) > step + EVERY, RESCUED_WITHIN_S)
             problem = "" if moved else f"no {EVERY} new steps within {RESCUED_WITHIN_S:.0f} s"
         except (StopIteration, IndexError, psutil.Error, OSError) as error:  # met amid another rescue
             problem = f"not inflicted: {type(error).__name__}: {error}"
         attempts = len(list(run.out.glob("attempts/*")))
-        rows.append({"minute": minute(), "step": before, "attempts": attempts, "fault": name, "problem": problem})
-        print(f"{minute():6} {before:8} {attempts:9}  {name}  {problem}", file=table, flush=True)
+        rows.append({"minute": minute(), "step": step, "attempts": attempts, "fault": name, "problem": problem})
+        print(f"{minute():6} {step:8} {attempts:9}  {name}  {problem}", file=table, flush=True)
     if not run.ended:
         os.kill(run.process.pid, signal.SIGTERM)
     run.finish()
-    attempts = run_faults.read_attempts(run.out)
+    trained = run_faults.read_attempts(run.out)
+    if not trained:
+        raise SystemExit((run_faults.CASE / "long.txt").read_text(errors="replace")[-3000:])
     problems = [str(row["problem"]) for row in rows if row["problem"]]
     problems += [] if run.codes == [128 + signal.SIGTERM] else [f"it ended with {run.codes[-1]}"]
-    problems += find_broken(attempts)
+    problems += find_broken(trained)
     report = json.loads((run.out / "run.json").read_text())
-    done = sum(attempt.last_step - attempt.first_step for attempt in attempts)
-    last = max(attempt.last_step for attempt in attempts)
+    done = sum(attempt.last_step - attempt.first_step for attempt in trained)
+    last = max(attempt.last_step for attempt in trained)
     summary = {
         "hours": round((time.monotonic() - began) / 3600, 2),
         "exit": run.codes[-1],
         "status": report["status"],
         "step": report["step"],
         "faults": len(rows),
-        "attempts": len(attempts),
+        "attempts": len(trained),
         "steps_done_again": done - last,
         "memory_mib_begin": memory[2] if len(memory) > 2 else {},
         "memory_mib_end": memory[-1] if memory else {},

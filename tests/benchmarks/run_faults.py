@@ -473,7 +473,7 @@ def main() -> int:
     return 0 if good == len(rows) else 1
 
 
-def make_reference(place: Place, workload: tuple[str, ...]) -> tuple[Trained, float]:
+def make_reference(place: Place, workload: tuple[str, ...], *more: str) -> tuple[Trained, float]:
     """The fit of all runs, and what an undisturbed run did; its seconds after the fit."""
     CASE.mkdir()
     for file in FOLDER.glob("slow_*.py"):
@@ -484,7 +484,7 @@ def make_reference(place: Place, workload: tuple[str, ...]) -> tuple[Trained, fl
     for _ in range(2):  # the first one makes the fit
         shutil.rmtree(run.out)
         began = time.monotonic()
-        run.start()
+        run.start(*more)
         run.finish()
         if run.codes[-1] != 0:
             raise SystemExit((CASE / "reference.txt").read_text()[-3000:])
