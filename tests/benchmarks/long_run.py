@@ -192,6 +192,7 @@ def main() -> int:
     run_faults.make_reference(place, run_faults.WORKLOADS["model"], *STALL)
     run = Run("long", place, chance, run_faults.WORKLOADS["model"])
     run.out.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400m", "none", str(run.out)], check=True)  # one that fills
     began = time.monotonic()
     run.start(
         "--steps", "100000000", "--checkpoint-every", str(EVERY), "--max-rescues", "10000", "--stall-limit", "30s"
