@@ -25,6 +25,7 @@ from ..diagnosis.root_cause import Diagnosis, diagnose_logs
 from ..errors import InputError
 from ..events import Note
 from ..files import check_path
+from ..forecast.values import PartitionedBuild
 from ..prober.grid import format_trial_label
 from ..prober.probe_settings import ProbeSettings
 from ..report.answers.fit import make_comparison, make_fit_document
@@ -56,7 +57,7 @@ from ..supervisor.run_settings import RunSettings
 from ..tuner.candidates import unusual_knobs
 from ..types import Trial
 from ..units import format_bytes
-from .ending import Call
+from .ending import Call, resuming_command
 
 Request = TypeVar("Request")
 Resolved = TypeVar("Resolved")
@@ -78,6 +79,7 @@ def run_fit(
 
     report = _work(call.use_cases.get("fit", FIT), request, quiet, show_progress, begin)
     _show(report, as_json, to_dict, make_fit_document, verbose=verbose)
+    _offer_split_build(call, report.partitioned, as_json, "--fresh")  # its folder is that of another fit
     return 0 if report.status == "fit" else 1
 
 
@@ -137,6 +139,7 @@ def run_plan(
     if page is not None:
         write_page(make_plan_document(forecast), page)
     _show(forecast, as_json, plan_to_dict, make_plan_document)
+    _offer_split_build(call, forecast.sites[0].partitioned, as_json)
     return 1 if forecast.status == "nothing_fits" else 0
 
 
@@ -226,6 +229,13 @@ def _check_output(path: str | None, option: str) -> Path | None:
     check_path(path, option)
     check_writable(Path(path))
     return Path(path)
+
+
+def _offer_split_build(call: Call, build: PartitionedBuild | None, as_json: bool, *options: str) -> None:
+    """Print the line with which the model is built in parts, where that makes a rung fit."""
+    if build is not None and build.split_bytes is not None:
+        line = resuming_command(call.argv, "--zero-init", *options)
+        print(f"with --zero-init: {line}", file=sys.stderr if as_json else sys.stdout)
 
 
 def _show(

@@ -118,12 +118,12 @@ def _describe_interruption(error: BaseException, call: Call) -> list[str]:
     return [f"interrupted: {gone}{state}", *best, f"go on with: {resuming_command(call.argv)}"]
 
 
-def resuming_command(argv: Sequence[str]) -> str:
-    """The command that was typed, without `--fresh`, which would throw the journal away."""
+def resuming_command(argv: Sequence[str], *options: str) -> str:
+    """The command that was typed with further `options`, and without `--fresh`, which would throw the journal away."""
     program, *rest = argv or ["autods"]
     name = ["python", "-m", "autods"] if Path(program).name == "__main__.py" else [Path(program).name]
     end = rest.index("--") if "--" in rest else len(rest)  # a script may have a --fresh as well
-    return shlex.join([*name, *(part for part in rest[:end] if part != "--fresh"), *rest[end:]])
+    return shlex.join([*name, *(part for part in rest[:end] if part != "--fresh"), *options, *rest[end:]])
 
 
 def keep_traceback(error: BaseException, out: Path | None) -> Path | None:

@@ -6,24 +6,29 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from ..config.catalogue import Site
-from ..config.deepspeed import BATCH_KEYS, compose, without_monitors
+from ..config.deepspeed import BATCH_KEYS, compose, get_key, without_monitors
 from ..config.rungs import Rung
 from ..devices import find_device
 from ..system.host import count_cores, find_memory_groups, read_host_memory
-from ..types import Knobs, ModelFacts, Tier
+from ..types import Knobs, ModelFacts, Tier, WorkloadForm
 from .largest_batch import LargestMicroBatch, find_largest
 from .predict.calibration import Observation, calibrate_forecast
-from .predict.verdict import judge_memory
+from .predict.verdict import find_tier_short_at_build, judge_memory
 from .simulate.protocol import SimulationFailed
-from .values import Engine, EngineSpec, RungForecast, Simulation, Simulator
+from .values import Engine, EngineSpec, PartitionedBuild, RungForecast, Simulation, Simulator, Verdict
 
 PARALLEL_ENGINES = 2  # at least, and while trials run
 _ENGINE_BYTES = 2**30  # an engine of 8 billion parameters and its process hold half of it
 _ENOUGH_ACCUMULATION, _ENOUGH_ON_THE_HOST = 2, 3  # micro batches of a step
+_LEAST_OF_A_WEIGHT = 2  # bytes, of a model that is built in half precision
+_IN_A_SCRIPT = (
+    "the script builds the model: build it inside `with deepspeed.zero.Init(config_dict_or_path=ds_config):`, or a"
+    " transformers model by from_pretrained() or from_config() after TrainingArguments(deepspeed=…) was made"
+)
 _SETTING = re.compile(r"(\w+)\s*:\s*(\[[^\]]*\]|[^,\]]*)")
 _HARMLESS = ("expandable_segments", "pinned_use_cuda_host_register", "pinned_num_register_threads")
 
@@ -230,6 +235,66 @@ class CachedEngine:
             return self.cache.judge(spec, simulation, observations, advise=False).fill
 
         return replace(find_largest(fill, sizes, known=known), failures=failures)
+
+
+def find_partitioned_build(
+    cache: SimulationCache,
+    rungs: Iterable[tuple[EngineSpec, RungForecast]],
+    facts: ModelFacts,
+    form: WorkloadForm,
+    observations: Collection[Observation] = (),
+) -> PartitionedBuild | None:
+    """Return what building under `deepspeed.zero.Init` gives the rungs that lack memory to build; None for nothing.
+
+    One that would fit goes before one that may, and both before one that the workload's code prevents. Each stage-3
+    rung that builds the whole model is simulated once more.
+    """
+    found = [
+        build
+        for spec, whole in rungs
+        if get_key(spec.ds_config, "zero_optimization.stage") == 3
+        and not spec.zero_init
+        and (build := _split_build(cache, spec, whole, facts, form, observations)) is not None
+    ]
+    order: tuple[Verdict, ...] = ("fits", "tight", "not_applicable")
+    return min(found, key=lambda build: order.index(build.verdict), default=None)
+
+
+def _split_build(
+    cache: SimulationCache,
+    spec: EngineSpec,
+    whole: RungForecast,
+    facts: ModelFacts,
+    form: WorkloadForm,
+    observations: Collection[Observation],
+) -> PartitionedBuild | None:
+    tier = find_tier_short_at_build(whole, spec.device)
+    if tier is None:
+        return None
+    limit_bytes = whole.memory[tier].limit_bytes
+    if limit_bytes is None and "device" in whole.memory:  # the host is the device, and their budgets all that there is
+        limit_bytes = spec.ranks_of_node * (whole.memory["device"].limit_bytes or 0)
+    build = PartitionedBuild(
+        rung=spec.rung,
+        verdict="not_applicable",
+        tier=tier,
+        ranks=spec.ranks_of_node,
+        whole_bytes=whole.memory[tier].peak_bytes,
+        limit_bytes=limit_bytes or None,
+    )
+    if form.runs_as_main:
+        simulation = cache.get(spec, whole.micro_batch)
+        built_bytes = 0 if simulation is None else sum(simulation.live_bytes.get("init", {}).values())
+        return replace(build, obstacle=_IN_A_SCRIPT) if built_bytes >= _LEAST_OF_A_WEIGHT * facts.parameters else None
+    split_spec = replace(spec, zero_init=True)
+    try:
+        split = cache.judge(split_spec, cache.simulate(split_spec, whole.micro_batch), observations)
+    except SimulationFailed as failed:
+        return replace(build, obstacle=": ".join(filter(None, (failed.problem, failed.hint))))
+    if split.verdict == "cannot_fit":
+        return None
+    held = split.memory.get(tier)
+    return replace(build, verdict=split.verdict, split_bytes=0 if held is None else held.peak_bytes)
 
 
 def memory_key(spec: EngineSpec) -> str:

@@ -212,6 +212,25 @@ class RungForecast:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionedBuild:
+    """What `--zero-init` changes of a stage-3 rung that lacks memory while each rank builds the whole model.
+
+    `whole_bytes` is what must be held in `tier` without it, and `split_bytes` with it: of the host a node's, of the
+    device a rank's. `ranks` are those of a node, and `verdict` that of the rung with the split model. `obstacle` says
+    why the option cannot be given yet, and what to do in the code; then `split_bytes` is None.
+    """
+
+    rung: str
+    verdict: Verdict
+    tier: Tier
+    ranks: int
+    whole_bytes: int
+    split_bytes: int | None = None
+    limit_bytes: int | None = None
+    obstacle: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationStarted:
     """The simulation of a rung's micro batch begins."""
 

@@ -1,6 +1,6 @@
-"""What another setting of the recommended rung would give: another micro batch, or the other kind of checkpointing.
+"""What another setting would give: another micro batch or kind of checkpointing of the best rung, or `--zero-init`.
 
-Micro batches were simulated in the search for the largest; only the other kind of checkpointing needs new simulations.
+Micro batches were simulated in the search for the largest; the others need new simulations.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import replace
 from ..config.catalogue import Site
 from ..events import Note
 from ..forecast.simulate.protocol import SimulationFailed
-from ..forecast.simulation_cache import CachedEngine
-from ..forecast.values import EngineSpec, RungForecast
+from ..forecast.simulation_cache import CachedEngine, find_partitioned_build
+from ..forecast.values import EngineSpec, PartitionedBuild, RungForecast
 from ..report.results.plan import Alternative
 from .rung_forecasts import PlanRun, choose_checkpointing
 
@@ -25,6 +25,14 @@ def list_alternatives(run: PlanRun, site: Site, best: RungForecast) -> tuple[Alt
     if not run.settings.source.form.chooses_checkpointing and run.facts.checkpointing:
         alternatives += _switch_checkpointing(run, site, spec, best)
     return tuple(alternatives)
+
+
+def split_build(run: PlanRun, site: Site) -> PartitionedBuild | None:
+    """Return what `--zero-init` gives the rungs of a site that lack memory to build; None where that helps none."""
+    forecasts = [forecast for forecast in run.list_forecasts(site) if forecast.memory]
+    engines = ((run.find_engine(site, forecast.rung), forecast) for forecast in forecasts)
+    rungs = [(spec, forecast) for spec, forecast in engines if spec is not None]
+    return find_partitioned_build(run.cache, rungs, run.facts, run.settings.source.form)
 
 
 def _list_micro_batches(run: PlanRun, site: Site, spec: EngineSpec, micro_batch: int) -> list[Alternative]:

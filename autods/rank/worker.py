@@ -122,12 +122,9 @@ class RankContext:
         return bind_options(self.workload, self.job.source) if self.job.rebind else self.workload
 
     def load_for_training(self) -> Workload:
-        """Return the workload as it trains: with `--zero-init`, stage 3 builds the model in parts.
-
-        Loss parity compares rungs, so all of them begin with the weights of a whole model.
-        """
+        """Return the workload as it trains: with `--zero-init`, stage 3 builds the model in parts."""
         workload, job = self.load_workload(), self.job
-        if job.source.zero_init and job.exam != "parity" and get_key(job.ds_config, "zero_optimization.stage") == 3:
+        if job.source.zero_init and get_key(job.ds_config, "zero_optimization.stage") == 3:
             return partition_at_build(workload, job.ds_config)
         return workload
 

@@ -266,6 +266,7 @@ def _site(plan: PlanReport, forecast: SiteForecast) -> dict[str, Any]:
         "best": forecast.best_rung,
         "rungs": rungs,
         "alternatives": alternatives,
+        "partitioned": None if forecast.partitioned is None else asdict(forecast.partitioned),
         "hardware": hardware | {"price_per_gpu_hour": site.price_per_gpu_hour},
     }
 

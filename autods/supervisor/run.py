@@ -25,6 +25,7 @@ from ..rank.job import JOB_FILE, RunOrder, read_job
 from ..rank.record import RunResult
 from ..rank.training_run.checkpoints import Layout, SavedCheckpoint, find_obstacle, list_checkpoints, remove_torn
 from ..rank.training_run.session import NO_SESSION
+from ..report.answers.remedies import describe_way_out
 from ..report.answers.run import make_run_document
 from ..report.render_html import RUN_PAGE, write_page
 from ..report.results.fit import FitReport
@@ -81,7 +82,8 @@ def run(
             listen(Note(text=f"warning: {history.warnings[-1]}"))
         settings, report = take_fit(settings, history, listen, find_fit, keep=settings.is_done(history))
         if report.status != "fit":
-            reason = f"no config fits: autods report {settings.fit.out} shows why"
+            why = describe_way_out(report.partitioned) or "no config fits"
+            reason = f"{why}: autods report {settings.fit.out} shows why"
             return RunReport(status="nothing_fits", exit_code=1, reason=reason, fit=str(settings.fit.out), out=str(out))
         supervisor = Supervisor(
             settings=settings,

@@ -24,6 +24,10 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
 _TRIALS_UPWARDS = 2  # exams of larger micro batches than one that holds
 _FEWEST_EXAM_STEPS = 4  # after the first: a leak shows in three steps after the second, see `growth_per_step`
 _COMPARISON_TRIALS = 2  # the config and the reference
+_NONE_BUILT_ALIKE = (
+    "parity was not checked: --zero-init gives stage 3 other random weights than other stages, and no second config"
+    " that is built like this one fits"
+)
 _WORTH_AN_EXAM = 1.125  # ratio of a larger micro batch to one that holds
 _LONGER = 1.05  # ratio of elements below which the longest batch counts as a usual one
 
@@ -57,11 +61,8 @@ def certify(
     if limits.most_trials < 1 or settings.rehearsed:  # nothing runs there, so there is nothing to prove
         return None
     tolerance = max(TOLERANCE[name] for name in (precision_name(settings.base), *settings.precisions))
-    # At micro batch 1 the winner's samples take far longer, so the reference has its largest one that is known to fit.
-    usual = [record for record in context.memory.records if record.trial.exam is None and record.trial.limited]
-    same = [record for record in usual if is_same_maths(record.trial, reference.trial) and context.fits(record)]
-    plain = max([reference, *same], key=lambda record: record.trial.knobs.micro_batch).trial
-    has_comparison = limits.parity is not None and not is_same_maths(winner.trial, plain)
+    plain = _find_reference(winner.trial, reference, context)
+    has_comparison = limits.parity is not None and plain is not None and not is_same_maths(winner.trial, plain)
     search = _ExamSearch(
         context=context,
         known=(winner, *alternates, reference, *context.memory.records),
@@ -71,8 +72,10 @@ def certify(
     for config in _configs(search, alternates, untried):
         if (proven := search.prove(config)) is None:
             continue
-        parity = ParityResult()
-        if limits.parity is not None:
+        parity, plain = ParityResult(), _find_reference(proven.best.trial, reference, context)
+        if limits.parity is not None and plain is None:
+            parity = ParityResult(not_checked=_NONE_BUILT_ALIKE)
+        elif limits.parity is not None and plain is not None:
             parity = compare_losses(
                 proven.best.trial,
                 plain,
@@ -97,6 +100,29 @@ def certify(
     if search.left < 1:
         certificate = replace(certificate, not_checked=(f"no config was proven: {search.spent}",))
     return search.result(winner, certificate)
+
+
+def _find_reference(winner: Trial, reference: Record, context: FitContext) -> Trial | None:
+    """The plain config for the winner's losses, at the largest micro batch that is known to fit.
+
+    With `--zero-init` only stage 3 is built in parts, with other random weights than a whole model has. There a
+    reference of another build is replaced by the first config that is built as the winner is, and fits with other
+    knobs. None where there is none.
+    """
+    settings = context.settings
+
+    def is_split(trial: Trial) -> bool:
+        return settings.source.zero_init and settings.rung(trial.rung).stage == 3
+
+    usual = [record for record in context.memory.records if record.trial.exam is None and record.trial.limited]
+    fitting = [record for record in usual if context.fits(record)]
+    candidates = [reference, *(record for record in fitting if not is_same_maths(record.trial, winner))]
+    plain = next((record for record in candidates if is_split(record.trial) == is_split(winner)), None)
+    if plain is None:
+        return None
+    # At micro batch 1 the winner's samples take far longer.
+    same = [record for record in fitting if is_same_maths(record.trial, plain.trial)]
+    return max([plain, *same], key=lambda record: record.trial.knobs.micro_batch).trial
 
 
 def make_exam(config: Trial, context: FitContext, step_s: float) -> Trial:

@@ -31,7 +31,7 @@ from ..workload.script_source import describe_kind
 from .candidates import idle_stages_warning, list_candidates
 from .certify import certify
 from .fit_report import FitResult, NothingFits, build_report
-from .ladder_walk import WalkResult, find_closest_rung, untried_rungs, walk_ladder
+from .ladder_walk import WalkResult, find_closest_rung, split_build, untried_rungs, walk_ladder
 from .optuna_search import tune
 from .race import run_race
 from .trial_forecasts import NO_FORECASTER, Forecaster, open_forecaster
@@ -157,7 +157,11 @@ def search(context: FitContext) -> FitResult | NothingFits:
 
     walked = walk_ladder(rungs, context)
     if walked.winner is None:
-        return NothingFits(walked=walked, closest=find_closest_rung(walked, context))
+        return NothingFits(
+            walked=walked,
+            closest=find_closest_rung(walked, context),
+            partitioned=None if walked.stopped else split_build(rungs, context),
+        )
     context = replace(context, least_micro_batch=walked.winner.trial.knobs.micro_batch)
     context.save_best(walked.winner)
     raced = run_race(walked.winner, walked, rungs, context)  # grows the micro batch of each rung that it tries

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..config.rungs import unmet_need
+from ..forecast.values import PartitionedBuild
 from ..rank.ops import ops_folder
 from ..report import text
 from ..report.results.fit import ClosestRung, FitQuestion, FitReport, Throughput
@@ -34,10 +35,14 @@ class FitResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NothingFits:
-    """No rung fits, or a failure stopped the walk. `closest` is the rung that lacked least."""
+    """No rung fits, or a failure stopped the walk.
+
+    `closest` is the rung that lacked least, and `partitioned` one that `--zero-init` would make fit.
+    """
 
     walked: WalkResult
     closest: ClosestRung | None
+    partitioned: PartitionedBuild | None = None
 
 
 def build_report(
@@ -60,7 +65,7 @@ def build_report(
         question=_make_question(context, fingerprint),
     )
     if isinstance(result, NothingFits):
-        return replace(report, closest=result.closest)
+        return replace(report, closest=result.closest, partitioned=result.partitioned)
 
     outcome, growth, certified = result.best.outcome, result.raced.growth, result.certified
     assert isinstance(outcome, Fit)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..config.rungs import Rung
+from ..forecast.values import PartitionedBuild
 from ..report.results.fit import ClosestRung
 from ..types import Failed, Fit, Outcome, OutOfMemory, Record, Run, Skipped, is_machines_fault
 from .candidates import Candidate, first_trial
@@ -167,6 +168,13 @@ def find_closest_rung(walked: WalkResult, context: FitContext) -> ClosestRung | 
     # A lower bound counts the allocation that failed, not those after it. So a rung that ran without the limit goes
     # before one that did not.
     return min(lacking, key=lambda item: (not item[0], item[1].missing_bytes))[1] if lacking else None
+
+
+def split_build(rungs: Sequence[Candidate], context: FitContext) -> PartitionedBuild | None:
+    """What `--zero-init` gives the rungs that lack memory to build, by the forecast; None where that helps none."""
+    steps = context.settings.profile.walk
+    trials = [first_trial(rung, steps, context.sizes[0]) for rung in rungs if rung.skip is None]
+    return context.forecaster.split_build(trials)
 
 
 def untried_rungs(rungs: Sequence[Candidate], walked: WalkResult) -> tuple[Candidate, ...]:

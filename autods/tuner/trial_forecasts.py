@@ -29,11 +29,12 @@ from ..forecast.simulate.client import ProcessSimulator
 from ..forecast.simulation_cache import (
     SimulationCache,
     count_parallel_engines,
+    find_partitioned_build,
     make_engine,
     memory_key,
     read_alloc_conf,
 )
-from ..forecast.values import EngineSpec, RungForecast, Simulation, StartSimulator
+from ..forecast.values import EngineSpec, PartitionedBuild, RungForecast, Simulation, StartSimulator
 from ..journal import TrialStore, trial_key
 from ..runner.cleanup import simulator_variables
 from ..types import Fit, ModelFacts, Outcome, Record, Trial
@@ -65,6 +66,10 @@ class Forecaster:
 
     def step_time(self, trial: Trial) -> StepForecast | None:
         """The seconds of the trial's optimizer step; None when they cannot be forecast."""
+        return None
+
+    def split_build(self, trials: Iterable[Trial]) -> PartitionedBuild | None:
+        """What `--zero-init` gives those of the trials that lack memory to build; None where that helps none."""
         return None
 
 
@@ -163,6 +168,17 @@ class TrialForecaster(Forecaster):
         step, least_s = parts
         seconds = self.step_factors().correct(step)
         return StepForecast(seconds=max(seconds, least_s), least_seconds=least_s)
+
+    def split_build(self, trials: Iterable[Trial]) -> PartitionedBuild | None:
+        """Return what `--zero-init` gives those of the trials that lack memory to build; None where it helps none."""
+        forecasts = ((self._with_least(trial), self.forecast(trial)) for trial in trials)
+        rungs = [
+            (make_trial_engine(self.settings, self.facts, trial), forecast)
+            for trial, forecast in forecasts
+            if forecast is not None
+        ]
+        observations = tuple(self.observations.values())
+        return find_partitioned_build(self.cache, rungs, self.facts, self.settings.source.form, observations)
 
     def step_factors(self) -> StepFactors:
         """Return the machine's factors after the trials so far."""

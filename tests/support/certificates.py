@@ -91,6 +91,7 @@ def certifying(
     alike: bool = False,
     longest_ratio: float = 1.0,
     seen: Sequence[Record] = (),
+    zero_init: bool = False,
 ) -> Certifying:
     """Certify on two ranks. Without a reference no losses are compared; `untried` names rungs."""
     runner = ScriptedRunner(answer)
@@ -102,7 +103,7 @@ def certifying(
         profile={
             "certify": CertifyLimits(most_trials=most_trials, steps=EXAM, parity=None if reference is None else PARITY)
         },
-        source=source,
+        source=replace(source, zero_init=zero_init),
         device_bytes=LIMIT,
         global_batch=global_batch,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from autods.forecast.values import RungForecast, TierForecast, Verdict
+from autods.forecast.values import PartitionedBuild, RungForecast, TierForecast, Verdict
 from autods.tuner.trial_forecasts import StepForecast
 from autods.types import Tier, Trial
 
@@ -35,6 +35,9 @@ class ScriptedForecaster:
         return self.answer(trial)
 
     def step_time(self, trial: Trial) -> StepForecast | None:
+        return None
+
+    def split_build(self, trials: Iterable[Trial]) -> PartitionedBuild | None:
         return None
 
     def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:

@@ -237,7 +237,7 @@ def _spread(times: Sequence[float]) -> float:
     return 1.25 * statistics.stdev(times) / math.sqrt(len(times)) / statistics.median(times)
 
 
-class SurfaceForecaster:
+class SurfaceForecaster(Forecaster):
     """Forecasts a surface's peaks, each rung's off by a few percent.
 
     time_error: the standard error of each rung's step time, as a logarithm; None: no time is forecast. The least time

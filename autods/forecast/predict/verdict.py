@@ -134,6 +134,21 @@ def replay_at_limit(simulation: Simulation, forecast: RungForecast, *, expandabl
     return replay(repeat_last_step(simulation.traces["device"]), expandable=expandable, limit_bytes=left_bytes)
 
 
+def find_tier_short_at_build(forecast: RungForecast, device: str) -> Tier | None:
+    """Return the tier that a rung lacks while it builds and initializes, and not after that; None without one.
+
+    The phases of the host are not known: it counts where the device is not short later.
+    """
+    short = {tier for tier, held in forecast.memory.items() if judge_tier(held) != "fits"}
+    if not short or short - {"device", "host"}:
+        return None
+    if "device" in short:
+        later_bytes = max((size for phase, size in forecast.by_phase.items() if phase != "init"), default=0)
+        if later_bytes > (forecast.memory["device"].limit_bytes or 0):
+            return None
+    return "host" if "host" in short or find_device(device).shares_host_memory else "device"
+
+
 def judge_tier(tier: TierForecast) -> Verdict:
     if tier.limit_bytes is None or tier.high_bytes <= tier.limit_bytes:
         return "fits"

@@ -34,7 +34,7 @@ from ..text import (
     format_value,
 )
 from .certificate import describe_proof, describe_verdict, list_checks
-from .remedies import describe_shortage, list_remedies
+from .remedies import describe_shortage, describe_way_out, list_remedies
 from .trials import (
     chart_trials,
     chart_tuning,
@@ -209,6 +209,8 @@ def _list_parts(report: FitReport, folder: Path | None, columns: Sequence[Column
             yield doc.Details(items=(doc.Detail(summary=DS_CONFIG, text=json.dumps(report.ds_config, indent=2)),))
     else:
         answer = line(("nothing fits: ", "bold red"), (describe_shortage(report), "bold"))
+        if (way_out := describe_way_out(report.partitioned)) is not None:
+            answer = line((way_out, "bold red"))
         yield doc.Headline(words=answer, effort=describe_effort(report))
         yield doc.Bullets(items=tuple(list_remedies(report)), numbered=True)
     yield doc.Heading(words="The ladder", on=Medium.PAGE | Medium.MARKDOWN)

@@ -21,7 +21,13 @@ from .. import document as doc
 from ..document import Cell, Column, Medium, Words, line, make_document, tabulate, titled
 from ..results.plan import PlanReport, SiteForecast, Training
 from ..text import MARKS, format_predicted, format_ranks, format_rate, format_seconds, format_share
-from .remedies import describe_need, find_fullest_tier, list_plan_remedies
+from .remedies import (
+    describe_need,
+    describe_partitioned_build,
+    describe_way_out,
+    find_fullest_tier,
+    list_plan_remedies,
+)
 
 _WORTH_NAMING = 0.1  # of a step
 _WORTH_MENDING = 0.03
@@ -269,7 +275,7 @@ def describe_site_answer(site: SiteForecast) -> str:
     """'zero2 is the fastest rung that fits, up to micro batch 6'."""
     best = site.best
     if best is None:
-        return "nothing is forecast" if site.to_try else "nothing fits"
+        return "nothing is forecast" if site.to_try else describe_way_out(site.partitioned) or "nothing fits"
     size = f"at micro batch {best.micro_batch}"
     if best.largest_micro_batch is not None:
         size = f"up to micro batch {best.largest_micro_batch}"
@@ -293,6 +299,8 @@ def list_suggestions(plan: PlanReport, site: SiteForecast) -> Iterator[str]:
         return
     if best.verdict == "tight":
         yield f"only a real trial can tell: autods fit, with {best.rung} in the ladder"
+        if site.partitioned is not None:
+            yield describe_partitioned_build(site.partitioned)
     if (training := describe_training(plan, site)) is not None:
         yield training
     first = next(rung for rung in site.rungs if rung.verdict == best.verdict)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...forecast.values import RungForecast
+from ...forecast.values import PartitionedBuild, RungForecast
 from ...types import TIERS_OF_A_NODE, Failed, OutOfMemory, Tier, first_line
 from ...units import format_bytes
 from ..results.fit import ClosestRung, FitReport
@@ -27,8 +27,29 @@ def describe_shortage(report: FitReport) -> str:
     return f"{closest.rung} comes closest, {missing} are missing"
 
 
+def describe_partitioned_build(build: PartitionedBuild) -> str:
+    """'--zero-init: with it a node needs 1.7 of 1.8 TiB of host memory, without it 3.0 TiB, because …'."""
+    holder = "a node" if build.tier in TIERS_OF_A_NODE else "a rank"
+    whole = f"{format_bytes(build.whole_bytes)} of {TIER_NAMES[build.tier]}"
+    limit = "" if build.limit_bytes is None else f", has {format_bytes(build.limit_bytes)}"
+    why = f"each of the {build.ranks} ranks of a node builds the whole model first"
+    if build.split_bytes is None:
+        return f"{build.rung} needs {whole} on {holder}, because {why}: {build.obstacle}"
+    with_it = f"with it {holder} needs {format_bytes(build.split_bytes)} for {build.rung}{limit}"
+    return f"--zero-init: {with_it}, and needs {whole} without it, because {why}"
+
+
+def describe_way_out(build: PartitionedBuild | None) -> str | None:
+    """'nothing fits without --zero-init; with it zero3 fits'; None where that is not the way."""
+    if build is None or build.split_bytes is None:
+        return None
+    return f"nothing fits without --zero-init; with it {build.rung} {'fits' if build.verdict == 'fits' else 'may fit'}"
+
+
 def list_remedies(report: FitReport) -> Iterator[str]:
     """Ways to make something fit, the surest first."""
+    if report.partitioned is not None:
+        yield describe_partitioned_build(report.partitioned)
     yield from dict.fromkeys(
         f"{record.trial.rung} ran out of {record.outcome.tier} memory: {first_line(record.outcome.advice)}"
         for record in report.trials
@@ -69,9 +90,9 @@ def list_plan_remedies(forecast: PlanReport, site: SiteForecast) -> Iterator[str
         yield "no rung applies: see the reasons above"
         return
     closest = min(forecasts, key=lambda rung: max(1.0, rung.fill))
+    if site.partitioned is not None:
+        yield describe_partitioned_build(site.partitioned)
     yield f"{closest.rung} comes closest: it {describe_need(closest)}"
-    if find_fullest_tier(closest) == "host" and not forecast.zero_init:
-        yield "--zero-init: under deepspeed.zero.Init no rank builds the whole model in host memory (stage 3)"
     for rung in site.lacks_nvme:
         yield f"--nvme 2TiB, if a node has a disk: {rung} was left out because it needs one"
     yield f"more ranks (--gpus {site.site.world_size * 2}): ZeRO splits the model over them"

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ...config.profiles import Budget
 from ...devices import Device, find_device
-from ...forecast.values import RungForecast
+from ...forecast.values import PartitionedBuild, RungForecast
 from ...system.host import Hardware
 from ...types import Knobs, Record, Skipped, Tier, TierUse
 from ...workload.script_source import ScriptLaunch
@@ -169,6 +169,7 @@ class FitReport:
     importances: Mapping[str, float] = field(default_factory=dict)
     largest_micro_batch: int | None = None
     closest: ClosestRung | None = None
+    partitioned: PartitionedBuild | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     hardware: Hardware | None = None
     question: FitQuestion = FitQuestion()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from ...config.catalogue import Site
-from ...forecast.values import RungForecast
+from ...forecast.values import PartitionedBuild, RungForecast
 from ...types import ModelFacts, WorkloadSource
 
 Status = Literal["fits", "tight", "not_forecast", "nothing_fits"]  # the best first
@@ -46,7 +46,8 @@ class SiteForecast:
     `best` is the rung to take: see `planner.plan.choose_best`. It is None where no rung fits or may fit.
     `to_try` are the rungs that could not be forecast and may fit; a fit tries them.
     `lacks_nvme` are the rungs that need NVMe, which was not named.
-    `alternatives` are other settings of the best rung; empty where several machines are compared.
+    `alternatives` are other settings of the best rung, and `partitioned` is a rung that `--zero-init` would make fit;
+    there are none where several machines are compared.
     """
 
     site: Site
@@ -55,6 +56,7 @@ class SiteForecast:
     to_try: tuple[str, ...] = ()
     lacks_nvme: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
+    partitioned: PartitionedBuild | None = None
 
     @property
     def rate(self) -> float:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from autods.cli.main import main
 from autods.config.plan_settings import PlanSettings, resolve_plan
 from autods.errors import EnvironmentBroken, InputError, Interrupted
 from autods.events import Note
-from autods.forecast.values import ForecastListener
+from autods.forecast.values import ForecastListener, PartitionedBuild
 from autods.report.results.plan import PlanReport
 from autods.requests import PlanRequest
 from tests.support.plans import LAPTOP, SOURCE, comparison, forecast, hopeless
@@ -62,6 +63,23 @@ def test_a_plan_prints_its_table_to_stdout_and_exits_0(capsys: pytest.CaptureFix
 def test_that_nothing_fits_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert Fake(hopeless)(*ASKED) == 1
     assert "nothing fits" in capsys.readouterr().out
+
+
+def test_a_split_build_is_offered_as_a_line_to_type(capsys: pytest.CaptureFixture[str]) -> None:
+    def end() -> PlanReport:
+        plan = hopeless()
+        build = PartitionedBuild(
+            rung="zero3", verdict="fits", tier="host", ranks=8, whole_bytes=2**41, split_bytes=2**39
+        )
+        return replace(plan, sites=(replace(plan.sites[0], partitioned=build),))
+
+    line = f"autods {' '.join(ASKED)} --zero-init"
+    assert Fake(end)(*ASKED) == 1
+    assert f"with --zero-init: {line}\n" in capsys.readouterr().out
+    Fake(end)(*ASKED, "--json")
+    out, err = capsys.readouterr()
+    assert json.loads(out)["partitioned"]["split_bytes"] == 2**39
+    assert f"{line.removesuffix(' --zero-init')} --json --zero-init" in err
 
 
 def test_several_machines_are_compared(capsys: pytest.CaptureFixture[str]) -> None:

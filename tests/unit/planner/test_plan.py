@@ -35,6 +35,60 @@ def test_the_fastest_rung_that_fits_is_the_best() -> None:
     assert planned.forecast.status == "fits"
 
 
+def building(ask: EngineSpec, micro_batch: int) -> Simulation:
+    """Each rank holds 100 GiB of host memory while it builds, and 20 GiB where the model is split meanwhile."""
+    return simulate_peaks(micro_batch, init=GIB, backward=10 * GIB, host=(20 if ask.zero_init else 100) * GIB)
+
+
+def test_a_plan_proposes_zero_init_where_the_host_lacks() -> None:
+    planned = Planned(question(ladder=("zero2", "zero3"), largest=False), building)
+    build = planned.forecast.sites[0].partitioned
+    assert build is not None
+    assert (build.rung, build.verdict, build.tier, build.ranks, build.obstacle) == ("zero3", "fits", "host", 8, None)
+    assert build.whole_bytes == pytest.approx(800 * GIB, rel=0.1)
+    assert build.split_bytes == pytest.approx(160 * GIB, rel=0.1)
+    assert build.limit_bytes == 512 * GIB
+    assert planned.forecast.status == "nothing_fits"
+
+
+@pytest.mark.parametrize(
+    ("asked", "gib"),
+    [({"zero_init": True}, 100), ({"host_memory": "2TiB"}, 100), ({"gpu_memory": "9GiB"}, 100), ({}, 500)],
+    ids=["it was asked for", "it fits", "the device lacks", "it would not fit either"],
+)
+def test_no_split_build_is_proposed_where_it_gives_nothing(asked: dict[str, Any], gib: int) -> None:
+    def script(ask: EngineSpec, micro_batch: int) -> Simulation:
+        return simulate_peaks(micro_batch, init=GIB, backward=10 * GIB, host=gib * GIB)
+
+    planned = Planned(question(ladder=("zero3",), largest=False, **asked), script)
+    assert planned.forecast.sites[0].partitioned is None
+
+
+def test_a_model_that_refuses_to_be_split_is_said_to() -> None:
+    def script(ask: EngineSpec, micro_batch: int) -> Simulation:
+        if ask.zero_init:
+            raise SimulationFailed("user_code", "build_model uses a weight", hint="set it in its __init__")
+        return building(ask, micro_batch)
+
+    build = Planned(question(ladder=("zero3",), largest=False), script).forecast.sites[0].partitioned
+    assert build is not None
+    assert (build.split_bytes, build.obstacle) == (None, "build_model uses a weight: set it in its __init__")
+
+
+@pytest.mark.parametrize(("host", "proposed"), [(100, True), (1, False)], ids=["whole", "split already"])
+def test_a_script_is_told_to_split_the_model_it_builds(host: int, proposed: bool) -> None:
+    def script(ask: EngineSpec, micro_batch: int) -> Simulation:
+        return simulate_peaks(micro_batch, init=GIB // 8, backward=10 * GIB, host=host * GIB)
+
+    source = replace(SOURCE, kind="script", script_kind="deepspeed")
+    asked = replace(question(ladder=("zero3",), largest=False, host_memory=f"{4 * host}GiB"), source=source)
+    build = Planned(asked, script).forecast.sites[0].partitioned
+    assert (build is not None) is proposed
+    if build is not None:
+        assert build.obstacle is not None
+        assert "deepspeed.zero.Init" in build.obstacle
+
+
 def timed(ask: EngineSpec, micro_batch: int) -> Simulation:
     """As `shrinking`, with a schedule. Without checkpointing a sample takes twice the memory and 3/4 of the time."""
     samples = micro_batch if ask.checkpointing else 2 * micro_batch

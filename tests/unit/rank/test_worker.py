@@ -66,7 +66,7 @@ def test_torch_compile_is_a_phase_in_the_heartbeats() -> None:
 
 @pytest.mark.parametrize(
     ("job", "stage", "exam", "in_parts"),
-    [("train", 3, None, True), ("run", 3, None, True), ("train", 3, "parity", False), ("run", 2, None, False)],
+    [("train", 3, None, True), ("run", 3, None, True), ("train", 3, "parity", True), ("run", 2, None, False)],
 )
 def test_zero_init_builds_stage_3_in_parts(
     monkeypatch: pytest.MonkeyPatch, job: Any, stage: int, exam: Any, in_parts: bool

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from autods.errors import EnvironmentBroken, InputError
+from autods.forecast.values import PartitionedBuild
 from autods.report import FitReport, from_dict, read, to_dict, write, write_so_far
 from tests.support.plans import RUNGS, rung, speed
 from tests.support.reports import LIMIT, MIB, WINNING, fit, fitting_report, hopeless_report, record
@@ -38,7 +39,18 @@ def test_a_trial_row_has_its_purpose_as_phase_and_outcome_kind() -> None:
     assert first["outcome"].keys() >= {"tier", "rank", "phase", "evidence", "wanted_bytes", "free_bytes"}
 
 
-@pytest.mark.parametrize("report", [fitting_report(), hopeless_report(), FitReport(status="nothing_fits")])
+SPLIT = PartitionedBuild(rung="zero3", verdict="fits", tier="host", ranks=8, whole_bytes=2**41, split_bytes=2**39)
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        fitting_report(),
+        hopeless_report(),
+        replace(hopeless_report(), partitioned=SPLIT),
+        FitReport(status="nothing_fits"),
+    ],
+)
 def test_a_report_survives_json(report: FitReport) -> None:
     assert from_dict(json.loads(json.dumps(to_dict(report)))) == report
 

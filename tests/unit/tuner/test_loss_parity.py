@@ -438,3 +438,23 @@ def test_a_script_whose_steps_overflow_differently_is_not_compared() -> None:
 
     (why,) = scripted(answer).certified.certificate.not_checked
     assert why.endswith("fp16 gradients overflowed in 5 and 3 steps, so the updates come from other samples")
+
+
+def test_zero_init_compares_stage_3_with_stage_3_alone() -> None:
+    """A model that is built in parts has other random weights, and the whole one may not fit into host memory."""
+    winner, plain = timed(trial("zero3", 4, settings={OVERLAP: True}), 60), timed(trial("zero3", 2), 51)
+    run = certifying(losing(never), winner, reference=timed(trial("zero2", 2)), zero_init=True, seen=(plain, winner))
+    assert [one.rung for one in run.trials if one.exam == "parity"] == ["zero3", "zero3"]
+    parity = run.certified.certificate.parity
+    assert parity is not None
+    assert (parity.reference, parity.within) == ("zero3", True)
+
+
+def test_zero_init_compares_nothing_without_a_second_stage_3() -> None:
+    winner = timed(trial("zero3", 4), 60)
+    run = certifying(losing(never), winner, reference=timed(trial("zero2", 2)), zero_init=True, seen=(winner,))
+    assert not [one for one in run.trials if one.exam == "parity"]
+    assert "parity was not checked: --zero-init gives stage 3 other random weights" in run.said
+    whole = timed(trial("zero2", 4, settings={OVERLAP: True}), 60)
+    run = certifying(losing(never), whole, reference=timed(trial("zero2", 2)), zero_init=True)
+    assert [one.rung for one in run.trials if one.exam == "parity"] == ["zero2", "zero2"]

@@ -239,3 +239,27 @@ def test_a_fits_forecast_knows_when_blocks_come_back() -> None:
 
     h100 = read_catalogue()["h100-80gb"]
     assert most_bytes(h100) < most_bytes(replace(h100, rates=None))
+
+
+def test_zero_init_is_proposed_for_what_builds_beyond_the_host() -> None:
+    """On CPU ranks the budget of a rank is its share of the host: building the whole model takes more than training."""
+
+    def script(spec: EngineSpec, micro_batch: int) -> Simulation:
+        return simulate_peaks(micro_batch, init=(4 if spec.zero_init else 20) * GIB, backward=8 * GIB)
+
+    forecaster, simulator, _ = make_forecaster(script)
+    build = forecaster.split_build([trial("zero2"), trial("zero3")])
+    assert build is not None
+    assert (build.rung, build.verdict, build.tier, build.ranks) == ("zero3", "fits", "host", 2)
+    assert build.whole_bytes == pytest.approx(2 * 20 * GIB, rel=0.1)
+    assert build.split_bytes == pytest.approx(2 * 8 * GIB, rel=0.1)
+    assert build.limit_bytes == 2 * LARGE.device_bytes
+    assert [(spec.rung, spec.zero_init) for spec in simulator.engines][-1] == ("zero3", True)
+
+
+def test_zero_init_is_not_proposed_where_training_lacks_memory() -> None:
+    forecaster, simulator, _ = make_forecaster(
+        lambda spec, size: simulate_peaks(size, init=20 * GIB, backward=18 * GIB)
+    )
+    assert forecaster.split_build([trial("zero3")]) is None
+    assert not any(spec.zero_init for spec in simulator.engines)

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from autods.events import Note
-from autods.forecast.values import RungFinished, SimulationStarted
+from autods.forecast.values import PartitionedBuild, RungFinished, SimulationStarted
 from autods.report.answers.plan import make_plan_document
 from autods.report.document import MemoryStack
 from autods.report.live import PlanProgress
@@ -101,10 +101,33 @@ def test_when_nothing_fits_the_closest_and_the_remedies_are_named() -> None:
     assert "more ranks (--gpus 16)" in text
 
 
-def test_zero_init_is_advised_when_host_memory_is_missing() -> None:
-    text = sentence(printed(forecast((rung("zero3", 20, verdict="cannot_fit", host=2048),))))
-    assert "zero3 comes closest: it needs 2.0 TiB of host memory on a node, 1.0 TiB more than there is" in text
-    assert "--zero-init" in text
+SPLIT = PartitionedBuild(
+    rung="zero3", verdict="fits", tier="host", ranks=8, whole_bytes=2048 * GIB, split_bytes=300 * GIB,
+    limit_bytes=1024 * GIB,
+)  # fmt: skip
+
+
+def offer(build: PartitionedBuild) -> str:
+    hopeless_plan = forecast((rung("zero3", 20, verdict="cannot_fit", host=2048),))
+    sites = (replace(hopeless_plan.sites[0], partitioned=build),)
+    return sentence(printed(replace(hopeless_plan, sites=sites)))
+
+
+def test_the_answer_is_zero_init_where_nothing_fits_without() -> None:
+    text = offer(SPLIT)
+    assert "nothing fits without --zero-init; with it zero3 fits" in text
+    assert (
+        "--zero-init: with it a node needs 300.0 GiB for zero3, has 1.0 TiB, and needs 2.0 TiB of host memory without"
+        " it, because each of the 8 ranks of a node builds the whole model first"
+    ) in text
+    assert text.index("with it a node needs") < text.index("zero3 comes closest: it needs 2.0 TiB of host memory")
+    assert "with it zero3 may fit" in offer(replace(SPLIT, verdict="tight"))
+
+
+def test_what_the_code_has_to_do_for_a_split_build_is_said() -> None:
+    text = offer(replace(SPLIT, verdict="not_applicable", split_bytes=None, obstacle="the script builds the model"))
+    assert "with it" not in text
+    assert "builds the whole model first: the script builds the model" in text
 
 
 def test_what_was_assumed_is_told_once() -> None:
