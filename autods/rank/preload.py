@@ -21,6 +21,7 @@ from ..devices import DEVICES, find_device
 from ..plain_text import read_text
 from ..system import processes
 from ..types import WorkloadSource
+from ..workload.script_source import find_early_variables
 from .patching import declare
 
 # DeepSpeed imports these at the first initialize or step, which costs each rank tenths of a second for each of them.
@@ -78,9 +79,14 @@ def remember_processor() -> None:
 
 
 def preload_trainer(source: WorkloadSource) -> None:
-    """Import the library that trains in a script, if an adapter changes it. What else the script imports is its own."""
+    """Import the library that trains in a script, if an adapter changes it. What else the script imports is its own.
+
+    Libraries read variables such as HF_HOME at import: where the script sets some before, each rank imports them.
+    """
     library = find_library(source)
-    for name in library.preloaded if library is not None else ():
+    if library is None or find_early_variables(source):
+        return
+    for name in library.preloaded:
         with contextlib.suppress(Exception):  # the adapter's own import reports the error
             importlib.import_module(name)
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from ..config.base_config import precision_name
 from ..config.settings import Settings, apply_survey
 from ..config.validator import find_misspelt_keys
-from ..devices import find_device
+from ..devices import DEVICES, find_device
 from ..diagnosis.trial_outcome import make_input_error
 from ..errors import EnvironmentBroken, InputError
 from ..events import Listener, Note, SearchStarted
@@ -27,7 +27,7 @@ from ..report.answers.fit import make_fit_document
 from ..report.render_html import PAGE, write_page
 from ..report.results.fit import FitReport
 from ..types import Failed, ModelFacts, Record, Trial
-from ..workload.script_source import describe_kind
+from ..workload.script_source import describe_kind, find_early_variables
 from .candidates import idle_stages_warning, list_candidates
 from .certify import certify
 from .fit_report import FitResult, NothingFits, build_report
@@ -36,6 +36,9 @@ from .optuna_search import tune
 from .race import run_race
 from .trial_forecasts import NO_FORECASTER, Forecaster, open_forecaster
 from .trials import FitContext, open_journal
+
+# Variables that are read before a rank runs its script: the cards are in use then, and the threads are counted.
+_READ_BEFORE = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", *(device.visible_variable for device in DEVICES.values()))
 
 
 class Runner(Protocol):
@@ -115,6 +118,9 @@ def _describe_workload(settings: Settings) -> Iterator[str]:
     if source.form.runs_as_main:
         script = f"{Path(source.path).name} is {describe_kind(source)} (--kind says otherwise)"
         yield f"{script}; it runs unmodified, and in trials its output files are kept out of your folders"
+        for name, place in find_early_variables(source).items():
+            if name in _READ_BEFORE:
+                yield f"{place} sets {name}, which has no effect in a rank: set it for autods itself"
     yield from find_misspelt_keys(settings.base)
 
 

@@ -247,6 +247,59 @@ def imports_in(file: Path) -> list[Import]:
     return [item for item in _read_imports(file) if item.folder is None]
 
 
+def find_early_variables(source: WorkloadSource) -> dict[str, str]:
+    """Return the environment variables that a script sets before it imports what trains, with the line of each.
+
+    "" stands for those whose names only its run shows. Modules of the user's that it imports are not looked into.
+    """
+    library = find_library(source)
+    found: dict[str, str] = {}
+    for node in _walk_top_level(parse_python(Path(source.path))):
+        match node:
+            case ast.Import(names=names):
+                packages = [name.name.partition(".")[0] for name in names]
+            case ast.ImportFrom(module=str(module), level=0):
+                packages = [module.partition(".")[0]]
+            case _:
+                packages = []
+        if library is not None and set(packages) & {*library.packages}:
+            break
+        for name in _list_variables_set(node):
+            found.setdefault(name, f"{Path(source.path).name}:{getattr(node, 'lineno', 0)}")
+    return found
+
+
+def _walk_top_level(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield what runs when a module is imported, in its order."""
+    yield node
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        for child in ast.iter_child_nodes(node):
+            yield from _walk_top_level(child)
+
+
+def _list_variables_set(node: ast.AST) -> Iterator[str]:
+    """Yield the environment variables that this node itself sets; "" for names that only its run shows."""
+
+    def read_name(key: ast.expr | None) -> str:
+        return key.value if isinstance(key, ast.Constant) and isinstance(key.value, str) else ""
+
+    match node:
+        case ast.Subscript(ast.Attribute(attr="environ") | ast.Name("environ"), key, ast.Store()):
+            yield read_name(key)
+        case ast.Call(ast.Attribute(attr="putenv"), [key, *_]):
+            yield read_name(key)
+        case ast.Call(ast.Attribute(ast.Attribute(attr="environ") | ast.Name("environ"), "setdefault"), [key, *_]):
+            yield read_name(key)
+        case ast.Call(ast.Attribute(ast.Attribute(attr="environ") | ast.Name("environ"), "update"), given, named):
+            yield from (keyword.arg or "" for keyword in named)
+            for mapping in given:
+                yield from map(read_name, mapping.keys) if isinstance(mapping, ast.Dict) else ("",)
+        case ast.Call(ast.Name("load_dotenv") | ast.Attribute(attr="load_dotenv")):
+            yield ""
+        case _:
+            pass
+
+
 def local_files(path: Path, folders: Sequence[Path]) -> list[Path]:
     """The files that a script imports, directly or through others, from `folders` or by relative imports.
 

@@ -9,10 +9,10 @@ import argparse
 import inspect
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from ...devices import find_device
+from ...devices import DEVICES, find_device
 from ...system.stacks import find_caller
 from ..distributed import choose_store
 from ..job import RankJob
@@ -27,6 +27,7 @@ _CUDA_CALLS = declare_all(
     "CPU ranks have no GPU to select or to wait for",
 )
 _SPAWN = declare("torch.multiprocessing.spawn", "the trial starts the ranks, not the script")
+_SET_VARIABLE = declare("os._Environ.__setitem__", "the cards of a rank are chosen before its script runs")
 _PARSE = declare("argparse.ArgumentParser.parse_known_args", "a parser that knows --local_rank gets it")
 _PARSER_ERROR = declare("argparse.ArgumentParser.error", "a refused command line is an error of the trial")
 
@@ -38,6 +39,7 @@ def install(job: RankJob, slot: int, store: socket.socket | None, stand_ins: lis
         for patch in _BACKENDS.values():
             patch.wrap(_replace_nccl, device.backend, stand_ins, everywhere=True)
         ignore_cuda_calls(stand_ins)
+    _SET_VARIABLE.wrap(_keep_cards, {each.visible_variable for each in DEVICES.values()})
     _PARSE.wrap(_pass_local_rank, slot)
     _PARSER_ERROR.install(_refuse_arguments)
     _SPAWN.install(_refuse_spawn)
@@ -65,6 +67,14 @@ def _replace_nccl(backend: str, stand_ins: list[str], original: Any, /, *args: A
         _note(stand_ins, "nccl")
     given.arguments.pop("device_id", None)
     return original(*given.args, **given.kwargs)
+
+
+def _keep_cards(names: Collection[str | None], original: Any, environment: Any, name: Any, value: Any, /) -> None:
+    """Leave the visible cards as they are: they are in use already, and another value would mislead who reads it."""
+    if name not in names or (kept := environment.get(name)) == value:
+        original(environment, name, value)
+    else:
+        print(f"{find_caller()}: {name} stays {kept!r}: autods chose the cards", file=sys.stderr)
 
 
 def _pass_local_rank(

@@ -7,22 +7,29 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
 from autods.config.profiles import Budget, read_profile
+from autods.config.settings import Settings
+from autods.errors import InputError
+from autods.events import Listener, Note
 from autods.journal import TrialStore, trial_key
+from autods.tuner.fit import fit
 from autods.tuner.fit import search as run_search
 from autods.tuner.fit_report import FitResult, NothingFits, build_report
 from autods.tuner.ladder_walk import WalkResult
 from autods.tuner.trials import FitContext
 from autods.types import Fit, Record, Trial
+from autods.workload import make_source
 from tests.support.contexts import make_context
 from tests.support.forecasters import ScriptedForecaster
 from tests.support.machines import a_machine
 from tests.support.surfaces import Surface, searching
 from tests.support.true_answers import RoughSurface, contradictions, slower_than_measured
+from tests.support.walks import SETTINGS
 
 SEEDS = (0, 3, 6, 16)  # of 3 and 16 several rungs climb
 
@@ -237,3 +244,23 @@ def test_the_report_shows_hardware_and_threads_of_the_nodes() -> None:
     report = build_report(NothingFits(walked=WalkResult(), closest=None), context, fingerprint="", seconds=1.0)
     assert report.hardware == node
     assert report.question.threads == node.cores // 4
+
+
+def test_a_variable_that_a_script_sets_in_vain_is_said(tmp_path: Path) -> None:
+    lines = (
+        "import os",
+        "os.environ['OMP_NUM_THREADS'] = os.environ['CUDA_VISIBLE_DEVICES'] = '1'",
+        "import deepspeed",
+    )
+    (tmp_path / "train.py").write_text("\n".join((*lines, "deepspeed.initialize()")))
+    said: list[Any] = []
+
+    def refuse(settings: Settings, listen: Listener) -> NoReturn:
+        raise InputError("no runner is needed")
+
+    settings = replace(SETTINGS, source=make_source(tmp_path / "train.py"), out=tmp_path / "out")
+    with pytest.raises(InputError, match="no runner"):
+        fit(settings, listen=said.append, start=refuse)
+    notes = [event.text for event in said if isinstance(event, Note)]
+    for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
+        assert f"train.py:2 sets {name}, which has no effect in a rank: set it for autods itself" in notes

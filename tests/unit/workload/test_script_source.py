@@ -17,7 +17,7 @@ from autods.rank.script.inject import run_as_main
 from autods.report.launch import launch_commands
 from autods.types import WorkloadSource
 from autods.workload import make_source
-from autods.workload.script_source import describe_launch, fill_placeholders
+from autods.workload.script_source import describe_launch, fill_placeholders, find_early_variables
 from tests.support.reports import fitting_report
 
 PLAIN = "import deepspeed\nengine = deepspeed.initialize(model=None)\n"
@@ -274,3 +274,35 @@ def test_each_launcher_starts_a_module(package):
 @pytest.mark.parametrize("name", ["fit", "plan", "probe"])
 def test_every_command_takes_a_module(name):
     assert "module" in make_command(name, COMMANDS[name]).__annotations__
+
+
+EARLY = """
+import os
+from os import environ
+if True:
+    os.environ["HF_HOME"] = "/hf"
+environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.update({"A": "1", NAME: "2"}, B="3")
+os.putenv("C", "4")
+print(os.environ["READ"])
+
+def main():
+    os.environ["WANDB_PROJECT"] = "later"
+
+from transformers import Trainer
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+"""
+
+
+def test_variables_set_before_the_library_have_their_line(write):
+    source = make_source(write(EARLY))
+    assert source.script_kind == "hf_trainer"
+    lines = {
+        name: f"train.py:{line}"
+        for name, line in {"HF_HOME": 5, "HF_HUB_OFFLINE": 6, "B": 7, "A": 7, "": 7, "C": 8}.items()
+    }
+    assert find_early_variables(source) == lines
+    assert find_early_variables(make_source(write("from dotenv import load_dotenv\nload_dotenv()\n" + PLAIN))) == {
+        "": "train.py:2"
+    }
+    assert find_early_variables(make_source(write(PLAIN))) == {}

@@ -7,11 +7,12 @@ script's own. A schedule that accelerate steps is no part of DeepSpeed's states.
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from typing import TYPE_CHECKING, Any
 
 from ....devices import find_device
-from ...patching import declare
+from ...patching import declare, when_imported
 from ..engine_config import LibraryConfig, read_config
 from ..policy import Injection
 
@@ -30,9 +31,13 @@ _BACKEND = declare("accelerate.PartialState._prepare_backend", "CPU ranks stand 
 
 
 def install(injection: Injection) -> None:
-    """Install the patches for the rest of this process."""
+    """Install the patches for the rest of this process, as soon as the library is imported."""
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    config = injection.config = LibraryConfig(injection.job)
+    injection.config = config = LibraryConfig(injection.job)
+    when_imported("accelerate", functools.partial(_install_patches, injection, config))
+
+
+def _install_patches(injection: Injection, config: LibraryConfig) -> None:
     _PLUGIN.wrap(_fill_plugin, config)
     if injection.job.stops_at_engine:
         _PREPARE.wrap(_name_dummy_optimizer, config)

@@ -18,7 +18,7 @@ from ....config.deepspeed import to_trainer_config
 from ....devices import find_device
 from ....system.stacks import find_caller
 from ....workload.script_source import has_placeholder
-from ...patching import declare, declare_all
+from ...patching import declare, declare_all, when_imported
 from ..engine_config import LibraryConfig, read_config
 from ..policy import Injection, TrainerLoop
 from ..user_errors import script_error
@@ -53,8 +53,12 @@ class Zeros(dict[str, float]):
 
 
 def install(injection: Injection) -> None:
-    """Install the patches for the rest of this process."""
-    config = injection.config = LibraryConfig(injection.job, convert=to_trainer_config)
+    """Install the patches for the rest of this process, as soon as the library is imported."""
+    injection.config = config = LibraryConfig(injection.job, convert=to_trainer_config)
+    when_imported("transformers", functools.partial(_install_patches, injection, config))
+
+
+def _install_patches(injection: Injection, config: LibraryConfig) -> None:
     _CONFIG.wrap(_replace_config, config)
     _ARGUMENTS.wrap(_set_arguments, injection)
     injection.skip("transformers.Trainer", "evaluate", "predict", phase="evaluate", returns=Zeros)

@@ -21,7 +21,7 @@ from ....config.deepspeed import to_lightning_config
 from ....devices import find_device
 from ....system.stacks import find_caller
 from ...job import RankJob
-from ...patching import declare_all
+from ...patching import declare_all, when_imported
 from ..engine_config import LibraryConfig
 from ..policy import Injection, Policy, TrainerLoop
 from ..user_errors import script_error
@@ -75,13 +75,11 @@ class LightningConfig(LibraryConfig):
 
 
 def install(injection: Injection) -> None:
-    """Install the patches for the rest of this process."""
+    """Install the patches for the rest of this process, as soon as the libraries are imported."""
     os.environ["TORCHELASTIC_RUN_ID"] = "autods"  # ranks exist already: Lightning must not start any
     injection.config = LightningConfig(injection.job, convert=to_lightning_config)
     for package, entry in _ENTRIES.items():
-        if importlib.util.find_spec(package.partition(".")[0]) is not None:
-            importlib.import_module(package)
-            _install_in(injection, package, is_trainer=entry == "Trainer")
+        when_imported(package, functools.partial(_install_in, injection, package, is_trainer=entry == "Trainer"))
 
 
 def _install_in(injection: Injection, package: str, *, is_trainer: bool) -> None:
