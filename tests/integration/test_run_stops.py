@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from tests.support.watching import wait_for
 
 SCRIPT = Path(__file__).parent / "scripts_run" / "slow.py"
-STEPS = 14
+STEPS, ACCUMULATION = 10, 2
 
 
 def command(folder: Path) -> list[str]:
@@ -25,12 +26,16 @@ def command(folder: Path) -> list[str]:
     return [sys.executable, "-m", "autods", "run", str(SCRIPT), *ranks, *fit, *run, *script]
 
 
-def read_samples(folder: Path, first_line: int = 0) -> dict[int, list[int]]:
-    """The samples of each step that both ranks have begun, in the lines after the first so many of each rank."""
+def read_rows(folder: Path, rank: int) -> list[dict[str, Any]]:
+    """What a rank wrote down when it began each micro batch."""
+    return [json.loads(line) for line in (folder / f"rank{rank}.jsonl").read_text().splitlines()]
+
+
+def read_samples(folder: Path) -> dict[int, list[int]]:
+    """The samples of each step that a rank has begun."""
     steps: dict[int, list[int]] = {}
     for rank in range(2):
-        for line in (folder / f"rank{rank}.jsonl").read_text().splitlines()[first_line:]:
-            row = json.loads(line)
+        for row in read_rows(folder, rank):
             steps.setdefault(row["step"], []).extend(row["samples"])
     return {step: sorted(samples) for step, samples in steps.items()}
 
@@ -38,8 +43,16 @@ def read_samples(folder: Path, first_line: int = 0) -> dict[int, list[int]]:
 def test_a_long_evaluation_is_no_hang_and_sigterm_saves(tmp_path: Path) -> None:
     steps = tmp_path / "run" / "attempts" / "1" / "steps.jsonl"
     driver = subprocess.Popen(command(tmp_path), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-    wait_for(lambda: driver.poll() is not None or (steps.exists() and steps.read_text().count("\n") >= 4), 300)
+
+    def is_in_mid_step() -> bool:
+        if not steps.exists() or steps.read_text().count("\n") < 4:
+            return False
+        before, now = read_rows(tmp_path, 0)[-2:]
+        return now["step"] > before["step"]
+
+    wait_for(lambda: driver.poll() is not None or is_in_mid_step(), 300)
     assert driver.poll() is None, driver.communicate()[1]
+    assert json.loads((steps.parent / "job.json").read_text())["accumulation"] == ACCUMULATION
     family = [driver, *psutil.Process(driver.pid).children(recursive=True)]
     for process in family:  # in the order of a job's processes: the ranks come last
         os.kill(process.pid, signal.SIGTERM)
