@@ -9,6 +9,8 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 STAMP := .venv/.set-up
 # Two at a time: most tests wait for ranks that start. Tests of a file stay together, so that they share their ranks.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Tests start hundreds of processes that import autods; without bytecode each of them, and each pytest, compiles it anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 # The Pythons that can make a .venv, the tested ones first; PYTHON=… overrides.
 PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do \

@@ -42,10 +42,12 @@ def find_trend(window: Sequence[TierReading], limit_bytes: int) -> Trend | None:
     """
     if len(window) < _FEWEST:
         return None
-    slope = _slope(window)
     size = len(window) // _PARTS
-    *earlier, last_part = (_slope(window[start : start + size]) for start in range(0, _PARTS * size, size))
-    if slope <= 0 or min(earlier) <= 0 or last_part < slope / 2:
+    parts = [_slope(window[start : start + size]) for start in range(0, _PARTS * size, size)]
+    if min(parts) <= 0:  # asked first: the slope of all has many more pairs
+        return None
+    slope = _slope(window)
+    if slope <= 0 or parts[-1] < slope / 2:
         return None
     last = window[-1]
     level = statistics.median(point.used_bytes + slope * (last.step - point.step) for point in window)

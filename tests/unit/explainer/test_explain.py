@@ -14,9 +14,7 @@ from autods import api
 from autods.cli.main import main
 from autods.config.deepspeed import get_key
 from autods.errors import InputError
-from autods.explainer import explain as explainer
 from autods.explainer.explain import ExplainSettings, explain, make_rung, resolve_explain
-from autods.explainer.installed import describe
 from autods.forecast.testing import ScriptedSimulator, simulate_peaks
 from autods.forecast.values import EngineSpec, Simulation
 from autods.report.answers.problems import make_explain_document
@@ -37,12 +35,6 @@ SIZED: dict[str, Any] = {
         "allgather_bucket_size": 500_000_000,
     },
 }
-
-
-@pytest.fixture(autouse=True)
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that imports DeepSpeed takes seconds; one test of `ask_deepspeed` has it."""
-    monkeypatch.setattr(explainer, "ask_deepspeed", describe)
 
 
 def explained(config: dict[str, Any], **asked: Any) -> tuple[Explanation, list[EngineSpec]]:

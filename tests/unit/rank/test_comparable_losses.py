@@ -11,7 +11,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from transformers import T5Config, T5ForConditionalGeneration
 
 from autods.rank.comparable_losses import (
     Incomparable,
@@ -91,6 +90,8 @@ def test_samples_that_ignore_the_seed_are_refused() -> None:
 
 
 def test_no_dropout_is_left_in_training_mode() -> None:
+    from transformers import T5Config, T5ForConditionalGeneration  # seconds for each process that collects this file
+
     config = T5Config(
         vocab_size=64,
         d_model=16,
