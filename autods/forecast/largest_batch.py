@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 MOST_MICRO_BATCH = 4096
-MOST_MEASUREMENTS = 8
+MOST_MEASUREMENTS = 10
 _NOTICEABLE = 0.1  # of a bracket: where the chord moves less, its steep end misleads it
-_NEAR = 1.03  # a bracket of 100 and 103 is not worth another simulation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +17,7 @@ class LargestMicroBatch:
 
     `micro_batch` is the largest measured size that fits, or None when none does.
     `refused` is the smallest measured size that does not fit, or None when all fit.
-    `proven` is whether the search is done: few or no sizes are left between the two.
+    `proven` is whether the search is done: no size is left between the two.
     `failures` maps each size that could not be simulated to the reason.
     """
 
@@ -59,7 +58,7 @@ def _next(seen: dict[int, float], sizes: Sequence[int]) -> int | None:
     """Return the size to measure next; None when the search is over."""
     fits, refused = _bracket(seen)
     left = [size for size in sizes if (fits is None or size > fits) and (refused is None or size < refused)]
-    if not left or (fits is not None and refused is not None and refused <= _NEAR * fits):
+    if not left:
         return None
     if fits is None:
         return left[0]

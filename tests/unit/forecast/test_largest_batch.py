@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Callable
 
+import numpy
 import pytest
 
 from autods.forecast.largest_batch import MOST_MEASUREMENTS, find_largest
@@ -33,6 +34,15 @@ def test_the_answer_was_measured_and_the_next_size_does_not_fit() -> None:
     found = find_largest(engine, SIZES, known=(1, kinked(1)))
     assert (found.micro_batch, found.refused, found.proven) == (55, 56, True)
     assert {55, 56} <= set(engine.measured)
+
+
+def test_of_sizes_close_to_the_answer_the_largest_is_found() -> None:
+    # T5-3B on 80 GiB: fills of zero2-offload as they were simulated, and lines between them.
+    sizes = [1, 8, 128, 394, 395, 396, 398, 424, 458, 4096]
+    fills = [0.15726, 0.15743, 0.38205, 0.99707, 0.99929, 1.00148, 1.00585, 1.06286, 1.14757, 9.6]
+    engine = Engine(lambda size: float(numpy.interp(size, sizes, fills)))
+    found = find_largest(engine, SIZES, known=(1, fills[0]))
+    assert (found.micro_batch, found.refused, found.proven) == (395, 396, True)
 
 
 def test_a_known_measurement_is_not_made_again() -> None:
