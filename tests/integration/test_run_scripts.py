@@ -62,7 +62,7 @@ class Runs:
 
 @contextlib.contextmanager
 def open_runs(script: str, folder: Path) -> Iterator[Runs]:
-    plain = script == "plain.py"
+    plain = script in ("plain.py", "partitioned.py")
     source = make_source(SCRIPTS / script, argv=("--deepspeed_config", "{ds_config}", *SIZES, "--log", str(folder)))
     settings = fit_settings(
         source, hardware=read_hardware(), out=folder / "fit", config="quick", gpus=2, device="cpu", gpu_memory="1GiB",
@@ -145,6 +145,19 @@ def test_the_steps_of_a_run_are_written_with_their_losses(runs: Callable[[str], 
     assert [line["step"] for line in lines] == list(range(5, STEPS + 1))
     assert all(0 < line["loss"] < 10 for line in lines)
     assert [line["samples"] for line in lines] == [[8 * step, 8 * step + 8] for step in range(4, STEPS)]
+
+
+@pytest.mark.parametrize("script", ["partitioned.py", "partitioned_trainer.py"])
+def test_a_script_splits_its_model_if_the_run_has_stage_3(ray: object, tmp_path: Path, script: str) -> None:
+    with open_runs(script, tmp_path) as runs:
+        for number, rung in enumerate(("zero3", "zero2"), start=1):
+            done = runs.attempt(number, rung, 4)
+            assert isinstance(done, RunResult), done
+            assert (done.ended, done.step) == ("done", STEPS)
+    for rank in range(2):
+        in_parts, whole = (json.loads(line) for line in (tmp_path / f"build{rank}.jsonl").open())
+        assert (in_parts["held"], in_parts["split"] > 0) == (0, True)
+        assert (whole["held"] > 10_000, whole["split"]) == (True, 0)
 
 
 def test_a_run_that_trains_without_deepspeed_fails(ray: object, tmp_path: Path) -> None:

@@ -82,6 +82,56 @@ def test_a_trial_refuses_a_weight_set_after_it_was_partitioned(ray: object, tmp_
         probe_model(tmp_path, zero_init=True, last="torch.nn.init.zeros_(self.layers[0].weight)")
 
 
+FROZEN = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2048, 2048, bias=False) for _ in range(28))
+        self.layers[:-1].requires_grad_(False)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+def build_model():
+    return Net()
+
+def build_batch(micro_batch_size):
+    return (torch.ones(micro_batch_size, 2048),)
+"""
+
+
+def autods_on_two_ranks(folder: Path, command: str, *options: str) -> subprocess.CompletedProcess[str]:
+    (folder / "model.py").write_text(FROZEN)  # 448 MiB, of which only the last layer trains: the build decides
+    asked = ("--gpus", "2", "--device", "cpu", "--gpu-memory", "480MiB", "--ladder", "zero3", "--precision", "fp32")
+    search = ("--config", "quick", "--max-trials", "1", "--global-batch", "2", "--out", str(folder / command))
+    program = (sys.executable, "-m", "autods", command, str(folder / "model.py"), *asked, *search, *options)
+    return subprocess.run(program, capture_output=True, text=True, timeout=500, check=False)
+
+
+def test_a_fit_proposes_to_build_in_parts_and_a_run_does(ray: object, tmp_path: Path) -> None:
+    fit = autods_on_two_ranks(tmp_path, "fit")
+    assert fit.returncode == 1, fit.stderr
+    assert "nothing fits without --zero-init; with it zero3 fits" in fit.stdout
+    assert "each of the 2 ranks of a node builds the whole model first" in " ".join(fit.stdout.split())
+    (line,) = (line for line in fit.stdout.splitlines() if line.startswith("with --zero-init: "))
+    assert line.endswith(f"--out {tmp_path / 'fit'} --zero-init --fresh")
+
+    for steps in (3, 5):
+        run = autods_on_two_ranks(tmp_path, "run", "--zero-init", "--steps", str(steps))
+        assert run.returncode == 0, run.stderr
+        report = json.loads((tmp_path / "run" / "run.json").read_text())
+        assert (report["status"], report["step"], report["rescues"]) == ("done", steps, 0)
+    steps_of_second = (tmp_path / "run" / "attempts" / "2" / "steps.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in steps_of_second] == [4, 5]
+    certificate = json.loads((tmp_path / "run" / "fit" / "report.json").read_text())["certificate"]
+    assert certificate["failures"] == []
+
+
 BUILDS = """
 import json, torch, deepspeed
 from torch import nn

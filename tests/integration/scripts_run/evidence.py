@@ -23,9 +23,24 @@ def parse():
     return parser.parse_args()
 
 
-def make_model():
+def make_config():
     size = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 1, "n_head": 2}
-    return GPT2LMHeadModel(GPT2Config(**size, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    return GPT2Config(**size, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+
+
+def make_model():
+    return GPT2LMHeadModel(make_config())
+
+
+def note_build(folder, model):
+    """Note how much of the model this rank holds after its build: of a partitioned weight nothing is there."""
+    weights = list(model.parameters())
+    row = {
+        "held": sum(weight.numel() for weight in weights),
+        "split": sum(hasattr(weight, "ds_id") for weight in weights),
+    }
+    with open(Path(folder) / f"build{os.environ['RANK']}.jsonl", "a") as file:
+        print(json.dumps(row), file=file)
 
 
 class Samples(torch.utils.data.Dataset):
