@@ -1,20 +1,28 @@
-"""Files and paths that a user names: checked before they are opened, and read whole within a limit."""
+"""Files and paths that a user names: checked before they are opened, and read or written whole."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import stat
+import tempfile
+import threading
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
-from .errors import InputError
+from .errors import InputError, make_write_error
 from .units import format_bytes
 
-LARGEST_TEXT = 16 * 2**20  # bytes of a config or of a Python file
+LARGEST_TEXT = 16 * 2**20  # bytes of a file that a workload imports or names
+LARGEST_CODE = 2 * 2**20  # bytes of Python that is parsed; its tree takes 600 times as many
+LARGEST_CONFIG = 2**20  # bytes of a DeepSpeed JSON
 LARGEST_RECORD = 2**30  # bytes of a file that autods wrote: a journal, a report
 # Bytes of an absolute path. The kernel takes 4,095, and names of files in a folder of results need room.
 _LONGEST_PATH = 3500
 _LONGEST_NAME = 255  # bytes between two slashes
+_ROOM_BYTES = 2**18  # that a disk must take before the work that makes a page, a table or a trace
 _KINDS = (
     (stat.S_ISDIR, "folder"),
     (stat.S_ISFIFO, "pipe"),
@@ -110,3 +118,92 @@ def as_folder_name(name: str) -> str:
 def find_existing(folder: Path) -> Path:
     """Return the folder, or the nearest one above it that exists."""
     return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+
+
+class Output(NamedTuple):
+    """A file that a user names with an option, and how files of its kind begin."""
+
+    option: str
+    path: str | os.PathLike[str]
+    begins: tuple[bytes, ...]
+
+
+def check_outputs(outputs: Iterable[Output], taken: Iterable[Path] = ()) -> None:
+    """Check files before the work whose results they will hold. `taken` are others that the command reads or writes.
+
+    Raises InputError for a file that cannot be written, that two of them are, or that holds something of another kind:
+    a model, a config, a journal. Raises EnvironmentBroken for a full disk. A link stands for the file it leads to.
+    """
+    users = {_identify(path): "the results" for path in taken}
+    for option, path, begins in outputs:
+        check_path(path, option)
+        _check_output(option, os.fspath(path), begins)
+        user = users.setdefault(_identify(path), option)
+        if user != option:
+            raise InputError(f"{option} and {user} are one file", place=str(path), hint="give another file")
+
+
+def _check_output(option: str, path: str, begins: tuple[bytes, ...]) -> None:
+    if path == "-":
+        raise InputError(f"{option} -: standard output shows the result", hint="give a file; ./- is one, too")
+    target = os.path.realpath(path)
+    folder = os.path.dirname(target)
+    hint, problem = "give another file", None
+    try:
+        if os.path.lexists(target):
+            problem = _find_obstacle(target, begins)
+        elif path.endswith(os.sep):
+            problem = "it is the name of a folder"
+        if problem is None:
+            hint = f"make its folder first: mkdir -p {shlex.quote(folder)}" if not os.path.lexists(folder) else hint
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(bytes(_ROOM_BYTES))
+    except OSError as error:
+        raise make_write_error(Path(path), error, hint=hint) from None
+    if problem is not None:
+        raise InputError(f"cannot be written: {problem}", place=path, hint=hint)
+
+
+def _find_obstacle(target: str, begins: tuple[bytes, ...]) -> str | None:
+    """Why a file that exists is not written over."""
+    if kind := describe_file_kind(os.stat(target).st_mode):
+        return f"is a {kind}"
+    if not os.access(target, os.W_OK):
+        return "it is read-only"
+    with open(target, "rb", opener=open_without_waiting) as file:
+        start = file.read(max(map(len, begins))).lower()
+    return None if not start or start.startswith(begins) else "it holds something else, which would be lost"
+
+
+def _identify(path: str | os.PathLike[str]) -> object:
+    """What two names of one file share: device and number where it exists, as hard links have them; else its path."""
+    try:
+        state = os.stat(path)
+        return state.st_dev, state.st_ino
+    except OSError:
+        return os.path.realpath(path)
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Replace the file at once: a reader sees the old or the new one. Its mode stays, and a link is followed.
+
+    Raises the error of `errors.make_write_error` for a file that cannot be written. No folder is made.
+    """
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".autods-{os.getpid()}-{threading.get_ident()}")
+    try:
+        mode = os.stat(target).st_mode if os.path.lexists(target) else None
+        if mode is not None and (kind := describe_file_kind(mode)):
+            raise InputError(f"cannot be written: it is a {kind}", place=str(path), hint="give another place")
+        with open(temporary, "wb") as file:
+            file.write(content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        if mode is not None:
+            os.chmod(temporary, stat.S_IMODE(mode))
+        os.replace(temporary, target)
+    except OSError as error:
+        raise make_write_error(path, error) from None
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)

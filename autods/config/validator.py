@@ -182,10 +182,13 @@ def _note(key: str, problem: str, hint: str = "") -> Problem:
 
 
 _MOST_COMPARED = 500  # unknown keys whose spelling is compared, which takes half a millisecond each
+_LONGEST_COMPARED = 100  # characters
 
 
 def _find_near(name: str, known: Iterable[str], section: str = "") -> str | None:
     """The known name that another one may mean. At the top, where libraries have keys of their own, it is nearer."""
+    if len(name) > _LONGEST_COMPARED:
+        return None
     return next(iter(get_close_matches(name, list(known), n=1, cutoff=0.7 if section else 0.85)), None)
 
 
@@ -313,7 +316,7 @@ def _find_unknown(question: Question) -> Iterator[Problem]:
         OPEN_SECTIONS, (_OPTIMIZER_ARGUMENTS, installed.schedule_arguments or ()), strict=True
     ):
         given = question.get(section)
-        for name in given if arguments and isinstance(given, Mapping) else ():
+        for name in list(given)[:_MOST_COMPARED] if arguments and isinstance(given, Mapping) else ():
             if name not in arguments and (near := _find_near(name, arguments, section)):
                 problem = f"{question.get(section.replace('params', 'type'))} takes no such argument"
                 yield _error(f"{section}.{name}", problem, f'{_MEANT} "{near}"?')

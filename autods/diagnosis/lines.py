@@ -14,6 +14,7 @@ from .signatures import any_of, expand, read_signatures, read_toml
 
 _MOST_REPEATS = 12  # lines that differ only in their digits are kept this often
 _MOST_RANK_LINES = 4000  # lines that say which process has which rank are kept this often
+_MOST_NEEDED = 2000  # lines of tracebacks are kept this often
 _MOST_SHAPES = 20_000
 _MANY = 8000  # kept lines from which on a line needs a word that few lines since then had
 _MOST_OF_A_WORD = 20
@@ -30,19 +31,24 @@ class LineFilter:
     def __init__(self) -> None:
         self.worn: set[int] = set()
         self._counts: Counter[int] = Counter()
+        self._needed: Counter[int] = Counter()
         self._words: Counter[bytes] = Counter()
         self._kept = 0
 
-    def keeps(self, line: bytes, shape: int | None = None) -> bool:
+    def keeps(self, line: bytes, shape: int | None = None, *, needed: bool = False) -> bool:
         """Whether the line has a word that some row looks for and is no repetition. `shape` is its shape's hash.
 
         Lines that differ only in their digits are repetitions. After `_MANY` kept lines a line needs a word that few
-        lines since then had.
+        lines since then had. A line that is `needed` may be any, and a repetition more often.
         """
-        if len(self._counts) > _MOST_SHAPES:
+        if len(self._counts) + len(self._needed) > _MOST_SHAPES:
             self._counts.clear()
+            self._needed.clear()
             self.worn.clear()
         shape = hash(line.translate(None, _DIGITS)) if shape is None else shape
+        if needed:
+            self._needed[shape] += 1
+            return self._needed[shape] <= _MOST_NEEDED
         self._counts[shape] += 1
         lowered = line.lower()
         if self._counts[shape] > (_MOST_RANK_LINES if b"pid" in lowered and b"rank" in lowered else _MOST_REPEATS):
@@ -307,7 +313,7 @@ class Reader:
             if raw[:2] in _HEADS and (header := _HEADER.match(raw)):
                 self._begin_part(header[1].decode(errors="replace"))
                 continue
-            keeps = self.waiting() or self._filter.keeps(raw, shape)
+            keeps = self._filter.keeps(raw, shape, needed=self.waiting())
             if number < self._watch_until:
                 self._count_progress(raw)
             if keeps:
@@ -332,11 +338,8 @@ class Reader:
     def _parse(self, raw: bytes) -> Iterator[Line]:
         parts = _split(_clean(raw).removeprefix(self._indent))
         for text in parts:
-            if (
-                len(parts) > _MANY_PARTS
-                and not self.waiting()
-                and not self._filter.keeps(text.encode(errors="replace"))
-            ):
+            is_part = len(parts) > _MANY_PARTS
+            if is_part and not self._filter.keeps(text.encode(errors="replace"), needed=self.waiting()):
                 continue
             prefix, rest = split_prefix(text)
             bar = _BAR.search(rest)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
-from ..files import read_file
+from ..files import LARGEST_CODE, read_file
 
 if TYPE_CHECKING:
     import torch
@@ -117,7 +117,7 @@ def parse_python(path: Path) -> ast.Module:
             raise InputError("cannot be read: Permission denied", place=str(path), hint=hint)
         raise InputError("is a folder without a config.json", place=str(path), hint=hint)
     hint = "check the path; models are not looked up by name: give the path of a model.py or a config.json"
-    content = read_file(path, hint=hint)
+    content = read_file(path, most=LARGEST_CODE, hint=hint)
     try:
         text = importlib.util.decode_source(content)  # UTF-8, or the encoding that its first lines declare
     except (UnicodeDecodeError, SyntaxError):

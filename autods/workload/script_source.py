@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ..config.trainers import SCRIPT_KINDS, find_library
 from ..errors import InputError
-from ..files import LARGEST_TEXT, read_file
+from ..files import LARGEST_CODE, LARGEST_TEXT, read_file
 from ..types import WorkloadSource
 from .protocol import FUNCTIONS, bound_names, parse_python
 
@@ -344,7 +344,7 @@ def _read_imports(file: Path) -> tuple[Import, ...]:
 def _parse_imports(file: Path, modified_ns: int) -> tuple[Import, ...]:
     imports: dict[Import, None] = {}
     modules: dict[str, str] = {}  # by the names that the file gives them
-    nodes = list(ast.walk(ast.parse(read_file(file))))
+    nodes = list(ast.walk(ast.parse(read_file(file, most=LARGEST_CODE))))
     for node in nodes:
         if isinstance(node, ast.Import):
             for item in node.names:

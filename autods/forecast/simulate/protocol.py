@@ -16,6 +16,8 @@ from ...types import ModelFacts
 from ...workload.protocol import WorkloadError
 from ..values import EngineSpec, Simulation
 
+SIZE_BYTES = 8  # that announce the length of a request
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRequest:

@@ -30,13 +30,11 @@ from ...rank.patching import SymbolMissing
 from ...system import processes, stacks
 from ...types import WorkloadSource
 from ..values import EngineSpec
-from .protocol import Answer, Request, SimulationFailed, WorkloadReady, failure_of, receive, send
+from .protocol import SIZE_BYTES, Answer, Request, SimulationFailed, WorkloadReady, failure_of, receive, send
 
 if TYPE_CHECKING:
     from ...workload.protocol import Workload
     from .engine import SimulationContext
-
-_LONGEST_REQUEST = 1 << 20  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +125,12 @@ def _serve(client: socket.socket, prepared: _Prepared) -> None:
     parent = os.getpid()
     children: set[int] = set()
     while True:
-        line, descriptors, _, _ = socket.recv_fds(client, _LONGEST_REQUEST, 1)
-        if not line:
+        size, descriptors, _, _ = socket.recv_fds(client, SIZE_BYTES, 1)
+        if not size:
             break
+        data = client.recv(int.from_bytes(size), socket.MSG_WAITALL)
         children = {pid for pid in children if not _has_ended(pid)}
-        request, connection = pickle.loads(line), socket.socket(fileno=descriptors[0])
+        request, connection = pickle.loads(data), socket.socket(fileno=descriptors[0])
         pid = os.fork()
         if pid == 0:
             processes.die_with_parent(parent)

@@ -18,6 +18,8 @@ from ..text import TIER_NAMES
 
 # Explain.
 
+_MOST_SHOWN = 200  # keys of a section, findings
+_LONGEST_SHOWN = 400  # characters of a key or a value
 _SEVERITY_STYLES: Mapping[Severity, str] = {"error": "red", "warning": "yellow", "note": "cyan"}
 
 
@@ -34,25 +36,38 @@ def _list_explained(explanation: Explanation) -> Iterator[doc.Part]:
     for section, keys in sections.items():
         if section:
             yield doc.Heading(words=section)
-        for number, key in enumerate(keys):
-            words = line(f"{key.key.rpartition('.')[2]} = ", (_format_value(key.value), "cyan"))
+        for number, key in enumerate(keys[:_MOST_SHOWN]):
+            words = line(f"{_cut(key.key.rpartition('.')[2])} = ", (_format_value(key.value), "cyan"))
             yield doc.Paragraph(words=words, indent=2, gap=not section and not number)
             yield from (doc.Paragraph(words=words, indent=4) for words in _explain_key(key))
+        yield from _count_others(len(keys), "keys")
     if explanation.memory is not None:
         yield doc.Paragraph(words=_describe_memory(explanation.memory), gap=True)
     if not explanation.findings:
         yield doc.Paragraph(words=line(("Nothing is wrong with it.", "green")), gap=True)
-    for number, finding in enumerate(explanation.findings):
+    for number, finding in enumerate(explanation.findings[:_MOST_SHOWN]):
         severity = (finding.severity, f"bold {_SEVERITY_STYLES[finding.severity]}")
-        yield doc.Paragraph(words=line(severity, f": {finding.key}: {finding.problem}"), gap=not number)
+        yield doc.Paragraph(words=line(severity, f": {_cut(finding.key)}: {finding.problem}"), gap=not number)
         if finding.hint:
             yield doc.Paragraph(words=line((finding.hint, "dim")), indent=2)
+    yield from _count_others(len(explanation.findings), "findings")
+
+
+def _count_others(count: int, noun: str) -> Iterator[doc.Part]:
+    if count > _MOST_SHOWN:
+        yield doc.Paragraph(
+            words=line((f"… {count - _MOST_SHOWN:,} more {noun}: --json has them all", "dim")), indent=2
+        )
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
 
 
 def _format_value(value: Any) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) >= 10_000:
-        return f"{value:,.0f}"
-    return json.dumps(value)
+        return _cut(f"{value:,.0f}")
+    return _cut(json.dumps(value))
 
 
 def _explain_key(key: ExplainedKey) -> Iterator[StyledLine]:
