@@ -71,7 +71,7 @@ REQUIRED = {
 _NO_THREAD = re.compile("can't start new thread|Resource temporarily unavailable")
 
 
-def make_write_error(path: Path, error: OSError, *, hint: str = "give another --out") -> AutodsError:
+def make_write_error(path: Path, error: OSError, *, hint: str = "give another place") -> AutodsError:
     """Return the error about a path that cannot be written.
 
     It is EnvironmentBroken for a full or broken disk, else InputError, with `hint`.

@@ -194,7 +194,7 @@ TRACEBACK = "internal-error.txt"  # in logs/, where a fit failed before its jour
 # A trial during which the driver died this often does not run again: it may be the cause.
 _MOST_STARTS = 3
 # Files that a fit or a probe writes beside its journal. Without a journal, files of these names are the user's.
-_RESULTS = (
+RESULTS = (
     "report.json", "report.html", "ds_config.json", "ds_config_hf.json", "ds_config_lightning.json", "accelerate.yaml",
     "ds_config_so_far.json", "ds_config_rehearsed.json", "probe.json", "probe.csv", STUDY,
 )  # fmt: skip
@@ -240,7 +240,7 @@ def workspace(out: Path, *, fresh: bool, user: str = "fit") -> Iterator[Path]:
             pass
         if fresh:
             shutil.rmtree(out / "logs", ignore_errors=True)
-            for name in _RESULTS:
+            for name in RESULTS:
                 (out / name).unlink(missing_ok=True)
             (out / JOURNAL).unlink(missing_ok=True)  # last: it marks the other files as results of a fit
         check_disk_space(out)
@@ -271,7 +271,7 @@ def _check_not_foreign(out: Path) -> None:
     if _holds_a_fit(out):
         return
     logs = [path for path in out.glob("logs/*") if path.name != TRACEBACK]
-    if foreign := [path for name in (JOURNAL, *_RESULTS) if os.path.exists(path := out / name)] + logs:
+    if foreign := [path for name in (JOURNAL, *RESULTS) if os.path.exists(path := out / name)] + logs:
         raise InputError(
             f"holds {foreign[0].relative_to(out)} and no journal of a fit, so nothing is written over",
             place=str(out),

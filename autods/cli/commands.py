@@ -22,10 +22,12 @@ from ..api import DOCTOR, EXPLAIN, FIT, PLAN, PROBE, RUN, UseCase
 from ..config.settings import Settings
 from ..diagnosis.logs import find_logs
 from ..diagnosis.root_cause import Diagnosis, diagnose_logs
-from ..errors import InputError
+from ..errors import AutodsError, InputError
 from ..events import Note
-from ..files import check_path
+from ..files import Output, check_outputs
 from ..forecast.values import PartitionedBuild
+from ..journal import JOURNAL, RESULTS
+from ..planner.timeline import name_timeline
 from ..prober.grid import format_trial_label
 from ..prober.probe_settings import ProbeSettings
 from ..report.answers.fit import make_comparison, make_fit_document
@@ -35,12 +37,13 @@ from ..report.answers.problems import make_diagnosis_document, make_doctor_docum
 from ..report.answers.run import make_run_document
 from ..report.document import Document
 from ..report.live import CheckProgress, PlanProgress, RunProgress, TrialProgress
-from ..report.render_html import PAGE, RUN_PAGE, write_page
+from ..report.render_html import PAGE, PAGE_BEGINS, RUN_PAGE, write_page
 from ..report.render_markdown import to_markdown
 from ..report.render_terminal import print_document
 from ..report.results.run import RunReport
 from ..report.serialize import (
-    check_writable,
+    CSV_BEGINS,
+    PROBE_CSV,
     has_probe,
     has_run,
     plan_to_dict,
@@ -57,7 +60,7 @@ from ..supervisor.run_settings import RunSettings
 from ..tuner.candidates import unusual_knobs
 from ..types import Trial
 from ..units import format_bytes
-from .ending import Call, resuming_command
+from .ending import Call, end_with_error, resuming_command
 
 Request = TypeVar("Request")
 Resolved = TypeVar("Resolved")
@@ -109,24 +112,28 @@ def run_report(
     if other is not None and (markdown or request.compare is not None):
         option = "--markdown" if markdown else "--compare"
         raise InputError(f"{option} is for fits", place=str(folder), hint=f"this is the folder of a {other}")
+    page = folder / (RUN_PAGE if other == "run" else PAGE)
     if other == "probe":
         probe = read_probe(folder)
-        page = write_page(make_probe_document(probe, folder), folder / PAGE)
+        document = make_probe_document(probe, folder)
         _show(probe, as_json, probe_to_dict, make_probe_document)
     elif other == "run":
         run = read_run(folder)
-        page = write_page(make_run_document(run, folder), folder / RUN_PAGE)
+        document = make_run_document(run, folder)
         _show(run, as_json, RunReport.to_dict, make_run_document)
     else:
         reports = [read_report(Path(each)) for each in (request.folder, request.compare) if each is not None]
-        page = write_page(make_fit_document(reports[0], folder), folder / PAGE)
+        document = make_fit_document(reports[0], folder)
         if as_json:
             print(json.dumps([to_dict(report) for report in reports], indent=2))
         elif markdown or len(reports) > 1:
             print(to_markdown(make_comparison(reports)))
         else:
             _show(reports[0], False, to_dict, make_fit_document, verbose=verbose)
-    print(f"page: {page}", file=sys.stderr)
+    try:
+        print(f"page: {write_page(document, page)}", file=sys.stderr)
+    except AutodsError as error:  # a folder of somebody else's, or an archive: the result is shown
+        print(f"no page: {str(error).splitlines()[0]}", file=sys.stderr)
     return 0
 
 
@@ -134,13 +141,13 @@ def run_plan(
     call: Call, request: requests.PlanRequest, *, html: str | None = None, as_json: bool = False, quiet: bool = False
 ) -> int:
     """Forecast every rung. A page of it is also written to the file `html`."""
-    page = _check_output(html, "--html")
+    outputs = [] if html is None else [Output("--html", html, PAGE_BEGINS)]
+    check_outputs(outputs + ([] if request.timeline is None else [name_timeline(request.timeline)]))
     forecast = _work(call.use_cases.get("plan", PLAN), request, quiet, lambda settings: PlanProgress())
-    if page is not None:
-        write_page(make_plan_document(forecast), page)
     _show(forecast, as_json, plan_to_dict, make_plan_document)
     _offer_split_build(call, forecast.sites[0].partitioned, as_json)
-    return 1 if forecast.status == "nothing_fits" else 0
+    failed = 0 if html is None else _write(call, lambda: write_page(make_plan_document(forecast), Path(html)))
+    return failed or (1 if forecast.status == "nothing_fits" else 0)
 
 
 def run_probe(
@@ -149,13 +156,16 @@ def run_probe(
     """Measure every cell. The table is also written to the file `csv`, or printed where that is -."""
     if csv == "-" and as_json:
         raise InputError("--csv - and --json both print to standard output", hint="give a file: --csv table.csv")
-    table = None if csv == "-" else _check_output(csv, "--csv")
+    table = None if csv == "-" else csv
+    outputs = [] if table is None else [Output("--csv", table, CSV_BEGINS)]
+    check_outputs(outputs)
 
     def show_progress(probe: ProbeSettings) -> TrialProgress:
         return TrialProgress(label=lambda trial: format_trial_label(probe, trial))
 
     def begin(probe: ProbeSettings) -> str:
         call.out = probe.settings.out
+        check_outputs(outputs, (call.out / name for name in (JOURNAL, *RESULTS) if name != PROBE_CSV))
         subject = f"{'the largest micro batch of ' if probe.capacity else ''}{sum(1 for _ in probe.cells())} cells"
         manner = f"each {probe.repeats} times, in turns" if probe.repeats > 1 else "each once"
         if probe.capacity:
@@ -163,13 +173,12 @@ def run_probe(
         return f"{probe.settings.source.name}: {subject}, {manner} → {probe.settings.out}"
 
     report = _work(call.use_cases.get("probe", PROBE), request, quiet, show_progress, begin)
-    if table is not None:
-        write_csv(report, table)
     if csv == "-":
         print(to_csv(report), end="")
     else:
         _show(report, as_json, probe_to_dict, make_probe_document)
-    return 0 if report.status == "done" else 1
+    failed = 0 if table is None else _write(call, lambda: write_csv(report, Path(table)))
+    return failed or (0 if report.status == "done" else 1)
 
 
 def run_explain(call: Call, request: requests.ExplainRequest, *, as_json: bool = False, quiet: bool = False) -> int:
@@ -222,13 +231,13 @@ def _describe_subject(settings: Settings) -> str:
     return f"{settings.source.name} on {ranks} × {format_bytes(settings.device_bytes)}"
 
 
-def _check_output(path: str | None, option: str) -> Path | None:
-    """The file of an option. Raises InputError if it could not be written later."""
-    if path is None:
-        return None
-    check_path(path, option)
-    check_writable(Path(path))
-    return Path(path)
+def _write(call: Call, write: Callable[[], object]) -> int:
+    """Write a file of a result that has been shown, and return 0, or the exit code of what hinders it."""
+    try:
+        write()
+    except AutodsError as error:  # not as JSON, which is on standard output already
+        return end_with_error(error, call, as_json=False, resumes=False)
+    return 0
 
 
 def _offer_split_build(call: Call, build: PartitionedBuild | None, as_json: bool, *options: str) -> None:

@@ -15,19 +15,19 @@ from ..config.rungs import Rung
 from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import AutodsError, EnvironmentBroken, InputError, Interrupted
 from ..events import Note
+from ..files import check_outputs
 from ..forecast.predict.step_time import find_fastest
 from ..forecast.simulate.client import LIMIT_S, ProcessSimulator
 from ..forecast.simulate.protocol import SimulationFailed
 from ..forecast.simulation_cache import AllocConf, count_parallel_engines, read_alloc_conf, why_not_forecast
 from ..forecast.values import ForecastListener, RungForecast, Simulator, StartSimulator
 from ..report.results.plan import PlanReport, SiteForecast, Timeline
-from ..report.serialize import check_writable
 from ..runner.cleanup import open_session, simulator_variables
 from ..system.host import installed_versions
 from ..types import ModelFacts, WorkloadSource
 from .alternatives import list_alternatives, split_build
 from .rung_forecasts import PlanRun, SiteGroup, choose_checkpointing, group_sites
-from .timeline import write_timeline
+from .timeline import name_timeline, write_timeline
 
 
 def plan(settings: PlanSettings, *, listen: ForecastListener, start: StartSimulator | None = None) -> PlanReport:
@@ -38,7 +38,7 @@ def plan(settings: PlanSettings, *, listen: ForecastListener, start: StartSimula
     """
     began, source = time.monotonic(), settings.source
     if settings.timeline is not None:
-        check_writable(settings.timeline)
+        check_outputs([name_timeline(settings.timeline)])
     if source.form.brings_config:  # its `{ds_config}` stands for the base config
         source = replace(source, base_config=settings.sites[0].base)
 
@@ -209,7 +209,10 @@ def _write_timeline(run: PlanRun, site: SiteForecast) -> tuple[Timeline | None, 
         return None, ("no timeline was written, because no rung has a time",)
     simulation = run.cache.get(spec, drawn.speed.micro_batch)
     assert simulation is not None
-    write_timeline(simulation, spec, path)
+    try:
+        write_timeline(simulation, spec, path)
+    except AutodsError as error:  # the disk filled up meanwhile: the forecast is not lost
+        return None, (f"no timeline was written: {' '.join(str(error).split())}",)
     return Timeline(path=str(path), rung=drawn.rung, micro_batch=drawn.speed.micro_batch), ()
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..files import Output, write_whole
 from ..forecast.predict.prices import PriceList, Work, read_constants
 from ..forecast.predict.step_time import (
     BITS,
@@ -29,12 +31,16 @@ from ..forecast.predict.step_time import (
     StepClocks,
 )
 from ..forecast.values import KINDS, EngineSpec, Simulation, Trace
-from ..report.serialize import write_whole
 
 _PHASES_THREAD, _HOST_THREAD, _FIRST_STREAM = 0, 1, 2  # a stream's thread is its number after these
 _ROUNDING_S = 1e-12
 _COUNTED = 2000  # moments of a step at which the memory is shown, besides its highest
 Event = dict[str, Any]
+
+
+def name_timeline(path: str | os.PathLike[str]) -> Output:
+    """The file of --timeline, for `check_outputs`."""
+    return Output("--timeline", path, (b'{"traceevents"', b"\x1f\x8b"))
 
 
 def write_timeline(simulation: Simulation, spec: EngineSpec, path: Path) -> None:

@@ -14,12 +14,13 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from ..files import write_whole
 from ..units import format_bytes
 from . import document as doc
 from .document import MEMORY_KINDS, Chart, Medium, MemoryStack, Words, list_pieces, list_spans
-from .serialize import write_whole
 
 PAGE, RUN_PAGE = "report.html", "run.html"
+PAGE_BEGINS = (b"<!doctype html",)
 _CLASSES = {"green": "good", "yellow": "fair", "red": "bad", "dim": "dim", "bold": "strong"}  # by style of a line
 _LEFT, _RIGHT, _TOP, _BOTTOM = 84, 624, 12, 200  # where the axes of a chart lie in its 640 × 240 units
 _BEYOND = 1.2  # a bar's whole length, as a multiple of the limit

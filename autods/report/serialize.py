@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, fields, is_dataclass, replace
@@ -16,8 +15,8 @@ from typing import Any, Literal, TypeVar
 from ..config.base_config import precision_name
 from ..config.deepspeed import to_lightning_config, to_trainer_config
 from ..config.trainers import DS_CONFIG, DS_CONFIG_HF, DS_CONFIG_LIGHTNING, SCRIPT_KINDS
-from ..errors import InputError, make_write_error
-from ..files import LARGEST_RECORD, describe_file_kind, read_file
+from ..errors import InputError
+from ..files import LARGEST_RECORD, read_file, write_whole
 from ..forecast.predict.step_time import Speed, StepTime
 from ..forecast.values import PHASES, RungForecast, TierForecast
 from ..journal import JOURNAL, RUN_JOURNAL
@@ -35,6 +34,7 @@ from .results.plan import PlanReport, SiteForecast
 from .results.probe import Capacity, CellResult, ProbeReport, Ratio
 from .results.run import RunReport
 
+CSV_BEGINS = (b"cell",)
 REPORT, PROBE, PROBE_CSV, RUN = "report.json", "probe.json", "probe.csv", "run.json"
 SO_FAR = "ds_config_so_far.json"
 Finished = TypeVar("Finished", FitReport, ProbeReport, RunReport)
@@ -174,23 +174,6 @@ def as_json(data: Any) -> str:
     return json.dumps(_plain(data), indent=2) + "\n"
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Replace the file at once: a reader sees the old or the new one. Raises like `write`."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    if os.path.lexists(path) and (kind := describe_file_kind(os.lstat(path).st_mode)):
-        raise InputError(f"cannot be written: it is a {kind}", place=str(path), hint="give another place")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            file.write(content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        _remove(temporary)
-        raise make_write_error(path, error) from None
-
-
 def _remove(path: Path) -> None:
     with suppress(OSError):
         path.unlink(missing_ok=True)
@@ -205,19 +188,6 @@ def write_probe(report: ProbeReport, folder: Path) -> None:
 def write_csv(report: ProbeReport, path: Path) -> None:
     """Write the table as CSV. Raises like `write`."""
     write_whole(path, to_csv(report))
-
-
-def check_writable(path: Path) -> None:
-    """Raises InputError if the file could not be written later. A pipe or a device would be replaced by a file."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        kind = describe_file_kind(os.stat(path).st_mode) if path.exists() else None
-        read_only = None if os.access(path.parent, os.W_OK) else "its folder is read-only"
-        problem = f"is a {kind}" if kind is not None else read_only
-    except OSError as error:
-        problem = error.strerror
-    if problem is not None:
-        raise InputError(f"cannot be written: {problem}", place=str(path), hint="give another file")
 
 
 _NOTHING = TierForecast(peak_bytes=0, low_bytes=0, high_bytes=0)

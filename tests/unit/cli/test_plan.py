@@ -181,4 +181,21 @@ def test_a_page_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> Non
     def fail() -> PlanReport:
         raise AssertionError("it was forecast")
 
-    assert Fake(fail)(*ASKED, "--html", str(tmp_path)) == 2
+    (tmp_path / "model.py").write_text("import torch")
+    for more in ([], ["gone/x.html"], ["model.py"], ["x", "--timeline", "./x"]):
+        assert Fake(fail)(*ASKED, "--html", *(more or [str(tmp_path)])) == 2
+    assert Fake(fail)(*ASKED, "--on", "a100-80gb", "--timeline", "gone/x") == 2
+
+
+def test_a_page_that_fails_late_does_not_lose_the_forecast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def forecast_and_break() -> PlanReport:
+        (tmp_path / "pages").rmdir()
+        return forecast()
+
+    for form in ("--quiet", "--json"):
+        (tmp_path / "pages").mkdir()
+        assert Fake(forecast_and_break)(*ASKED, form, "--html", "pages/x.html") == 2
+        out, err = capsys.readouterr()
+        assert "zero2" in out
+        assert form != "--json" or json.loads(out)["status"] == "fits"
+        assert "pages/x.html: cannot be written" in err

@@ -56,20 +56,27 @@ def test_json_and_csv_print_nothing_else(tmp_path: Path, capsys: pytest.CaptureF
     assert json.loads(capsys.readouterr().out)["status"] == "done"
     assert Fake(tmp_path)("--csv", "-") == 0
     assert len(list(csv.DictReader(io.StringIO(capsys.readouterr().out)))) == 1
-    assert Fake(tmp_path)("--csv", str(tmp_path / "deep" / "t.csv"), "-q") == 0
+    assert Fake(tmp_path)("--csv", str(tmp_path / "t.csv"), "-q") == 0
     out, err = capsys.readouterr()
     assert "fastest" in out
     assert err == ""
-    assert (tmp_path / "deep" / "t.csv").read_text().startswith("cell,rung")
+    assert (tmp_path / "t.csv").read_text().startswith("cell,rung")
 
 
 def test_a_csv_that_cannot_be_written_is_an_error_of_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
-    for path in (tmp_path / "file" / "t.csv", tmp_path):
+    for path in (tmp_path / "file" / "t.csv", tmp_path, tmp_path / "deep" / "t.csv"):
         fake = Fake(tmp_path)
         assert fake("--csv", str(path)) == 2
         assert "cannot be written" in capsys.readouterr().err
         assert fake.request is None  # it is said before anything runs
+
+
+def test_a_table_over_the_probes_own_journal_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = ask(tmp_path).settings.out
+    out.mkdir(exist_ok=True)
+    for name, code in (("journal.jsonl", 2), ("report.html", 2), ("probe.csv", 0), ("mine.csv", 0)):
+        assert Fake(tmp_path)("--csv", str(out / name), "--fresh") == code, capsys.readouterr().err
 
 
 def test_that_no_cell_fits_exits_1(tmp_path: Path) -> None:

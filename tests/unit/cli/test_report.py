@@ -29,6 +29,14 @@ def test_a_finished_fit_is_shown_and_its_page_written(folder: Path, capsys: pyte
     assert (folder / "report.html").stat().st_size > 1000
 
 
+def test_a_report_is_shown_where_its_page_cannot_be_written(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / PAGE).mkdir()
+    assert main(["report", str(folder)]) == 0
+    shown = capsys.readouterr()
+    assert "zero3 fits" in shown.out
+    assert f"no page: {folder / 'report.html'}: cannot be written" in shown.err
+
+
 def test_two_fits_stand_side_by_side(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(folder), "--compare", str(folder)]) == 0
     assert "| samples/s | 41.7 | 41.7 |" in capsys.readouterr().out

@@ -8,6 +8,7 @@ import pytest
 
 import autods
 from autods.diagnosis.lines import Reader, parse_clock, parse_record
+from autods.diagnosis.messages import Assembler
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB. GPU {gpu} has a total capacity of 79 GiB"
 TRACE = 'Traceback (most recent call last):\n  File "train.py", line 8, in <module>\n    loss.backward()\n'
@@ -174,6 +175,19 @@ def test_repeated_lines_are_kept_while_a_traceback_is_open() -> None:
         opened += [line.number] if line.text.startswith("Traceback") else []
     assert numbers[:12] == list(range(1, 13))
     assert numbers[12:] == list(range(51, 104))
+
+
+@pytest.mark.parametrize("end", ["\n", "\r"])
+@pytest.mark.parametrize("text", ["RuntimeError: step {n}", TRACE.rstrip() + "\nValueError: {n}"])
+def test_thousands_of_failures_are_read_in_part(text: str, end: str) -> None:
+    assembler = Assembler()
+    reader = Reader("", lambda: assembler.waiting)
+    log = end.join(text.format(n=n).replace("\n", end) for n in range(20_000))
+    taken = 0
+    for line in reader.read([log.encode()]):
+        taken += 1
+        list(assembler.feed(line))
+    assert taken < 10_000
 
 
 def test_a_failure_at_the_end_of_much_noise_is_found() -> None:
