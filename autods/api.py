@@ -13,7 +13,7 @@ from .arguments import PathText, describe_arguments
 from .config.base_config import check_ranks
 from .config.plan_settings import PlanSettings, resolve_plan, resolve_rehearsal
 from .config.settings import Settings, check_exported, check_nodes, resolve_fit
-from .errors import InputError
+from .errors import AutodsError, InputError
 from .events import Event, Listener, Note, RunEvent, RunListener
 from .explainer.explain import ExplainSettings, resolve_explain
 from .explainer.explain import explain as explain_config
@@ -174,7 +174,11 @@ def _make_function(
         signature.bind(*args, **kwargs)  # so that a wrong argument is named without the request
         checked = request(*args, **kwargs)
         listener = getattr(checked, "on_event", None) or (lambda event: None)
-        return command.run(command.resolve(checked), listener)
+        try:
+            return command.run(command.resolve(checked), listener)
+        except AutodsError as error:
+            error.keep_options([f"--{name.replace('_', '-')}" for name in signature.parameters])
+            raise
 
     function.__name__ = function.__qualname__ = name
     function.__doc__ = describe_arguments(request) + "\n\n" + returns + _RAISES

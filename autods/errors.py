@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Container
 from pathlib import Path
 
 _MOST = 300  # characters of another library's text
+_ALTERNATIVE = re.compile("(; |, or )")
+_OTHERS, _OPTION = re.compile("`[^`]*`"), re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 
 
 class AutodsError(Exception):
@@ -14,6 +17,21 @@ class AutodsError(Exception):
 
     exit_code = 1
     kind = "internal"  # what the object of --json says
+    hint: str | None
+
+    def keep_options(self, options: Container[str]) -> None:
+        """Drop from the hint, the second line, the alternatives that name an option which is not among these.
+
+        What is checked below the commands is the same for each, and the command that failed may lack an option. Text
+        in backticks is about another command.
+        """
+        problem, _, hint = str(self).partition("\n")
+        first, *others = _ALTERNATIVE.split(hint.strip())
+        parts = [("", first), *zip(others[::2], others[1::2], strict=True)]
+        kept = [part for part in parts if all(name in options for name in _OPTION.findall(_OTHERS.sub("", part[1])))]
+        if len(kept) < len(parts):
+            self.hint = "".join(end + text for end, text in kept).removeprefix(kept[0][0]) if kept else None
+            self.args = (f"{problem}\n  {self.hint}" if self.hint else problem,)
 
 
 class InputError(AutodsError):
@@ -87,7 +105,7 @@ def describe_broken_machine(error: BaseException) -> str | None:
     match error:
         case ModuleNotFoundError(name=str(name)) if name in REQUIRED:
             package = REQUIRED[name]
-            hint = f"pip install {package}, or install autods without --no-deps"
+            hint = f"pip install {package}, or install autods without `--no-deps`"
             return f"the package {package} is not installed, and this command needs it\n  {hint}"
         case ImportError():
             return describe_failed_import(error)

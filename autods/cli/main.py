@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from ..arguments import Option, field_types, find_argument_type, list_options
-from ..errors import EnvironmentBroken, InputError, describe_broken_machine, describe_failed_import
+from ..errors import AutodsError, EnvironmentBroken, InputError, describe_broken_machine, describe_failed_import
 from ..requests import TrialRequest, WorkloadRequest
 from .ending import Call, end_output, end_with_error
 from .synopsis import COMMANDS, Module, Synopsis
@@ -137,6 +137,8 @@ def make_command(name: str, synopsis: Synopsis) -> Callable[..., int]:
             run: Callable[..., int] = getattr(_load_commands(), f"run_{name}")
             return run(call, request(**{name: value for name, value in values.items() if value is not None}), **given)
         except (Exception, KeyboardInterrupt) as error:
+            if isinstance(error, AutodsError):
+                error.keep_options([spelling for option in context.command.params for spelling in option.opts])
             resumes = issubclass(request, TrialRequest)
             return end_with_error(error, call, as_json=given["as_json"], resumes=resumes)
 

@@ -67,6 +67,7 @@ def resolve_explain(
     else:
         name, config = str(request.config), read_base_config(Path(request.config))
     if request.workload is None:
+        _check_needs_no_workload(request)
         ranks = None if request.gpus is None else check_ranks(request.gpus)
         return ExplainSettings(name=name, config=config, ranks=ranks)
     shared = {each.name for each in fields(PlanRequest)} & {each.name for each in fields(ExplainRequest)}
@@ -80,6 +81,15 @@ def resolve_explain(
     if len(settings.sites) > 1:
         raise InputError("a config is explained on one machine", place=f"--on {request.on}", hint="name one")
     return ExplainSettings(name=name, config=config, ranks=settings.sites[0].world_size, plan=settings)
+
+
+def _check_needs_no_workload(request: ExplainRequest) -> None:
+    """Raises InputError for an option that only says something about a workload."""
+    for each in fields(request):
+        if each.name not in ("config", "gpus", "on_event") and getattr(request, each.name) != each.default:
+            option = "-- ARGS" if each.name == "script_args" else f"--{each.name.replace('_', '-')}"
+            hint = "name the workload after the config, or leave the option out"
+            raise InputError(f"{option} has no effect without a workload", hint=hint)
 
 
 def explain(settings: ExplainSettings, listen: ForecastListener, start: StartSimulator | None = None) -> Explanation:

@@ -254,10 +254,10 @@ def _check_argument(name: str, request: ProbeRequest, source: WorkloadSource) ->
     if source.form.runs_as_main:
         if name in LENGTHS or first in FUNCTIONS or name == "checkpointing":
             problem = "a training script decides that itself"
-            hint = "vary an argument of it: --vary args.length=128,256 -- --max_length {length}"
+            hint = "vary an argument of it: --vary args.length=128,256 -- `--max_length {length}`"
         elif name.startswith(ARGS) and not has_placeholder(source.argv, argument):
             problem = f"its arguments hold no {{{argument}}}"
-            hint = f"write it where the value belongs: -- --option {{{argument}}}"
+            hint = f"write it where the value belongs: -- `--option {{{argument}}}`"
     elif name.startswith(ARGS):
         problem = "it is for a training script's arguments"
     elif name in LENGTHS and source.form.is_model_config:

@@ -116,7 +116,7 @@ def _read_finished(path: Path, make: Callable[[dict[str, Any]], Finished], comma
             raise ValueError("it is no JSON object")
         return make(data)
     except (ValueError, RecursionError, InputError):
-        hint = f"autods {command} --fresh starts over"
+        hint = f"`autods {command} --fresh` starts over"
         raise InputError(f"is not the report of a {command}", place=str(path), hint=hint) from None
 
 

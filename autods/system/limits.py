@@ -75,7 +75,7 @@ def check_limits(limits: Sequence[Limit] = LIMITS) -> None:
     if left is not None and left < THREADS:
         raise EnvironmentBroken(
             f"the container or job may start {left} more threads: Ray needs {THREADS}\n"
-            "  raise its pids limit (docker run --pids-limit)"
+            "  raise its pids limit (`docker run --pids-limit`)"
         )
 
 

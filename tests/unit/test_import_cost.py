@@ -102,7 +102,7 @@ def test_a_missing_package_is_named_in_two_lines() -> None:
     assert done.returncode == 3
     assert done.stderr.splitlines() == [
         "error: the package nvidia-ml-py is not installed, and this command needs it",
-        "  pip install nvidia-ml-py, or install autods without --no-deps",
+        "  pip install nvidia-ml-py, or install autods without `--no-deps`",
     ]
 
 

@@ -140,7 +140,7 @@ class TrialPolicy(Policy):
             problem = "a config that cannot be read" if arguments["config"] or arguments["args"] else "no config"
             raise script_error(
                 f"it gives deepspeed.initialize {problem}",
-                hint="give it config=…, or args with deepspeed_config: --deepspeed_config {ds_config} after --",
+                hint="give it config=…, or args with deepspeed_config: `--deepspeed_config {ds_config}` after --",
             )
         in_script = not from_file and injection.config.given is None
         return ModelFacts(

@@ -18,7 +18,7 @@ def test_json_that_is_no_report_is_refused(tmp_path: Path, name: str, text: str)
     (tmp_path / name).write_text(text)
     with pytest.raises(InputError, match="is not the report of a ") as refused:
         READERS[name](tmp_path)
-    assert " --fresh starts over" in str(refused.value)
+    assert " --fresh` starts over" in str(refused.value)
 
 
 @pytest.mark.parametrize("journal", ["journal.jsonl", "run.jsonl"])

@@ -98,7 +98,7 @@ def _set_arguments(injection: Injection, original: Any, arguments: Any, /, *args
         injection.stand_ins.append(f"a GPU for its TrainingArguments ({find_caller()})")
     if not stands_in and arguments.use_cpu:
         problem = "its TrainingArguments train on the CPU"
-        raise script_error(problem, hint="drop --use_cpu after --, or give --device cpu")
+        raise script_error(problem, hint="drop `--use_cpu` after --, or give --device cpu")
     for name, needed, placeholder in (
         ("per_device_train_batch_size", job.micro_batch, "micro_batch_size"),
         ("gradient_accumulation_steps", job.accumulation, "gradient_accumulation_steps"),
@@ -128,7 +128,7 @@ def _check_has_config(trainer: Any) -> None:
     if not trainer.args.deepspeed:
         raise script_error(
             "its TrainingArguments have no DeepSpeed config",
-            hint="add --deepspeed {ds_config} after --, or let `deepspeed=` there take its value from the command line",
+            hint="add `--deepspeed {ds_config}` after --, or let `deepspeed=` there take it from the command line",
             at=getattr(trainer.args, "_autods_made", None),
         )
 
