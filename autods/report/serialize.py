@@ -74,6 +74,7 @@ def from_dict(data: Mapping[str, Any]) -> FitReport:
 def write(report: FitReport, folder: Path) -> None:
     """Write `report.json` and, when something fits, the configs. Each file is written whole or not at all.
 
+    The folder is made if it is not there.
     Raises the error of `errors.make_write_error` for a file that cannot be written.
     """
     texts: dict[str, str] = {}
@@ -86,6 +87,8 @@ def write(report: FitReport, folder: Path) -> None:
         script = report.question.script
         if script is not None and SCRIPT_KINDS[script.kind].config_file == DS_CONFIG_LIGHTNING:
             texts[DS_CONFIG_LIGHTNING] = as_json(to_lightning_config(report.ds_config))
+    with suppress(OSError):  # the first file says what is wrong
+        folder.mkdir(parents=True, exist_ok=True)
     for name in (DS_CONFIG, DS_CONFIG_HF, DS_CONFIG_LIGHTNING, DS_CONFIG_REHEARSED, ACCELERATE):
         if name in texts:
             write_whole(folder / name, texts[name])
