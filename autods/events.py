@@ -12,11 +12,16 @@ from .types import Phase, Record, Skipped, Tier, TierUse, Trial
 class Note:
     """A sentence about progress: starting Ray, building an op, resuming.
 
-    A `passing` one is about a wait, and does not say what goes on from here.
+    A `passing` one is about a wait, and does not say what goes on from here. One that `warns` stays with the result: a
+    fit and a run write it down.
     """
 
     text: str
     passing: bool = False
+    warns: bool = False
+
+    def __str__(self) -> str:
+        return f"warning: {self.text}" if self.warns else self.text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

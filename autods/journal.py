@@ -8,19 +8,20 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from .diagnosis.trial_outcome import blame_code_for_hang
 from .errors import EnvironmentBroken, InputError, Interrupted, make_write_error
-from .events import Listener, TrialFinished, TrialStarted
+from .events import Listener, Note, TrialFinished, TrialStarted
 from .files import LARGEST_RECORD, check_is_file, open_without_waiting, read_file
 from .schema import read_as
 from .system.limits import check_space
 from .types import Failed, Fit, Record, Trial, is_machines_fault
 
+AnyEvent = TypeVar("AnyEvent")
 VERSION = 3
 _ROW_START = b'{"kind": "'
 _HEADER_START = _ROW_START + b'header"'
@@ -37,7 +38,7 @@ class History:
 
     `records` holds the finished trials by key. `unfinished` counts by key how often a trial was started without an end.
     `forecasts` has the forecasts of a probe's trials by key. `surveys` has the facts of a workload by its digest.
-    `device_bytes` is the memory of a rank's device with which the fit began.
+    `device_bytes` is the memory of a rank's device with which the fit began. `warnings` were shown before.
     """
 
     records: Mapping[str, Record]
@@ -45,6 +46,7 @@ class History:
     forecasts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     surveys: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     device_bytes: int = 0
+    warnings: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,10 @@ class Journal:
     def write_forecast(self, trial: Trial, forecast: Mapping[str, Any]) -> None:
         """Write down the forecast of a probe's trial."""
         self.append({"kind": "forecast", "key": trial_key(trial), "forecast": forecast})
+
+    def write_warning(self, text: str) -> None:
+        """Write down a warning that was shown."""
+        self.append({"kind": "warned", "text": text})
 
     def write_survey(self, digest: str, survey: Mapping[str, Any]) -> None:
         """Write down the facts of a workload; a probe has several workloads."""
@@ -140,6 +146,7 @@ class Journal:
         unfinished: dict[str, int] = {}
         forecasts: dict[str, Mapping[str, Any]] = {}
         surveys: dict[str, Mapping[str, Any]] = {}
+        warnings: list[str] = []
         for number, row in enumerate(rows, 2):  # line 1 is the header
             match row:
                 case {"kind": "started", "key": str(key)}:
@@ -148,6 +155,8 @@ class Journal:
                     forecasts[key] = forecast
                 case {"kind": "survey", "key": str(key), "survey": dict(survey)}:
                     surveys[key] = survey
+                case {"kind": "warned", "text": str(text)}:
+                    warnings.append(text)
                 case {"kind": "interrupted", "key": str(key)}:
                     unfinished.pop(key, None)
                 case {"kind": "finished", "key": str(key), "record": record}:
@@ -164,10 +173,23 @@ class Journal:
                         del records[key]
                 case _:
                     raise self._damaged(number)
-        return History(records, unfinished, forecasts, surveys)
+        return History(records, unfinished, forecasts, surveys, warnings=warnings)
 
     def _damaged(self, number: int, why: str = "this line is no journal entry") -> InputError:
         return InputError(f"is damaged: {why}", place=f"{self.path}:{number}", hint="start over with --fresh")
+
+
+def record_warnings(
+    listen: Callable[[AnyEvent], None], known: Container[str], write: Callable[[str], None]
+) -> Callable[[AnyEvent], None]:
+    """Return a listener that writes down the warnings that are not `known`, and passes all events on to `listen`."""
+
+    def hear(event: AnyEvent) -> None:
+        if isinstance(event, Note) and event.warns and event.text not in known:
+            write(event.text)
+        listen(event)
+
+    return hear
 
 
 class OtherFitError(InputError):

@@ -355,6 +355,11 @@ class DoctorRequest(Request):
     """
 
     nvme_path: PathText | None = option("Machine", "Measure this folder for NVMe offload.", "DIR")
+    gpus: Switch = option(
+        "Machine",
+        "Start a rank on each card, look at its health, and measure an all-reduce: half a minute.",
+        default=False,
+    )
     ray: Switch = option("Machine", "Start Ray as a fit does, and run a task on it: some seconds.", default=False)
     fix: Switch = option(
         "Machine", "Build the ops that are missing now, so that no trial waits for them.", default=False

@@ -127,6 +127,20 @@ class Communication:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SlowRank:
+    """The slowest rank of a job: its forward takes `ratio` times as long as the median rank's."""
+
+    rank: int
+    ratio: float
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} is the slowest: its forward takes {self.ratio:.2f} × as long as the median rank's, and"
+            " all wait for it (see what else runs on its card or processors, and whether its samples are longer)"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
     """The trial ran whole optimizer steps within the limit."""
 
@@ -144,6 +158,7 @@ class Fit:
     update_size: float | None = None  # of a parity trial: mean change of a weight in an optimizer step
     communication: Communication | None = None
     card: CardUse | None = None  # of a CUDA rank
+    slowest: SlowRank | None = None  # where one rank is slower than noise explains
     kind: Literal["fit"] = "fit"
 
     @property

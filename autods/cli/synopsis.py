@@ -137,6 +137,7 @@ autods explain ds_config.json Llama-2-7b/config.json --gpus 8 --on a100-80gb --s
 autods doctor
 autods doctor --fix      build DeepSpeed's ops now, some minutes
 autods doctor --nvme-path /local_nvme      how fast is this disk?
+autods doctor --gpus      are cards and links healthy?
 autods doctor --ray      does Ray start?
 """,
         exit_codes="0 nothing is broken (there may be warnings), 2 wrong input, 3 something is broken, "

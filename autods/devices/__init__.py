@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..errors import InputError
-from .base import Card, CardReading, Device, describe_shared_cards
+from .base import Card, CardReading, Device, Finding, Health, Link, describe_shared_cards
 from .cpu import CPU
 from .cuda import CUDA
 
@@ -31,6 +31,9 @@ __all__ = [
     "Card",
     "CardReading",
     "Device",
+    "Finding",
+    "Health",
+    "Link",
     "describe_shared_cards",
     "find_device",
     "read_cards",

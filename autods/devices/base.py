@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ..units import format_bytes
 
@@ -48,6 +49,30 @@ class CardReading:
     unusable: str | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something about a machine that slows its ranks, or with `is_fatal` makes their work senseless; and what helps."""
+
+    text: str
+    remedy: str
+    is_fatal: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.text} ({self.remedy})"
+
+
+# How two cards of a node reach each other: by a link of their own, over PCIe, or through host memory alone.
+Link = Literal["NVLink", "PCIe", "host memory"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """What a node's driver and kernel say of the devices of its ranks. `links` has each pair of cards, by number."""
+
+    findings: tuple[Finding, ...] = ()
+    links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """One kind of device. The fields answer what differs between kinds; a device with a driver overrides methods.
@@ -89,6 +114,8 @@ class Device:
     default_variables: Mapping[str, str] = field(default_factory=dict)
     # The variable that names the cards which a process sees.
     visible_variable: str | None = None
+    # The bytes of the all-reduce that measures the links between ranks: enough that the rate no longer rises.
+    reduced_bytes: int = 16 * 2**20
     # How variables begin that change nothing on this device.
     idle_variables: tuple[str, ...] = ()
     # The variables before a command that launches the training by hand.
@@ -136,13 +163,21 @@ class Device:
         """Return the used bytes of each visible card, by all processes; None where the driver does not tell."""
         return None
 
+    def examine(self, ranks: int) -> Health:
+        """Return the health of what so many ranks are about to use here, before they start; takes under a second."""
+        return Health()
+
+    def find_throttled(self) -> tuple[str, ...]:
+        """Return a sentence for each card that runs slower now than it could. It is asked every few seconds."""
+        return ()
+
     def find_fork_hazard(self) -> str | None:
         """Return why ranks must not be forked from this process, which has used the device; None if they may be."""
         return None
 
     def describe_cards(self, cards: Iterable[Card]) -> tuple[str, ...]:
         """Return sentences about these cards that their user should know before a fit."""
-        return describe_shared_cards(cards)
+        return ()
 
 
 def describe_shared_cards(cards: Iterable[Card]) -> tuple[str, ...]:

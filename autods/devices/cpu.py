@@ -2,9 +2,59 @@
 
 from __future__ import annotations
 
-from .base import Device
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
-CPU = Device(
+import psutil
+
+from .base import Device, Finding, Health
+
+_LOOK_S = 0.25
+_BUSY = 0.25  # of all processors: with less, two ranks on two cores lose no more than other noise takes
+_CAPPED = 0.9  # of the highest clock
+_PROCESSORS = Path("/sys/devices/system/cpu")
+
+
+class CpuDevice(Device):
+    """Processors: psutil tells their load, and /sys their clocks, which many containers and virtual machines hide."""
+
+    def examine(self, ranks: int) -> Health:
+        return Health(findings=tuple(examine_processors(ranks)))
+
+
+def examine_processors(
+    ranks: int,
+    *,
+    measure_load: Callable[[], float] = lambda: psutil.cpu_percent(_LOOK_S) / 100,
+    processors: Path = _PROCESSORS,
+) -> Iterator[Finding]:
+    """Yield what slows the ranks: too few processors, other load on them (before the ranks start), and slow clocks.
+
+    `measure_load` takes a moment, and returns the share of the machine's processors that was busy.
+    """
+    usable = len(os.sched_getaffinity(0))
+    if ranks > usable:
+        text = f"there are processors for {usable} of {ranks} ranks, so they wait for each other"
+        yield Finding(text=text, remedy="give fewer --gpus, or more processors: taskset, docker --cpuset-cpus")
+    throttled = _sum_numbers(processors, "thermal_throttle/core_throttle_count")
+    if measure_load() > _BUSY:
+        text = f"other processes keep over {_BUSY:.0%} of this machine's processors busy, so times say little"
+        yield Finding(text=text, remedy="end them: top shows them")
+    if _sum_numbers(processors, "thermal_throttle/core_throttle_count") > throttled:
+        yield Finding(text="processors are too hot and run slower", remedy="look at the fans: sensors")
+    allowed, most = (_sum_numbers(processors, f"cpufreq/{name}") for name in ("scaling_max_freq", "cpuinfo_max_freq"))
+    if allowed < _CAPPED * most:
+        text = f"processors may run at {allowed / most:.0%} of their highest clock"
+        yield Finding(text=text, remedy="cpupower frequency-set --max raises it")
+
+
+def _sum_numbers(processors: Path, name: str) -> int:
+    """Return the sum of a file's numbers over all processors; 0 where /sys has no such file."""
+    return sum(int(path.read_text()) for path in processors.glob(f"cpu[0-9]*/{name}"))
+
+
+CPU = CpuDevice(
     name="cpu",
     backend="gloo",
     has_cards=False,

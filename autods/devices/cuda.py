@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .base import Card, CardReading, Device
+from .base import Card, CardReading, Device, Finding, Health, Link, describe_shared_cards
 
 # Below this only the driver uses the card; a process with a CUDA context holds more.
 _IDLE_BYTES = 64 * 2**20
@@ -46,6 +46,13 @@ class CudaDevice(Device):
     def read_used_bytes(self) -> tuple[int, ...] | None:
         return read_used_bytes(os.environ.get(VISIBLE))
 
+    def examine(self, ranks: int) -> Health:
+        return examine_cards(os.environ.get(VISIBLE), ranks)
+
+    def find_throttled(self) -> tuple[str, ...]:
+        findings = _read_each_card(os.environ.get(VISIBLE), None, find_throttling) or ()
+        return tuple(str(finding) for finding in findings if finding is not None)
+
     def find_fork_hazard(self) -> str | None:
         """Return why this process must not be forked; NVML is shut down, which has to be before a fork."""
         shut_nvml_down()
@@ -55,7 +62,7 @@ class CudaDevice(Device):
         return None
 
     def describe_cards(self, cards: Iterable[Card]) -> tuple[str, ...]:
-        return (*super().describe_cards(cards), *describe_card_names(os.environ.get(VISIBLE)))
+        return describe_card_names(os.environ.get(VISIBLE))
 
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -84,6 +91,7 @@ CUDA = CudaDevice(
         "NCCL_DEBUG": "WARN",  # else NCCL does not report why it failed, for example that memory ran out
     },
     visible_variable=VISIBLE,
+    reduced_bytes=256 * 2**20,  # nccl-tests: the bandwidth of NVLink levels out above 128 MiB
     cache_folders=(".cache", ".triton", ".nv"),
     hang_advice="where it waits for the GPU, look for NCCL's reason with NCCL_DEBUG=INFO",
 )
@@ -153,6 +161,96 @@ def read_process_bytes(visible: str | None, pid: int, nvml: Any = None) -> tuple
         return next((process.usedGpuMemory for process in processes if process.pid == pid), None)
 
     return _read_each_card(visible, nvml, read)
+
+
+# Bits of nvml.h, nvmlClocksEventReason…: the card is slower than its clocks and its power limit allow. Reaching the
+# power limit itself (4) is usual under large matmuls.
+_SLOWED = {0x20: "too hot", 0x40: "too hot, by hardware", 0x80: "power brake", 0x08: "hardware slowdown"}
+_UNCORRECTED, _SINCE_LOADED = 1, 0  # NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC
+_CAPPED = 0.9  # of the power that the maker allows by default
+_BUSY = 10  # percent; an idle card has 0
+_BY_READ, _BY_NVLINK, _OK = 0, 2, 0  # NVML_P2P_CAPS_INDEX_READ and _NVLINK, NVML_P2P_STATUS_OK
+
+
+def examine_cards(visible: str | None, ranks: int, nvml: Any = None) -> Health:
+    """Return the health of the first `ranks` cards that CUDA shows, on which none of them runs yet.
+
+    A card that is missing, or whose memory has errors that only a reset mends, is fatal: NVIDIA's "GPU Memory Error
+    Management" asks for a reset where rows are to be remapped, and for another card where that failed.
+    """
+    with _open(nvml) as (api, _):
+        if api is None:
+            return Health()
+        try:
+            handles = list(_visible_handles(api, visible))[:ranks]
+            cards = [_read_card(api, handle) for handle in handles]
+        except api.NVMLError as error:
+            return Health(findings=(Finding(text=f"a card is gone: {error}", remedy=_LOST_REMEDY, is_fatal=True),))
+        findings = [finding for handle in handles for finding in _examine_card(api, handle)]
+        if len(handles) < ranks:
+            text = f"{ranks} ranks need a card each, and {len(handles)} are there"
+            findings.append(Finding(text=text, remedy=_LOST_REMEDY, is_fatal=True))
+        findings += (Finding(text=text, remedy="end them") for text in describe_shared_cards(cards))
+        links = {
+            (cards[first].index, cards[second].index): _find_link(api, handles[first], handles[second])
+            for second in range(len(cards))
+            for first in range(second)
+            if not cards[first].slice
+        }
+        return Health(findings=tuple(findings), links=links)
+
+
+_LOST_REMEDY = "see nvidia-smi, and dmesg | grep -i xid; then reset the card or restart the machine"
+
+
+def _examine_card(api: Any, handle: Any) -> Iterator[Finding]:
+    name = _name_card(api, handle)
+    _, _, pending, failed = _query(api, "nvmlDeviceGetRemappedRows", handle) or (0, 0, 0, 0)
+    if failed:
+        text = f"{name}: rows of its memory are broken and could not be replaced"
+        yield Finding(text=text, remedy="replace the card, or leave it out: CUDA_VISIBLE_DEVICES", is_fatal=True)
+    elif pending or _query(api, "nvmlDeviceGetRetiredPagesPendingStatus", handle):
+        text = f"{name}: broken memory is replaced at the next reset, and may fail until then"
+        yield Finding(text=text, remedy=f"nvidia-smi --gpu-reset -i {api.nvmlDeviceGetIndex(handle)}", is_fatal=True)
+    elif errors := _query(api, "nvmlDeviceGetTotalEccErrors", handle, _UNCORRECTED, _SINCE_LOADED):
+        text = f"{name}: {errors} errors of its memory could not be corrected since the driver was loaded"
+        yield Finding(text=text, remedy="nvidia-smi -q -d ECC,ROW_REMAPPER shows them; a reset clears the count")
+    if (throttled := find_throttling(api, handle)) is not None:
+        yield throttled
+    names = ("nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetPowerManagementDefaultLimit")
+    limit, usual = (_query(api, each, handle) or 0 for each in names)  # milliwatts
+    if 0 < limit < _CAPPED * usual:
+        text = f"{name}: its power is limited to {limit // 1000} of {usual // 1000} W"
+        yield Finding(text=text, remedy=f"nvidia-smi -i {api.nvmlDeviceGetIndex(handle)} -pl {usual // 1000}")
+    width, most = (_query(api, f"nvmlDeviceGet{each}PcieLinkWidth", handle) or 0 for each in ("Curr", "Max"))
+    if width < most:  # the generation falls on an idle card, the width does not
+        yield Finding(text=f"{name}: its PCIe link has {width} of {most} lanes", remedy="seat the card or riser anew")
+    rates = _query(api, "nvmlDeviceGetUtilizationRates", handle)
+    if rates is not None and rates.gpu >= _BUSY:
+        text = f"{name}: something else keeps it busy, {rates.gpu} % of the time"
+        yield Finding(text=text, remedy="nvidia-smi pmon -c 1 shows what")
+
+
+def find_throttling(api: Any, handle: Any) -> Finding | None:
+    """Return a finding for a card that runs slower now than its limits allow; None for one that does not."""
+    reasons = _query(api, "nvmlDeviceGetCurrentClocksEventReasons", handle)  # drivers before 535 have the old name
+    reasons = _query(api, "nvmlDeviceGetCurrentClocksThrottleReasons", handle) if reasons is None else reasons
+    slowed = [reason for bit, reason in _SLOWED.items() if (reasons or 0) & bit]
+    if not slowed:
+        return None
+    text = f"{_name_card(api, handle)} is throttled: {slowed[0]}"
+    return Finding(text=text, remedy="see nvidia-smi -q -d PERFORMANCE, the fans and the power supply")
+
+
+def _find_link(api: Any, first: Any, second: Any) -> Link:
+    if _query(api, "nvmlDeviceGetP2PStatus", first, second, _BY_NVLINK) == _OK:
+        return "NVLink"
+    # Where the driver does not tell, nothing is said about it.
+    return "PCIe" if _query(api, "nvmlDeviceGetP2PStatus", first, second, _BY_READ) in (_OK, None) else "host memory"
+
+
+def _name_card(api: Any, handle: Any) -> str:
+    return f"card {api.nvmlDeviceGetIndex(handle)} ({_text(api.nvmlDeviceGetName(handle))})"
 
 
 def _read_each_card(visible: str | None, nvml: Any, read: Callable[[Any, Any], Any]) -> tuple[Any, ...] | None:

@@ -6,20 +6,22 @@ import os
 import resource
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..config.deepspeed import compose, required_ops
 from ..config.rungs import unmet_need
-from ..config.settings import Settings
-from ..devices import find_device
+from ..config.settings import Settings, resolve_fit
+from ..devices import DEVICES, find_device
 from ..events import Listener, Note
 from ..rank.ops import is_cached
 from ..report.results.doctor import Check, Checkup
-from ..requests import DoctorRequest
+from ..requests import DoctorRequest, FitRequest
+from ..runner.health import Preflight
 from ..system.host import Hardware, cache_folder, read_hardware
-from ..types import Knobs
+from ..types import Knobs, WorkloadSource
 from . import machine, toolchain
 from .disk import check_nvme
 
@@ -32,9 +34,13 @@ _HEADER_PATHS = ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorSettings:
-    """What to check: `nvme_path` is measured, `ray` starts Ray, and `fix` builds the ops that are missing."""
+    """What to check: `nvme_path` is measured, `ray` starts Ray, and `fix` builds the ops that are missing.
+
+    `gpus` starts ranks that look at their cards and at the links between them.
+    """
 
     hardware: Hardware
+    gpus: bool = False
     nvme_path: Path | None = None
     ray: bool = False
     fix: bool = False
@@ -43,7 +49,7 @@ class DoctorSettings:
 def resolve_doctor(request: DoctorRequest) -> DoctorSettings:
     """Read this machine."""
     path = None if request.nvme_path is None else Path(request.nvme_path).absolute()
-    return DoctorSettings(hardware=read_hardware(), nvme_path=path, ray=request.ray, fix=request.fix)
+    return DoctorSettings(hardware=read_hardware(), nvme_path=path, ray=request.ray, fix=request.fix, gpus=request.gpus)
 
 
 def examine(settings: DoctorSettings, listen: Listener) -> Checkup:
@@ -54,6 +60,9 @@ def examine(settings: DoctorSettings, listen: Listener) -> Checkup:
 def _run_checks(settings: DoctorSettings, listen: Listener) -> Iterator[Check]:
     hardware = settings.hardware
     yield from machine.check_cards(hardware)
+    if settings.gpus and hardware.unusable is None:
+        listen(Note(text="starting ranks, which look at their cards and measure an all-reduce"))
+        yield from machine.check_ranks(lambda: run_preflight(hardware, listen))
     yield from toolchain.check_versions()
     yield from toolchain.check_compiler()
     if settings.ray:
@@ -75,6 +84,22 @@ def _run_checks(settings: DoctorSettings, listen: Listener) -> Iterator[Check]:
         yield from check_nvme(settings.nvme_path)
     yield from machine.check_environment(os.environ)
     yield from machine.check_kernel()
+
+
+def run_preflight(hardware: Hardware, listen: Listener) -> Preflight:
+    """Do what a fit does before its first trial, with a rank on each card, or two on the CPU where there is none.
+
+    Raises EnvironmentBroken where training would make no sense.
+    """
+    from ..runner.runner import RayRunner
+
+    device = next(each for each in DEVICES.values() if each.has_cards == bool(hardware.cards))
+    source = WorkloadSource(kind="script", path="", name="doctor", digest="")  # nothing of it is run
+    with tempfile.TemporaryDirectory(prefix="autods-doctor-") as folder:
+        request = FitRequest(workload="-", device=device.name, gpus=len(hardware.cards) or 2, out=folder)
+        settings = replace(resolve_fit(request, source, hardware=hardware), out=Path(folder))
+        with RayRunner(settings, listen) as runner:
+            return runner.preflight()
 
 
 # Before a fit: the checks that take no second.

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from ..devices import describe_shared_cards
+from ..errors import EnvironmentBroken
 from ..files import find_existing
 from ..report.results.doctor import Check
+from ..runner.health import Preflight
 from ..system import landlock
 from ..system.host import Hardware, read_cpu_quota
 from ..units import format_bytes
@@ -61,6 +63,22 @@ def check_cards(hardware: Hardware) -> Iterator[Check]:
         yield Check.warning("GPUs", "shared", sentence, "end them, or choose other cards")
     if any(not card.bf16 for card in hardware.cards):
         yield Check.warning("GPUs", "bf16", "only emulated on these cards", "train in fp16 (--precision fp16)")
+
+
+def check_ranks(measure: Callable[[], Preflight]) -> Iterator[Check]:
+    """What a fit looks at before its first trial. `measure` starts the ranks."""
+    try:
+        preflight = measure()
+    except EnvironmentBroken as error:
+        problem, _, remedy = str(error).partition("\n")
+        yield Check.broken("GPUs", "ranks", problem, remedy.strip())
+        return
+    for finding in preflight.findings:
+        yield Check.warning("GPUs", "ranks", finding.text, finding.remedy)
+    if preflight.links:
+        yield Check.ok("GPUs", "links", preflight.links)
+    if preflight.reduced_per_s is not None:
+        yield Check.ok("GPUs", "all-reduce", f"{format_bytes(preflight.reduced_per_s)}/s from each rank")
 
 
 def check_memory(hardware: Hardware, *, shared: Path = Path("/dev/shm"), quota: float | None = None) -> Iterator[Check]:

@@ -11,6 +11,7 @@ import collections
 import functools
 import importlib
 import inspect
+import math
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -77,6 +78,9 @@ def _serve_on(listening: socket.socket, original: Any, /, *args: Any, **kwargs: 
     return original(*args, **kwargs)
 
 
+_REDUCTIONS, _REDUCE_S = 6, 2.0
+
+
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """How a rank communicates with the others outside the timed steps. Every rank has to make each call."""
@@ -110,6 +114,28 @@ class Ranks:
             from deepspeed import comm
 
             comm.barrier()
+
+    def measure_all_reduce(self, size: int, synchronize: Callable[[], None]) -> float:
+        """Return the bytes a second that a rank sends in an all-reduce of `size` bytes, nccl-tests' bus bandwidth.
+
+        The best of some counts, since the first ones open connections. They end early where the links are slow.
+        """
+        import torch
+        from deepspeed import comm
+        from deepspeed.accelerator import get_accelerator
+
+        values = torch.zeros(size // 4, device=get_accelerator().current_device_name())
+        began, best_s = time.perf_counter(), math.inf
+        for _ in range(_REDUCTIONS):
+            self.wait()
+            synchronize()
+            one_began = time.perf_counter()
+            comm.all_reduce(values)
+            synchronize()
+            best_s = min(best_s, time.perf_counter() - one_began)
+            if self.agree(time.perf_counter() - began > _REDUCE_S):
+                break
+        return size * _SENT_SHARE["reduced"](self.world_size) / best_s
 
 
 def _on_device(value: float) -> Any:

@@ -17,7 +17,7 @@ from ..system.host import count_cores, threads_per_rank
 from ..types import PHASES, Exam, Phase, Steps, WorkloadSource
 from ..workload.protocol import WorkloadError
 
-JobKind = Literal["train", "survey", "ops", "run"]
+JobKind = Literal["train", "survey", "ops", "run", "preflight"]
 JOB_FILE = "job.json"  # in the folder of an attempt
 RUN_VARIABLE = "AUTODS_RUN"  # has the path of the file of a run's job
 _RUN_HINT = "start the script with autods run, or without AUTODS_RUN in the environment"
@@ -173,16 +173,21 @@ def find_job() -> RankJob | None:
 
 
 _BEAT = struct.Struct("IId")  # index of the phase, step, seconds
+_FORWARD = struct.Struct("d")  # behind it
 _STRIDE = 64  # bytes; a cache line for each rank
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The last heartbeat of one rank; `at_s` is on the monotonic clock."""
+    """The last heartbeat of one rank; `at_s` is on the monotonic clock.
+
+    `forward_s` are the usual seconds of a forward so far; 0: there were too few.
+    """
 
     phase: Phase
     step: int
     at_s: float
+    forward_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +218,12 @@ class Heartbeats:
         """Write the heartbeat of a rank."""
         _BEAT.pack_into(self.shared, _STRIDE * slot, PHASES.index(phase), step, time.monotonic())
 
+    def note_forward(self, slot: int, seconds: float) -> None:
+        """Write what a forward of a rank usually takes."""
+        _FORWARD.pack_into(self.shared, _STRIDE * slot + _BEAT.size, seconds)
+
     def read(self, slot: int) -> Beat:
         """Read the last heartbeat of a rank."""
         phase, step, at_s = _BEAT.unpack_from(self.shared, _STRIDE * slot)
-        return Beat(PHASES[phase], step, at_s)
+        (forward_s,) = _FORWARD.unpack_from(self.shared, _STRIDE * slot + _BEAT.size)
+        return Beat(PHASES[phase], step, at_s, forward_s)

@@ -58,6 +58,14 @@ class OpsResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PreflightResult:
+    """The ranks reach each other. `bytes_per_s` is the rate of an all-reduce: what a ring's rank sends a second."""
+
+    bytes_per_s: float
+    kind: Literal["preflight"] = "preflight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
     """How a rank's part of a run ended. `step` is None where a script trains and saves by itself.
 
@@ -71,7 +79,7 @@ class RunResult:
     kind: Literal["run"] = "run"
 
 
-JobResult: TypeAlias = RankResult | SurveyResult | OpsResult | RunResult
+JobResult: TypeAlias = RankResult | SurveyResult | OpsResult | RunResult | PreflightResult
 ScriptEnd: TypeAlias = ModelFacts | RankResult  # of a survey, of a trial
 
 

@@ -13,14 +13,17 @@ import json
 import os
 import signal
 import socket
+import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ..config.deepspeed import get_key
+from ..devices import find_device
 from ..diagnosis.evidence import RESULT_PREVENTED_EXIT, RESULT_UNWRITTEN_EXIT
 from ..plain_text import read_traceback
 from ..system import processes, stacks
@@ -31,7 +34,7 @@ from .job import RUN_VARIABLE, Heartbeats, JobKind, RankJob
 from .memory import Meter, make_meter
 from .model_facts import seed_all
 from .preload import preload
-from .record import JobResult, OpsResult, RankResult, ScriptEnd, SurveyResult, describe_error
+from .record import JobResult, OpsResult, PreflightResult, RankResult, ScriptEnd, SurveyResult, describe_error
 from .script.inject import run_script
 from .script.trial_policy import TrialPolicy
 from .training_run import session
@@ -41,6 +44,39 @@ from .zero_init import partition_at_build
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ETIMEDOUT)
 _SAMPLE_EVERY_S = 0.05  # in a run: amid training, the kernel takes 50 µs to count a process's memory
 _ONCE: tuple[Phase, ...] = ("rendezvous", "build", "init")
+_FORWARDS, _FEWEST_FORWARDS = 64, 3  # whose median tells of a rank's speed
+
+
+@dataclass(slots=True)
+class ForwardClock:
+    """Times the forwards of one rank, as its device does them. It never waits for the device.
+
+    All ranks' steps take equally long, since they wait for one another in collectives. A forward waits for none up to
+    ZeRO-2: gradients are reduced by hooks of the backward, and weights gathered in the step (DeepSpeed's
+    stage_1_and_2.py, `reduce_ready_partitions_and_remove_grads` and `all_gather_dp_groups`). ZeRO-3 gathers weights in
+    it, and experts, pipelines and parallel sequences exchange activations: there all ranks have about the same time.
+    """
+
+    meter: Meter
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_FORWARDS))
+    _begin: Any = None
+    _pending: tuple[Any, Any] | None = None
+
+    def enter(self, phase: Phase) -> bool:
+        """A phase begins; return whether there is a new time of a forward."""
+        is_new = False
+        if self._pending is not None and (seconds := self.meter.seconds_between(*self._pending)) is not None:
+            self.seconds.append(seconds)
+            self._pending, is_new = None, True
+        if phase == "backward" and self._begin is not None and self._pending is None:
+            self._pending = self._begin, self.meter.mark()
+        self._begin = self.meter.mark() if phase == "forward" else None
+        return is_new
+
+    @property
+    def usual_s(self) -> float:
+        """The median; 0 after few."""
+        return statistics.median(self.seconds) if len(self.seconds) >= _FEWEST_FORWARDS else 0.0
 
 
 @dataclass(slots=True)
@@ -61,10 +97,14 @@ class Observer:
     training_peaks: dict[str, int] = field(default_factory=dict)
     sample_every_s: float = 0.0
     pid: int = field(default_factory=os.getpid)
+    clock: ForwardClock = field(init=False)
     _sampled_s: float = 0.0
     _build_began_s: float = 0.0
     _init_began_s: float = 0.0
     _first_step_over: bool = False
+
+    def __post_init__(self) -> None:
+        self.clock = ForwardClock(self.meter)
 
     def __call__(self, phase: Phase, step: int) -> None:
         check_process(self.pid)
@@ -94,6 +134,8 @@ class Observer:
     def touch(self, phase: Phase, step: int) -> None:
         """Write a heartbeat for work between the trial's own phases, such as an evaluation that a script does."""
         self.phase, self.step = phase, step
+        if self.clock.enter(phase):
+            self.board.note_forward(self.slot, self.clock.usual_s)
         now = time.monotonic()
         if now - self._sampled_s >= self.sample_every_s:
             self._sampled_s = now
@@ -213,6 +255,19 @@ def _build_ops(context: RankContext) -> JobResult:
     return OpsResult()
 
 
+def _preflight(context: RankContext) -> JobResult:
+    """Let the ranks meet, and measure their links before minutes are spent on a model."""
+    from .distributed import Ranks, join
+
+    job, observer = context.job, context.observer
+    observer.meter.start()
+    observer("rendezvous", 0)
+    join(job, context.store)
+    observer("init", 0)
+    ranks, device = Ranks(job.local_ranks[context.slot], job.world_size), find_device(job.device)
+    return PreflightResult(bytes_per_s=ranks.measure_all_reduce(device.reduced_bytes, observer.meter.synchronize))
+
+
 def _survey(context: RankContext) -> JobResult:
     """Describe the workload, and why DeepSpeed's ops cannot be built here, by op; 'fp16' if the device lacks it."""
     from deepspeed.accelerator import get_accelerator
@@ -288,6 +343,7 @@ _HANDLERS: Mapping[JobKind, Callable[[RankContext], JobResult]] = {
     "survey": _survey,
     "ops": _build_ops,
     "run": _run,
+    "preflight": _preflight,
 }
 
 

@@ -60,7 +60,7 @@ def advance(state: FitState, event: Event, now_s: float) -> FitState:
     """The state after an event that comes at `now_s`."""
     match event:
         case Note(passing=False):
-            return replace(state, note=escape_controls(event.text), since_s=now_s)
+            return replace(state, note=escape_controls(str(event)), since_s=now_s)
         case SearchStarted():
             return replace(state, search=event)
         case TrialForecasted():

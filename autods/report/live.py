@@ -141,8 +141,8 @@ class TrialProgress(LiveView):
         if isinstance(event, TrialFinished) and not event.replayed:
             self._print_logs(event.record.id, event.record.trial, ended=True)
         match event:
-            case Note(text=text):
-                self._print(text, style="dim")
+            case Note():
+                self._print(str(event), style="yellow" if event.warns else "dim")
             case Skipped(rung=rung, reason=reason):
                 self._print(f"skipped {rung}: {reason}", mark=MARKS["skipped"], style="dim")
             case TrialFinished(record=record, replayed=replayed):
@@ -255,8 +255,8 @@ class RunProgress(TrialProgress):
                 self._print_plain(text)
             case StepDone():
                 self._print_step(event)
-            case Note(text=text) if self._trains:
-                self._print_plain(f"autods: {text}")
+            case Note() if self._trains:
+                self._print_plain(f"autods: {event}")
             case _:
                 if not self._trains:
                     super().__call__(event)

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from ..devices import Health, find_device
 from ..diagnosis.evidence import RankError
 from ..errors import EnvironmentBroken
 from ..rank.job import RankJob
@@ -54,6 +55,7 @@ _SAID_NOTHING = "it said nothing"
 # Ends of a zygote that loads for which its import of the workload is not to blame.
 _BY_OTHERS = ("killed by SIGKILL", "killed by SIGTERM", _SAID_NOTHING)
 _TIERS_EVERY_S = 1.0
+_THROTTLED_EVERY_S = 5.0
 
 
 class NodeAgent:
@@ -85,7 +87,8 @@ class NodeAgent:
         self.zygote: ZygoteProcess | None = None
         self.heartbeat = Heartbeat()
         self.tiers: tuple[TierLevel, ...] = ()
-        self.tiers_read_s = 0.0
+        self.tiers_read_s = self.throttled_read_s = 0.0
+        self.throttled: tuple[str, ...] = ()
         self.job_number = 0  # of the running job; 0: none runs
         self.job: RankJob | None = None  # that runs
         self.plain = False  # the zygote does not import the workload, each rank does
@@ -103,6 +106,10 @@ class NodeAgent:
         """Return the files that are not here or have another digest, and the folders that cannot be written."""
         missing = [path for path, digest in files.items() if digest_file(path) != digest]
         return missing + [path for path in folders if not os.access(path, os.W_OK | os.X_OK)]
+
+    def examine(self, ranks: int) -> Health:
+        """Return the health of the devices on which so many ranks are about to start here."""
+        return find_device(self.device).examine(ranks)
 
     def find_unbuilt(self, ops: list[str]) -> list[str]:
         """Return the DeepSpeed ops that would have to be built here."""
@@ -184,13 +191,15 @@ class NodeAgent:
         return replace(death, phase=self.heartbeat.phase, step=self.heartbeat.step, host=host.summarize())
 
     def progress(self) -> Heartbeat:
-        """Return the phase and step of the slowest rank, and a run's tiers."""
-        job = self.job
+        """Return the phase and step of the slowest rank, a run's tiers, and the cards that are throttled."""
+        job, now = self.job, time.monotonic()
+        if job is not None and now - self.throttled_read_s > _THROTTLED_EVERY_S:
+            self.throttled, self.throttled_read_s = find_device(self.device).find_throttled(), now
         if job is None or job.job != "run":
             self.tiers = ()
-        elif time.monotonic() - self.tiers_read_s > _TIERS_EVERY_S:
-            self.tiers, self.tiers_read_s = read_tiers(find_memory_groups(), job.swap), time.monotonic()
-        return replace(self.heartbeat, tiers=self.tiers)
+        elif now - self.tiers_read_s > _TIERS_EVERY_S:
+            self.tiers, self.tiers_read_s = read_tiers(find_memory_groups(), job.swap), now
+        return replace(self.heartbeat, tiers=self.tiers, throttled=self.throttled)
 
     def locate(self) -> str:
         """Return where the zygote is; '' without one. See `ZygoteProcess.locate`."""

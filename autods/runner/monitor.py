@@ -61,6 +61,7 @@ class RankMonitor:
             at_s=now,
             exit_code=code,
             killed_by_us=self.killed_s is not None and code == -signal.SIGKILL,
+            forward_s=beat.forward_s,
         )
         with contextlib.suppress(OSError, ValueError):  # a rank that was killed wrote nothing
             written = json.loads(log.with_suffix(".json").read_text())

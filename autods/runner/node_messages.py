@@ -7,7 +7,8 @@ fit with the same values, through Ray. Every moment is in seconds of a machine's
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal, TypeAlias, cast
 
 from ..diagnosis.evidence import HostUsage, RankEnd, RankError
@@ -22,6 +23,7 @@ class RankExit(RankEnd):
 
     killed_by_us: bool = False
     result: JobResult | None = None
+    forward_s: float = 0.0  # that a forward of it took; 0: it did few
 
     @property
     def succeeded(self) -> bool:
@@ -78,7 +80,8 @@ class Heartbeat:
 
     No rank has moved for `silent_s`. `place` is the line of the user's code where one of them is, if that is known.
     `tiers` are the node's own while it trains in a run; in the heartbeat of a whole job they are those of the fullest
-    node, tier by tier.
+    node, tier by tier. `forward_s` are the usual seconds of a forward by rank, where a rank has done some. `throttled`
+    has a sentence for each card that is slow now.
     """
 
     kind: Literal["heartbeat"] = "heartbeat"
@@ -87,6 +90,8 @@ class Heartbeat:
     silent_s: float = 0.0
     place: str = ""
     tiers: tuple[TierLevel, ...] = ()
+    forward_s: Mapping[str, float] = field(default_factory=dict)
+    throttled: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

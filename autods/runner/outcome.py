@@ -27,6 +27,7 @@ from ..types import (
     TierUse,
     Timing,
 )
+from .health import find_slowest
 from .node_messages import LoadFailed, NodeLost, NodeReport, NodeResult, RankExit, StoreFailed, ZygoteDied
 
 R = TypeVar("R", bound=JobResult)
@@ -62,6 +63,7 @@ def judge_trial(
         trained=first.trained,
         update_size=first.update_size,
         card=_join_cards([rank.peaks for rank in ranks]),
+        slowest=find_slowest({each.rank: each.forward_s for report in reports for each in report.ranks}),
         communication=_join_communication([rank.communication for rank in ranks if rank.communication is not None]),
         timing=Timing(
             wall_s=wall_s,

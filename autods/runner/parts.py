@@ -75,6 +75,20 @@ class RunningPart:
         return None
 
 
+def join_heartbeats(parts: Sequence[RunningPart]) -> Heartbeat:
+    """Return the heartbeat of a whole job: that of the slowest node, and what all nodes have seen."""
+    beats = [(part.node.address, part.heartbeat) for part in parts if part.heartbeat is not None]
+    several = len(parts) > 1
+    return replace(
+        min((beat for _, beat in beats), key=lambda beat: beat.step),
+        tiers=find_fullest(parts),
+        forward_s={rank: seconds for _, beat in beats for rank, seconds in beat.forward_s.items()},
+        throttled=tuple(
+            f"node {address}: {text}" if several else text for address, beat in beats for text in beat.throttled
+        ),
+    )
+
+
 def find_fullest(parts: Sequence[RunningPart]) -> tuple[TierLevel, ...]:
     """Return for each tier the node of which the least is left, as their heartbeats say. One node needs no name."""
     fullest: dict[Tier, TierLevel] = {}

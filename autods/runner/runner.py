@@ -23,10 +23,11 @@ from ..errors import AutodsError, EnvironmentBroken, InputError
 from ..events import Event, Note, TrialMoved
 from ..rank.job import JobKind, RankJob, RunOrder
 from ..rank.ops import BUILDERS, USUAL_BUILD_S, check_caches
-from ..rank.record import RunResult, SurveyResult
+from ..rank.record import PreflightResult, RunResult, SurveyResult
 from ..system.processes import read_tail
 from ..types import PHASES, Exam, Failed, Fit, Knobs, ModelFacts, Outcome, OutOfMemory, Record, Steps, Trial
 from .environment import choose_exported
+from .health import Preflight, Watch, judge_nodes, judge_rate
 from .node_messages import Heartbeat, LoadFailed, NodeReport, NodeResult, Ready, ZygoteDied
 from .outcome import find_failure, judge_trial, result_of_rank_0
 from .time_limits import limit_training, silence_limits, warm_up
@@ -34,6 +35,7 @@ from .worker_group import WorkerGroup
 
 _NO_VARIABLES: Mapping[str, str] = {}
 _ROOM_WITHIN_S = 3.0
+_PREFLIGHT_S = 60.0  # ranks on one machine need 1 s, on cards about 10; what takes longer waits for an answer
 _LARGEST_SURVEY_BATCH = 8  # the walk begins with no larger micro batch
 
 
@@ -74,6 +76,9 @@ class RayRunner:
             room_within_s=_ROOM_WITHIN_S if number else None,
         )
         self.results: Sequence[NodeResult] = ()  # of the last trial
+        self.watch = Watch(self._warn)
+        self.warned: set[str] = set()
+        self.checked: object = None  # the nodes of the last preflight
         self.sample_s = 0.0  # that a rank's sample took in the slowest trial so far
 
     def __enter__(self) -> RayRunner:
@@ -110,6 +115,7 @@ class RayRunner:
             self.surveys[settings.source.digest] = survey
             for text in describe_script(self.settings, survey.facts):
                 self._note(text)
+            self.check_machine()
         return survey
 
     def run(self, trial: Trial, *, id: int) -> Record:
@@ -127,6 +133,7 @@ class RayRunner:
                 host_bytes=self.workers.host_memory.total_bytes,
             )
         if isinstance(outcome, Fit):
+            self.watch.hear_trial(outcome)
             self.sample_s = max(self.sample_s, max(outcome.step_s) / trial.knobs.train_batch(1))
         return Record(id=id, trial=trial, outcome=outcome, seconds=time.monotonic() - began)
 
@@ -141,10 +148,59 @@ class RayRunner:
 
     def run_attempt(self, job: RankJob, on_progress: Callable[[Heartbeat], None]) -> RunResult | OutOfMemory | Failed:
         """Train as the job of a run says; return rank 0's result, or why the ranks failed."""
+        self.check_machine()
         if (failure := self._build_ops(job)) is not None:
             return failure
-        results = self.workers.run(job, on_progress)
+
+        def hear(heartbeat: Heartbeat) -> None:
+            self.watch.hear_heartbeat(heartbeat, of_run=True)
+            on_progress(heartbeat)
+
+        results = self.workers.run(job, hear)
         return find_failure(results, job) or result_of_rank_0(results, RunResult)
+
+    def check_machine(self) -> None:
+        """Look at devices and links before the first training on these nodes, and warn of what slows it.
+
+        Raises EnvironmentBroken for what makes it senseless. A runner beside others has their nodes.
+        """
+        if self.number or self.checked is self.workers.nodes:
+            return
+        preflight = self.preflight()
+        self.checked = self.workers.nodes
+        for finding in preflight.findings:
+            self._warn(str(finding))
+
+    def preflight(self) -> Preflight:
+        """Look at the devices of all nodes, and let the ranks meet for an all-reduce.
+
+        Raises EnvironmentBroken where a device is missing or broken, and where the ranks do not reach each other.
+        """
+        settings, machine, init_s = self.settings, self.settings.machine, self.settings.profile.limits.init_s
+        found = judge_nodes(self.workers.examine(), machine)
+        for finding in found.findings:
+            if finding.is_fatal:
+                raise EnvironmentBroken(f"{finding.text}\n  {finding.remedy}")
+        if settings.gpus == 1:
+            return found
+        job = self._make_job(
+            "preflight",
+            self._log_folder("preflight"),
+            world_size=settings.gpus,
+            local_ranks=tuple(range(settings.gpus)),
+            silence_s={**dict.fromkeys(PHASES, _PREFLIGHT_S), "start": init_s},  # ranks may have to import everything
+            wall_s=init_s + _PREFLIGHT_S,
+        )
+        results = self.workers.run(job)
+        if (failure := find_failure(results, job)) is not None:
+            log = f"{job.folder}/rank{max(0, failure.rank)}.log"
+            raise EnvironmentBroken(
+                f"the ranks do not reach each other: {failure.evidence}\n  {failure.advice} (log: {log})"
+            )
+        rate = result_of_rank_0(results, PreflightResult).bytes_per_s
+        slow = judge_rate(rate, machine, ranks_per_node=settings.ranks_per_node, nodes=settings.nodes)
+        findings = found.findings if slow is None else (*found.findings, slow)
+        return replace(found, findings=findings, reduced_per_s=rate)
 
     def final_config(self, trial: Trial) -> dict[str, Any]:
         """Return the DeepSpeed config of a trial as the user gets it."""
@@ -263,6 +319,7 @@ class RayRunner:
         results = self._execute(job)
         if self.settings.gpus > 1 and may_need_all_ranks(results, job):
             self._note("the script does not run on one rank alone, so the survey repeats it on all ranks")
+            self.check_machine()
             job = self.survey_job(ranks=self.settings.gpus)
             results = self._execute(job)
         while (failure := find_failure(results, job)) is not None:
@@ -294,6 +351,7 @@ class RayRunner:
         """Run the job; return what the nodes report. The progress of the trial `id` is reported meanwhile."""
 
         def report(heartbeat: Heartbeat) -> None:
+            self.watch.hear_heartbeat(heartbeat, of_run=False)
             if id is not None:
                 self.listen(TrialMoved(id=id, phase=heartbeat.phase, step=heartbeat.step))
 
@@ -305,6 +363,12 @@ class RayRunner:
 
     def _note(self, text: str) -> None:
         self.listen(Note(text=text))
+
+    def _warn(self, text: str) -> None:
+        """Warn once."""
+        if text not in self.warned:
+            self.warned.add(text)
+            self.listen(Note(text=text, warns=True))
 
     @property
     def _log_suffix(self) -> str:

@@ -10,11 +10,11 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..config.settings import Settings
+from ..devices import Health
 from ..errors import EnvironmentBroken
 from ..events import Event, Note
 from ..rank.job import RankJob
@@ -24,7 +24,7 @@ from ..system.waiting import AGAIN_S, FIRST_S, MOST_LIMITS, Wait
 from .agent import NodeAgent, digest_file
 from .cleanup import session_variables
 from .node_messages import Heartbeat, LoadFailed, NodeReport, NodeResult, Ready, StoreBound, ZygoteDied
-from .parts import MARGIN_S, SILENT_S, Node, RunningPart, find_fullest, path_of_node, repeat_job, split_job
+from .parts import MARGIN_S, SILENT_S, Node, RunningPart, join_heartbeats, path_of_node, repeat_job, split_job
 from .placement import Need, NodeDescription, RayCluster, check_same_software, describe_gpu_differences, reserve_nodes
 from .ray_connect import find_head_problem, format_ray_error, session
 from .silence import is_own_code
@@ -186,8 +186,7 @@ class WorkerGroup:
             done, _ = self.ray.wait([part.run for part in pending], num_returns=1, timeout=poll_s)
             if self._read_heartbeats(pending):
                 beats = [part.heartbeat for part in running if part.heartbeat is not None]
-                slowest = min(beats, key=lambda beat: beat.step)
-                on_progress(replace(slowest, tiers=find_fullest(running)))
+                on_progress(join_heartbeats(running))
                 self._report_silence(parts[0][1], beats)
             now = time.monotonic()
             if now - head_checked_s > _HEAD_EVERY_S:
@@ -211,6 +210,16 @@ class WorkerGroup:
         if abort_calls:  # none may meet the next job
             self.ray.wait(abort_calls, num_returns=len(abort_calls), timeout=1.0)
         return [part.result for part in running if part.result is not None]
+
+    def examine(self) -> list[tuple[str, Health]]:
+        """Return the address of each node, '' for a single one, and the health of its devices."""
+        self._replace_lost()
+        ranks = self.settings.ranks_per_node
+        healths = self._call(lambda node: node.agent.examine.remote(ranks), "looking at the devices")
+        return [
+            (node.address if len(self.nodes) > 1 else "", health)
+            for node, health in zip(self.nodes, healths, strict=True)
+        ]
 
     def needs_build(self, ops: Sequence[str]) -> bool:
         """Whether one of these DeepSpeed ops has to be built on any node."""

@@ -299,7 +299,13 @@ class Zygote:
                 slowest = min((rank.beat for rank in running), key=lambda beat: beat.at_s)
                 silence = monitor.silence
                 self._send(
-                    Heartbeat(phase=slowest.phase, step=slowest.step, silent_s=silence.seconds, place=silence.place)
+                    Heartbeat(
+                        phase=slowest.phase,
+                        step=slowest.step,
+                        silent_s=silence.seconds,
+                        place=silence.place,
+                        forward_s={str(rank.rank): rank.beat.forward_s for rank in running if rank.beat.forward_s},
+                    )
                 )
 
     def _poll_peers(self) -> select.poll:

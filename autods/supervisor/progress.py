@@ -74,5 +74,4 @@ class AttemptProgress:
             new = WatchedTier(tier=use.tier, node=use.node, limit_bytes=use.total_bytes)
             watched = self._watched.setdefault((use.tier, use.node), new)
             if (text := watched.add(TierReading(done.step, use.used_bytes), last_step=done.steps)) is not None:
-                self._journal.warn(text)
-                self._listen(Note(text=f"warning: {text}"))
+                self._listen(Note(text=text, warns=True))

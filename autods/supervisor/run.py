@@ -20,7 +20,7 @@ from ..config.settings import Settings, apply_survey, count_nodes
 from ..devices import find_device
 from ..errors import EnvironmentBroken
 from ..events import AttemptStarted, Note, RunListener
-from ..journal import RUN_JOURNAL, workspace
+from ..journal import RUN_JOURNAL, record_warnings, workspace
 from ..rank.job import JOB_FILE, RunOrder, read_job
 from ..rank.record import RunResult
 from ..rank.training_run.checkpoints import Layout, SavedCheckpoint, find_obstacle, list_checkpoints, remove_torn
@@ -75,11 +75,11 @@ def run(
         journal = RunJournal(out)
         history = journal.open(settings.identity)
         (out / "stop").unlink(missing_ok=True)
+        listen = record_warnings(listen, history.warnings, journal.warn)
         source = settings.fit.source
         if journal.note_workload(source.digest):
             text = f"{source.path} has changed since the last call: the run goes on with what it is now"
-            journal.warn(f"{text}, and --fresh begins anew")
-            listen(Note(text=f"warning: {history.warnings[-1]}"))
+            listen(Note(text=f"{text}, and --fresh begins anew", warns=True))
         settings, report = take_fit(settings, history, listen, find_fit, keep=settings.is_done(history))
         if report.status != "fit":
             why = describe_way_out(report.partitioned) or "no config fits"
@@ -167,11 +167,8 @@ class Supervisor:
         history, step = self.history, self._saved_step
         known = max(history.saved_steps, default=0)
         if history.attempts and step < known <= history.attempts[-1].last_step:
-            self._warn(f"the checkpoint of step {known} is gone or torn: the run goes on at step {step}")
-
-    def _warn(self, text: str) -> None:
-        self.journal.warn(text)
-        self.listen(Note(text=f"warning: {text}"))
+            text = f"the checkpoint of step {known} is gone or torn: the run goes on at step {step}"
+            self.listen(Note(text=text, warns=True))
 
     def _prepare(self) -> None:
         """The survey of the workload, once in a run, and the config of the fit as the first decision."""

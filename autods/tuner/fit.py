@@ -21,7 +21,7 @@ from ..diagnosis.trial_outcome import make_input_error
 from ..errors import EnvironmentBroken, InputError
 from ..events import Listener, Note, SearchStarted
 from ..forecast.simulation_cache import why_not_forecast
-from ..journal import JOURNAL, STUDY, TrialStore, make_other_fit_error, workspace
+from ..journal import JOURNAL, STUDY, TrialStore, make_other_fit_error, record_warnings, workspace
 from ..report import serialize
 from ..report.answers.fit import make_fit_document
 from ..report.render_html import PAGE, write_page
@@ -79,6 +79,13 @@ def fit(
         if (finished := _read_finished(settings, fingerprint, listen)) is not None:
             return finished
         journal, past, settings = open_journal(settings, fingerprint, listen)
+        warnings = list(past.warnings)
+
+        def warn(text: str) -> None:
+            warnings.append(text)
+            journal.write_warning(text)
+
+        listen = record_warnings(listen, warnings, warn)
         for note in _describe_workload(settings):
             listen(Note(text=note))
         began = time.monotonic()
@@ -105,6 +112,7 @@ def fit(
                     _check_that_memory_decided(result.walked, context)
 
         report = build_report(result, context, fingerprint=fingerprint, seconds=time.monotonic() - began + earlier_s)
+        report = replace(report, warnings=tuple(warnings))
         if estimate_real_s is not None:
             report = replace(report, real_fit_seconds=estimate_real_s(result, context))
         serialize.write(report, out)

@@ -14,7 +14,7 @@ GIB = 2**30
 class FakeCard:
     """total_bytes: what CUDA says, reserved_bytes: beside it, the driver's. slices: MIG devices; None: no MIG mode.
 
-    capability: None where the driver does not answer.
+    capability: None where the driver does not answer. knows_health: it answers the questions of the last fields.
     """
 
     name: str = "A Card"
@@ -28,6 +28,14 @@ class FakeCard:
     knows_mig: bool = True
     lost: bool = False
     capability: tuple[int, int] | None = (9, 0)
+    knows_health: bool = True
+    uncorrected: int = 0  # errors since the driver was loaded
+    remapped: tuple[int, int, int, int] = (0, 0, 0, 0)  # corrected, uncorrected, pending, failed
+    retires: int = 0  # a page at the next reset, on cards before A100
+    reasons: int = 1  # idle
+    watts: tuple[int, int] = (700, 700)  # enforced, by default
+    lanes: tuple[int, int] = (16, 16)  # now, at most
+    busy: int = 0  # percent
 
 
 class NVMLError(Exception):
@@ -47,6 +55,8 @@ class FakeNvml:
     cuda: int = 13000
     open: int = 0
     asked: list[str] = field(default_factory=list)
+    links: str = "NVLink"  # between all cards
+    old_names: bool = False  # of a driver before 535
 
     NVMLError: Any = NVMLError
     NVML_ERROR_DRIVER_NOT_LOADED: int = 9
@@ -127,6 +137,48 @@ class FakeNvml:
         if card.capability is None:
             raise NVMLError("Not Supported", 3)
         return card.capability
+
+    def nvmlDeviceGetTotalEccErrors(self, card: FakeCard, kind: int, counter: int) -> int:
+        return self._tell(card, {(1, 0): card.uncorrected}[kind, counter])
+
+    def nvmlDeviceGetRemappedRows(self, card: FakeCard) -> tuple[int, int, int, int]:
+        return self._tell(card, card.remapped)
+
+    def nvmlDeviceGetRetiredPagesPendingStatus(self, card: FakeCard) -> int:
+        return self._tell(card, card.retires)
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, card: FakeCard) -> int:
+        if self.old_names:
+            raise NVMLError("Function Not Found", 13)
+        return self._tell(card, card.reasons)
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, card: FakeCard) -> int:
+        return self._tell(card, card.reasons)
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, card: FakeCard) -> int:
+        return self._tell(card, 1000 * card.watts[0])
+
+    def nvmlDeviceGetPowerManagementDefaultLimit(self, card: FakeCard) -> int:
+        return self._tell(card, 1000 * card.watts[1])
+
+    def nvmlDeviceGetCurrPcieLinkWidth(self, card: FakeCard) -> int:
+        return self._tell(card, card.lanes[0])
+
+    def nvmlDeviceGetMaxPcieLinkWidth(self, card: FakeCard) -> int:
+        return self._tell(card, card.lanes[1])
+
+    def nvmlDeviceGetUtilizationRates(self, card: FakeCard) -> SimpleNamespace:
+        return self._tell(card, SimpleNamespace(gpu=card.busy, memory=0))
+
+    def nvmlDeviceGetP2PStatus(self, card: FakeCard, other: FakeCard, capability: int) -> int:
+        """0: OK; 5: not supported. capability: 0 to read the other's memory, 2 NVLink."""
+        reached = {"NVLink": (0, 2), "PCIe": (0,), "host memory": ()}[self.links]
+        return self._tell(card, 0 if capability in reached else 5)
+
+    def _tell(self, card: FakeCard, value: Any) -> Any:
+        if not card.knows_health:
+            raise NVMLError("Not Supported", 3)
+        return value
 
     def nvmlSystemGetDriverVersion(self) -> str | bytes:
         return self.driver

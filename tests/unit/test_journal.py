@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from autods.errors import EnvironmentBroken, InputError
-from autods.journal import Journal, TrialStore, trial_key
+from autods.events import Note
+from autods.journal import Journal, TrialStore, record_warnings, trial_key
 from autods.types import Action, Failed, Fit, Outcome, OutOfMemory, Record, Tier, Trial
 from tests.support.journaled import FIT, TRIAL, record
 
@@ -333,3 +334,14 @@ def test_only_a_second_hang_at_the_same_line_is_the_codes(journal: Journal, seco
     assert isinstance(first.outcome, Failed)
     assert isinstance(again.outcome, Failed)
     assert (first.outcome.action, again.outcome.action) == ("retry", action)
+
+
+def test_a_warning_is_written_once_and_read_again(journal: Journal) -> None:
+    journal.open(fingerprint="q")
+    for _ in range(2):  # a fit, and its continuation
+        known, events = list(journal.open(fingerprint="q").warnings), list[Note]()
+        listen = record_warnings(events.append, known, journal.write_warning)
+        for note in (Note(text="card 1 is throttled", warns=True), Note(text="starting Ray")):
+            listen(note)
+        assert [str(event) for event in events] == ["warning: card 1 is throttled", "starting Ray"]
+    assert journal.open(fingerprint="q").warnings == ["card 1 is throttled"]

@@ -213,6 +213,8 @@ def _list_parts(report: FitReport, folder: Path | None, columns: Sequence[Column
             answer = line((way_out, "bold red"))
         yield doc.Headline(words=answer, effort=describe_effort(report))
         yield doc.Bullets(items=tuple(list_remedies(report)), numbered=True)
+    for warning in report.warnings:
+        yield doc.Paragraph(words=line((f"warning: {warning}", "yellow")), whole=True)
     yield doc.Heading(words="The ladder", on=Medium.PAGE | Medium.MARKDOWN)
     yield doc.Legend(on=Medium.PAGE)
     yield tabulate(columns, ladder, quiet=lambda row: fits and row.mark != MARKS["failed"])

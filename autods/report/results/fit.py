@@ -153,6 +153,8 @@ class FitReport:
 
     `real_fit_seconds` is what the trials of a rehearsal and the certificate would take on real ranks, by estimate; None
     for a real fit, which took `seconds`.
+
+    `warnings` are sentences on what slowed the machine while it measured.
     """
 
     status: Literal["fit", "nothing_fits"]
@@ -167,6 +169,7 @@ class FitReport:
     skipped: tuple[Skipped, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
     importances: Mapping[str, float] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
     largest_micro_batch: int | None = None
     closest: ClosestRung | None = None
     partitioned: PartitionedBuild | None = None

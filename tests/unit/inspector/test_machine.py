@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from autods.devices import Card
+from autods.devices import Card, Finding
+from autods.errors import EnvironmentBroken
 from autods.inspector import machine
 from autods.inspector.disk import check_nvme
 from autods.report.results.doctor import Check
+from autods.runner.health import Preflight
 from autods.system.host import Hardware
 
 GIB = 2**30
@@ -113,3 +115,20 @@ def test_who_may_lock_any_memory_is_not_warned_of_its_limit() -> None:
     low = {resource.RLIMIT_MEMLOCK: (65536, 65536)}
     infinite = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     assert list(machine.check_limits(lambda number: low.get(number, infinite), lambda: True)) == []
+
+
+def test_ranks_that_are_healthy_show_their_links_and_rate() -> None:
+    slow = Finding(text="card 1 (H100) is throttled: too hot", remedy="look at the fans")
+    preflight = Preflight(findings=(slow,), links="NVLink between 28 of 28 pairs of cards", reduced_per_s=300 * GIB)
+    ranks, links, rate = machine.check_ranks(lambda: preflight)
+    assert (ranks.status, ranks.result, ranks.remedy) == ("warning", slow.text, slow.remedy)
+    assert (links.status, links.result) == ("ok", preflight.links)
+    assert (rate.status, rate.result) == ("ok", "300.0 GiB/s from each rank")
+
+
+def test_ranks_that_cannot_train_are_broken() -> None:
+    def measure() -> Preflight:
+        raise EnvironmentBroken("the ranks do not reach each other: timed out\n  look at the firewall")
+
+    (check,) = machine.check_ranks(measure)
+    assert (check.status, check.remedy) == ("broken", "look at the firewall")

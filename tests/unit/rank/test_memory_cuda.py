@@ -33,6 +33,7 @@ class FakeCuda:
     emptied: int = 0
     waited: list[int] = field(default_factory=list)
     pinned: dict[str, int] = field(default_factory=dict)
+    Event: Any = None
 
     def set_device(self, index: int) -> None:
         self.chosen = index
@@ -316,3 +317,30 @@ def test_pages_of_files_are_no_private_memory(tmp_path: Path) -> None:
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         assert sum(mapped[::4096]) == 0
         assert read_private_bytes() - before < 32 * MIB
+
+
+class FakeEvent:
+    """An event of a stream, which the card reaches `at_s` of its clock."""
+
+    def __init__(self, at_s: float, now_s: list[float]) -> None:
+        self.at_s, self.now_s = at_s, now_s
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return self.now_s[0] >= self.at_s
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        assert end.query()  # else torch raises
+        return 1000 * (end.at_s - self.at_s)
+
+
+def test_a_forward_takes_what_the_card_needs_for_it() -> None:
+    meter, cuda, _ = meter_on(FakeCard())
+    now_s, reached_s = [0.0], iter((2.0, 5.0))
+    cuda.Event = lambda enable_timing: FakeEvent(next(reached_s), now_s)
+    begin, end = meter.mark(), meter.mark()  # the host has launched both at once
+    assert meter.seconds_between(begin, end) is None
+    now_s[0] = 9.0
+    assert meter.seconds_between(begin, end) == pytest.approx(3.0)

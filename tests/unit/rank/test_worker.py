@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +14,56 @@ from autods.rank.worker import Observer, RankContext
 from autods.types import PHASES
 from autods.workload import Workload
 from tests.support.ends import JOB
+
+
+class LateMeter(Meter):
+    """The meter of a device that is `late` marks behind its host; a mark is the seconds at which it is reached."""
+
+    def __init__(self, late: int) -> None:
+        self.now, self.late, self.marks = 0.0, late, list[float]()
+
+    def mark(self) -> float:
+        self.marks.append(self.now)
+        return self.now
+
+    def seconds_between(self, begin: float, end: float) -> float | None:
+        return end - begin if end in self.marks[: len(self.marks) - self.late] else None
+
+
+def step_through(meter: LateMeter, forwards: Sequence[float]) -> Beat:
+    """The last heartbeat of a rank whose forwards take so long; its backwards take a second."""
+    board = Heartbeats.create(1)
+    observer = Observer(board, 0, meter)
+    for step, seconds in enumerate(forwards):
+        observer.touch("forward", step)
+        meter.now += seconds
+        observer.touch("backward", step)
+        meter.now += 1.0
+        observer.touch("step", step)
+    last = board.read(0)
+    board.close()
+    return last
+
+
+@pytest.mark.parametrize("late", [0, 1, 3])
+def test_a_forward_is_timed_once_the_device_has_done_it(late: int) -> None:
+    assert step_through(LateMeter(late), [9.0, *[2.0] * 12]).forward_s == 2.0
+
+
+def test_few_forwards_tell_nothing_of_a_ranks_speed() -> None:
+    last = step_through(LateMeter(0), [2.0, 2.0])
+    assert (last.forward_s, last.phase, last.step) == (0.0, "step", 1)
+
+
+def test_an_evaluation_is_no_forward_of_a_step() -> None:
+    board, meter = Heartbeats.create(1), LateMeter(0)
+    observer = Observer(board, 0, meter)
+    for _ in range(6):
+        for phase in ("forward", "evaluate", "backward"):
+            observer.touch(phase, 0)
+            meter.now += 1.0
+    assert not observer.clock.seconds
+    board.close()
 
 
 class SettlingMeter(Meter):
@@ -46,8 +96,7 @@ def test_torch_compile_is_a_phase_in_the_heartbeats() -> None:
     from torch._dynamo.callback import callback_handler
 
     board, beats = Heartbeats.create(1), list[Beat]()
-    meter: Any = SimpleNamespace(sample=lambda: None)
-    observer = Observer(board, 0, meter)
+    observer = Observer(board, 0, Meter())
     observer.watch_compiles()
     observer.touch("forward", 3)
 

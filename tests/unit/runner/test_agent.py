@@ -20,6 +20,7 @@ from autods.runner import agent as agent_module
 from autods.runner.agent import NodeAgent, ZygoteProcess, digest_file, start_zygote
 from autods.runner.node_messages import Heartbeat, LoadFailed, Ready, ZygoteDied, encode
 from tests.support.ends import JOB, report_of, spare_present_children
+from tests.support.scripted_nvml import FakeCard, FakeNvml
 from tests.support.stuck import hang_on_import, make_python
 from tests.support.watching import is_running
 
@@ -54,6 +55,21 @@ def zygote() -> Iterator[ZygoteProcess]:
 
 def an_agent() -> NodeAgent:
     return NodeAgent(JOB.source, "cpu", 1, "another machine", "log", {})
+
+
+def test_an_agent_tells_of_cards_before_and_while_ranks_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml([FakeCard(), FakeCard(uuid="GPU-b", reasons=0x20)])
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)  # type: ignore[arg-type]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    agent = NodeAgent(JOB.source, "cuda", 1, "another machine", "log", {})
+    (finding,) = agent.examine(2).findings
+    assert finding.text == "card 1 (A Card) is throttled: too hot"
+    assert agent.progress().throttled == ()  # no ranks use them
+    agent.job = JOB
+    assert agent.progress().throttled == (str(finding),)
+    nvml.cards = ()
+    assert agent.progress().throttled == (str(finding),)  # it is not asked at each heartbeat
+    assert nvml.open == 0
 
 
 def test_a_zygote_ends_when_its_agent_closes_the_connection(zygote: ZygoteProcess) -> None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from autods.runner.node_messages import Heartbeat, TierLevel
-from autods.runner.parts import Node, RunningPart, find_fullest
+from autods.runner.parts import Node, RunningPart, find_fullest, join_heartbeats
 
 GIB = 2**30
 
@@ -25,3 +25,13 @@ def test_the_fullest_node_is_named_tier_by_tier():
 
 def test_a_single_node_has_no_name():
     assert [use.node for use in find_fullest([part("10.0.0.1", host=5)])] == [""]
+
+
+def test_a_jobs_heartbeat_has_the_forwards_and_cards_of_all_nodes():
+    first, second = part("10.0.0.1", host=5), part("10.0.0.2", host=3)
+    first.heartbeat = Heartbeat(step=7, forward_s={"0": 1.0})
+    second.heartbeat = Heartbeat(step=6, phase="step", forward_s={"1": 2.0}, throttled=("card 3 is throttled",))
+    whole = join_heartbeats([first, second])
+    assert (whole.step, whole.phase, whole.forward_s) == (6, "step", {"0": 1.0, "1": 2.0})
+    assert whole.throttled == ("node 10.0.0.2: card 3 is throttled",)
+    assert join_heartbeats([second]).throttled == ("card 3 is throttled",)

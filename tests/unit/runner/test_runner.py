@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 
+from autods.config.catalogue import read_catalogue
 from autods.config.deepspeed import get_key
 from autods.config.settings import Settings
+from autods.devices import Finding, Health
 from autods.diagnosis.evidence import RankError
 from autods.errors import EnvironmentBroken, InputError
 from autods.events import Event, Note
 from autods.rank.job import RunOrder
 from autods.rank.ops import BUILDERS
-from autods.rank.record import describe_error
-from autods.runner.node_messages import LoadFailed, Ready, ZygoteDied
+from autods.rank.record import PreflightResult, describe_error
+from autods.runner.node_messages import LoadFailed, RankExit, Ready, ZygoteDied
 from autods.runner.runner import RayRunner, make_error, may_need_all_ranks
 from autods.types import Exam, Failed, Fit, Knobs, OutOfMemory, Steps, Trial
 from tests.support.ends import JOB, rank_exit, report_of
@@ -135,6 +137,53 @@ def test_a_trial_has_more_time_where_earlier_ones_were_slow(monkeypatch: pytest.
     after = runner.trial_job(small, 2).silence_s
     assert after["forward"] - before["forward"] == pytest.approx(10 * 10.0 * 4)  # ten times the micro batch's seconds
     assert after["save"] == before["save"]
+
+
+def preflight(monkeypatch: pytest.MonkeyPatch, *ranks: RankExit, health: Health | None = None) -> tuple[Any, list[str]]:
+    """A runner before its first training, whose ranks end so, and its warnings."""
+    warnings: list[str] = []
+    runner = RayRunner(
+        replace(SETTINGS, machine=read_catalogue()["h100-80gb"]), lambda event: warnings.append(str(event))
+    )
+    monkeypatch.setattr(runner.workers, "examine", lambda: [("", health or Health())])
+    monkeypatch.setattr(runner.workers, "run", lambda job: [report_of(*ranks)])
+    return runner, warnings
+
+
+def meeting(gb_per_s: float) -> tuple[RankExit, ...]:
+    result = PreflightResult(bytes_per_s=1e9 * gb_per_s)
+    return tuple(replace(rank_exit(rank), exit_code=0, result=result) for rank in (0, 1))
+
+
+def test_a_healthy_machine_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, warnings = preflight(monkeypatch, *meeting(350))
+    runner.check_machine()
+    monkeypatch.setattr(runner.workers, "examine", lambda: pytest.fail("once is enough"))
+    runner.check_machine()
+    assert warnings == []
+
+
+def test_what_slows_the_ranks_is_a_warning_before_they_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    throttled = Finding(text="card 1 (H100) is throttled: too hot", remedy="look at the fans")
+    runner, warnings = preflight(monkeypatch, *meeting(40), health=Health(findings=(throttled,)))
+    runner.check_machine()
+    hot, slow = warnings
+    assert hot == "warning: card 1 (H100) is throttled: too hot (look at the fans)"
+    assert slow.startswith("warning: an all-reduce of all ranks moves 40 GB/s, and NVIDIA H100 80 GB SXM usually gives")
+
+
+def test_a_missing_card_ends_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = Finding(text="8 ranks need a card each, and 7 are there", remedy="see nvidia-smi", is_fatal=True)
+    runner, _ = preflight(monkeypatch, health=Health(findings=(gone,)))
+    with pytest.raises(EnvironmentBroken, match="7 are there\n  see nvidia-smi"):
+        runner.check_machine()
+
+
+def test_ranks_that_do_not_reach_each_other_end_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = {"types": ["RuntimeError"], "message": "Connection refused"}
+    runner, _ = preflight(monkeypatch, rank_exit(0, error=error), rank_exit(1, error=error))
+    with pytest.raises(EnvironmentBroken, match=r"the ranks do not reach each other: .*Connection refused"):
+        runner.check_machine()
 
 
 def caught(error: Exception) -> RankError:

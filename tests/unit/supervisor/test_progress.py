@@ -92,6 +92,6 @@ def test_a_disk_that_fills_on_another_node_is_a_warning(attempt, monkeypatch):
         write_steps(folder, step)
         use = TierLevel(tier="nvme", used_bytes=step * GIB, total_bytes=64 * GIB, node="10.0.0.2")
         progress.look(Heartbeat(phase="forward", step=step, tiers=(use,)))
-    (warning,) = [event.text for event in events if isinstance(event, Note)]
+    (warning,) = [str(event) for event in events if isinstance(event, Note)]
     assert warning.startswith("warning: disk space (NVMe) of node 10.0.0.2 fills by 1.0 GiB a step")
     assert warning.endswith("at about step 64")

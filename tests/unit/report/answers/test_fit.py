@@ -9,14 +9,16 @@ from rich.console import Console
 from autods.devices import Card
 from autods.events import Event, Note, TrialFinished, TrialMoved, TrialStarted
 from autods.report import FitReport, text
-from autods.report.answers.fit import find_telling_trials
+from autods.report.answers.fit import find_telling_trials, make_fit_document
 from autods.report.answers.remedies import describe_shortage, list_remedies
 from autods.report.live import TrialProgress
+from autods.report.render_html import to_page
+from autods.report.render_markdown import to_markdown
 from autods.report.results.fit import Certificate
 from autods.types import Examined, Failed, Knobs, Record, Skipped, TierUse
 from tests.support.reports import HARDWARE, fit, fitting_report, hopeless_report, memory, oom, record
 from tests.support.reports import failed as failure
-from tests.support.terminal import shown
+from tests.support.terminal import printed, shown
 
 EVENTS: tuple[Event, ...] = (
     Note(text="starting Ray"),
@@ -264,3 +266,11 @@ def test_a_certificate_that_fails_is_told_without_v() -> None:
     certificate = Certificate(passed=False, failures=("the loaded checkpoint evaluates to another loss",))
     text = shown(replace(fitting_report(), certificate=certificate), 120, verbose=False)
     assert "certificate not passed: the loaded checkpoint evaluates to another loss" in text
+
+
+def test_warnings_of_the_machine_stand_in_every_answer() -> None:
+    warning = "card 1 (H100) is throttled: too hot (look at the fans)"
+    for report in (fitting_report(), hopeless_report()):
+        document = make_fit_document(replace(report, warnings=(warning,)))
+        for answer in (printed(document, 120), to_markdown(document), to_page(document)):
+            assert f"warning: {warning}" in " ".join(answer.split())
