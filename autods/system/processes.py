@@ -177,11 +177,16 @@ def measure_work(leader: int) -> SessionUse:
     ticks, moved_bytes, waits_for_disk = 0, 0, False
     for pid in list_session(leader):
         with contextlib.suppress(OSError):
-            state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-            ticks += int(fields[10]) + int(fields[11])  # in user mode and in the kernel
+            fields = _read_stat(Path(f"/proc/{pid}/stat"))
+            ticks += int(fields[11]) + int(fields[12])  # in user mode and in the kernel
             moved_bytes += count_moved_bytes(pid)
-            waits_for_disk |= state == "D"
+            waits_for_disk |= any(_read_stat(thread)[0] == "D" for thread in Path(f"/proc/{pid}/task").glob("*/stat"))
     return SessionUse(cpu_s=ticks / os.sysconf("SC_CLK_TCK"), moved_bytes=moved_bytes, waits_for_disk=waits_for_disk)
+
+
+def _read_stat(path: Path) -> list[str]:
+    """The fields of a process or a thread after its name, which may hold blanks; the first is its state."""
+    return path.read_text().rpartition(") ")[2].split()
 
 
 def prefer_for_oom_kill() -> None:

@@ -24,6 +24,16 @@ IDLE = "import time; ready(); time.sleep(60)"
 COMPUTES = "ready()\nwhile True: sum(range(1000))"
 READS = "import time; ready()\nwhile True: open('/dev/zero', 'rb').read(2**20); time.sleep(0.2)"
 HAS_A_CHILD = "import subprocess, sys; ready(); subprocess.run([sys.executable, '-S', '-c', 'while True: pass'])"
+# A thread of it is in state D, as one that waits for a file system: its child opens a pipe before the exec.
+WAITS_FOR_A_DISK = """
+import os, threading
+os.mkfifo(__file__ + ".pipe")
+opens = [(os.POSIX_SPAWN_OPEN, 0, __file__ + ".pipe", os.O_RDONLY, 0)]
+ready()
+waits = threading.Thread(target=os.posix_spawn, args=("/bin/true", ["true"], {}), kwargs={"file_actions": opens})
+waits.start()
+waits.join()
+"""
 DOWNLOADS = """
 import socket
 here, there = socket.socketpair()
@@ -87,7 +97,7 @@ def look(job: RankJob, *ranks: RunningRank, for_s: float = 1.2) -> float | None:
     return None
 
 
-@pytest.mark.parametrize("code", [COMPUTES, READS, HAS_A_CHILD, DOWNLOADS])
+@pytest.mark.parametrize("code", [COMPUTES, READS, WAITS_FOR_A_DISK, HAS_A_CHILD, DOWNLOADS])
 def test_a_rank_at_work_in_its_own_code_is_not_stuck(
     start: Callable[..., RunningRank], tmp_path: Path, code: str
 ) -> None:
