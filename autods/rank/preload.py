@@ -13,8 +13,9 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from ..config.trainers import find_library
 from ..devices import DEVICES, find_device
@@ -37,6 +38,7 @@ _LATE = (
     "torch.distributed.fsdp",
     "torch.utils.checkpoint",
 )
+_COMPILE = declare("torch.compile", "the import of DeepSpeed's Muon must not import torch's inductor")
 
 
 def preload() -> None:
@@ -51,9 +53,21 @@ def preload() -> None:
     # A device without such ops accesses nothing: DeepSpeed would look at all ops, which can initialise CUDA.
     for op in find_device(get_accelerator().device_name()).omitted_ops:
         deepspeed.ops.__compatible_ops__[op] = False
-    for name in _LATE:
-        with contextlib.suppress(ImportError):  # other versions of DeepSpeed may lack it
-            importlib.import_module(name)
+    with _COMPILE.installed(functools.partial(compile_at_first_call, _COMPILE.original())):
+        for name in _LATE:
+            with contextlib.suppress(ImportError):  # other versions of DeepSpeed may lack it
+                importlib.import_module(name)
+
+
+def compile_at_first_call(compile: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """A stand-in for the decorator `compile`, which imports torch's inductor at once: a second for each process."""
+    compiled = functools.cache(lambda: compile(function))
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return compiled()(*args, **kwargs)
+
+    return call
 
 
 PROCESSOR = declare(

@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 
 from autods.devices import cuda
 from autods.rank import preload
-from autods.rank.preload import find_fork_hazard
+from autods.rank.preload import compile_at_first_call, find_fork_hazard
+
+
+def test_a_deferred_function_is_compiled_once_when_called() -> None:
+    compiled: list[str] = []
+
+    def compile(function: Callable[..., int]) -> Callable[..., int]:
+        compiled.append(function.__name__)
+        return lambda *args, **kwargs: 10 * function(*args, **kwargs)
+
+    def add(first: int, second: int) -> int:
+        return first + second
+
+    deferred = compile_at_first_call(compile, add)
+    assert (deferred.__name__, compiled) == ("add", [])
+    assert [deferred(1, second=2), deferred(3, 4)] == [30, 70]
+    assert compiled == ["add"]
 
 
 @pytest.mark.parametrize(("torch_began", "driver_began"), [(True, False), (False, True)])
