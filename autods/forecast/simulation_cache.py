@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
 
 from ..config.catalogue import Site
 from ..config.deepspeed import BATCH_KEYS, compose, get_key, without_monitors
@@ -243,18 +244,21 @@ def find_partitioned_build(
     facts: ModelFacts,
     form: WorkloadForm,
     observations: Collection[Observation] = (),
+    ran_out: Mapping[str, Tier] = MappingProxyType({}),
 ) -> PartitionedBuild | None:
     """Return what building under `deepspeed.zero.Init` gives the rungs that lack memory to build; None for nothing.
 
-    One that would fit goes before one that may, and both before one that the workload's code prevents. Each stage-3
-    rung that builds the whole model is simulated once more.
+    These are rungs by their forecast, and those of `ran_out`: their trials lacked that tier while they built. One that
+    would fit goes before one that may, and both before one that the workload's code prevents. Each stage-3 rung that
+    builds the whole model is simulated once more.
     """
     found = [
         build
         for spec, whole in rungs
         if get_key(spec.ds_config, "zero_optimization.stage") == 3
         and not spec.zero_init
-        and (build := _split_build(cache, spec, whole, facts, form, observations)) is not None
+        and (tier := find_tier_short_at_build(whole, spec.device) or ran_out.get(spec.rung)) is not None
+        and (build := _split_build(cache, spec, whole, tier, facts, form, observations)) is not None
     ]
     order: tuple[Verdict, ...] = ("fits", "tight", "not_applicable")
     return min(found, key=lambda build: order.index(build.verdict), default=None)
@@ -264,12 +268,12 @@ def _split_build(
     cache: SimulationCache,
     spec: EngineSpec,
     whole: RungForecast,
+    tier: Tier,
     facts: ModelFacts,
     form: WorkloadForm,
     observations: Collection[Observation],
 ) -> PartitionedBuild | None:
-    tier = find_tier_short_at_build(whole, spec.device)
-    if tier is None:
+    if tier not in whole.memory:
         return None
     limit_bytes = whole.memory[tier].limit_bytes
     if limit_bytes is None and "device" in whole.memory:  # the host is the device, and their budgets all that there is
@@ -291,10 +295,10 @@ def _split_build(
         split = cache.judge(split_spec, cache.simulate(split_spec, whole.micro_batch), observations)
     except SimulationFailed as failed:
         return replace(build, obstacle=": ".join(filter(None, (failed.problem, failed.hint))))
-    if split.verdict == "cannot_fit":
+    split_bytes = split.memory[tier].peak_bytes if tier in split.memory else 0
+    if split.verdict == "cannot_fit" or split_bytes >= build.whole_bytes:
         return None
-    held = split.memory.get(tier)
-    return replace(build, verdict=split.verdict, split_bytes=0 if held is None else held.peak_bytes)
+    return replace(build, verdict=split.verdict, split_bytes=split_bytes)
 
 
 def memory_key(spec: EngineSpec) -> str:

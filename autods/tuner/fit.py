@@ -174,7 +174,7 @@ def search(context: FitContext) -> FitResult | NothingFits:
         return NothingFits(
             walked=walked,
             closest=find_closest_rung(walked, context),
-            partitioned=None if walked.stopped else split_build(rungs, context),
+            partitioned=None if walked.stopped else split_build(rungs, walked, context),
         )
     context = replace(context, least_micro_batch=walked.winner.trial.knobs.micro_batch)
     context.save_best(walked.winner)

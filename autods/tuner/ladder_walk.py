@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from ..config.rungs import Rung
 from ..forecast.values import PartitionedBuild
 from ..report.results.fit import ClosestRung
-from ..types import Failed, Fit, Outcome, OutOfMemory, Record, Run, Skipped, is_machines_fault
+from ..types import Failed, Fit, Outcome, OutOfMemory, Record, Run, Skipped, Tier, is_machines_fault
 from .candidates import Candidate, first_trial
 from .prospects import order_by_time
 from .trial_forecasts import lacking_bytes, why_impossible
@@ -170,11 +170,17 @@ def find_closest_rung(walked: WalkResult, context: FitContext) -> ClosestRung | 
     return min(lacking, key=lambda item: (not item[0], item[1].missing_bytes))[1] if lacking else None
 
 
-def split_build(rungs: Sequence[Candidate], context: FitContext) -> PartitionedBuild | None:
-    """What `--zero-init` gives the rungs that lack memory to build, by the forecast; None where that helps none."""
+def split_build(rungs: Sequence[Candidate], walked: WalkResult, context: FitContext) -> PartitionedBuild | None:
+    """What `--zero-init` gives rungs that lack memory to build, by forecasts and trials; None where it helps none."""
     steps = context.settings.profile.walk
     trials = [first_trial(rung, steps, context.sizes[0]) for rung in rungs if rung.skip is None]
-    return context.forecaster.split_build(trials)
+    outcomes = ((record.trial.rung, record.outcome) for record in walked.records)
+    ran_out: dict[str, Tier] = {
+        rung: outcome.tier
+        for rung, outcome in outcomes
+        if isinstance(outcome, OutOfMemory) and outcome.tier != "pinned" and outcome.phase in ("build", "init")
+    }
+    return context.forecaster.split_build(trials, ran_out)
 
 
 def untried_rungs(rungs: Sequence[Candidate], walked: WalkResult) -> tuple[Candidate, ...]:

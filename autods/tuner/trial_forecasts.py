@@ -37,7 +37,7 @@ from ..forecast.simulation_cache import (
 from ..forecast.values import EngineSpec, PartitionedBuild, RungForecast, Simulation, StartSimulator
 from ..journal import TrialStore, trial_key
 from ..runner.cleanup import simulator_variables
-from ..types import Fit, ModelFacts, Outcome, Record, Trial
+from ..types import Fit, ModelFacts, Outcome, Record, Tier, Trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +68,11 @@ class Forecaster:
         """The seconds of the trial's optimizer step; None when they cannot be forecast."""
         return None
 
-    def split_build(self, trials: Iterable[Trial]) -> PartitionedBuild | None:
-        """What `--zero-init` gives those of the trials that lack memory to build; None where that helps none."""
+    def split_build(self, trials: Iterable[Trial], ran_out: Mapping[str, Tier]) -> PartitionedBuild | None:
+        """What `--zero-init` gives those of the trials that lack memory to build; None where that helps none.
+
+        `ran_out` has the rungs whose trials lacked a tier in that phase.
+        """
         return None
 
 
@@ -169,7 +172,7 @@ class TrialForecaster(Forecaster):
         seconds = self.step_factors().correct(step)
         return StepForecast(seconds=max(seconds, least_s), least_seconds=least_s)
 
-    def split_build(self, trials: Iterable[Trial]) -> PartitionedBuild | None:
+    def split_build(self, trials: Iterable[Trial], ran_out: Mapping[str, Tier]) -> PartitionedBuild | None:
         """Return what `--zero-init` gives those of the trials that lack memory to build; None where it helps none."""
         forecasts = ((self._with_least(trial), self.forecast(trial)) for trial in trials)
         rungs = [
@@ -178,7 +181,7 @@ class TrialForecaster(Forecaster):
             if forecast is not None
         ]
         observations = tuple(self.observations.values())
-        return find_partitioned_build(self.cache, rungs, self.facts, self.settings.source.form, observations)
+        return find_partitioned_build(self.cache, rungs, self.facts, self.settings.source.form, observations, ran_out)
 
     def step_factors(self) -> StepFactors:
         """Return the machine's factors after the trials so far."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autods.forecast.values import PartitionedBuild, RungForecast, TierForecast, Verdict
@@ -26,6 +26,7 @@ class ScriptedForecaster:
     asked: list[str] = field(default_factory=list)
     prepared: list[str] = field(default_factory=list)
     forecasts: dict[str, RungForecast] = field(default_factory=dict)
+    ran_out: dict[str, Tier] = field(default_factory=dict)
 
     def prepare(self, trials: Iterable[Trial]) -> None:
         self.prepared += [trial.rung for trial in trials]
@@ -37,7 +38,8 @@ class ScriptedForecaster:
     def step_time(self, trial: Trial) -> StepForecast | None:
         return None
 
-    def split_build(self, trials: Iterable[Trial]) -> PartitionedBuild | None:
+    def split_build(self, trials: Iterable[Trial], ran_out: Mapping[str, Tier]) -> PartitionedBuild | None:
+        self.ran_out = dict(ran_out)
         return None
 
     def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:

@@ -12,9 +12,10 @@ from autods.config.settings import Settings
 from autods.report.results.fit import ClosestRung
 from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
 from autods.tuner.candidates import Candidate, list_candidates
-from autods.tuner.ladder_walk import WalkResult, find_closest_rung, walk_ladder
+from autods.tuner.ladder_walk import WalkResult, find_closest_rung, split_build, walk_ladder
 from autods.types import Action, Outcome, Tier, Trial
 from tests.support.contexts import make_context
+from tests.support.forecasters import ScriptedForecaster
 from tests.support.walks import FACTS, FITS, OOM, SETTINGS, STEPS, TOO_SMALL
 
 BROKEN_OP = failed(failure="toolchain", action="fix_environment", evidence="ninja: not found", op="cpu_adam")
@@ -266,3 +267,13 @@ def test_what_wants_ever_more_samples_stops_the_walk() -> None:
     assert [trial.knobs.micro_batch for trial in runner.trials] == [1, 2, 4, 8]
     assert walked.stopped is not None
     assert walked.stopped.outcome == TOO_SMALL
+
+
+def test_the_rungs_that_ran_out_while_they_built_are_told() -> None:
+    answers = {"zero3": replace(out_of_memory(tier="host"), phase="build"), "zero2": out_of_memory(tier="host")}
+    forecaster = ScriptedForecaster(lambda trial: None)
+    candidates = list_candidates(SETTINGS, FACTS, {})
+    walked, runner = climb(answers)
+    context = make_context(runner.run, forecaster=forecaster)  # type: ignore[arg-type]
+    assert split_build(candidates, walked, context) is None
+    assert forecaster.ran_out == {"zero3": "host"}
