@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from autods.errors import EnvironmentBroken
-from autods.events import Note
 from autods.runner.runner import RayRunner
 from tests.support.clusters import begin_fit, short_config
 from tests.support.fits import HERE, ignore, question
@@ -111,20 +110,15 @@ def test_a_run_names_the_slow_rank_while_it_trains(uneven: Mapping[str, Any]) ->
 
 
 def test_equal_ranks_are_not_named(tmp_path: Path) -> None:
-    done = run_command(tmp_path, "fit", 1.0)
+    done = run_command(tmp_path, "fit", 1.0, "--max-trials", "4")
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads((tmp_path / "report.json").read_text())
     assert not [text for text in report["warnings"] if "is the slowest" in text]
 
 
-def test_a_warning_of_the_machine_stays_with_a_fit_that_goes_on(tmp_path: Path, ray: object) -> None:
-    """Its trials come from the journal, and no rank starts for them."""
-    from autods.tuner.fit import fit
-
-    first: list[Note] = []
-    settings = question("tiny.py", tmp_path, max_trials=2)
-    report = fit(settings, listen=lambda event: first.append(event) if isinstance(event, Note) else None)
-    said = tuple(dict.fromkeys(note.text for note in first if note.warns))
-    assert report.warnings == said
-    (tmp_path / "report.json").unlink()
-    assert fit(settings, listen=ignore).warnings[: len(said)] == said
+def test_doctor_shows_what_a_fit_looks_at() -> None:
+    words = (sys.executable, "-m", "autods", "doctor", "--gpus", "--json")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert re.fullmatch(r"[\d.]+ [MG]iB/s from each rank", checks["all-reduce"]["result"])
+    assert checks["all-reduce"]["status"] == "ok"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -17,10 +18,12 @@ from autods.config.settings import Settings
 from autods.errors import InputError
 from autods.events import Listener, Note
 from autods.journal import TrialStore, trial_key
+from autods.report import read
 from autods.tuner.fit import fit
 from autods.tuner.fit import search as run_search
 from autods.tuner.fit_report import FitResult, NothingFits, build_report
 from autods.tuner.ladder_walk import WalkResult
+from autods.tuner.trial_forecasts import NO_FORECASTER
 from autods.tuner.trials import FitContext
 from autods.types import Fit, Record, Trial
 from autods.workload import make_source
@@ -29,7 +32,7 @@ from tests.support.forecasters import ScriptedForecaster
 from tests.support.machines import a_machine
 from tests.support.surfaces import Surface, searching
 from tests.support.true_answers import RoughSurface, contradictions, slower_than_measured
-from tests.support.walks import SETTINGS
+from tests.support.walks import FACTS, SETTINGS
 
 SEEDS = (0, 3, 6, 16)  # of 3 and 16 several rungs climb
 
@@ -264,3 +267,27 @@ def test_a_variable_that_a_script_sets_in_vain_is_said(tmp_path: Path) -> None:
     notes = [event.text for event in said if isinstance(event, Note)]
     for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
         assert f"train.py:2 sets {name}, which has no effect in a rank: set it for autods itself" in notes
+
+
+def test_a_warning_stays_with_a_fit_that_goes_on(tmp_path: Path) -> None:
+    """Its trials come from the journal, and the machine is quiet by then."""
+    notes = [Note(text="card 1 is throttled", warns=True), Note(text="starting Ray")]
+
+    @contextmanager
+    def start(settings: Settings, listen: Listener) -> Iterator[Any]:
+        while notes:
+            listen(notes.pop(0))
+        yield SimpleNamespace(survey=lambda: (FACTS, {}), run=Surface(0).run, final_config=lambda trial: {})
+
+    with folder(0) as search:
+        settings = replace(search.settings, out=tmp_path)
+    for _ in range(2):
+        report = fit(
+            settings,
+            listen=lambda event: None,
+            start=start,
+            forecaster=lambda *given: nullcontext(NO_FORECASTER),
+        )
+        assert report.warnings == ("card 1 is throttled",)
+        assert read(tmp_path).warnings == report.warnings
+        (tmp_path / "report.json").unlink()
