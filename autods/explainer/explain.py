@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from ..schema import read_toml_as
 from ..system.host import Hardware, data_folder
 from ..types import TIERS, Tier, WorkloadSource
 from .installed import ask_deepspeed
+from .toy_engine import find_refusal
 
 _CONFIG = "this config"
 # Keys whose bytes the simulated engine can show: beside a tenth of the value, or the opposite of a switch.
@@ -97,9 +99,14 @@ def explain(settings: ExplainSettings, listen: ForecastListener, start: StartSim
 
     Raises InputError when the workload is at fault, EnvironmentBroken when it cannot be simulated here.
     """
-    installed = ask_deepspeed(settings.config)
+    with ThreadPoolExecutor(1) as pool:  # each takes seconds
+        asked = pool.submit(ask_deepspeed, settings.config)
+        refusal = find_refusal(settings.config, settings.ranks)
+        installed = asked.result()
     question = Question(config=settings.config, installed=installed, ranks=settings.ranks)
     problems = find_problems(question, EXPLAIN_RULES)
+    if refusal is not None and not any(problem.severity == "error" for problem in problems):  # they say it better
+        problems = (refusal, *problems)
     memory, costs = None, dict[str, KeyCost]()
     if settings.plan is not None and not any(problem.severity == "error" for problem in problems):
         memory, costs = _simulate(settings.config, settings.plan, listen, start)

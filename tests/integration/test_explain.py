@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,9 @@ from autods.cli.main import main
 from autods.errors import EnvironmentBroken
 from autods.explainer import installed
 from autods.explainer.installed import ask_deepspeed, describe
-from tests.support.ds_configs import GUIDE
+from autods.explainer.toy_engine import ask_engine, start_toy
+from autods.forecast.values import Simulator
+from tests.support.ds_configs import GUIDE, TRAINER
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt.py"
 
@@ -27,6 +31,52 @@ def test_without_deepspeed_the_environment_is_at_fault(monkeypatch: pytest.Monke
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(installed.__file__).parents[2]}")
     with pytest.raises(EnvironmentBroken, match="no DeepSpeed here"):
         ask_deepspeed({})
+
+
+@pytest.fixture(scope="module")
+def toy() -> Iterator[Simulator]:
+    with start_toy() as simulator:
+        yield simulator
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {  # config, key that is named, words of the engine
+    "an untested optimizer": (
+        {"optimizer": {"type": "Lamb", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 1}},
+        "deepspeed.initialize",
+        "has not tested ZeRO with the optimizer Lamb",
+    ),
+    "clipping in the optimizer": (
+        {"optimizer": {"type": "Adam", "params": {"lr": 0.1, "max_grad_norm": 1.0}}},
+        "optimizer.params.max_grad_norm",
+        "is not supported as an optimizer parameter",
+    ),
+    "an argument of another optimizer": (
+        {"optimizer": {"type": "Adagrad", "params": {"lr": 0.1, "freeze_step": 10}}},
+        "optimizer.params.freeze_step",
+        "unexpected keyword argument",
+    ),
+    "bf16 by its old name, and fp16": (
+        {"bfloat16": {"enabled": True}, "fp16": {"enabled": True}},
+        "fp16",
+        "cannot be simultaneously enabled",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_engine_refuses_what_no_rule_knows(toy: Simulator, name: str) -> None:
+    config, key, words = REFUSED[name]
+    problem = ask_engine(toy, {"train_micro_batch_size_per_gpu": 1} | config, 8)
+    assert problem is not None
+    assert problem.severity == "error"
+    assert problem.key.startswith(key)
+    assert words in problem.problem
+
+
+@pytest.mark.parametrize("ranks", [None, 24])
+def test_the_engine_trains_a_published_config(toy: Simulator, ranks: int | None) -> None:
+    assert ask_engine(toy, GUIDE, ranks) is None
+    assert ask_engine(toy, TRAINER | {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 1}, ranks) is None
 
 
 def test_a_real_model_shows_what_a_bucket_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,5 +8,6 @@ from autods.explainer.installed import describe
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that imports DeepSpeed takes seconds; the integration tests of `explain` have it."""
+    """Processes that import DeepSpeed take seconds; the integration tests of `explain` have them."""
     monkeypatch.setattr(explainer, "ask_deepspeed", describe)
+    monkeypatch.setattr(explainer, "find_refusal", lambda config, ranks: None)

@@ -13,7 +13,9 @@ import pytest
 from autods import api
 from autods.cli.main import main
 from autods.config.deepspeed import get_key
+from autods.config.validator import Problem
 from autods.errors import InputError
+from autods.explainer import explain as explainer
 from autods.explainer.explain import ExplainSettings, explain, make_rung, resolve_explain
 from autods.forecast.testing import ScriptedSimulator, simulate_peaks
 from autods.forecast.values import EngineSpec, Simulation
@@ -60,6 +62,14 @@ def test_without_a_workload_nothing_is_simulated() -> None:
     assert keys["fp16.loss_scale"].meaning.endswith("0 means that it adapts.")
     assert keys["zero_optimization.reduce_bucket_size"].default == 500_000_000
     assert [key.key for key in explanation.keys][:2] == ["train_batch_size", "train_micro_batch_size_per_gpu"]
+
+
+def test_the_engine_is_heard_where_no_rule_says_it_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal = Problem(severity="error", key="optimizer.type", problem="refused")
+    monkeypatch.setattr(explainer, "find_refusal", lambda config, ranks: refusal)
+    assert explained(SIZED)[0].findings[0] == refusal
+    misspelt = {**SIZED, "zero_optimization": {"stage": 3, "overlap_com": True}}
+    assert refusal not in explained(misspelt)[0].findings
 
 
 def test_a_field_is_explained_under_both_of_its_names() -> None:

@@ -1,0 +1,81 @@
+"""Ask DeepSpeed's engine about a config: it is built around a toy model on the simulated GPU, and steps twice."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..config.deepspeed import BATCH_KEYS, DEFAULT_OPTIMIZER, get_key, without_monitors
+from ..config.validator import Problem, walk_keys
+from ..forecast.simulate.client import ProcessSimulator
+from ..forecast.simulate.protocol import SimulationFailed
+from ..forecast.values import EngineSpec, Simulator
+from ..runner.cleanup import open_session, simulator_variables
+from ..types import WorkloadSource
+
+_TOY = Path(__file__).with_name("toy_model.py")
+_LIMIT_S = 120.0
+_MOST_ACCUMULATED = 64  # micro batches of a step
+# They need a model or batches of their own, a launcher, or packages that this machine may lack.
+_NOT_TRIED = (
+    "autotuning", "compile", "compression_training", "curriculum_learning", "data_efficiency", "datastates_ckpt",
+    "elasticity", "expert_parallel", "hybrid_engine", "nebula", "progressive_layer_drop", "tensor_parallel",
+)  # fmt: skip
+
+
+def find_refusal(config: Mapping[str, Any], ranks: int | None) -> Problem | None:
+    """Return what the engine says against the config while it is built and steps; None where it trains.
+
+    Without `ranks` the sizes of the batch are not judged. It takes some seconds. A note says why it could not be asked.
+    """
+    with start_toy() as simulator:
+        return ask_engine(simulator, config, ranks)
+
+
+@contextmanager
+def start_toy() -> Iterator[Simulator]:
+    """A simulator of the toy model."""
+    source = WorkloadSource(kind="file", path=str(_TOY), name=_TOY.stem, digest="")
+    with open_session(), ProcessSimulator(source, limit_s=_LIMIT_S, variables=simulator_variables()) as simulator:
+        yield simulator
+
+
+def ask_engine(simulator: Simulator, config: Mapping[str, Any], ranks: int | None) -> Problem | None:
+    """Ask a simulator of the toy model, as `find_refusal` does."""
+    tried = {key: value for key, value in without_monitors(config).items() if key not in _NOT_TRIED}
+    accumulation = tried.get("gradient_accumulation_steps")
+    if ranks is None or (isinstance(accumulation, int) and accumulation > _MOST_ACCUMULATED):
+        tried = {key: value for key, value in tried.items() if key not in BATCH_KEYS} | {BATCH_KEYS[1]: 1}
+    if get_key(tried, "optimizer.type") is None:  # the training brings one
+        tried["optimizer"] = DEFAULT_OPTIMIZER
+    world = ranks or 1
+    spec = EngineSpec(
+        rung="toy",
+        ds_config=tried,
+        world_size=world,
+        ranks_per_node=world,
+        device_bytes=80 << 30,
+        checkpointing=False,
+    )
+    try:
+        simulator.simulate(spec, [1])
+    except SimulationFailed as error:
+        if error.kind == "engine":
+            key = next(_find_named(config, error.problem), "deepspeed.initialize")
+            return Problem(severity="error", key=key, problem=error.problem, hint=error.hint or "")
+        if error.kind in ("no_compiler", "build_failed", "environment"):
+            return Problem(
+                severity="note", key="deepspeed.initialize", problem=f"the engine was not asked: {error.problem}"
+            )
+    return None
+
+
+def _find_named(config: Mapping[str, Any], message: str) -> Iterator[str]:
+    """Yield the keys of the config whose names stand in the message, the longest name first."""
+    names = sorted((name for name, _ in walk_keys(config)), key=lambda name: -len(name.rpartition(".")[2]))
+    for name in names:
+        if re.search(rf"\b{re.escape(name.rpartition('.')[2])}\b", message):
+            yield name
