@@ -29,7 +29,8 @@ _NOT_TRIED = (
 def find_refusal(config: Mapping[str, Any], ranks: int | None) -> Problem | None:
     """Return what the engine says against the config while it is built and steps; None where it trains.
 
-    Without `ranks` the sizes of the batch are not judged. It takes some seconds. A note says why it could not be asked.
+    Without `ranks` the sizes of the batch are not judged, nor is what a library will fill in. It takes some seconds.
+    A note says why the engine could not be asked.
     """
     with start_toy() as simulator:
         return ask_engine(simulator, config, ranks)
@@ -46,8 +47,13 @@ def start_toy() -> Iterator[Simulator]:
 def ask_engine(simulator: Simulator, config: Mapping[str, Any], ranks: int | None) -> Problem | None:
     """Ask a simulator of the toy model, as `find_refusal` does."""
     tried = {key: value for key, value in without_monitors(config).items() if key not in _NOT_TRIED}
+    schedule = tried.get("scheduler")
+    if isinstance(schedule, Mapping) and any(value == "auto" for _, value in walk_keys(schedule)):
+        del tried["scheduler"]  # it needs each of its arguments
+    tried = _leave_out_auto(tried)
     accumulation = tried.get("gradient_accumulation_steps")
-    if ranks is None or (isinstance(accumulation, int) and accumulation > _MOST_ACCUMULATED):
+    is_batch_known = ranks is not None and "auto" not in map(config.get, BATCH_KEYS)
+    if not is_batch_known or (isinstance(accumulation, int) and accumulation > _MOST_ACCUMULATED):
         tried = {key: value for key, value in tried.items() if key not in BATCH_KEYS} | {BATCH_KEYS[1]: 1}
     if get_key(tried, "optimizer.type") is None:  # the training brings one
         tried["optimizer"] = DEFAULT_OPTIMIZER
@@ -71,6 +77,11 @@ def ask_engine(simulator: Simulator, config: Mapping[str, Any], ranks: int | Non
                 severity="note", key="deepspeed.initialize", problem=f"the engine was not asked: {error.problem}"
             )
     return None
+
+
+def _leave_out_auto(section: Mapping[str, Any]) -> dict[str, Any]:
+    kept = ((key, value) for key, value in section.items() if value != "auto")
+    return {key: _leave_out_auto(value) if isinstance(value, Mapping) else value for key, value in kept}
 
 
 def _find_named(config: Mapping[str, Any], message: str) -> Iterator[str]:

@@ -10,7 +10,8 @@ explain's is whether it shows an error. A row is a disagreement: `false error` o
 one.
 
 Left out, because this machine or the model decides it and not the config: monitors whose package is missing, NVMe,
-tensor parallelism, and that CPUs have no fp16. Elasticity and DeepSpeed Autotuning are launchers, not engines.
+tensor parallelism, and that CPUs have no fp16. "auto" is a library's to fill in. Elasticity and DeepSpeed Autotuning
+are launchers, not engines.
 """
 
 from __future__ import annotations
@@ -54,7 +55,6 @@ VALUES: tuple[Any, ...] = (
     "16",
     "1e6",
     "x",
-    "auto",
     None,
     [],
     {},
