@@ -12,7 +12,7 @@ config is a GPT-2 of 303 million parameters, all of which train. model is a mode
 last layer trains: there the build decides.
 
 The bar: the forecast of the largest phase is within 10 % of VmData. With --zero-init no rank builds the whole model.
-Of a fit the first trial is counted, which is the one that is forecast.
+Of a fit the first trial is counted, which is the one that is forecast; nothing is tuned or certified after it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -41,7 +42,7 @@ RANKS, EVERY_S, GIB = 2, 0.01, 2**30
 PHASES = {"build": "init", "init": "init", "forward": "forward", "backward": "backward", "step": "step"}  # forecast's
 MEASURES = ("VmData", "RssAnon", "Pss")
 CONFIG = {
-    "model_type": "gpt2", "n_layer": 20, "n_embd": 1024, "n_head": 16, "n_positions": 64, "vocab_size": 50257,
+    "model_type": "gpt2", "n_layer": 20, "n_embd": 1024, "n_head": 16, "n_positions": 16, "vocab_size": 50257,
 }  # fmt: skip
 MODEL = """
 import torch
@@ -70,7 +71,7 @@ def build_batch(micro_batch_size):
 
 @dataclass(slots=True)
 class RankSampler:
-    """Looks at the ranks of a command's first job from outside, in a thread.
+    """Looks at the ranks of a command's first job that builds a model, from outside, in a thread.
 
     `peaks` has the largest sizes of each rank by phase and measure. Once the ranks are known nothing else is looked
     for, so that a look takes about a millisecond. Pss takes far longer, and every tenth look has it.
@@ -86,10 +87,11 @@ class RankSampler:
     def watch(self) -> None:
         while not self._ended.wait(EVERY_S):
             with contextlib.suppress(psutil.Error, OSError):
-                if not self.ranks and len(found := sorted(find_ranks(self.command))) == RANKS:
-                    self.ranks = tuple(found)  # in the order in which they were forked: that of the board
-                for slot, rank in enumerate(self.ranks):
+                ranks = self.ranks or tuple(sorted(find_ranks(self.command)))  # as they were forked: the board's order
+                for slot, rank in enumerate(ranks):
                     self.look(rank, slot)
+                if len(ranks) == RANKS and any(pid == ranks[0] for pid, *_ in self.peaks):
+                    self.ranks = ranks
 
     def stop(self) -> None:
         self._ended.set()
@@ -177,7 +179,7 @@ def measure(name: str, workload: str, options: list[str], folder: Path) -> None:
         fit, run = folder / f"{name}-fit-{built.split()[-1]}", folder / f"{name}-run-{built.split()[-1]}"
         shared = [
             workload, "--gpus", str(RANKS), "--device", "cpu", "--gpu-memory", "9GiB", "--ladder", "zero3",
-            "--precision", "fp32", "--global-batch", str(RANKS), "--config", "quick", "--max-trials", "1",
+            "--precision", "fp32", "--global-batch", str(RANKS), "--config", str(folder / "profile.toml"),
             "--stall-limit", "15m", *flag,
         ]  # fmt: skip
         watched = {"fit": watch_command(["fit", *shared, "--out", str(fit)])}
@@ -192,6 +194,15 @@ def measure(name: str, workload: str, options: list[str], folder: Path) -> None:
                 print(f"{name:<8}{built:<10}{command:<5}{phase:<9}{columns}{error:>+8.1%}{mark}", flush=True)
 
 
+def shorten_profile() -> str:
+    """Return the quick profile without trials that tune and certify."""
+    text = (Path(__file__).resolve().parents[2] / "configs" / "quick.toml").read_text()
+    for header, count in (("[tune]", "trials"), ("[certify]", "most_trials")):
+        before, _, section = text.partition(header)
+        text = before + header + re.sub(rf"(?m)^{count} = \d+", f"{count} = 0", section, count=1)
+    return text
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", default="config,model")
@@ -202,6 +213,7 @@ def main() -> None:
         (folder / "gpt").mkdir(parents=True, exist_ok=True)
         (folder / "gpt" / "config.json").write_text(json.dumps(CONFIG))
         (folder / "model.py").write_text(MODEL)
+        (folder / "profile.toml").write_text(shorten_profile())
         tokens = folder / "tokens.txt"
         tokens.write_text("no word is said twice, or is it? " * 2000)
         workloads = {
