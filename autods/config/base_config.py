@@ -16,6 +16,7 @@ from ..files import LARGEST_CONFIG, read_text
 from ..schema import check_plain, parse_json
 from ..types import MOST_RANKS, WorkloadSource
 from ..units import parse_bytes
+from .accelerate_yaml import is_yaml, read_accelerate_config
 from .deepspeed import BATCH_KEYS, enabled_half_precision, get_key, merge, use_documented_names
 from .trainers import find_library
 from .validator import SEARCH_RULES, Question, find_problems, find_unfilled_auto
@@ -28,10 +29,12 @@ _TRAILING_COMMA = re.compile(r'"(?:\\.|[^"\\\n])*"?|,(?=\s*[}\]])')
 
 
 def read_base_config(path: Path) -> dict[str, Any]:
-    """Read a DeepSpeed JSON file. Comments and trailing commas are skipped, as DeepSpeed skips them.
+    """Read a DeepSpeed JSON file, or YAML of accelerate. Comments and trailing commas are skipped, as DeepSpeed does.
 
     Raises InputError that names file, line and column.
     """
+    if is_yaml(path):
+        return read_accelerate_config(path, read_base_config)
     place = str(path)
 
     def blank(match: re.Match[str]) -> str:  # so that lines and columns stay the same
