@@ -303,11 +303,14 @@ def _check_not_foreign(out: Path) -> None:
 
 def _holds_a_fit(out: Path) -> bool:
     """Whether a fit used the folder before. One that was killed early has left its lock and no journal."""
-    try:
-        with open(out / JOURNAL, "rb", opener=open_without_waiting) as file:
-            return file.read(len(_HEADER_START)) == _HEADER_START or os.path.exists(out / _LOCK)
-    except OSError:
-        return os.path.exists(out / _LOCK)
+    return is_journal(out / JOURNAL) or os.path.exists(out / _LOCK)
+
+
+def is_journal(path: Path) -> bool:
+    """Whether the file begins as the journal of a fit, a probe or a run does."""
+    with contextlib.suppress(OSError), open(path, "rb", opener=open_without_waiting) as file:
+        return file.read(len(_HEADER_START)) == _HEADER_START
+    return False
 
 
 @dataclass(slots=True)

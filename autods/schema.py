@@ -151,6 +151,7 @@ def parse_json(text: str, *, place: str, hint: str | None = None, finite: bool =
     except RecursionError:
         raise InputError("is nested too deeply", place=place, hint=hint) from None
     except ValueError as error:
+        error = ValueError("a number of thousands of digits") if "integer string conv" in str(error) else error
         raise InputError(f"cannot be used: {error}", place=place, hint=hint) from None
     return data
 

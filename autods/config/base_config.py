@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .. import plain_text
 from ..arguments import ConfigSource, show_value
 from ..errors import InputError
 from ..files import LARGEST_CONFIG, read_text
@@ -85,8 +86,9 @@ def copy_as_json(config: Mapping[str, Any], place: str) -> dict[str, Any]:
     try:
         copy: dict[str, Any] = json.loads(json.dumps(dict(config), allow_nan=False))
         check_plain(copy)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"cannot be written as JSON: {error}", place=place) from None
+    except Exception as error:  # of JSON's, or of a mapping of the user's
+        reason = plain_text.read_text(error) or type(error).__name__
+        raise InputError(f"cannot be written as JSON: {reason}", place=place) from None
     return copy
 
 

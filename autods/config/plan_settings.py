@@ -147,7 +147,7 @@ def choose_machines(request: PlanRequest | ProbeRequest, device: Device, hardwar
     else:
         raise InputError(
             f"no {device.card_noun} is visible, so say which to forecast for",
-            hint="give --gpu-memory 80GiB, --on a100-80gb or --on all",
+            hint="give --gpu-memory 80GiB, or --on a100-80gb",
         )
     return tuple(replace(machine, host_bytes=host_bytes or machine.host_bytes) for machine in machines)
 

@@ -21,6 +21,9 @@ _SLOW_BYTES_S = 10**9  # an NVMe disk reads 3 GB/s and more; a trial on a slower
 
 def check_nvme(folder: Path, *, file_bytes: int = _FILE_BYTES) -> Iterator[Check]:
     """Free space of the folder, and how fast it is written and read past the page cache."""
+    if folder.exists() and not folder.is_dir():
+        yield Check.broken("NVMe", str(folder), "it is a file", "name a folder on the disk")
+        return
     if not folder.is_dir():
         yield Check.broken("NVMe", str(folder), "there is no such folder", f"mkdir -p {folder}")
         return

@@ -18,9 +18,9 @@ from typing import Any
 from ..config.deepspeed import BATCH_KEYS
 from ..config.settings import Settings, apply_survey, count_nodes
 from ..devices import find_device
-from ..errors import EnvironmentBroken
+from ..errors import EnvironmentBroken, InputError
 from ..events import AttemptStarted, Note, RunListener
-from ..journal import RUN_JOURNAL, record_warnings, workspace
+from ..journal import RUN_JOURNAL, is_journal, record_warnings, workspace
 from ..rank.job import JOB_FILE, RunOrder, read_job
 from ..rank.record import RunResult
 from ..rank.training_run.checkpoints import Layout, SavedCheckpoint, find_obstacle, list_checkpoints, remove_torn
@@ -50,6 +50,8 @@ from .rescue import NextConfig, RunFailure, Situation, decide
 from .run_journal import Attempt, AttemptEnd, Decision, Prepared, RunConfig, RunHistory, RunJournal, list_rows
 from .run_settings import FindFit, RunSettings, read_save_s, read_step_s, take_fit
 
+# What a run writes into its folder, the journal last: it tells whose the others are.
+_FILES, _FOLDERS = (RUN, RUN_PAGE, RUN_JOURNAL), ("checkpoints", "attempts", "logs")
 _STOP_WITHIN_S = 120.0  # beyond the steps and saves that a request to stop waits for
 _STEPS_UNTIL_STOP = 3  # the ranks report a step, agree while the next one runs, and may be in one already
 CountRanks = Callable[[Settings], int | None]
@@ -70,6 +72,7 @@ def run(
     signal before the first step.
     """
     with workspace(settings.out, fresh=False, user="run") as out:
+        _check_not_foreign(out)
         if settings.fresh:
             _forget(out)
         journal = RunJournal(out)
@@ -100,12 +103,20 @@ def run(
         return result
 
 
+def _check_not_foreign(out: Path) -> None:
+    """Raises InputError for a folder with files of the user's that a run would write over or remove."""
+    held = [name for name in (*_FILES, *_FOLDERS) if os.path.lexists(out / name)]
+    if held and not is_journal(out / RUN_JOURNAL):
+        problem = f"holds {held[0]} and no journal of a run, so nothing is written over or removed"
+        raise InputError(problem, place=str(out), hint="give another --out, such as a new folder in it")
+
+
 def _forget(out: Path) -> None:
     """Remove the run of this folder; the fit stays."""
-    for name in (RUN_JOURNAL, RUN, RUN_PAGE):
-        (out / name).unlink(missing_ok=True)
-    for name in ("checkpoints", "attempts", "logs"):
+    for name in _FOLDERS:
         shutil.rmtree(out / name, ignore_errors=True)
+    for name in _FILES:
+        (out / name).unlink(missing_ok=True)
 
 
 @dataclass(slots=True, kw_only=True)

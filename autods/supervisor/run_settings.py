@@ -103,7 +103,10 @@ def resolve_run(request: RunRequest, source: WorkloadSource, *, hardware: Hardwa
         hint = "give --steps N, of the optimizer"
         raise InputError("nothing says when the training ends", place=source.name, hint=hint)
     if data is not None:
-        data = _check_data(data)
+        if not source.form.is_model_config and not _brings_dataset(request, source):
+            hint = "write def build_dataset(path): …, or drop --data"
+            raise InputError("it defines no build_dataset, so --data has no effect", place=source.place, hint=hint)
+        data = _check_data(data, is_name=not source.form.is_model_config)
     fit = resolve_fit(request, source, hardware=hardware)
     out = fit.out if request.out is not None else fit.out.with_name(f"{fit.out.name}-run")
     folder = fit.out if request.out is None else fit.out / "fit"
@@ -127,14 +130,15 @@ def _brings_dataset(request: RunRequest, source: WorkloadSource) -> bool:
     if source.form.runs_as_main:
         return True
     if source.form.has_file:
-        return "build_dataset" in Path(source.path).read_text(errors="replace")
+        text = Path(source.path).read_text(errors="replace")
+        return "build_dataset" in text or "import *" in text
     return getattr(request.workload, "build_dataset", None) is not None
 
 
-def _check_data(data: str) -> str:
-    """Return the absolute path of data that is here, and anything else as it is: a name of the workload's."""
+def _check_data(data: str, *, is_name: bool) -> str:
+    """Return the absolute path of data that is here; what may be a name of the workload's stays as it is."""
     path = Path(data)
-    if not path.exists() and (path.is_absolute() or data.startswith(("./", "../"))):
+    if not path.exists() and (not is_name or path.is_absolute() or data.startswith(("./", "../"))):
         raise InputError("there is no such file or folder", place=f"--data {data}")
     return str(path.absolute()) if path.exists() else data
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
 import select
 import shutil
 import signal
@@ -25,7 +24,7 @@ from ...system.waiting import Loading, Wait
 from ...types import ModelFacts, WorkloadSource
 from .. import values
 from ..values import EngineSpec, Simulation
-from .protocol import SIZE_BYTES, ModelRequest, Request, SimulationFailed, WorkloadReady, receive, send
+from .protocol import ModelRequest, Request, SimulationFailed, WorkloadReady, receive, send, send_request
 
 _NO_VARIABLES: Mapping[str, str] = {}
 LIMIT_S = 900.0  # of loading, and of one simulation; a workload's own code may read data from a slow file system
@@ -220,9 +219,7 @@ class _Worker:
     def fork(self, request: Request, connection: socket.socket) -> None:
         """Fork a process for the request, which speaks on that socket."""
         with self._lock, connection, contextlib.suppress(OSError):
-            data = pickle.dumps(request)
-            socket.send_fds(self._socket, [len(data).to_bytes(SIZE_BYTES)], [connection.fileno()])
-            self._socket.sendall(data)
+            send_request(self._socket, request, connection)
 
     def stop(self) -> None:
         """Kill it with its engines, which are in its session and process group, and wait until they are gone."""

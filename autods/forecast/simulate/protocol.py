@@ -16,7 +16,7 @@ from ...types import ModelFacts
 from ...workload.protocol import WorkloadError
 from ..values import EngineSpec, Simulation
 
-SIZE_BYTES = 8  # that announce the length of a request
+_SIZE_BYTES = 8  # that announce the length of a request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +65,22 @@ def send(connection: socket.socket, message: Request | Answer | int) -> None:
     """Send the message; a peer that is gone is no error, because the reader sees it."""
     with contextlib.suppress(OSError):
         connection.sendall(pickle.dumps(message))
+
+
+def send_request(worker: socket.socket, request: Request, connection: socket.socket) -> None:
+    """Send a request of any size, and the socket on which it is answered."""
+    data = pickle.dumps(request)
+    socket.send_fds(worker, [len(data).to_bytes(_SIZE_BYTES)], [connection.fileno()])
+    worker.sendall(data)
+
+
+def receive_request(client: socket.socket) -> tuple[Request, socket.socket] | None:
+    """Wait for what `send_request` sends; None when the client is gone."""
+    size, descriptors, _, _ = socket.recv_fds(client, _SIZE_BYTES, 1)
+    if not size:
+        return None
+    request: Request = pickle.loads(client.recv(int.from_bytes(size), socket.MSG_WAITALL))
+    return request, socket.socket(fileno=descriptors[0])
 
 
 def receive(connection: socket.socket) -> Generator[Any, None, None]:

@@ -12,7 +12,6 @@ import functools
 import gc
 import json
 import os
-import pickle
 import shutil
 import signal
 import socket
@@ -30,7 +29,7 @@ from ...rank.patching import SymbolMissing
 from ...system import processes, stacks
 from ...types import WorkloadSource
 from ..values import EngineSpec
-from .protocol import SIZE_BYTES, Answer, Request, SimulationFailed, WorkloadReady, failure_of, receive, send
+from .protocol import Answer, Request, SimulationFailed, WorkloadReady, failure_of, receive, receive_request, send
 
 if TYPE_CHECKING:
     from ...workload.protocol import Workload
@@ -125,12 +124,10 @@ def _serve(client: socket.socket, prepared: _Prepared) -> None:
     parent = os.getpid()
     children: set[int] = set()
     while True:
-        size, descriptors, _, _ = socket.recv_fds(client, SIZE_BYTES, 1)
-        if not size:
+        if (received := receive_request(client)) is None:
             break
-        data = client.recv(int.from_bytes(size), socket.MSG_WAITALL)
         children = {pid for pid in children if not _has_ended(pid)}
-        request, connection = pickle.loads(data), socket.socket(fileno=descriptors[0])
+        request, connection = received
         pid = os.fork()
         if pid == 0:
             processes.die_with_parent(parent)

@@ -61,7 +61,9 @@ def _count_others(count: int, noun: str) -> Iterator[doc.Part]:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
+    """A key or a value on one line: that of a key may have line ends, or no character at all."""
+    text = text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
+    return text.replace("\n", "\\n").replace("\t", "\\t") or '""'
 
 
 def _format_value(value: Any) -> str:

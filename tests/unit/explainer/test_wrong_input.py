@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -72,3 +73,68 @@ def test_an_option_about_a_workload_needs_one(
 def test_arguments_of_a_script_need_one() -> None:
     with pytest.raises(InputError, match="-- ARGS has no effect without a workload"):
         autods.explain({}, script_args=["--lr", "3"])
+
+
+class Broken(dict[str, Any]):
+    def keys(self) -> Any:
+        raise ZeroDivisionError
+
+    __iter__ = keys
+
+
+def test_a_mapping_that_breaks_is_refused() -> None:
+    with pytest.raises(InputError, match="config: cannot be written as JSON: ZeroDivisionError"):
+        autods.explain(Broken(a=1))
+
+
+# What a file holds, the exit code, and what is said of it.
+FILES = {
+    "a number of 5,001 digits": ('{"train_batch_size": 1' + "0" * 5000 + "}", 2, "a number of thousands of digits"),
+    "a key of two lines": (r'{"a\nerror: b": 1}', 1, r"a\nerror: b = 1"),
+    "a key that turns text": (r'{"a\u202eb\u001b[31m\u0000": 1}', 1, r"a\u202eb\x1b[31m\x00 = 1"),
+    "half a character": (r'{"a\ud800": "\udfff"}', 1, r'a\ud800 = "\udfff"'),
+    "no key": ('{"": 1, "zero_optimization": {"": 2}}', 1, '"" = 2'),
+    "markup": ('{"[red]a": "[bold]b[/x]"}', 1, '[red]a = "[bold]b[/x]"'),
+    "a list as section": ('{"zero_optimization": [1, 2]}', 1, "must be an object, not [1, 2]"),
+    "a section as stage": ('{"zero_optimization": {"stage": {"a": 1}}}', 1, "error: zero_optimization.stage"),
+    "a list as device": (
+        '{"zero_optimization": {"stage": 3, "offload_param": {"device": ["cpu"]}}}', 1, "should be 'none', 'cpu' or"
+    ),
+    "a list as optimizer": ('{"optimizer": {"type": ["Adam"]}}', 1, "must be a name"),
+    "a list as schedule": ('{"scheduler": {"type": [1], "params": {"x": 1}}}', 1, "must be a name"),
+    "text as section": ('{"fp16": "auto"}', 1, "must be an object"),
+    "a number below 0": ('{"train_batch_size": -8}', 1, "must be a whole number above 0"),
+    "a long value": (f'{{"a": "{"x" * 10**5}"}}', 1, "x…"),
+    "a long key": (f'{{"{"x" * 10**5}": 1}}', 1, "x… = 1"),
+    "many keys": (json.dumps({f"k{n}": 1 for n in range(50_000)}), 1, "… 49,800 more keys: --json has them all"),
+    "many keys of a section": (
+        json.dumps({"optimizer": {"type": "Adam", "params": {f"k{n}": 1 for n in range(5_000)}}}), 1, "4,800 more keys"
+    ),
+    "more than a mebibyte": (f'{{"a": "{"x" * 2**20}"}}', 2, "at most 1.0 MiB are read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "code", "said"), FILES.values(), ids=list(FILES))
+def test_a_file_of_any_content_is_explained_or_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, code: int, said: str
+) -> None:
+    (tmp_path / "x.json").write_text(text)
+    assert main(["explain", str(tmp_path / "x.json"), "-q"]) == code
+    out, err = capsys.readouterr()
+    shown = out + err
+    assert said in shown or said in " ".join(shown.split())
+    assert len(shown) < 100_000
+    assert not set(shown) & set("\x1b\0\u202e\ud800")
+
+
+@pytest.mark.timeout(60)
+def test_what_deepspeed_does_not_name_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    class Config:
+        def __init__(self, config: dict[str, Any]) -> None:
+            asked.extend(config)
+
+    monkeypatch.setattr("deepspeed.runtime.config.DeepSpeedConfig", Config)
+    autods.explain({f"k{n}": 1 for n in range(50_000)} | {"train_batch_size": 8})
+    assert asked == ["train_batch_size"]

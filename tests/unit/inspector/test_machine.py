@@ -111,6 +111,12 @@ def test_nvme_is_measured_and_leaves_no_file(tmp_path: Path) -> None:
     assert states(check_nvme(tmp_path / "absent"))[str(tmp_path / "absent")] == "broken"
 
 
+def test_a_file_as_nvme_is_not_made_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "x").touch()
+    check = by_name(check_nvme(tmp_path / "x"))[str(tmp_path / "x")]
+    assert (check.status, check.result, check.remedy) == ("broken", "it is a file", "name a folder on the disk")
+
+
 def test_who_may_lock_any_memory_is_not_warned_of_its_limit() -> None:
     low = {resource.RLIMIT_MEMLOCK: (65536, 65536)}
     infinite = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)

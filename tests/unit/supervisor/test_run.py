@@ -178,6 +178,16 @@ def test_fresh_forgets_the_run_and_its_checkpoints(tmp_path):
     assert len(result.attempts) == 1
 
 
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("name", ["checkpoints/mine.pt", "attempts/1", "run.json", "run.jsonl"])
+def test_what_is_not_a_runs_stays(tmp_path, name, fresh):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(InputError, match="no journal of a run, so nothing is written over or removed"):
+        supervise(tmp_path, finish, fresh=fresh)
+    assert (tmp_path / name).read_text() == "mine"
+
+
 def test_a_torn_checkpoint_is_removed_and_not_restored(tmp_path):
     def answer(job):
         if job.order.attempt > 1:

@@ -6,6 +6,7 @@ import itertools
 import socket
 from array import array
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -16,7 +17,9 @@ from autods.forecast.simulate.protocol import (
     SimulationFailed,
     WorkloadReady,
     receive,
+    receive_request,
     send,
+    send_request,
 )
 from autods.forecast.values import EngineSpec, Simulation, Trace
 from autods.types import ModelFacts
@@ -79,3 +82,22 @@ def test_a_message_to_a_peer_that_is_gone_is_dropped(pair: Pair) -> None:
     ours, theirs = pair
     theirs.close()
     send(ours, 1)
+
+
+@pytest.mark.parametrize("size", [1, 10_000_000])
+def test_a_request_of_any_size_arrives_with_its_socket(size: int) -> None:
+    client, worker = socket.socketpair()
+    ours, theirs = socket.socketpair()
+    request = ModelRequest(ranks="x" * size)  # type: ignore[arg-type]
+    with client, worker, ours, ThreadPoolExecutor(1) as pool:
+        received = pool.submit(receive_request, worker)
+        with theirs:
+            send_request(client, request, theirs)
+        answer = received.result(timeout=60)
+        assert answer is not None
+        assert answer[0] == request
+        answer[1].sendall(b"x")
+        assert ours.recv(1) == b"x"
+        answer[1].close()
+        client.close()
+        assert receive_request(worker) is None
