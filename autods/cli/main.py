@@ -17,7 +17,14 @@ from typing import Annotated, Any
 import typer
 
 from ..arguments import Option, field_types, find_argument_type, list_options
-from ..errors import AutodsError, EnvironmentBroken, InputError, describe_broken_machine, describe_failed_import
+from ..errors import (
+    AutodsError,
+    EnvironmentBroken,
+    InputError,
+    Interrupted,
+    describe_broken_machine,
+    describe_failed_import,
+)
 from ..requests import TrialRequest, WorkloadRequest
 from .ending import Call, end_output, end_with_error
 from .synopsis import COMMANDS, Module, Synopsis
@@ -56,7 +63,7 @@ def parse_and_run(call: Call, args: list[str]) -> int:
             if word.startswith(_DASHES):
                 raise typer.BadParameter(f"{word} begins with the character {word[0]}, and an option with two hyphens")
         code = _parser().main(args=args, prog_name="autods", standalone_mode=False, obj=call)
-        return int(code or 0)
+        return call.interrupted_code if code == Interrupted.exit_code else int(code or 0)  # Typer's for a Ctrl-C
     except UsageError as error:
         command = f"{args[0]} " if args[0] in COMMANDS else ""
         wrong = InputError(error.format_message(), hint=f"see: autods {command}--help")

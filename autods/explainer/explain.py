@@ -75,8 +75,11 @@ def resolve_explain(
     shared = {each.name for each in fields(PlanRequest)} & {each.name for each in fields(ExplainRequest)}
     options = {name: getattr(request, name) for name in shared}
     micro = config.get("train_micro_batch_size_per_gpu")
-    own_micro = micro if isinstance(micro, int) and micro > 0 else None
-    options |= {"workload": os.fspath(request.workload), "micro_batch": request.micro_batch or own_micro}
+    own_micro = micro if type(micro) is int and micro > 0 else None  # True is a wrong value, which is explained
+    options |= {
+        "workload": os.fspath(request.workload),
+        "micro_batch": own_micro if request.micro_batch is None else request.micro_batch,
+    }
     without_batch = {key: value for key, value in config.items() if key not in BATCH_KEYS}
     question = PlanRequest(**options, base_config=without_batch, as_written=True, largest=False)
     settings = resolve_plan(question, make_source(question), hardware=hardware)

@@ -24,3 +24,16 @@ def test_a_signal_before_the_ranks_start_has_its_exit_code(number: signal.Signal
         )
     finally:
         signal.signal(number, before)
+
+
+@pytest.mark.parametrize(
+    ("number", "command", "code"), [("TERM", "run", 143), ("INT", "run", 130), ("TERM", "fit", 130)]
+)
+def test_a_signal_before_the_command_begins_has_its_code(
+    monkeypatch: pytest.MonkeyPatch, number: str, command: str, code: int
+) -> None:
+    def end(*args: object) -> None:
+        signal.raise_signal(signal.Signals[f"SIG{number}"])
+
+    monkeypatch.setattr("typer.core.TyperGroup.invoke", end)
+    assert main([command, "model.py"]) == code

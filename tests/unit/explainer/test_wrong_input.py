@@ -138,3 +138,16 @@ def test_what_deepspeed_does_not_name_is_not_asked_for(monkeypatch: pytest.Monke
     monkeypatch.setattr("deepspeed.runtime.config.DeepSpeedConfig", Config)
     autods.explain({f"k{n}": 1 for n in range(50_000)} | {"train_batch_size": 8})
     assert asked == ["train_batch_size"]
+
+
+def test_a_micro_batch_of_0_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text("def build_model(): ...\ndef build_batch(n): ...\n")
+    with pytest.raises(InputError, match="--micro-batch 0: at least one sample is needed"):
+        autods.explain({}, tmp_path / "m.py", gpus=1, gpu_memory="1GiB", micro_batch=0)
+
+
+def test_a_switch_as_micro_batch_is_a_finding(tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text("def build_model(): ...\ndef build_batch(n): ...\n")
+    config = {"train_micro_batch_size_per_gpu": True}
+    explanation = autods.explain(config, tmp_path / "m.py", gpus=1, gpu_memory="1GiB")
+    assert explanation.findings[0].key == "train_micro_batch_size_per_gpu"
