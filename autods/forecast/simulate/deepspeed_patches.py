@@ -39,6 +39,11 @@ _DUPLICATES = declare(
     "it searches lists of all parameters for each parameter, which takes minutes for a large model",
     optional=True,
 )
+_COMPILE_PASS = declare(
+    "deepspeed.runtime.engine.DeepSpeedEngine.register_compile_pass",
+    "it imports torch's inductor, a second for each engine, for passes that only `engine.compile` uses",
+    optional=True,
+)
 _REDUCE_SCATTER = declare(
     "deepspeed.runtime.zero.stage3.reduce_scatter_coalesced", "it makes a view for each rank of the world"
 )
@@ -65,6 +70,7 @@ def install(ledger: Ledger) -> None:
     _NVTX.install(False)
     PROCESSOR.install(dict)  # no vendor: an optimizer on the CPU asks for it, to warn of fp16
     _DUPLICATES.wrap(_check_for_duplicates)
+    _COMPILE_PASS.install(lambda *args, **kwargs: None)
     for patch in _COORDINATOR.values():
         patch.wrap(_count_hook, ledger.work)
 
