@@ -27,7 +27,7 @@ def list_alternatives(run: PlanRun, site: Site, best: RungForecast) -> tuple[Alt
     return tuple(alternatives)
 
 
-def split_build(run: PlanRun, site: Site) -> PartitionedBuild | None:
+def propose_partitioned_build(run: PlanRun, site: Site) -> PartitionedBuild | None:
     """Return what `--zero-init` gives the rungs of a site that lack memory to build; None where that helps none."""
     forecasts = [forecast for forecast in run.list_forecasts(site) if forecast.memory]
     engines = ((run.find_engine(site, forecast.rung), forecast) for forecast in forecasts)

@@ -25,7 +25,7 @@ from ..report.results.plan import PlanReport, SiteForecast, Timeline
 from ..runner.cleanup import open_session, simulator_variables
 from ..system.host import installed_versions
 from ..types import ModelFacts, WorkloadSource
-from .alternatives import list_alternatives, split_build
+from .alternatives import list_alternatives, propose_partitioned_build
 from .rung_forecasts import PlanRun, SiteGroup, choose_checkpointing, group_sites
 from .timeline import name_timeline, write_timeline
 
@@ -73,7 +73,7 @@ def plan(settings: PlanSettings, *, listen: ForecastListener, start: StartSimula
             if len(sites) == 1 and (best := sites[0].best) is not None:
                 sites = (replace(sites[0], alternatives=list_alternatives(run, sites[0].site, best)),)
             if len(sites) == 1 and sites[0].status in ("nothing_fits", "tight"):
-                sites = (replace(sites[0], partitioned=split_build(run, sites[0].site)),)
+                sites = (replace(sites[0], partitioned=propose_partitioned_build(run, sites[0].site)),)
             timeline, notes = _write_timeline(run, sites[0])
     except SimulationFailed as failed:
         raise make_user_error(failed, settings.source, more_samples="--micro-batch 2") from None

@@ -31,7 +31,7 @@ from ..workload.script_source import describe_kind, find_early_variables
 from .candidates import idle_stages_warning, list_candidates
 from .certify import certify
 from .fit_report import FitResult, NothingFits, build_report
-from .ladder_walk import WalkResult, find_closest_rung, split_build, untried_rungs, walk_ladder
+from .ladder_walk import WalkResult, find_closest_rung, propose_partitioned_build, untried_rungs, walk_ladder
 from .optuna_search import tune
 from .race import run_race
 from .trial_forecasts import NO_FORECASTER, Forecaster, open_forecaster
@@ -174,7 +174,7 @@ def search(context: FitContext) -> FitResult | NothingFits:
         return NothingFits(
             walked=walked,
             closest=find_closest_rung(walked, context),
-            partitioned=None if walked.stopped else split_build(rungs, walked, context),
+            partitioned=None if walked.stopped else propose_partitioned_build(rungs, walked, context),
         )
     context = replace(context, least_micro_batch=walked.winner.trial.knobs.micro_batch)
     context.save_best(walked.winner)

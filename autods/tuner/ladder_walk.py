@@ -170,7 +170,9 @@ def find_closest_rung(walked: WalkResult, context: FitContext) -> ClosestRung | 
     return min(lacking, key=lambda item: (not item[0], item[1].missing_bytes))[1] if lacking else None
 
 
-def split_build(rungs: Sequence[Candidate], walked: WalkResult, context: FitContext) -> PartitionedBuild | None:
+def propose_partitioned_build(
+    rungs: Sequence[Candidate], walked: WalkResult, context: FitContext
+) -> PartitionedBuild | None:
     """What `--zero-init` gives rungs that lack memory to build, by forecasts and trials; None where it helps none."""
     steps = context.settings.profile.walk
     trials = [first_trial(rung, steps, context.sizes[0]) for rung in rungs if rung.skip is None]
@@ -180,7 +182,7 @@ def split_build(rungs: Sequence[Candidate], walked: WalkResult, context: FitCont
         for rung, outcome in outcomes
         if isinstance(outcome, OutOfMemory) and outcome.tier != "pinned" and outcome.phase in ("build", "init")
     }
-    return context.forecaster.split_build(trials, ran_out)
+    return context.forecaster.propose_partitioned_build(trials, ran_out)
 
 
 def untried_rungs(rungs: Sequence[Candidate], walked: WalkResult) -> tuple[Candidate, ...]:

@@ -68,7 +68,9 @@ class Forecaster:
         """The seconds of the trial's optimizer step; None when they cannot be forecast."""
         return None
 
-    def split_build(self, trials: Iterable[Trial], ran_out: Mapping[str, Tier]) -> PartitionedBuild | None:
+    def propose_partitioned_build(
+        self, trials: Iterable[Trial], ran_out: Mapping[str, Tier]
+    ) -> PartitionedBuild | None:
         """What `--zero-init` gives those of the trials that lack memory to build; None where that helps none.
 
         `ran_out` has the rungs whose trials lacked a tier in that phase.
@@ -172,7 +174,9 @@ class TrialForecaster(Forecaster):
         seconds = self.step_factors().correct(step)
         return StepForecast(seconds=max(seconds, least_s), least_seconds=least_s)
 
-    def split_build(self, trials: Iterable[Trial], ran_out: Mapping[str, Tier]) -> PartitionedBuild | None:
+    def propose_partitioned_build(
+        self, trials: Iterable[Trial], ran_out: Mapping[str, Tier]
+    ) -> PartitionedBuild | None:
         """Return what `--zero-init` gives those of the trials that lack memory to build; None where it helps none."""
         forecasts = ((self._with_least(trial), self.forecast(trial)) for trial in trials)
         rungs = [

@@ -38,7 +38,9 @@ class ScriptedForecaster:
     def step_time(self, trial: Trial) -> StepForecast | None:
         return None
 
-    def split_build(self, trials: Iterable[Trial], ran_out: Mapping[str, Tier]) -> PartitionedBuild | None:
+    def propose_partitioned_build(
+        self, trials: Iterable[Trial], ran_out: Mapping[str, Tier]
+    ) -> PartitionedBuild | None:
         self.ran_out = dict(ran_out)
         return None
 

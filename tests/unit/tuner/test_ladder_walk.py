@@ -12,7 +12,7 @@ from autods.config.settings import Settings
 from autods.report.results.fit import ClosestRung
 from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
 from autods.tuner.candidates import Candidate, list_candidates
-from autods.tuner.ladder_walk import WalkResult, find_closest_rung, split_build, walk_ladder
+from autods.tuner.ladder_walk import WalkResult, find_closest_rung, propose_partitioned_build, walk_ladder
 from autods.types import Action, Outcome, Tier, Trial
 from tests.support.contexts import make_context
 from tests.support.forecasters import ScriptedForecaster
@@ -275,5 +275,5 @@ def test_the_rungs_that_ran_out_while_they_built_are_told() -> None:
     candidates = list_candidates(SETTINGS, FACTS, {})
     walked, runner = climb(answers)
     context = make_context(runner.run, forecaster=forecaster)  # type: ignore[arg-type]
-    assert split_build(candidates, walked, context) is None
+    assert propose_partitioned_build(candidates, walked, context) is None
     assert forecaster.ran_out == {"zero3": "host"}

@@ -248,7 +248,7 @@ def test_zero_init_is_proposed_for_what_builds_beyond_the_host() -> None:
         return simulate_peaks(micro_batch, init=(4 if spec.zero_init else 20) * GIB, backward=8 * GIB)
 
     forecaster, simulator, _ = make_forecaster(script)
-    build = forecaster.split_build([trial("zero2"), trial("zero3")], {})
+    build = forecaster.propose_partitioned_build([trial("zero2"), trial("zero3")], {})
     assert build is not None
     assert (build.rung, build.verdict, build.tier, build.ranks) == ("zero3", "fits", "host", 2)
     assert build.whole_bytes == pytest.approx(2 * 20 * GIB, rel=0.1)
@@ -261,7 +261,7 @@ def test_zero_init_is_not_proposed_where_training_lacks_memory() -> None:
     forecaster, simulator, _ = make_forecaster(
         lambda spec, size: simulate_peaks(size, init=20 * GIB, backward=18 * GIB)
     )
-    assert forecaster.split_build([trial("zero3")], {}) is None
+    assert forecaster.propose_partitioned_build([trial("zero3")], {}) is None
     assert not any(spec.zero_init for spec in simulator.engines)
 
 
@@ -270,8 +270,8 @@ def test_a_build_that_ran_out_on_the_host_gets_zero_init_too() -> None:
         return simulate_peaks(micro_batch, init=(2 if spec.zero_init else 6) * GIB, backward=3 * GIB)
 
     forecaster, _, _ = make_forecaster(script)
-    assert forecaster.split_build([trial("zero3")], {}) is None
-    build = forecaster.split_build([trial("zero3")], {"zero3": "host"})
+    assert forecaster.propose_partitioned_build([trial("zero3")], {}) is None
+    build = forecaster.propose_partitioned_build([trial("zero3")], {"zero3": "host"})
     assert build is not None
     assert (build.verdict, build.tier) == ("fits", "host")
     assert build.split_bytes is not None
