@@ -131,10 +131,14 @@ class Output(NamedTuple):
 def check_outputs(outputs: Iterable[Output], taken: Iterable[Path] = ()) -> None:
     """Check files before the work whose results they will hold. `taken` are others that the command reads or writes.
 
-    Raises InputError for a file that cannot be written, that two of them are, or that holds something of another kind:
-    a model, a config, a journal. Raises EnvironmentBroken for a full disk. A link stands for the file it leads to.
+    Raises InputError for a file that cannot be written, that two of them are, that is printed to, or that holds
+    something of another kind: a model, a config, a journal. Raises EnvironmentBroken for a full disk. A link stands
+    for the file it leads to.
     """
     users = {_identify(path): "the results" for path in taken}
+    for number, name in ((1, "standard output"), (2, "standard error")):
+        with contextlib.suppress(OSError):  # it is closed
+            users[_key(os.fstat(number))] = name
     for option, path, begins in outputs:
         check_path(path, option)
         _check_output(option, os.fspath(path), begins)
@@ -178,10 +182,13 @@ def _find_obstacle(target: str, begins: tuple[bytes, ...]) -> str | None:
 def _identify(path: str | os.PathLike[str]) -> object:
     """What two names of one file share: device and number where it exists, as hard links have them; else its path."""
     try:
-        state = os.stat(path)
-        return state.st_dev, state.st_ino
+        return _key(os.stat(path))
     except OSError:
         return os.path.realpath(path)
+
+
+def _key(state: os.stat_result) -> object:
+    return state.st_dev, state.st_ino
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

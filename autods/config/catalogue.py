@@ -163,7 +163,7 @@ def find_machines(names: str) -> tuple[Machine, ...]:
     for name in known if names.strip() == "all" else (name.strip() for name in names.split(",")):
         machine = _read_machine(Path(name)) if name.endswith(".toml") else known.get(name.lower())
         if machine is None:
-            hint = f"give all, or of: {', '.join(known)}" if name != "all" else "give --on all, without other names"
+            hint = f"it has {', '.join(known)}" if name != "all" else "give --on all, without other names"
             raise InputError(f"--on {names}: the catalogue has no machine {name!r}", hint=hint)
         machines[machine.name] = machine
     return tuple(sorted(machines.values(), key=lambda machine: machine.device_bytes))

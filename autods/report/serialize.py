@@ -20,7 +20,7 @@ from ..files import LARGEST_RECORD, read_file, write_whole
 from ..forecast.predict.step_time import Speed, StepTime
 from ..forecast.values import PHASES, RungForecast, TierForecast
 from ..journal import JOURNAL, RUN_JOURNAL
-from ..schema import read_as, read_known
+from ..schema import check_plain, read_as, read_known
 from ..types import TIERS, TIERS_OF_A_NODE, Record, Tier, TierUse
 from .launch import (
     ACCELERATE,
@@ -117,6 +117,7 @@ def _read_finished(path: Path, make: Callable[[dict[str, Any]], Finished], comma
     try:
         if not isinstance(data := json.loads(text), dict):
             raise ValueError("it is no JSON object")
+        check_plain(data, finite=True)  # what is not finite is written as null
         return make(data)
     except (ValueError, RecursionError, InputError):
         hint = f"`autods {command} --fresh` starts over"

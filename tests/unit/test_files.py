@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,6 +53,13 @@ def test_an_output_among_the_results_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="are one file"):
         check_outputs([page("journal.jsonl")], [tmp_path / "journal.jsonl"])
     check_outputs([page("mine.html")], [tmp_path / "journal.jsonl"])
+
+
+def test_the_file_that_is_printed_to_is_no_other_output(tmp_path: Path) -> None:
+    code = "from autods.files import *; check_outputs([Output('--html', 'x', (b'<',)), Output('--csv', 'y', (b'<',))])"
+    with open("x", "w") as file:
+        ended = subprocess.run([sys.executable, "-c", code], stdout=file, stderr=subprocess.PIPE, text=True)
+    assert "x: --html and standard output are one file" in ended.stderr
 
 
 @pytest.mark.parametrize("text", ["import torch\n", "{}", '{"kind": "header"}\n', "<p>", "\0"])

@@ -68,7 +68,7 @@ def _cut(text: str) -> str:
 
 def _format_value(value: Any) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) >= 10_000:
-        return _cut(f"{value:,.0f}")
+        return _cut(f"{value:,.0f}" if isinstance(value, float) else f"{value:,}")
     return _cut(json.dumps(value))
 
 
@@ -166,7 +166,7 @@ def make_diagnosis_document(diagnosis: Diagnosis, *, whole: bool = False) -> doc
     if diagnosis.advice:
         parts.append(doc.Paragraph(words=line(("What to do: ", "bold"), diagnosis.advice), whole=whole))
     ranks = f"  ×{len(diagnosis.ranks)} ranks" if len(diagnosis.ranks) > 1 else ""
-    for number, text in enumerate((*diagnosis.evidence, *(f"at {place}" for place in diagnosis.places))):
+    for number, text in enumerate((*diagnosis.evidence, *(f"at {_cut(place)}" for place in diagnosis.places))):
         parts.append(doc.Paragraph(words=line((f"  {text}{'' if number else ranks}", "dim")), whole=True))
     parts += (doc.Paragraph(words=line((f"  · {note}", "dim")), whole=whole) for note in diagnosis.notes)
     return make_document(title="diagnosis", question="", parts=parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,14 @@ def test_a_report_is_shown_where_its_page_cannot_be_written(folder: Path, capsys
     shown = capsys.readouterr()
     assert "zero3 fits" in shown.out
     assert f"no page: {folder / 'report.html'}: cannot be written" in shown.err
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e400", '"x"', "[1]", "null", str(10**30)])
+def test_a_report_of_other_numbers_is_refused(folder: Path, capsys: pytest.CaptureFixture[str], value: str) -> None:
+    path = folder / "report.json"
+    path.write_text(re.sub('"seconds": [0-9.]+', f'"seconds": {value}', path.read_text()))
+    assert main(["report", str(folder)]) == 2
+    assert "is not the report of a fit" in capsys.readouterr().err
 
 
 def test_two_fits_stand_side_by_side(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,6 +90,7 @@ def test_a_mapping_that_breaks_is_refused() -> None:
 # What a file holds, the exit code, and what is said of it.
 FILES = {
     "a number of 5,001 digits": ('{"train_batch_size": 1' + "0" * 5000 + "}", 2, "a number of thousands of digits"),
+    "the largest number": ('{"train_batch_size": 9223372036854775807}', 0, "9,223,372,036,854,775,807"),
     "a key of two lines": (r'{"a\nerror: b": 1}', 1, r"a\nerror: b = 1"),
     "a key that turns text": (r'{"a\u202eb\u001b[31m\u0000": 1}', 1, r"a\u202eb\x1b[31m\x00 = 1"),
     "half a character": (r'{"a\ud800": "\udfff"}', 1, r'a\ud800 = "\udfff"'),
