@@ -71,7 +71,7 @@ def build_batch(micro_batch_size):
 
 @dataclass(slots=True)
 class RankSampler:
-    """Looks at the ranks of a command's first job that builds a model, from outside, in a thread.
+    """Looks at the ranks of a command's first job that trains, from outside, in a thread.
 
     `peaks` has the largest sizes of each rank by phase and measure. Once the ranks are known nothing else is looked
     for, so that a look takes about a millisecond. Pss takes far longer, and every tenth look has it.
@@ -90,7 +90,7 @@ class RankSampler:
                 ranks = self.ranks or tuple(sorted(find_ranks(self.command)))  # as they were forked: the board's order
                 for slot, rank in enumerate(ranks):
                     self.look(rank, slot)
-                if len(ranks) == RANKS and any(pid == ranks[0] for pid, *_ in self.peaks):
+                if len(ranks) == RANKS and (ranks[0], "forward", "VmData") in self.peaks:  # no survey or preflight
                     self.ranks = ranks
 
     def stop(self) -> None:
