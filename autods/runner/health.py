@@ -13,6 +13,7 @@ from ..types import Fit, SlowRank
 from .node_messages import Heartbeat
 
 _SLOW_RATIO = 1.2  # medians of equal ranks differ by less, also where other work disturbs them
+_LOOKS = 3  # in a row: of a few forwards, noise makes one rank the slowest often
 _G = 1e9
 # The bus bandwidth of an all-reduce, as a share of the links' data sheet, below which something is wrong: half of what
 # rings usually reach (`nvlink`, `pcie_between_gpus` and `network` of configs/forecast/step_time.toml, with sources).
@@ -93,13 +94,14 @@ def find_slowest(forward_s: Mapping[int, float]) -> SlowRank | None:
 class Watch:
     """Hears of trials and of heartbeats, and calls `warn` for throttled cards, and once for each slow rank.
 
-    A rank counts as slow when it was so in two looks that follow one another: in a run after `every` steps, else in
-    two trials.
+    A rank counts as slow when it was so in three looks that follow one another: in a run after `every` steps, else in
+    three trials.
     """
 
     warn: Callable[[str], None]
     every: int = 8  # forwards are many by then
     _last: int | None = None  # the rank that was the slowest at the last look
+    _looks: int = 0  # at which it was
     _looked: int | None = None  # the step of it
     _named: set[int] = field(default_factory=set)
 
@@ -117,7 +119,8 @@ class Watch:
 
     def _look(self, slowest: SlowRank | None) -> None:
         rank = None if slowest is None else slowest.rank
-        if slowest is not None and rank == self._last and slowest.rank not in self._named:
+        self._looks = self._looks + 1 if rank == self._last else 1
+        self._last = rank
+        if slowest is not None and self._looks >= _LOOKS and slowest.rank not in self._named:
             self._named.add(slowest.rank)
             self.warn(str(slowest))
-        self._last = rank
