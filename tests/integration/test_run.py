@@ -7,9 +7,10 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from tests.support.run_jobs import read_steps
 
 GROWS = Path(__file__).parent / "workloads" / "longer_and_longer.py"
 STEPS, GLOBAL_BATCH = 12, 8
@@ -23,13 +24,6 @@ def train(workload: Path, out: Path, gpu_memory: str, *options: str) -> subproce
     batch = ("--global-batch", str(GLOBAL_BATCH), "--steps", str(STEPS), "--checkpoint-every", "2")
     command = (sys.executable, "-m", "autods", "run", str(workload), *ranks, *batch, "--out", str(out))
     return subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
-
-
-def read_steps(out: Path) -> dict[int, dict[str, Any]]:
-    """The record of each step; of a repeated one the last."""
-    files = sorted(out.glob("attempts/*/steps.jsonl"), key=lambda path: int(path.parent.name))
-    rows = (json.loads(line) for file in files for line in file.read_text().splitlines())
-    return {row["step"]: row for row in rows}
 
 
 @pytest.fixture(scope="module")

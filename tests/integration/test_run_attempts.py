@@ -13,7 +13,7 @@ from autods.rank.training_run.checkpoints import checkpoint_folder, list_checkpo
 from autods.types import Knobs, ModelFacts
 from tests.support.composed import compose_config
 from tests.support.fits import HERE
-from tests.support.run_jobs import read_samples, run_job
+from tests.support.run_jobs import read_samples, read_steps, run_job
 
 BASE = {
     "optimizer": {"params": {"lr": 0.05}},
@@ -76,16 +76,6 @@ def folders(tmp_path_factory, rank_server):
     ]
     train(alone, ranks=1)
     return whole, rescued, stopped
-
-
-def read_steps(folder: Path) -> dict[int, dict]:
-    """The last line of each step, over all attempts."""
-    lines = {}
-    for file in sorted(folder.glob("attempts/*/steps.jsonl")):
-        for text in file.read_text().splitlines():
-            line = json.loads(text)
-            lines[line["step"]] = line
-    return lines
 
 
 @pytest.mark.parametrize("run", ["rescued", "stopped"])

@@ -10,7 +10,7 @@ import pytest
 
 from autods.rank.training_run.checkpoints import list_checkpoints
 from tests.support.fits import HERE
-from tests.support.run_jobs import read_samples, run_job
+from tests.support.run_jobs import read_samples, read_steps, run_job
 
 SCRIPT = HERE / "scripts_hf" / "trainer.py"
 STEPS, GLOBAL_BATCH = 11, 64  # 512 samples: the second epoch begins after step 8
@@ -61,15 +61,6 @@ def folders(tmp_path_factory, rank_server):
     return whole, broken
 
 
-def read_lines(folder: Path) -> dict[int, dict]:
-    lines = {}
-    for file in sorted(folder.glob("attempts/*/steps.jsonl")):
-        for text in file.read_text().splitlines():
-            line = json.loads(text)
-            lines[line["step"]] = line
-    return lines
-
-
 def test_each_step_trains_on_the_same_samples(folders):
     whole, broken = map(read_samples, folders)
     assert whole == broken
@@ -78,7 +69,7 @@ def test_each_step_trains_on_the_same_samples(folders):
 
 
 def test_losses_are_those_of_a_run_without_interruption(folders):
-    whole, broken = map(read_lines, folders)
+    whole, broken = map(read_steps, folders)
     assert list(whole) == list(broken) == list(range(1, STEPS + 1))
     assert [line["loss"] for line in broken.values()] == pytest.approx(
         [line["loss"] for line in whole.values()], rel=1e-4

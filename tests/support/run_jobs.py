@@ -55,3 +55,10 @@ def read_samples(folder: Path) -> dict[int, list]:
                 trained.setdefault(step, []).extend(samples)
         steps |= trained
     return {step: sorted(samples) for step, samples in sorted(steps.items())}
+
+
+def read_steps(folder: Path) -> dict[int, dict[str, Any]]:
+    """The record of each step of a run; of a repeated one the last."""
+    files = sorted(folder.glob("attempts/*/steps.jsonl"), key=lambda path: int(path.parent.name))
+    rows = (json.loads(line) for file in files for line in file.read_text().splitlines())
+    return {row["step"]: row for row in rows}
