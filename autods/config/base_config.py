@@ -13,7 +13,7 @@ from typing import Any
 from .. import plain_text
 from ..arguments import ConfigSource, show_value
 from ..errors import InputError
-from ..files import LARGEST_CONFIG, read_text
+from ..files import read_text
 from ..schema import check_plain, parse_json
 from ..types import MOST_RANKS, WorkloadSource
 from ..units import parse_bytes
@@ -52,7 +52,7 @@ def read_base_config(path: Path) -> dict[str, Any]:
         hint = "give a number, or leave the key out"
         raise InputError(f"contains {word}, which is not JSON", place=place, hint=hint)
 
-    text = _TRAILING_COMMA.sub(blank, _NOT_JSON.sub(blank, read_text(path, most=LARGEST_CONFIG, hint=_GIVE_JSON)))
+    text = _TRAILING_COMMA.sub(blank, _NOT_JSON.sub(blank, read_text(path, hint=_GIVE_JSON)))
     config = parse_json(
         text,
         place=place,

@@ -111,7 +111,6 @@ FILES = {
     "many keys of a section": (
         json.dumps({"optimizer": {"type": "Adam", "params": {f"k{n}": 1 for n in range(5_000)}}}), 1, "4,800 more keys"
     ),
-    "more than a mebibyte": (f'{{"a": "{"x" * 2**20}"}}', 2, "at most 1.0 MiB are read"),
 }  # fmt: skip
 
 
