@@ -16,6 +16,7 @@ from .errors import InputError, make_write_error
 from .units import format_bytes
 
 LARGEST_TEXT = 16 * 2**20  # bytes of a config, or of a file that a workload imports or names
+LARGEST_CONFIG = 2**20  # bytes of an accelerate config
 LARGEST_CODE = 2 * 2**20  # bytes of Python that is parsed; its tree takes 600 times as many
 LARGEST_RECORD = 2**30  # bytes of a file that autods wrote: a journal, a report
 # Bytes of an absolute path. The kernel takes 4,095, and names of files in a folder of results need room.
