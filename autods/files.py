@@ -120,7 +120,7 @@ def find_existing(folder: Path) -> Path:
     return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
-class Output(NamedTuple):
+class OutputFile(NamedTuple):
     """A file that a user names with an option, and how files of its kind begin."""
 
     option: str
@@ -128,12 +128,12 @@ class Output(NamedTuple):
     begins: tuple[bytes, ...]
 
 
-def check_outputs(outputs: Iterable[Output], taken: Iterable[Path] = ()) -> None:
+def check_outputs(outputs: Iterable[OutputFile], taken: Iterable[Path] = ()) -> None:
     """Check files before the work whose results they will hold. `taken` are others that the command reads or writes.
 
-    Raises InputError for a file that cannot be written, that two of them are, that is printed to, or that holds
-    something of another kind: a model, a config, a journal. Raises EnvironmentBroken for a full disk. A link stands
-    for the file it leads to.
+    A link stands for the file it leads to. Raises EnvironmentBroken for a full disk. Raises InputError for a file that
+    cannot be written or is printed to, and for one file given twice. So it does for one that holds something of another
+    kind: a model, a config, a journal.
     """
     users = {_identify(path): "the results" for path in taken}
     for number, name in ((1, "standard output"), (2, "standard error")):

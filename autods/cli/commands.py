@@ -24,7 +24,7 @@ from ..diagnosis.logs import find_logs
 from ..diagnosis.root_cause import Diagnosis, diagnose_logs
 from ..errors import AutodsError, InputError
 from ..events import Note
-from ..files import Output, check_outputs
+from ..files import OutputFile, check_outputs
 from ..forecast.values import PartitionedBuild
 from ..journal import JOURNAL, RESULTS
 from ..planner.timeline import name_timeline
@@ -141,7 +141,7 @@ def run_plan(
     call: Call, request: requests.PlanRequest, *, html: str | None = None, as_json: bool = False, quiet: bool = False
 ) -> int:
     """Forecast every rung. A page of it is also written to the file `html`."""
-    outputs = [] if html is None else [Output("--html", html, PAGE_BEGINS)]
+    outputs = [] if html is None else [OutputFile("--html", html, PAGE_BEGINS)]
     check_outputs(outputs + ([] if request.timeline is None else [name_timeline(request.timeline)]))
     forecast = _work(call.use_cases.get("plan", PLAN), request, quiet, lambda settings: PlanProgress())
     _show(forecast, as_json, plan_to_dict, make_plan_document)
@@ -157,7 +157,7 @@ def run_probe(
     if csv == "-" and as_json:
         raise InputError("--csv - and --json both print to standard output", hint="give a file: --csv table.csv")
     table = None if csv == "-" else csv
-    outputs = [] if table is None else [Output("--csv", table, CSV_BEGINS)]
+    outputs = [] if table is None else [OutputFile("--csv", table, CSV_BEGINS)]
     check_outputs(outputs)
 
     def show_progress(probe: ProbeSettings) -> TrialProgress:

@@ -103,9 +103,9 @@ def explain(settings: ExplainSettings, listen: ForecastListener, start: StartSim
     Raises InputError when the workload is at fault, EnvironmentBroken when it cannot be simulated here.
     """
     with ThreadPoolExecutor(1) as pool:  # each takes seconds
-        asked = pool.submit(ask_deepspeed, settings.config)
+        answer = pool.submit(ask_deepspeed, settings.config)
         refusal = find_refusal(settings.config, settings.ranks)
-        installed = asked.result()
+        installed = answer.result()
     question = Question(config=settings.config, installed=installed, ranks=settings.ranks)
     problems = find_problems(question, EXPLAIN_RULES)
     if refusal is not None and not any(problem.severity == "error" for problem in problems):  # they say it better

@@ -17,6 +17,7 @@ from ..runner.cleanup import open_session, simulator_variables
 from ..types import WorkloadSource
 
 _TOY = Path(__file__).with_name("toy_model.py")
+_ENGINE = "deepspeed.initialize"  # the place of what names no key
 _LIMIT_S = 120.0
 _MOST_ACCUMULATED = 64  # micro batches of a step
 # They need a model or batches of their own, a launcher, or packages that this machine may lack.
@@ -46,21 +47,10 @@ def start_toy() -> Iterator[Simulator]:
 
 def ask_engine(simulator: Simulator, config: Mapping[str, Any], ranks: int | None) -> Problem | None:
     """Ask a simulator of the toy model, as `find_refusal` does."""
-    tried = {key: value for key, value in without_monitors(config).items() if key not in _NOT_TRIED}
-    schedule = tried.get("scheduler")
-    if isinstance(schedule, Mapping) and any(value == "auto" for _, value in walk_keys(schedule)):
-        del tried["scheduler"]  # it needs each of its arguments
-    tried = _leave_out_auto(tried)
-    accumulation = tried.get("gradient_accumulation_steps")
-    is_batch_known = ranks is not None and "auto" not in map(config.get, BATCH_KEYS)
-    if not is_batch_known or (isinstance(accumulation, int) and accumulation > _MOST_ACCUMULATED):
-        tried = {key: value for key, value in tried.items() if key not in BATCH_KEYS} | {BATCH_KEYS[1]: 1}
-    if get_key(tried, "optimizer.type") is None:  # the training brings one
-        tried["optimizer"] = DEFAULT_OPTIMIZER
     world = ranks or 1
     spec = EngineSpec(
         rung="toy",
-        ds_config=tried,
+        ds_config=_make_toy_config(config, is_world_known=ranks is not None),
         world_size=world,
         ranks_per_node=world,
         device_bytes=80 << 30,
@@ -70,13 +60,27 @@ def ask_engine(simulator: Simulator, config: Mapping[str, Any], ranks: int | Non
         simulator.simulate(spec, [1])
     except SimulationFailed as error:
         if error.kind == "engine":
-            key = next(_find_named(config, error.problem), "deepspeed.initialize")
+            key = next(_find_named(config, error.problem), _ENGINE)
             return Problem(severity="error", key=key, problem=error.problem, hint=error.hint or "")
         if error.kind in ("no_compiler", "build_failed", "environment"):
-            return Problem(
-                severity="note", key="deepspeed.initialize", problem=f"the engine was not asked: {error.problem}"
-            )
+            return Problem(severity="note", key=_ENGINE, problem=f"the engine was not asked: {error.problem}")
     return None
+
+
+def _make_toy_config(config: Mapping[str, Any], *, is_world_known: bool) -> dict[str, Any]:
+    """The part of the config that a toy model can try."""
+    toy = {key: value for key, value in without_monitors(config).items() if key not in _NOT_TRIED}
+    schedule = toy.get("scheduler")
+    if isinstance(schedule, Mapping) and any(value == "auto" for _, value in walk_keys(schedule)):
+        del toy["scheduler"]  # it needs each of its arguments
+    toy = _leave_out_auto(toy)
+    accumulation = toy.get("gradient_accumulation_steps")
+    is_long = isinstance(accumulation, int) and accumulation > _MOST_ACCUMULATED
+    if is_long or not is_world_known or "auto" in map(config.get, BATCH_KEYS):
+        toy = {key: value for key, value in toy.items() if key not in BATCH_KEYS} | {BATCH_KEYS[1]: 1}
+    if get_key(toy, "optimizer.type") is None:  # the training brings one
+        toy["optimizer"] = DEFAULT_OPTIMIZER
+    return toy
 
 
 def _leave_out_auto(section: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..files import Output, write_whole
+from ..files import OutputFile, write_whole
 from ..forecast.predict.prices import PriceList, Work, read_constants
 from ..forecast.predict.step_time import (
     BITS,
@@ -38,9 +38,9 @@ _COUNTED = 2000  # moments of a step at which the memory is shown, besides its h
 Event = dict[str, Any]
 
 
-def name_timeline(path: str | os.PathLike[str]) -> Output:
+def name_timeline(path: str | os.PathLike[str]) -> OutputFile:
     """The file of --timeline, for `check_outputs`."""
-    return Output("--timeline", path, (b'{"traceevents"', b"\x1f\x8b"))
+    return OutputFile("--timeline", path, (b'{"traceevents"', b"\x1f\x8b"))
 
 
 def write_timeline(simulation: Simulation, spec: EngineSpec, path: Path) -> None:

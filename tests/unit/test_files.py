@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from autods.errors import EnvironmentBroken, InputError
-from autods.files import Output, check_outputs, write_whole
+from autods.files import OutputFile, check_outputs, write_whole
 
 PAGE = (b"<!doctype html",)
 
 
-def page(path: Path | str, option: str = "--html") -> Output:
-    return Output(option, path, PAGE)
+def page(path: Path | str, option: str = "--html") -> OutputFile:
+    return OutputFile(option, path, PAGE)
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,8 @@ def test_an_output_among_the_results_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_file_that_is_printed_to_is_no_other_output(tmp_path: Path) -> None:
-    code = "from autods.files import *; check_outputs([Output('--html', 'x', (b'<',)), Output('--csv', 'y', (b'<',))])"
+    files = "OutputFile('--html', 'x', (b'<',)), OutputFile('--csv', 'y', (b'<',))"
+    code = f"from autods.files import *; check_outputs([{files}])"
     with open("x", "w") as file:
         ended = subprocess.run([sys.executable, "-c", code], stdout=file, stderr=subprocess.PIPE, text=True)
     assert "x: --html and standard output are one file" in ended.stderr
