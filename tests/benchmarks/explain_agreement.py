@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "RANK": "0", "LOCAL_RANK": "0"}
 
 Config = dict[str, Any]
-LIMIT_S = 60
+LIMIT_S = 120
 LEFT_OUT = (
     "tensorboard", "wandb", "comet", "csv_monitor", "nebula", "datastates_ckpt", "elasticity", "autotuning", "aio",
     "compile", "amp", "hybrid_engine", "compression_training", "data_efficiency", "curriculum_learning",

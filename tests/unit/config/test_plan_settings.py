@@ -52,7 +52,7 @@ def test_what_nobody_said_is_assumed_and_told() -> None:
 
 
 def test_a_plan_needs_a_card_or_a_size() -> None:
-    assert "--on all" in refusal(gpus=8)
+    assert "--on a100-80gb" in refusal(gpus=8)
     assert "--gpus 8" in refusal(gpu_memory="80GiB")
 
 
