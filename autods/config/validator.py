@@ -220,12 +220,13 @@ def _find_ill_typed(question: Question) -> Iterator[Problem]:
     for half in (*_HALVES, "amp"):  # DeepSpeed takes "false" for False, and every other reader for True
         key = f"{half}.enabled"
         if (enabled := question.get(key)) not in (None, "auto") and not isinstance(enabled, bool):
-            yield _error(key, f'"{key}" is {_shorten(enabled)}; it must be true or false')
+            yield _warning(key, f'"{key}" is {_shorten(enabled)}; it must be true or false')
     for key, least in _LEAST.items():
         number = question.get(key)
         if number not in (None, "auto") and not (_is_number(number) and number >= least):
             bound = f", at least {least}" if least >= 0 else ""
-            yield _error(key, f'"{key}" is {_shorten(number)}; it must be a number{bound}')
+            judge = _warning if isinstance(number, bool) else _error  # DeepSpeed takes true for 1
+            yield judge(key, f'"{key}" is {_shorten(number)}; it must be a number{bound}')
     key, stage = f"{_ZERO}.stage", question.get(f"{_ZERO}.stage")
     if stage not in (None, "auto") and (type(stage) is not int or stage not in range(4)):
         yield _error(key, f'"{key}" is {_shorten(stage)}; ZeRO has the stages 0 to 3')
@@ -368,8 +369,7 @@ def _find_ignored(question: Question) -> Iterator[Problem]:
     for part, least in (("param", 3), ("optimizer", 1)):
         if question.offload_device(part) != "none" and stage < least:
             hint = f"take stage {least}" + (" or more" if least < 3 else "")
-            judge = _error if stage else _warning
-            yield judge(f"{_ZERO}.offload_{part}", f"stage {stage} has nothing to offload here", hint)
+            yield _warning(f"{_ZERO}.offload_{part}", f"stage {stage} has nothing to offload here", hint)
     fp16 = question.get("fp16")
     if isinstance(fp16, Mapping):
         off, fixed = not fp16.get("enabled"), fp16.get("loss_scale") not in (None, 0, "auto")
