@@ -125,11 +125,16 @@ class Question:
     @property
     def stage(self) -> Literal[0, 1, 2, 3]:
         """The ZeRO stage; 0 where none or no valid one is given. DeepSpeed reads text as a number."""
-        return _STAGES.get(str(self.zero.get("stage")), 0)
+        return _read_stage(self.zero.get("stage")) or 0
 
     def offload_device(self, part: str) -> str:
         """Where 'param' or 'optimizer' is offloaded to: 'none', 'cpu' or 'nvme'."""
         return str(self.get(f"{_ZERO}.offload_{part}.device") or "none")
+
+
+def _read_stage(value: Any) -> Literal[0, 1, 2, 3] | None:
+    """The stage as DeepSpeed reads it; None where it refuses the value."""
+    return _STAGES.get(str(int(value) if isinstance(value, bool | float) and value in range(4) else value))
 
 
 Rule = Callable[[Question], Iterator[Problem]]
@@ -228,7 +233,7 @@ def _find_ill_typed(question: Question) -> Iterator[Problem]:
             judge = _warning if isinstance(number, bool) else _error  # DeepSpeed takes true for 1
             yield judge(key, f'"{key}" is {_shorten(number)}; it must be a number{bound}')
     key, stage = f"{_ZERO}.stage", question.get(f"{_ZERO}.stage")
-    if stage not in (None, "auto") and (type(stage) is not int or stage not in range(4)):
+    if stage not in (None, "auto") and _read_stage(stage) is None:
         yield _error(key, f'"{key}" is {_shorten(stage)}; ZeRO has the stages 0 to 3')
     for key in BATCH_KEYS:
         if (size := config.get(key)) not in (None, "auto") and not _is_count(size):

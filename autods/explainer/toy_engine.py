@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..config.deepspeed import BATCH_KEYS, DEFAULT_OPTIMIZER, get_key, without_monitors
-from ..config.validator import Problem, walk_keys
+from ..config.deepspeed import BATCH_KEYS, DEFAULT_OPTIMIZER, get_key, merge, nest_key, without_monitors
+from ..config.validator import Problem, Question, walk_keys
 from ..forecast.simulate.client import ProcessSimulator
 from ..forecast.simulate.protocol import SimulationFailed
 from ..forecast.values import EngineSpec, Simulator
@@ -78,6 +78,8 @@ def _make_toy_config(config: Mapping[str, Any], *, is_world_known: bool) -> dict
     is_long = isinstance(accumulation, int) and accumulation > _MOST_ACCUMULATED
     if is_long or not is_world_known or "auto" in map(config.get, BATCH_KEYS):
         toy = {key: value for key, value in toy.items() if key not in BATCH_KEYS} | {BATCH_KEYS[1]: 1}
+    if get_key(toy, "zero_optimization.stage") is not None:
+        toy = merge(toy, nest_key("zero_optimization.stage", Question(config=config).stage))  # it may be text
     if get_key(toy, "optimizer.type") is None:  # the training brings one
         toy["optimizer"] = DEFAULT_OPTIMIZER
     return toy

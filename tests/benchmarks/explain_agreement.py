@@ -247,8 +247,14 @@ def ask_engine(config: Config, ranks: int) -> str:
     torch.manual_seed(0)
     try:
         model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+        # Training brings an optimizer where the config has none.
+        named = config.get("optimizer", {}).get("type") if isinstance(config.get("optimizer", {}), dict) else True
+        optimizer = None if named else torch.optim.AdamW(model.parameters())
         engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=list(model.parameters()), config=copy.deepcopy(config)
+            model=model,
+            optimizer=optimizer,
+            model_parameters=list(model.parameters()),
+            config=copy.deepcopy(config),
         )
         dtype = next(engine.module.parameters()).dtype
         for _ in range(2 * engine.gradient_accumulation_steps()):

@@ -150,7 +150,7 @@ def test_out_of_memory_is_caught(started, kind):
 @pytest.mark.parametrize(
     ("left_out", "added", "message"),
     [
-        (("--deepspeed", "{ds_config}"), (), "add --deepspeed {ds_config}"),
+        (("--deepspeed", "{ds_config}"), (), "add `--deepspeed {ds_config}` after --"),
         (SIZES, ("--run_name", "{micro_batch_size}"), "let it take the value that {micro_batch_size} stands for"),
     ],
 )
