@@ -77,11 +77,13 @@ def _interpolated(seen: dict[int, float], fits: int, refused: int) -> float:
     """Return where the peak should reach the limit, between a batch that fits and one that does not.
 
     The peak grows ever faster. The line from the size that fits to the one that does not reaches the limit too early.
-    The line through two sizes that do not fit reaches it too late, unless the peak is linear there.
-    Where neither helps, the answer is the geometric middle.
+    The line through two sizes that do not fit reaches it too late, unless the peak is linear there; where it says less
+    than what fits, it is wrong. Where neither helps, the answer is the geometric middle.
     """
     beyond = min((size for size in seen if size > refused), default=None)
     if beyond is not None and math.isfinite(slope := (seen[beyond] - seen[refused]) / (beyond - refused)) and slope > 0:
-        return max(fits + 1, min(refused - (seen[refused] - 1) / slope, refused - 1))
+        reached = refused - (seen[refused] - 1) / slope
+        if reached > fits:
+            return min(reached, refused - 1)
     chord = fits + (1 - seen[fits]) / (seen[refused] - seen[fits]) * (refused - fits)
     return chord if chord - fits > _NOTICEABLE * (refused - fits) else math.sqrt(fits * refused)

@@ -45,6 +45,32 @@ def test_of_sizes_close_to_the_answer_the_largest_is_found() -> None:
     assert (found.micro_batch, found.refused, found.proven) == (395, 396, True)
 
 
+def test_a_line_that_points_below_what_fits_is_left() -> None:
+    # Llama-7B on 80 GiB under zero2: fragments make the peak uneven, and the sizes that do not fit lie on a flat line.
+    sizes = [1, 8, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 49, 4096]
+    fills = [
+        0.375,
+        0.4662,
+        0.791,
+        0.8161,
+        0.8323,
+        0.8107,
+        0.8289,
+        0.8952,
+        0.9143,
+        0.8776,
+        0.9013,
+        1.0033,
+        1.0287,
+        0.9535,
+    ]
+    fills += [1.0665, 1.0852, 1.1118, 1.2132, 50.0]
+    engine = Engine(lambda size: float(numpy.interp(size, sizes, fills)))
+    found = find_largest(engine, SIZES, known=(1, fills[0]))
+    assert (found.micro_batch, found.refused, found.proven) == (31, 32, True)
+    assert len(engine.measured) <= 8
+
+
 def test_a_known_measurement_is_not_made_again() -> None:
     engine = Engine(kinked)
     find_largest(engine, SIZES, known=(1, kinked(1)))
