@@ -215,6 +215,8 @@ def _find_ill_typed(question: Question) -> Iterator[Problem]:
     """Values of the wrong type or range. DeepSpeed fails on most of them with an error that does not name the key."""
     config = question.config
     for key in read_known_keys().tables:
+        if key == "bfloat16" and "bf16" in config:
+            continue  # then nobody reads the old name
         if key in config and not (isinstance(config[key], Mapping) or (config[key] is None and key in _MAY_BE_NULL)):
             yield _error(key, f'"{key}" must be an object, not {_shorten(config[key])}')
     for key in ("optimizer", "scheduler"):
@@ -226,6 +228,8 @@ def _find_ill_typed(question: Question) -> Iterator[Problem]:
         key = f"{half}.enabled"
         if (enabled := question.get(key)) not in (None, "auto") and not isinstance(enabled, bool):
             yield _warning(key, f'"{key}" is {_shorten(enabled)}; it must be true or false')
+    if isinstance(enabled := question.get("flops_profiler.enabled"), str):
+        yield _error("flops_profiler.enabled", f'"flops_profiler.enabled" is {_shorten(enabled)}, not true or false')
     for key, least in _LEAST.items():
         number = question.get(key)
         if number not in (None, "auto") and not (_is_number(number) and number >= least):
@@ -237,7 +241,8 @@ def _find_ill_typed(question: Question) -> Iterator[Problem]:
         yield _error(key, f'"{key}" is {_shorten(stage)}; ZeRO has the stages 0 to 3')
     for key in BATCH_KEYS:
         if (size := config.get(key)) not in (None, "auto") and not _is_count(size):
-            yield _error(key, f'"{key}" is {_shorten(size)}; it must be a whole number above 0')
+            judge = _warning if isinstance(size, float) and size.is_integer() and size > 0 else _error
+            yield judge(key, f'"{key}" is {_shorten(size)}; it must be a whole number above 0')
 
 
 def _find_two_precisions(question: Question) -> Iterator[Problem]:
@@ -324,8 +329,9 @@ def _find_unknown(question: Question) -> Iterator[Problem]:
         given = question.get(section)
         for name in list(given)[:_MOST_COMPARED] if arguments and isinstance(given, Mapping) else ():
             if name not in arguments and (near := _find_near(name, arguments, section)):
-                problem = f"{question.get(section.replace('params', 'type'))} takes no such argument"
-                yield _error(f"{section}.{name}", problem, f'{_MEANT} "{near}"?')
+                owner = question.get(section.replace("params", "type"))
+                judge = _warning if str(owner).lower() == "muon" else _error  # Muon ignores what it does not know
+                yield judge(f"{section}.{name}", f"{owner} takes no such argument", f'{_MEANT} "{near}"?')
 
 
 def _section(name: str) -> str:

@@ -127,7 +127,7 @@ def _check_section(section: str, model: Any, config: Mapping[str, Any]) -> Itera
     from pydantic import ValidationError
 
     values = config.get(section)
-    if not isinstance(values, Mapping):
+    if not isinstance(values, Mapping) or (section == "bfloat16" and "bf16" in config):  # the old name is not read then
         return
     try:
         model(**values)

@@ -4,7 +4,7 @@ python tests/benchmarks/long_run.py [--hours 2] [--every 3] [--seed 0] [--json].
 whose small model it trains: the faults are those that one command survives. Where a full disk has no room for the
 journal either, it ends with exit code 3 and is called again. At the end the command gets SIGTERM.
 
-Every minute the memory of driver, agent, zygote and Ray is read (PSS, in MiB). A row for each fault has the minute, the
+Every minute the memory of driver, agent, zygote and Ray is read (USS, in MiB). A row for each fault has the minute, the
 step that was seen, the attempts until then and what was done. After the end: every step from the first to the last was
 trained; each epoch had every sample once; a step that was done again had the samples and the loss of the first time; no
 fault took back more than the steps since the checkpoint before the last one. Exit code 1 when a claim is broken.
@@ -122,7 +122,7 @@ def latest_step(run: Run) -> int:
 
 
 def read_memory_mib(run: Run) -> dict[str, float]:
-    """PSS of the processes that live as long as the run, by name."""
+    """USS of the processes that live as long as the run, by name: PSS hangs on who else shares their libraries."""
     found = {"driver": [run.process.pid], "zygote": [], "agent": []}
     for process in psutil.process_iter(["name"]):
         if process.info["name"] in ("raylet", "gcs_server"):
@@ -132,12 +132,12 @@ def read_memory_mib(run: Run) -> dict[str, float]:
         found["zygote"], found["agent"] = [zygote.pid], [zygote.ppid()]
     except (StopIteration, psutil.Error):
         pass
-    return {name: round(sum(map(_pss_bytes, pids)) / 2**20, 1) for name, pids in found.items() if pids}
+    return {name: round(sum(map(_uss_bytes, pids)) / 2**20, 1) for name, pids in found.items() if pids}
 
 
-def _pss_bytes(pid: int) -> int:
+def _uss_bytes(pid: int) -> int:
     try:
-        return int(psutil.Process(pid).memory_full_info().pss)
+        return int(psutil.Process(pid).memory_full_info().uss)
     except psutil.Error:
         return 0
 
