@@ -80,7 +80,7 @@ def _make_toy_config(config: Mapping[str, Any], *, is_world_known: bool) -> dict
         toy = {key: value for key, value in toy.items() if key not in BATCH_KEYS} | {BATCH_KEYS[1]: 1}
     if get_key(toy, "zero_optimization.stage") is not None:
         toy = merge(toy, nest_key("zero_optimization.stage", Question(config=config).stage))  # it may be text
-    if get_key(toy, "optimizer.type") is None:  # the training brings one
+    if get_key(toy, "optimizer.type") is None and toy.get("optimizer", {}) is not None:  # the training brings one
         toy["optimizer"] = DEFAULT_OPTIMIZER
     return toy
 

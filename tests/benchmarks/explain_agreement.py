@@ -257,7 +257,7 @@ def ask_engine(config: Config, ranks: int) -> str:
             config=copy.deepcopy(config),
         )
         dtype = next(engine.module.parameters()).dtype
-        for _ in range(2 * engine.gradient_accumulation_steps()):
+        for _ in range(2 * int(engine.gradient_accumulation_steps())):
             loss = engine(torch.ones(2, 16, dtype=dtype)).float().square().mean()
             engine.backward(loss)
             engine.step()
