@@ -237,8 +237,10 @@ def _find_ill_typed(question: Question) -> Iterator[Problem]:
             judge = _warning if isinstance(number, bool) else _error  # DeepSpeed takes true for 1
             yield judge(key, f'"{key}" is {_shorten(number)}; it must be a number{bound}')
     key, stage = f"{_ZERO}.stage", question.get(f"{_ZERO}.stage")
-    if stage not in (None, "auto") and _read_stage(stage) is None:
-        yield _error(key, f'"{key}" is {_shorten(stage)}; ZeRO has the stages 0 to 3')
+    if stage not in (None, "auto") and (type(stage) is not int or stage not in range(4)):
+        read = _read_stage(stage)
+        problem = f'"{key}" is {_shorten(stage)}; ZeRO has the stages 0 to 3'
+        yield _error(key, problem) if read is None else _warning(key, problem, f"write {read}")
     for key in BATCH_KEYS:
         if (size := config.get(key)) not in (None, "auto") and not _is_count(size):
             judge = _warning if isinstance(size, float) and size.is_integer() and size > 0 else _error

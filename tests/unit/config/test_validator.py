@@ -120,7 +120,7 @@ READ_BY_DEEPSPEED: dict[str, tuple[dict[str, Any], set[tuple[str, str]]]] = {
     "a search of its own": ({"autotuning": {"enabled": True}, "sequence_parallel_size": 2}, set()),
     "a stage as text": (
         {"zero_optimization": {"stage": "3", "offload_param": {"device": "cpu"}}},
-        set(),
+        {("warning", "zero_optimization.stage")},
     ),
     "a comment": ({"_comment": "ours"}, {("warning", "_comment")}),
 }
