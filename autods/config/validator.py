@@ -336,10 +336,6 @@ def _find_unknown(question: Question) -> Iterator[Problem]:
                 yield judge(f"{section}.{name}", f"{owner} takes no such argument", f'{_MEANT} "{near}"?')
 
 
-def _section(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
 def _find_contradictions(question: Question) -> Iterator[Problem]:
     if all(question.config.get(key) is None for key in BATCH_KEYS):
         yield _error(BATCH_KEYS[0], "DeepSpeed needs train_batch_size or train_micro_batch_size_per_gpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..config.catalogue import Machine
 from ..devices import Finding, Health, Link
@@ -40,7 +40,7 @@ def judge_nodes(nodes: Sequence[tuple[str, Health]], machine: Machine) -> Prefli
         place = f"node {address}: " if address else ""
         kinds.update(health.links.values())
         for finding in (*health.findings, *_judge_links(health.links, machine)):
-            findings.append(Finding(text=place + finding.text, remedy=finding.remedy, is_fatal=finding.is_fatal))
+            findings.append(replace(finding, text=place + finding.text))
     pairs = kinds.total()
     links = ", ".join(f"{link} between {count} of {pairs} pairs of cards" for link, count in kinds.most_common())
     return Preflight(findings=tuple(findings), links=links)

@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import psutil
 
 from autods.rank.job import Heartbeats
+from tests.support.frozen_model import frozen_model
 from tests.support.launchers import cpu_env
 
 RANKS, EVERY_S, GIB = 2, 0.01, 2**30
@@ -44,29 +45,7 @@ MEASURES = ("VmData", "RssAnon", "Pss")
 CONFIG = {
     "model_type": "gpt2", "n_layer": 20, "n_embd": 1024, "n_head": 16, "n_positions": 16, "vocab_size": 50257,
 }  # fmt: skip
-MODEL = """
-import torch
-from torch import nn
-
-WIDTH, LAYERS = 4096, 18
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
-        self.layers[:-1].requires_grad_(False)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean()
-
-def build_model():
-    return Net()
-
-def build_batch(micro_batch_size):
-    return (torch.ones(micro_batch_size, WIDTH),)
-"""
+MODEL = frozen_model(width=4096, layers=18)
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.benchmarks import run_faults
 from tests.benchmarks.run_faults import Run, Trained
 from tests.benchmarks.workloads.slow_steps import SAMPLES
-from tests.support.leftovers import Place, in_namespaces, why_not
+from tests.support.leftovers import Place, run_in_namespaces
 from tests.support.memory_groups import memory_group
 
 STALL = ("--stall-limit", "30s")
@@ -181,15 +181,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    if os.environ.get(INSIDE) is None:
-        if reason := why_not():
-            print(reason)
-            return 2
-        python = Path(sys.prefix).resolve() / "bin" / "python"  # not a link in the old /tmp
-        env = {**os.environ, INSIDE: "1", "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONDONTWRITEBYTECODE": "1"}
-        return subprocess.run([*in_namespaces(), str(python), __file__, *sys.argv[1:]], env=env).returncode
-    for number in (signal.SIGINT, signal.SIGHUP):  # the background of a script ignores them
-        signal.signal(number, signal.SIG_DFL)
+    if (code := run_in_namespaces(__file__, INSIDE)) is not None:
+        return code
     table = sys.stderr if options.json else sys.stdout
     place, chance = Place(), random.Random(options.seed)
     run_faults.make_reference(place, run_faults.WORKLOADS["model"], *STALL)

@@ -34,7 +34,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from autods.rank.training_run.checkpoints import MARK, list_checkpoints
-from tests.support.leftovers import Left, Place, in_namespaces, subtract, why_not
+from tests.support.leftovers import Left, Place, run_in_namespaces, subtract
 from tests.support.memory_groups import memory_group
 from tests.support.watching import Scene
 
@@ -445,15 +445,8 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--show", action="store_true", help="print what the commands printed")
     options = parser.parse_args()
-    if os.environ.get(INSIDE) is None:
-        if reason := why_not():
-            print(reason)
-            return 2
-        python = Path(sys.prefix).resolve() / "bin" / "python"  # not a link in the old /tmp
-        env = {**os.environ, INSIDE: "1", "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONDONTWRITEBYTECODE": "1"}
-        return subprocess.run([*in_namespaces(), str(python), __file__, *sys.argv[1:]], env=env).returncode
-    for number in (signal.SIGINT, signal.SIGHUP):  # the background of a script ignores them
-        signal.signal(number, signal.SIG_DFL)
+    if (code := run_in_namespaces(__file__, INSIDE)) is not None:
+        return code
     table = sys.stderr if options.json else sys.stdout
     names = [name for name in FAULTS if options.only in name]
     place, rows = Place(), []

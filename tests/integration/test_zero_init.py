@@ -15,6 +15,7 @@ import pytest
 import autods
 from autods.errors import InputError
 from autods.types import Fit, Outcome
+from tests.support.frozen_model import frozen_model
 
 VOCABULARY = 2048
 GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 512, "n_head": 4, "n_positions": 64, "vocab_size": VOCABULARY}
@@ -82,27 +83,7 @@ def test_a_trial_refuses_a_weight_set_after_it_was_partitioned(ray: object, tmp_
         probe_model(tmp_path, zero_init=True, last="torch.nn.init.zeros_(self.layers[0].weight)")
 
 
-FROZEN = """
-import torch
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(2048, 2048, bias=False) for _ in range(28))
-        self.layers[:-1].requires_grad_(False)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean()
-
-def build_model():
-    return Net()
-
-def build_batch(micro_batch_size):
-    return (torch.ones(micro_batch_size, 2048),)
-"""
+FROZEN = frozen_model(width=2048, layers=28)
 
 
 def autods_on_two_ranks(folder: Path, command: str, *options: str) -> subprocess.CompletedProcess[str]:

@@ -376,6 +376,23 @@ def in_namespaces() -> list[str]:
     return ["unshare", *spaces, "--", "sh", "-c", prepare, str(ROOT)]
 
 
+def run_in_namespaces(script: str, inside: str) -> int | None:
+    """Run the script with this process's arguments in namespaces, and return its exit code; None within them.
+
+    `inside` is the variable that tells it where it is. There its signals have their usual effect.
+    """
+    if os.environ.get(inside) is None:
+        if reason := why_not():
+            print(reason)
+            return 2
+        python = Path(sys.prefix).resolve() / "bin" / "python"  # not a link in the old /tmp
+        env = {**os.environ, inside: "1", "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+        return subprocess.run([*in_namespaces(), str(python), script, *sys.argv[1:]], env=env).returncode
+    for number in (INT, HUP):  # the background of a script ignores them
+        signal.signal(number, signal.SIG_DFL)
+    return None
+
+
 def start(name: str) -> subprocess.Popen[str]:
     """Start a case in namespaces of its own."""
     python = Path(sys.prefix).resolve() / "bin" / "python"  # not a link in the old /tmp
