@@ -6,8 +6,9 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, get_type_hints
 
 from .arguments import PathText, describe_arguments
 from .config.base_config import check_ranks
@@ -41,6 +42,7 @@ from .supervisor.run_settings import RunSettings, resolve_run
 from .system.host import Hardware, read_hardware
 from .types import WorkloadSource
 from .workload.load import make_source
+from .workload.protocol import Workload
 
 P = ParamSpec("P")
 Request = TypeVar("Request")
@@ -165,13 +167,27 @@ PROBE: UseCase[ProbeRequest, ProbeSettings, Event, ProbeReport] = UseCase(_resol
 
 
 def _make_function(
-    name: str, request: Callable[P, Request], command: UseCase[Request, Any, Any, Result], returns: str
+    name: str,
+    request: Callable[P, Request],
+    command: UseCase[Request, Any, Any, Result],
+    result: type[Result],
+    about: str,
 ) -> Callable[P, Result]:
-    """A function whose arguments are the fields of the request, with their help as its docstring."""
-    signature = inspect.signature(request)
+    """A function whose arguments are the fields of the request, with their help as its docstring.
+
+    Type checkers and editors have its signature from `P` and `Result`, `help` and notebooks from `__signature__`.
+    """
+    signature = _sign(request, result)
 
     def function(*args: P.args, **kwargs: P.kwargs) -> Result:
-        signature.bind(*args, **kwargs)  # so that a wrong argument is named without the request
+        if unknown := next((each for each in kwargs if each not in signature.parameters), None):
+            near = get_close_matches(unknown, signature.parameters, n=1)
+            meant = f": did you mean {near[0]!r}?" if near else f", see help(autods.{name})"
+            raise TypeError(f"{name}() has no argument {unknown!r}{meant}")
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{name}(): {error}") from None
         checked = request(*args, **kwargs)
         listener = getattr(checked, "on_event", None) or (lambda event: None)
         try:
@@ -181,9 +197,17 @@ def _make_function(
             raise
 
     function.__name__ = function.__qualname__ = name
-    function.__doc__ = describe_arguments(request) + "\n\n" + returns + _RAISES
+    function.__doc__ = f"{describe_arguments(request)}\n\nReturns the {result.__name__}{about}{_RAISES}"
     function.__dict__["__signature__"] = signature
     return function
+
+
+def _sign(request: Callable[..., Any], result: type) -> inspect.Signature:
+    """The signature of a function with the fields of the request, their types without what checks them."""
+    hints = get_type_hints(request, localns={"Listener": Listener, "Workload": Workload})
+    signature = inspect.signature(request)
+    arguments = [each.replace(annotation=hints[each.name]) for each in signature.parameters.values()]
+    return signature.replace(parameters=arguments, return_annotation=result)
 
 
 _RAISES = """
@@ -194,32 +218,41 @@ find_best_config = _make_function(
     "find_best_config",
     FitRequest,
     FIT,
-    "Returns the FitReport, which is also written to `out`. That nothing fits is a result, too: see its `status`.",
+    FitReport,
+    ", which is also written to `out`. That nothing fits is a result, too: see its `status`.",
 )
 run = _make_function(
     "run",
     RunRequest,
     RUN,
-    "Returns the RunReport, which run.json in `out` holds, too. A run that failed is a result: its exit_code is not 0.",
+    RunReport,
+    ", which run.json in `out` holds, too. A run that failed is a result: its exit_code is not 0.",
 )
 plan = _make_function(
-    "plan", PlanRequest, PLAN, "Returns the Forecast: a verdict and the bytes on each tier for every rung."
+    "plan",
+    PlanRequest,
+    PLAN,
+    PlanReport,
+    ": `best`, and for every rung of each machine a verdict and the bytes on each tier.",
 )
 doctor = _make_function(
     "doctor",
     DoctorRequest,
     DOCTOR,
-    "Returns the Checkup: what was checked, and what mends it. A broken machine is a result, no error.",
+    Checkup,
+    ": what was checked, and what mends it. A broken machine is a result, no error.",
 )
 explain = _make_function(
     "explain",
     ExplainRequest,
     EXPLAIN,
-    "Returns the Explanation: each key in words with its cost, and the findings. A wrong config is a result, no error.",
+    Explanation,
+    ": each key in words with its cost, and the findings. A wrong config is a result, no error.",
 )
 probe = _make_function(
     "probe",
     ProbeRequest,
     PROBE,
-    "Returns the ProbeReport. That no cell fits is a result: its status is 'nothing_fits'.",
+    ProbeReport,
+    ". That no cell fits is a result: its status is 'nothing_fits'.",
 )

@@ -106,5 +106,16 @@ def test_arguments_and_help_come_from_the_request(function: Callable[..., Any]) 
     arguments = inspect.signature(function).parameters
     assert list(arguments)[:2] == ["workload", "script_args"]
     assert all(f"\n{name}: " in str(function.__doc__) for name in arguments)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'gpu'"):
+    with pytest.raises(TypeError, match=rf"{function.__name__}\(\) has no argument 'gpu': did you mean 'gpus'\?"):
         function("model.py", gpu=1)
+
+
+def test_signatures_have_plain_types_and_the_result() -> None:
+    signature = inspect.signature(autods.find_best_config)
+    assert signature.parameters["gpus"].annotation == int | None
+    assert signature.return_annotation is autods.FitReport
+    assert all("Argument" not in str(each.annotation) for each in signature.parameters.values())
+
+
+def test_dir_lists_what_is_public_and_no_more() -> None:
+    assert dir(autods) == sorted(autods.__all__)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from .shown import Shown
+
 CheckStatus = Literal["ok", "warning", "broken"]
 
 
@@ -35,8 +37,8 @@ class Check:
         return cls(group=group, name=name, status="broken", result=result, remedy=remedy)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkup:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Checkup(Shown):
     """All checks, in the order in which they are shown."""
 
     checks: tuple[Check, ...]

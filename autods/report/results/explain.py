@@ -8,6 +8,7 @@ from typing import Any
 
 from ...config.validator import Problem
 from ...types import Tier
+from .shown import Shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +44,8 @@ class NeededMemory:
     limits: Mapping[Tier, int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Explanation(Shown):
     """The keys in the order of the config, and the findings, errors first."""
 
     config: str

@@ -12,6 +12,7 @@ from ...forecast.values import PartitionedBuild, RungForecast
 from ...system.host import Hardware
 from ...types import Knobs, Record, Skipped, Tier, TierUse
 from ...workload.script_source import ScriptLaunch
+from .shown import Shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,8 +142,8 @@ class FitQuestion:
         return self.gpus // self.nodes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FitReport:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class FitReport(Shown):
     """The result of a fit. `rung`, `knobs`, `ds_config` and `throughput` are None when nothing fits.
 
     `memory` has the winner's peaks; a tier that was not measured is absent. `certificate` is None

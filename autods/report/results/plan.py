@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from ...config.catalogue import Site
 from ...forecast.values import PartitionedBuild, RungForecast
 from ...types import ModelFacts, WorkloadSource
+from .shown import Shown
 
 Status = Literal["fits", "tight", "not_forecast", "nothing_fits"]  # the best first
 
@@ -83,8 +84,8 @@ class Timeline:
     micro_batch: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanReport:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class PlanReport(Shown):
     """The result of a plan, machine by machine, smallest device first.
 
     `assumed` holds sentences about values that the user left open and the result depends on.
@@ -108,6 +109,11 @@ class PlanReport:
     def status(self) -> Status:
         """The best status of all machines."""
         return min((site.status for site in self.sites), key=get_args(Status).index)
+
+    @property
+    def best(self) -> RungForecast | None:
+        """The forecast of the fastest rung that fits, on the fastest of the machines; None where none fits."""
+        return self.ranked_sites[0].best
 
     @property
     def smallest_enough(self) -> SiteForecast | None:

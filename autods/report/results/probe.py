@@ -8,6 +8,7 @@ from typing import Literal
 
 from ...system.host import Hardware
 from ...types import Record, Scalar, Steps, Tier, TierUse
+from .shown import Shown
 
 CellStatus = Literal["fit", "out_of_memory", "failed", "refused"]
 
@@ -95,8 +96,8 @@ class ProbeQuestion:
     machine: str | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeReport:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ProbeReport(Shown):
     """The result of a probe.
 
     `compared` is the number of the reference cell of all ratios, and their measure.

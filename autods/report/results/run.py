@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from ...events import StepDone
 from ...types import Knobs
+from .shown import Shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +38,8 @@ class AttemptRow:
     changed: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunReport:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class RunReport(Shown):
     """The result of a run. `exit_code` is that of the command. `reason` says why a run failed, `advice` what helps.
 
     `step` is the last optimizer step that a checkpoint holds. `rung`, `knobs`, `world_size` and `ds_config` are those
