@@ -374,7 +374,9 @@ class ExplainRequest(_MachineOptions, _WorkloadOptions):
     With a WORKLOAD the config is simulated: the memory of a rank, and the bytes that its buckets and switches cost.
     """
 
-    config: ConfigSource = field(kw_only=False, metadata=argument("A DeepSpeed JSON file.", "CONFIG"))
+    config: ConfigSource = field(
+        kw_only=False, metadata=argument("A DeepSpeed JSON file, accelerate's YAML, or TrainingArguments.", "CONFIG")
+    )
     workload: PathText | None = field(
         default=None,
         kw_only=False,

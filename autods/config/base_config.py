@@ -17,8 +17,8 @@ from ..files import read_text
 from ..schema import check_plain, parse_json
 from ..types import MOST_RANKS, WorkloadSource
 from ..units import parse_bytes
-from .accelerate_yaml import is_yaml, read_accelerate_config
 from .deepspeed import BATCH_KEYS, enabled_half_precision, get_key, merge, use_documented_names
+from .library_configs import are_training_arguments, fill_in_arguments, read_yaml_config
 from .trainers import find_library
 from .validator import SEARCH_RULES, Question, find_problems, find_unfilled_auto
 
@@ -30,12 +30,18 @@ _TRAILING_COMMA = re.compile(r'"(?:\\.|[^"\\\n])*"?|,(?=\s*[}\]])')
 
 
 def read_base_config(path: Path) -> dict[str, Any]:
-    """Read a DeepSpeed JSON file, or YAML of accelerate. Comments and trailing commas are skipped, as DeepSpeed does.
+    """Read a DeepSpeed JSON file, or the config in a file of accelerate's or of the Hugging Face Trainer's.
 
     Raises InputError that names file, line and column.
     """
-    if is_yaml(path):
-        return read_accelerate_config(path, read_base_config)
+    if path.suffix in (".yaml", ".yml"):
+        return read_yaml_config(path, _read_json)
+    config = _read_json(path)
+    return fill_in_arguments(config, path, _read_json) if are_training_arguments(config) else config
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object. Comments and trailing commas are skipped, as DeepSpeed does."""
     place = str(path)
 
     def blank(match: re.Match[str]) -> str:  # so that lines and columns stay the same

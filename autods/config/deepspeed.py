@@ -72,14 +72,15 @@ def get_key(config: Mapping[str, Any], dotted: str) -> Any:
 
 
 def use_documented_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config with ZeRO's keys as DeepSpeed documents them.
+    """Return the config with ZeRO's keys as DeepSpeed documents them, without those that are left to it by "auto".
 
     It reads max_live_parameters, say, for stage3_max_live_parameters, and refuses both together.
     """
     zero = config.get("zero_optimization")
     if not isinstance(zero, Mapping):
         return dict(config)
-    return {**config, "zero_optimization": {documented_name(name): value for name, value in zero.items()}}
+    named = {documented_name(name): value for name, value in zero.items() if value != "auto"}
+    return {**config, "zero_optimization": named}
 
 
 def documented_name(name: str) -> str:

@@ -22,6 +22,16 @@ _ZERO = "zero_optimization"
 _MEANT = "did you mean"
 _PARTS = ("param", "optimizer")
 _HALVES = ("fp16", "bf16")
+# What a section starts with: its first key, and values of it, the usual one first. A "type" may be any text.
+_STARTS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
+    "zero_optimization": ("stage", (2, 0, 1, 3)), "offload_param": ("device", ("cpu", "nvme")),
+    "offload_optimizer": ("device", ("cpu", "nvme")), "optimizer": ("type", ("AdamW",)),
+    "scheduler": ("type", ("WarmupLR",)),
+} | dict.fromkeys((
+    "fp16", "bf16", "bfloat16", "torch_autocast", "amp", "flops_profiler", "comms_logger", "tensorboard", "wandb",
+    "csv_monitor", "comet", "autotuning", "elasticity", "hybrid_engine", "data_efficiency", "curriculum_learning",
+    "progressive_layer_drop",
+), ("enabled", (True, False, "auto")))  # fmt: skip
 _STAGES: Mapping[str, Literal[0, 1, 2, 3]] = {"0": 0, "1": 1, "2": 2, "3": 3}
 _MAY_BE_NULL = ("optimizer", "scheduler")
 # Numbers and their least value, on which DeepSpeed or an optimizer fails in the middle of a step, or not at all.
@@ -89,7 +99,8 @@ class InstalledKeys:
     set, or where DeepSpeed does not say. `strict` are the sections in which it refuses unknown keys. `replaced` maps
     deprecated keys to their successors. `complaints` are pairs of a dotted key and what DeepSpeed says against it.
     `schedule_arguments` are those of the config's learning-rate schedule; None where DeepSpeed has none of that name.
-    `has_optimizer` is False where neither DeepSpeed nor torch has the config's optimizer.
+    `has_optimizer` is False where neither DeepSpeed nor torch has the config's optimizer. `optimizers` and `schedules`
+    are the names of DeepSpeed's own.
     """
 
     version: str
@@ -99,6 +110,8 @@ class InstalledKeys:
     complaints: tuple[tuple[str, str], ...] = ()
     schedule_arguments: tuple[str, ...] | None = None
     has_optimizer: bool = True
+    optimizers: tuple[str, ...] = ()
+    schedules: tuple[str, ...] = ()
 
 
 _NOT_ASKED = InstalledKeys(version="", defaults={})  # a search does not wait for the import of DeepSpeed
@@ -120,7 +133,7 @@ class Question:
     def zero(self) -> Mapping[str, Any]:
         """The section of ZeRO."""
         section = self.config.get(_ZERO)
-        return section if isinstance(section, Mapping) else {}
+        return section if isinstance(section, Mapping) else {"stage": 1} if section is True else {}  # an old spelling
 
     @property
     def stage(self) -> Literal[0, 1, 2, 3]:
@@ -191,8 +204,11 @@ _LONGEST_COMPARED = 100  # characters
 
 
 def _find_near(name: str, known: Iterable[str], section: str = "") -> str | None:
-    """The known name that another one may mean. At the top, where libraries have keys of their own, it is nearer."""
-    if len(name) > _LONGEST_COMPARED:
+    """The known name that another one may mean. At the top, where libraries have keys of their own, it is nearer.
+
+    A name that starts with an underscore is a comment, or a key that its user has put out of use.
+    """
+    if len(name) > _LONGEST_COMPARED or name.startswith("_"):
         return None
     return next(iter(get_close_matches(name, list(known), n=1, cutoff=0.7 if section else 0.85)), None)
 
@@ -201,6 +217,16 @@ def _shorten(value: Any) -> str:
     """A value in a message: as JSON writes it, and not too long."""
     text = json.dumps(value, default=repr)
     return text if len(text) <= 60 else f"{text[:59]}…"
+
+
+def _suggest(section: str, value: Any) -> str:
+    """What to write for a section that is given as a value alone, such as "cpu" or true."""
+    key, values = _STARTS.get(section.rpartition(".")[2], ("", ()))
+    if value in (None, False, "none") and key != "enabled":
+        return "leave it out"
+    given = 1 if section == _ZERO and value is True else value  # DeepSpeed takes true for stage 1
+    fits = isinstance(given, str) if key == "type" else (type(given), given) in [(type(each), each) for each in values]
+    return f"write {_shorten({key: given if fits else values[0]})}" if key else ""
 
 
 def _is_number(value: Any) -> TypeGuard[int | float]:
@@ -218,7 +244,8 @@ def _find_ill_typed(question: Question) -> Iterator[Problem]:
         if key == "bfloat16" and "bf16" in config:
             continue  # then nobody reads the old name
         if key in config and not (isinstance(config[key], Mapping) or (config[key] is None and key in _MAY_BE_NULL)):
-            yield _error(key, f'"{key}" must be an object, not {_shorten(config[key])}')
+            judge = _warning if key == _ZERO and isinstance(config[key], bool) else _error  # true is stage 1
+            yield judge(key, f'"{key}" must be an object, not {_shorten(config[key])}', _suggest(key, config[key]))
     for key in ("optimizer", "scheduler"):
         if (params := question.get(f"{key}.params")) is not None and not isinstance(params, Mapping):
             yield _error(f"{key}.params", f'"{key}.params" must be an object, not {_shorten(params)}')
@@ -299,7 +326,11 @@ def find_unfilled_auto(question: Question) -> Iterator[Problem]:
 def _find_complaints(question: Question) -> Iterator[Problem]:
     """What DeepSpeed's own models say, and the features that it has removed."""
     for key, complaint in question.installed.complaints:
-        yield _error(key, complaint, "leave it out" if "has been removed" in complaint else "")
+        if complaint.startswith("Input should be a valid dictionary"):
+            value = question.get(key)
+            yield _error(key, f'"{key}" must be an object, not {_shorten(value)}', _suggest(key, value))
+        else:
+            yield _error(key, complaint, "leave it out" if "has been removed" in complaint else "")
 
 
 def _find_unknown(question: Question) -> Iterator[Problem]:

@@ -10,10 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from ..config.base_config import check_ranks, copy_as_json, read_base_config
-from ..config.deepspeed import BATCH_KEYS, documented_name, get_key, merge, nest_key, read_known_keys
+from ..config.deepspeed import (
+    BATCH_KEYS,
+    documented_name,
+    get_key,
+    merge,
+    nest_key,
+    read_known_keys,
+    use_documented_names,
+)
 from ..config.plan_settings import PlanSettings, resolve_plan
 from ..config.rungs import Rung, State
-from ..config.validator import EXPLAIN_RULES, Question, find_problems, walk_keys
+from ..config.validator import EXPLAIN_RULES, InstalledKeys, Question, find_problems, walk_keys
 from ..errors import InputError
 from ..forecast.values import ForecastListener, RungForecast, StartSimulator
 from ..planner.plan import plan
@@ -116,7 +124,7 @@ def explain(settings: ExplainSettings, listen: ForecastListener, start: StartSim
     return Explanation(
         config=settings.name,
         deepspeed=installed.version,
-        keys=tuple(_explain_keys(settings.config, installed.defaults, costs)),
+        keys=tuple(_explain_keys(settings.config, installed, costs)),
         findings=problems,
         memory=memory,
     )
@@ -128,9 +136,10 @@ def read_meanings() -> Meanings:
 
 
 def _explain_keys(
-    config: Mapping[str, Any], defaults: Mapping[str, Any], costs: Mapping[str, KeyCost]
+    config: Mapping[str, Any], installed: InstalledKeys, costs: Mapping[str, KeyCost]
 ) -> Iterator[ExplainedKey]:
-    texts = read_meanings()
+    texts, defaults = read_meanings(), installed.defaults
+    names = {"optimizers": ", ".join(installed.optimizers), "schedules": ", ".join(installed.schedules)}
     for name, value in walk_keys(config):
         section, _, last = name.rpartition(".")
         documented = f"{section}.{documented_name(last)}" if section == "zero_optimization" else name
@@ -139,7 +148,7 @@ def _explain_keys(
             value=value,
             default=defaults.get(name),
             has_default=defaults.get(name) is not None,
-            meaning=texts.means.get(documented, ""),
+            meaning=texts.means.get(documented, "").format(**names),
             cost=texts.costs.get(documented, ""),
             measured=costs.get(name),
         )
@@ -176,7 +185,7 @@ def _simulate(
 
 def make_rung(name: str, config: Mapping[str, Any]) -> Rung:
     """A rung of the ladder that is this config: its stage, its offloads, and all of its ZeRO section."""
-    question = Question(config=config)
+    question = Question(config=use_documented_names(config))
     stage, zero = question.stage, question.zero
     devices = {part: question.offload_device(part) for part in ("param", "optimizer")}
     optimizer = _TIER_OF.get(devices["optimizer"], "device")

@@ -66,6 +66,8 @@ def main() -> None:
 def describe(config: Mapping[str, Any]) -> InstalledKeys:
     """What DeepSpeed, as this process imports it, says about a config."""
     import deepspeed
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+    from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
 
     known = read_known_keys()
     roots = {section: getattr(importlib.import_module(module), name) for section, (module, name) in _MODELS.items()}
@@ -86,6 +88,8 @@ def describe(config: Mapping[str, Any]) -> InstalledKeys:
         ),
         schedule_arguments=_find_schedule_arguments(get_key(config, "scheduler.type")),
         has_optimizer=_has_optimizer(get_key(config, "optimizer.type")),
+        optimizers=tuple(DEEPSPEED_OPTIMIZERS),
+        schedules=tuple(VALID_LR_SCHEDULES),
     )
 
 

@@ -1,5 +1,4 @@
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -144,53 +143,3 @@ def test_auto_is_refused_where_only_the_hf_trainer_fills_it_in(config: dict[str,
 def test_auto_is_accepted_for_what_the_rungs_and_growing_decide() -> None:
     zero = {"stage": "auto", "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
     check_base_config({"train_batch_size": "auto", "zero_optimization": zero}, world_size=2)
-
-
-ACCELERATE = """
-deepspeed_config:
-  zero_stage: 3
-  offload_optimizer_device: cpu
-  offload_param_device: none
-  zero3_save_16bit_model: 'true'
-mixed_precision: bf16
-"""
-
-
-def test_accelerates_yaml_is_the_config_that_it_stands_for(tmp_path: Path) -> None:
-    path = tmp_path / "acc.yaml"
-    path.write_text(ACCELERATE)
-    config = read_base_config(path)
-    assert config == {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "zero_optimization": {
-            "stage": 3,
-            "offload_optimizer": {"device": "cpu"},
-            "stage3_gather_16bit_weights_on_model_save": True,
-        },
-        "bf16": {"enabled": True},
-    }
-
-
-def test_accelerates_yaml_may_name_a_file_of_deepspeed(tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
-    path = tmp_path / "acc.yml"
-    path.write_text(f"deepspeed_config:\n  deepspeed_config_file: {tmp_path}/ds.json\n")
-    assert read_base_config(path) == {"zero_optimization": {"stage": 1}}
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("distributed_type: FSDP", "has no deepspeed_config of accelerate"),
-        ("a: [", "acc.yaml:1:5: is not YAML: "),
-        ("- 1", "has no deepspeed_config of accelerate"),
-        ("deepspeed_config: {deepspeed_config_file: acc.yaml}", "deepspeed_config_file: is YAML"),
-    ],
-)
-def test_other_yaml_is_refused_with_its_place(tmp_path: Path, text: str, problem: str) -> None:
-    (tmp_path / "acc.yaml").write_text(text)
-    with pytest.raises(InputError, match=re.escape(problem)):
-        read_base_config(tmp_path / "acc.yaml")

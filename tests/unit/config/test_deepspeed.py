@@ -224,3 +224,9 @@ def test_zeros_keys_have_the_names_that_deepspeed_documents() -> None:
     assert use_documented_names(base) == {"zero_optimization": named}
     zero = strip_rung_keys(base)["zero_optimization"]
     assert zero == {"stage3_max_live_parameters": 5, "overlap_comm": True}
+
+
+def test_what_zero_leaves_open_with_auto_is_left_out() -> None:
+    """The rungs decide it, or DeepSpeed's default; a plan computes with numbers."""
+    base = {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "prefetch_bucket_size": 5}}
+    assert use_documented_names(base) == {"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 5}}

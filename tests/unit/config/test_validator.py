@@ -166,6 +166,42 @@ def test_an_object_that_is_no_object_is_an_error() -> None:
     assert "needs train_batch_size" in errors({"bf16": {"enabled": True}})["train_batch_size"]
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "advice"),
+    [
+        ("zero_optimization.offload_optimizer", True, 'write {"device": "cpu"}'),
+        ("zero_optimization.offload_param", "nvme", 'write {"device": "nvme"}'),
+        ("zero_optimization.offload_optimizer", "gpu", 'write {"device": "cpu"}'),
+        ("zero_optimization.offload_optimizer", False, "leave it out"),
+        ("zero_optimization", 3, 'write {"stage": 3}'),
+        ("zero_optimization", "stage3", 'write {"stage": 2}'),
+        ("bf16", True, 'write {"enabled": true}'),
+        ("fp16", "auto", 'write {"enabled": "auto"}'),
+        ("tensorboard", False, 'write {"enabled": false}'),
+        ("optimizer", "Lamb", 'write {"type": "Lamb"}'),
+        ("scheduler", True, 'write {"type": "WarmupLR"}'),
+        ("pipeline", True, ""),
+    ],
+)  # fmt: skip
+def test_a_section_given_as_a_value_gets_the_object_to_write(key: str, value: Any, advice: str) -> None:
+    config = merge({"train_batch_size": 8, "zero_optimization": {"stage": 3}}, nest_key(key, value))
+    (found,) = [each for each in judge(config) if each.key == key and each.severity == "error"]
+    assert (f'"{key}" must be an object' in found.problem, found.hint) == (True, advice)
+
+
+def test_a_switch_for_zero_is_stage_1_and_a_warning() -> None:
+    config = {"train_batch_size": 8, "zero_optimization": True}
+    (found,) = [each for each in judge(config) if each.key == "zero_optimization"]
+    assert (found.severity, found.hint) == ("warning", 'write {"stage": 1}')
+    assert Question(config=config).stage == 1
+
+
+def test_a_leading_underscore_is_no_misspelling() -> None:
+    config = {"_comment": "x", "_fp16": {}, "zero_optimization": {"_stage": 3}, "train_batch_size": 8}
+    assert find_misspelt_keys(config) == ()
+    assert {each.hint for each in judge(config) if each.key.rpartition(".")[2].startswith("_")} == {"leave it out"}
+
+
 def test_a_key_that_deepspeed_would_pass_over_without_a_word_is_told() -> None:
     said = find_misspelt_keys(
         {"gradient_cliping": 1.0, "zero_optimisation": {}, "fp16": {}, "project": "mine", "optimizer": {}}

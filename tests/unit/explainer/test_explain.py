@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
 
 from autods import api
 from autods.cli.main import main
@@ -76,6 +78,14 @@ def test_a_field_is_explained_under_both_of_its_names() -> None:
     config = {**SIZED, "zero_optimization": {"stage": 3, "max_live_parameters": 10**9}}
     (key,) = [each for each in explained(config)[0].keys if each.key.endswith("live_parameters")]
     assert key.meaning.startswith("Elements of collected parameters")
+
+
+def test_the_optimizers_that_are_named_are_those_of_this_deepspeed() -> None:
+    config = {**SIZED, "optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}}
+    keys = {key.key: key.meaning for key in explained(config)[0].keys}
+    named = re.findall(r"\w+", keys["optimizer.type"].partition("(")[2].partition(")")[0])
+    assert named == DEEPSPEED_OPTIMIZERS
+    assert re.findall(r"\w+", keys["scheduler.type"].partition(":")[2]) == VALID_LR_SCHEDULES
 
 
 def test_each_sized_key_is_simulated_with_another_value() -> None:

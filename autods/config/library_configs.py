@@ -1,0 +1,149 @@
+"""The DeepSpeed config in a library's own file: YAML of `accelerate config`, or TrainingArguments of Hugging Face."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+from ..files import LARGEST_CONFIG, read_text
+from .deepspeed import BATCH_KEYS, get_key, merge, nest_key
+
+ReadConfig = Callable[[Path], dict[str, Any]]
+# Fields of accelerate's DeepSpeedPlugin (utils/dataclasses.py) and the keys that it writes for them.
+_KEYS = {
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "zero_stage": "zero_optimization.stage",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+}
+_DEFAULTS = {"gradient_accumulation_steps": "auto", "zero_stage": 2}
+_WORDS = {"true": True, "false": False}  # the questions of `accelerate config` are answered by text
+# Keys that the Trainer fills in, and refuses where they are another value than its argument, which has this default
+# (transformers/integrations/deepspeed.py, training_args.py).
+_ARGUMENTS: Mapping[str, tuple[str, Any]] = {
+    "train_micro_batch_size_per_gpu": ("per_device_train_batch_size", 8),
+    "gradient_accumulation_steps": ("gradient_accumulation_steps", 1),
+    "gradient_clipping": ("max_grad_norm", 1.0),
+    "optimizer.params.lr": ("learning_rate", 5e-5),
+    "optimizer.params.eps": ("adam_epsilon", 1e-8),
+    "optimizer.params.weight_decay": ("weight_decay", 0.0),
+    "scheduler.params.warmup_max_lr": ("learning_rate", 5e-5),
+    "fp16.enabled": ("fp16", False),
+    "bf16.enabled": ("bf16", False),
+}
+_OTHER_NAMES = {"micro_batch_size": "per_device_train_batch_size"}  # axolotl's
+_OF_ARGUMENTS = ("deepspeed", "output_dir", "per_device_train_batch_size")  # no DeepSpeed config has them
+
+
+def read_yaml_config(path: Path, read_json: ReadConfig) -> dict[str, Any]:
+    """Return the config that accelerate, or the Trainer, gives to DeepSpeed. `read_json` reads the file that is named.
+
+    Raises InputError for a file that is not theirs, or that does not use DeepSpeed.
+    """
+    import yaml
+
+    try:
+        content = yaml.safe_load(read_text(path, most=LARGEST_CONFIG))
+    except (yaml.YAMLError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark is not None else str(path)
+        raise InputError(
+            f"is not YAML: {getattr(error, 'problem', None) or type(error).__name__}", place=place
+        ) from None
+    if isinstance(content, dict) and are_training_arguments(content):
+        return fill_in_arguments(content, path, read_json)
+    plugin = content.get("deepspeed_config") if isinstance(content, dict) else None
+    if not isinstance(plugin, Mapping):
+        hint = "give accelerate's YAML with a deepspeed_config, or a DeepSpeed JSON file"
+        raise InputError("has no deepspeed_config of accelerate", place=str(path), hint=hint)
+    named = plugin.get("deepspeed_config_file")
+    if named not in (None, "none"):
+        return _read_named("deepspeed_config_file", named, path, read_json)
+    config: dict[str, Any] = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
+    given = {**_DEFAULTS, **{name: value for name, value in plugin.items() if value is not None}}
+    for name, key in _KEYS.items():
+        value = given.get(name, "none")
+        if value != "none" and not isinstance(value, Mapping | list):
+            config = merge(config, nest_key(key, _WORDS.get(value, value) if isinstance(value, str) else value))
+    if config.get("gradient_clipping", "auto") == "auto":
+        config["gradient_clipping"] = 1.0  # accelerate's own, and the Trainer's default
+    if content.get("mixed_precision") in ("bf16", "fp16"):
+        config[str(content["mixed_precision"])] = {"enabled": True}
+    return config
+
+
+def are_training_arguments(content: Mapping[str, Any]) -> bool:
+    """Whether these are the Trainer's arguments, as its scripts read them from a file."""
+    return any(name in content for name in _OF_ARGUMENTS)
+
+
+def fill_in_arguments(content: Mapping[str, Any], path: Path, read_json: ReadConfig) -> dict[str, Any]:
+    """Return the DeepSpeed config that the arguments name or hold, with "auto" as the Trainer fills it in.
+
+    What it computes of the model and the data stays "auto". Raises InputError where there is none, and where the
+    Trainer refuses it because a value differs from its argument.
+    """
+    named = content.get("deepspeed")
+    if isinstance(named, str) and named.lstrip().startswith("{"):
+        with suppress(ValueError):
+            named = json.loads(named)
+    if named is None:
+        hint = 'add "deepspeed": "ds_config.json" to them, or give that file'
+        raise InputError("are TrainingArguments that name no DeepSpeed config", place=str(path), hint=hint)
+    config = dict(named) if isinstance(named, Mapping) else _read_named("deepspeed", named, path, read_json)
+    arguments = {_OTHER_NAMES.get(name, name): _as_number(value) for name, value in content.items()}
+    unequal = []
+    for key, name, value in _resolve_arguments(arguments):
+        given = get_key(config, key)
+        if value is None or (key in BATCH_KEYS and arguments.get("auto_find_batch_size") and given != "auto"):
+            continue
+        if given == "auto":
+            config = merge(config, nest_key(key, value))
+        elif name and given is not None and "auto" != value != given:
+            unequal.append(f"{key} is {given}, but {name} {value}")
+    if unequal:
+        hint = 'write "auto" for them in the DeepSpeed config'
+        raise InputError(f"the Trainer refuses it: {'; '.join(unequal)}", place=str(path), hint=hint)
+    for half in ("bf16", "fp16"):
+        if arguments.get(half) is True and half not in config:
+            config[half] = {"enabled": True}
+    if config.get(BATCH_KEYS[0]) == "auto":
+        del config[BATCH_KEYS[0]]  # the product of the others and the ranks
+    return config
+
+
+def _resolve_arguments(arguments: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Yield each (key of DeepSpeed's, argument that it has to equal, value); no value where the Trainer computes it."""
+    for key, (name, default) in _ARGUMENTS.items():
+        yield key, name, arguments.get(name, default)
+    betas = [arguments.get(f"adam_beta{number}", usual) for number, usual in ((1, 0.9), (2, 0.999))]
+    yield "optimizer.params.betas", "adam_beta1 and adam_beta2", betas
+    yield "scheduler.params.warmup_min_lr", "", 0
+    steps, warm = arguments.get("max_steps", -1), arguments.get("warmup_steps") or arguments.get("warmup_ratio") or 0
+    yield "scheduler.params.total_num_steps", "max_steps", steps if steps != -1 else None
+    if isinstance(warm, int | float) and not 0 < warm < 1:
+        yield "scheduler.params.warmup_num_steps", "warmup_steps", max(1, int(warm))
+
+
+def _as_number(value: Any) -> Any:
+    """The number that a text holds, such as 1e-5, which YAML reads as text; other values as they are."""
+    for read in (int, float) if isinstance(value, str) else ():
+        with suppress(ValueError):
+            return read(value)
+    return value
+
+
+def _read_named(field: str, named: Any, path: Path, read_json: ReadConfig) -> dict[str, Any]:
+    """Read the DeepSpeed file that a field of `path` names: from here, as the library does, or beside that file."""
+    file = Path(str(named))
+    if file.suffix in (".yaml", ".yml"):
+        raise InputError(f"{field}: is YAML", place=str(path), hint="name a DeepSpeed JSON file")
+    return read_json(file if file.exists() or not (path.parent / file).exists() else path.parent / file)

@@ -1,0 +1,154 @@
+"""Files of accelerate and of the Hugging Face Trainer stand for the DeepSpeed config that these libraries make."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autods.config.base_config import check_base_config, read_base_config
+from autods.errors import InputError
+from tests.support.ds_configs import TRAINER
+
+ACCELERATE = """
+deepspeed_config:
+  zero_stage: 3
+  offload_optimizer_device: cpu
+  offload_param_device: none
+  zero3_save_16bit_model: 'true'
+mixed_precision: bf16
+"""
+
+
+def test_accelerates_yaml_is_the_config_that_it_stands_for(tmp_path: Path) -> None:
+    path = tmp_path / "acc.yaml"
+    path.write_text(ACCELERATE)
+    config = read_base_config(path)
+    assert config == {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": 1.0,
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu"},
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+        "bf16": {"enabled": True},
+    }
+
+
+def test_accelerates_yaml_may_name_a_file_of_deepspeed(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
+    path = tmp_path / "acc.yml"
+    path.write_text(f"deepspeed_config:\n  deepspeed_config_file: {tmp_path}/ds.json\n")
+    assert read_base_config(path) == {"zero_optimization": {"stage": 1}}
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("distributed_type: FSDP", "has no deepspeed_config of accelerate"),
+        ("a: [", "acc.yaml:1:5: is not YAML: "),
+        ("- 1", "has no deepspeed_config of accelerate"),
+        ("deepspeed_config: {deepspeed_config_file: acc.yaml}", "deepspeed_config_file: is YAML"),
+    ],
+)
+def test_other_yaml_is_refused_with_its_place(tmp_path: Path, text: str, problem: str) -> None:
+    (tmp_path / "acc.yaml").write_text(text)
+    with pytest.raises(InputError, match=re.escape(problem)):
+        read_base_config(tmp_path / "acc.yaml")
+
+
+def test_a_file_that_is_named_may_stand_beside_the_one_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
+    (tmp_path / "acc.yaml").write_text("deepspeed_config: {deepspeed_config_file: ds.json}")
+    assert read_base_config(tmp_path / "acc.yaml") == {"zero_optimization": {"stage": 1}}
+
+
+# ------------------------------------------------------------------------------------------------- TrainingArguments
+
+ARGUMENTS: dict[str, Any] = {
+    "output_dir": "out", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "learning_rate": 2e-5,
+    "bf16": True, "weight_decay": 0.1, "max_grad_norm": 0.3, "warmup_steps": 100,
+}  # fmt: skip
+
+
+def read_arguments(folder: Path, deepspeed: Any = TRAINER, **arguments: Any) -> dict[str, Any]:
+    (folder / "args.json").write_text(json.dumps({**ARGUMENTS, "deepspeed": deepspeed, **arguments}))
+    return read_base_config(folder / "args.json")
+
+
+def test_auto_is_what_the_training_arguments_say(tmp_path: Path) -> None:
+    config = read_arguments(tmp_path)
+    assert (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]) == (4, 8)
+    assert "train_batch_size" not in config  # the product
+    assert config["gradient_clipping"] == 0.3
+    params = {"lr": 2e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
+    assert config["optimizer"]["params"] == params
+    schedule = {"warmup_min_lr": 0, "warmup_max_lr": 2e-5, "warmup_num_steps": 100}
+    assert config["scheduler"]["params"] == schedule
+    check_base_config(config, world_size=8)  # no "auto" is left that it refuses
+
+
+def test_arguments_that_are_not_given_have_their_defaults(tmp_path: Path) -> None:
+    config = {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto", "zero_optimization": {"stage": 2}}
+    (tmp_path / "args.json").write_text(json.dumps({"output_dir": "o", "deepspeed": config}))
+    read = read_base_config(tmp_path / "args.json")
+    assert (read["train_micro_batch_size_per_gpu"], read["gradient_clipping"]) == (8, 1.0)
+
+
+def test_the_arguments_choose_the_precision(tmp_path: Path) -> None:
+    assert read_arguments(tmp_path, {"gradient_clipping": "auto"})["bf16"] == {"enabled": True}
+    halves = read_arguments(tmp_path, {"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}, bf16=False, fp16=True)
+    assert (halves["fp16"], halves["bf16"]) == ({"enabled": True}, {"enabled": False})
+
+
+def test_training_arguments_may_be_yaml_and_name_a_file(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(TRAINER))
+    (tmp_path / "sft.yaml").write_text("deepspeed: ds.json\nper_device_train_batch_size: 2\nlearning_rate: 1e-4\n")
+    config = read_base_config(tmp_path / "sft.yaml")
+    assert (config["train_micro_batch_size_per_gpu"], config["optimizer"]["params"]["lr"]) == (2, 1e-4)
+    (tmp_path / "axolotl.yml").write_text("deepspeed: ds.json\nmicro_batch_size: 3\nbf16: auto\n")
+    config = read_base_config(tmp_path / "axolotl.yml")
+    assert (config["train_micro_batch_size_per_gpu"], "bf16" in config) == (3, False)
+
+
+def test_what_the_trainer_computes_of_the_data_stays_auto(tmp_path: Path) -> None:
+    params = {"total_num_steps": "auto", "warmup_num_steps": "auto"}
+    scheduler = {"type": "WarmupDecayLR", "params": params}
+    read = read_arguments(tmp_path, {"scheduler": scheduler}, warmup_steps=0.1)
+    assert read["scheduler"]["params"] == params
+    read = read_arguments(tmp_path, {"scheduler": scheduler}, max_steps=500)
+    assert read["scheduler"]["params"] == {"total_num_steps": 500, "warmup_num_steps": 100}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"deepspeed": None}, "are TrainingArguments that name no DeepSpeed config"),
+        ({"deepspeed": "nowhere.json"}, "nowhere.json: cannot be read"),
+        ({"deepspeed": "ds.yaml"}, "deepspeed: is YAML"),
+        (
+            {"deepspeed": {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0}},
+            "the Trainer refuses it: train_micro_batch_size_per_gpu is 2, but per_device_train_batch_size 4; "
+            "gradient_clipping is 1.0, but max_grad_norm 0.3",
+        ),
+        ({"deepspeed": {"bf16": {"enabled": False}}}, "bf16.enabled is False, but bf16 True"),
+    ],
+)
+def test_training_arguments_that_do_not_work_are_refused(tmp_path: Path, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=re.escape(said)):
+        read_arguments(tmp_path, **given)
+
+
+def test_a_batch_that_the_trainer_looks_for_may_differ(tmp_path: Path) -> None:
+    config = {"train_micro_batch_size_per_gpu": 2}
+    assert read_arguments(tmp_path, config, auto_find_batch_size=True)["train_micro_batch_size_per_gpu"] == 2
+
+
+def test_arguments_that_name_themselves_end(tmp_path: Path) -> None:
+    assert read_arguments(tmp_path, str(tmp_path / "args.json"))["per_device_train_batch_size"] == 4
