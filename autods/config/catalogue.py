@@ -51,6 +51,7 @@ class Tflops:
     tf32: float | None = None
     fp16: float | None = None
     bf16: float | None = None
+    fp8: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

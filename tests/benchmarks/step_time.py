@@ -209,7 +209,7 @@ def simulate(table: Table, row: Row, folder: Path | None) -> Schedule:
         ranks_per_node=table.ranks_per_node,
         device_bytes=table.machine.device_bytes,
         checkpointing=row.checkpointing,
-        capability=capability,
+        machine=table.machine,
     )
     with ProcessSimulator(source) as simulator:
         (simulation,) = simulator.simulate(spec, [row.micro_batch])

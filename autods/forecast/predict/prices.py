@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from math import inf
+from math import inf, sqrt
 from typing import Literal
 
 from ...config.catalogue import Machine, Rates
@@ -16,7 +16,11 @@ _G = 1e9
 _HOPPER = (9, 0)
 _PREFER_CUDNN = ((9, 0), (10, 0))  # torch's sdp_utils.cpp, check_prefer_cudnn_attention, with cuDNN from 9.15.1 on
 _IN_CACHE = 1 << 20  # bytes of host work that need no bandwidth of the memory
-_DTYPES: Mapping[str, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "tf32": "tf32"}
+_DTYPES: Mapping[str, str] = {
+    "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "tf32": "tf32",
+    "float8_e4m3fn": "fp8", "float8_e4m3fnuz": "fp8", "float8_e5m2": "fp8", "float8_e5m2fnuz": "fp8",
+}  # fmt: skip
+_WITHOUT_UNITS = ("bf16", "fp16", "tf32")  # where a card has none of its own, fp32's do the work
 
 
 # What a piece of work is limited by. `view` and `hook`, a call of DeepSpeed's, cost the host time and nothing else.
@@ -34,8 +38,10 @@ class Work:
     `fresh` of them are written to host memory that the process has just got from the system. `compared` elements of
     host memory become truth values.
     `dtype` is that of a matmul's operands. `aligned` says whether all its rows begin at multiples of 16 bytes.
-    A collective has `ranks`, and `stride` is the distance of neighbours among all ranks.
-    `launches` counts views that follow one another.
+    A collective has `ranks`, and `stride` is the distance of neighbours among all ranks. In a `pairwise` one each
+    rank sends a part to every other, in a ring to its neighbour.
+    `launches` counts views that follow one another. Work that is not `sure` is a kernel of which only the tensors are
+    known.
     """
 
     kind: WorkKind
@@ -49,6 +55,8 @@ class Work:
     ranks: int = 1
     stride: int = 1
     launches: int = 1
+    pairwise: bool = False
+    sure: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +74,10 @@ class Efficiency:
     takes `compare_ns` to make a truth value. `kernel_us` is the least time of a kernel on the card. A collective
     delays kernels beside it: it takes `contention` of the multiprocessors, and its bytes pass the memory
     `collective_traffic` times.
-    A collective of W ranks takes (W − 1) steps: `step_us` each within a node, `network_step_us` for one that leaves
-    it.
+    A collective of W ranks begins after `first_step_us`, and a ring takes (W − 1) steps: `step_us` each within a node,
+    `network_step_us` for one that leaves it. Filling a pipeline takes `pipeline` of the geometric mean of this latency
+    and the time of its bytes, which is why messages of a few megabytes do not have the full bandwidth.
+    `unsure` is the share of work that no table prices which a forecast counts.
     """
 
     matmul_traffic: float
@@ -96,8 +106,11 @@ class Efficiency:
     hook_us: float
     collective_us: float
     kernel_us: float
+    first_step_us: float
     step_us: float
     network_step_us: float
+    pipeline: float
+    unsure: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +118,7 @@ class Constants:
     """The shipped efficiencies, and bounds of a step's time as shares of its forecast.
 
     `host_high` is the upper bound of the part that waits for the host's work, `launch_high` of what waits for its
-    launches, `high` that of the rest.
+    launches, `unsure_high` of work without a price of its own, `high` that of the rest.
     """
 
     efficiency: Efficiency
@@ -113,6 +126,7 @@ class Constants:
     high: float
     launch_high: float
     host_high: float
+    unsure_high: float
     sources: Mapping[str, str]
 
 
@@ -125,9 +139,9 @@ def read_constants() -> Constants:
 
 
 def _check(constants: Constants) -> None:
-    highs = (constants.high, constants.launch_high, constants.host_high)
+    highs = (constants.high, constants.launch_high, constants.host_high, constants.unsure_high)
     if not 0 < constants.low <= 1 <= min(highs):
-        raise ValueError("low ≤ 1 ≤ high, launch_high and host_high does not hold")
+        raise ValueError("low ≤ 1 ≤ high, launch_high, host_high and unsure_high does not hold")
     if any(getattr(constants.efficiency, name) < 0 for name in Efficiency.__dataclass_fields__):
         raise ValueError("no efficiency may be below 0")
 
@@ -136,13 +150,15 @@ def _check(constants: Constants) -> None:
 class Price:
     """What a piece of work costs: `launch_s` of the host, then `seconds` of its stream or of the host.
 
-    `contention` is the share of its seconds by which it delays kernels of another stream.
+    `contention` is the share of its seconds by which it delays kernels of another stream. A price that is not `sure`
+    is a guess: the work's operator or dtype has none.
     """
 
     launch_s: float
     seconds: float
     compute_bound: bool = False
     contention: float = 0.0
+    sure: bool = True
 
 
 # What no step can beat: every piece of work at the data sheet's rate, and nothing else costs time.
@@ -151,7 +167,7 @@ _AT_PEAK = Efficiency(
     cudnn_half_intensity=0.0, memory=1.0, reduction=1.0, nvlink=1.0, pcie_between_gpus=1.0, network=1.0,
     contention=0.0, collective_traffic=0.0, pinned_copy=1.0, pageable_copy=1.0, dram=1.0, core_gb_per_s=inf,
     first_touch_gb_per_s=inf, compare_ns=0.0, host_optimizer=1.0, nvme=1.0, launch_us=0.0, view_us=0.0, hook_us=0.0,
-    collective_us=0.0, kernel_us=0.0, step_us=0.0, network_step_us=0.0,
+    collective_us=0.0, kernel_us=0.0, first_step_us=0.0, step_us=0.0, network_step_us=0.0, pipeline=0.0, unsure=0.0,
 )  # fmt: skip
 
 
@@ -175,7 +191,8 @@ class PriceList:
     def at_peak(cls, machine: Machine, ranks_per_node: int) -> PriceList:
         """The least that work can cost on this machine: each kind at its peak rate, without any overhead.
 
-        Servers differ in what cards and ranks share, so that the bound counts on no sharing.
+        What has no price of its own costs nothing. Servers differ in what cards and ranks share, so that the bound
+        counts on no sharing.
         """
         rates = machine.rates and replace(machine.rates, matmul_share=1.0, attention_share=1.0)
         links = machine.links and replace(machine.links, to_host_shared_by=1)
@@ -192,17 +209,11 @@ class PriceList:
                 return Price(launch_s=work.launches * ours.view_us * 1e-6, seconds=0.0)
             case "hook":
                 return Price(launch_s=ours.hook_us * 1e-6, seconds=0.0)
-            case "matmul":
-                computed_s = work.flops / (self._matmul_peak(rates, work) * rates.matmul_share)
-                seconds = max(computed_s + ours.matmul_traffic * from_memory_s, from_memory_s) + least_s
-                return Price(launch_s=launch_s, seconds=seconds, compute_bound=computed_s > from_memory_s)
-            case "attention":
-                share = ours.attention * rates.attention_share * self._cudnn_gain(rates, work)
-                computed_s = work.flops / (self._peak(rates, work.dtype) * min(1.0, share))
-                seconds = max(computed_s, from_memory_s) + least_s
-                return Price(launch_s=launch_s, seconds=seconds, compute_bound=computed_s > from_memory_s)
+            case "matmul" | "attention":
+                return self._compute(rates, work, from_memory_s)
             case "kernel":
-                return Price(launch_s=launch_s, seconds=from_memory_s + least_s)
+                share = 1.0 if work.sure else ours.unsure
+                return Price(launch_s=launch_s, seconds=share * from_memory_s + least_s, sure=work.sure)
             case "reduction":
                 return Price(launch_s=launch_s, seconds=from_memory_s * ours.memory / ours.reduction + least_s)
             case "copy" | "pageable_copy":
@@ -233,6 +244,23 @@ class PriceList:
                 speed = self.machine.nvme_gb_per_s * _G * ours.nvme / self.ranks_per_node
                 return Price(launch_s=launch_s, seconds=work.bytes / speed)
 
+    def _compute(self, rates: Rates, work: Work, from_memory_s: float) -> Price:
+        """The price of a matmul or of attention. Without a peak for the dtype it is a guess at the card's highest."""
+        ours, peak = self.efficiency, find_peak(rates, work.dtype)
+        sure = work.sure and peak is not None
+        counted = 1.0 if sure else ours.unsure
+        if work.kind == "matmul":
+            share, traffic = rates.matmul_share, ours.matmul_traffic * from_memory_s
+            peak = None if peak is None else self._matmul_peak(rates, work, peak)
+        else:
+            share, traffic = min(1.0, ours.attention * rates.attention_share * self._cudnn_gain(rates, work)), 0.0
+        computed_s = counted * work.flops / ((peak or highest_peak(rates)) * share)
+        seconds = max(computed_s + traffic, from_memory_s if work.sure else counted * from_memory_s)
+        return Price(
+            launch_s=ours.launch_us * 1e-6, seconds=seconds + ours.kernel_us * 1e-6,
+            compute_bound=computed_s > from_memory_s, sure=sure,
+        )  # fmt: skip
+
     def _work_on_host(self, work: Work, dram_gb_per_s: float) -> float:
         """The seconds of a rank's threads. Ranks share the node's memory, and that of a single one is on its socket."""
         ours = self.efficiency
@@ -259,15 +287,9 @@ class PriceList:
             raise Unpriced("the device's peaks")
         return self.machine.rates
 
-    @staticmethod
-    def _peak(rates: Rates, dtype: str) -> float:
-        """FLOP/s; a type without units of its own takes those of fp32."""
-        peak = getattr(rates.tflops, _DTYPES.get(dtype, "fp32"))
-        return float(peak or rates.tflops.fp32) * 1e12
-
-    def _matmul_peak(self, rates: Rates, work: Work) -> float:
+    def _matmul_peak(self, rates: Rates, work: Work, peak: float) -> float:
         """FLOP/s. Tensor cores load rows of 16 bytes; the units of fp32 do not need them."""
-        ours, peak = self.efficiency, self._peak(rates, work.dtype)
+        ours = self.efficiency
         if work.aligned:
             return peak
         share = ours.unaligned_from_hopper if (rates.capability or _HOPPER) >= _HOPPER else ours.unaligned
@@ -277,13 +299,13 @@ class PriceList:
         """How much faster it is than flash attention, whose place it takes: longer sequences gain more."""
         ours = self.efficiency
         takes_cudnn = self.has_cudnn_attention and rates.capability in _PREFER_CUDNN
-        if not takes_cudnn or "flash" not in work.name or not work.bytes:
+        if not takes_cudnn or not work.name.startswith("_scaled_dot_product_flash") or not work.bytes:
             return 1.0
         intensity = work.flops / work.bytes
         return max(1.0, ours.cudnn_attention * intensity / (intensity + ours.cudnn_half_intensity))
 
     def _collect(self, work: Work) -> float:
-        """The seconds of a ring: latency of each step, and (W − 1) / W of the bytes at the slowest link's speed."""
+        """The seconds of a collective: latency, the slowest link's time for its bytes, and filling the pipeline."""
         ours, links = self.efficiency, self.machine.links
         if work.ranks < 2:
             return 0.0
@@ -292,12 +314,34 @@ class PriceList:
         nvlink = links.nvlink_gb_per_s
         speed = links.between_gpus_gb_per_s * ours.pcie_between_gpus if nvlink is None else nvlink / 2 * ours.nvlink
         nodes = min(work.ranks, -(-work.ranks * work.stride // self.ranks_per_node))
-        latency_us = ours.step_us * (work.ranks - nodes) + ours.network_step_us * (nodes - 1)
+        hops = (work.ranks - nodes, nodes - 1)
+        moved = work.bytes * (work.ranks - 1) / work.ranks
+        bytes_s = moved / (speed * _G)
         if nodes > 1:
             if links.network_gb_per_s is None:
                 raise Unpriced("the network between the nodes")
             # Groups with the same stride use the node's network at the same time.
             rivals = min(work.stride, self.ranks_per_node)
-            speed = min(speed, links.network_gb_per_s * ours.network / rivals)
-        moved = work.bytes * (work.ranks - 1) / work.ranks
-        return moved / (speed * _G) + latency_us * 1e-6
+            if work.pairwise:  # what each rank of the node has for ranks of other nodes
+                members = -(-work.ranks // nodes)
+                rivals *= members
+                moved = work.bytes * (work.ranks - members) / work.ranks
+            bytes_s = max(bytes_s, moved * rivals / (links.network_gb_per_s * _G * ours.network))
+        if work.pairwise:  # all are sent at once
+            hops = (min(1, hops[0]), min(1, hops[1]))
+        latency_s = (ours.first_step_us + ours.step_us * hops[0] + ours.network_step_us * hops[1]) * 1e-6
+        return latency_s + bytes_s + ours.pipeline * sqrt(latency_s * bytes_s)
+
+
+def find_peak(rates: Rates, dtype: str) -> float | None:
+    """Return FLOP/s of matmuls in this type; None where the data sheet has none."""
+    name = _DTYPES.get(dtype, "")
+    peak = getattr(rates.tflops, name, None)
+    if peak is None and name in _WITHOUT_UNITS:
+        peak = rates.tflops.fp32
+    return None if peak is None else float(peak) * 1e12
+
+
+def highest_peak(rates: Rates) -> float:
+    """Return the FLOP/s of the card's fastest 16-bit or fp32 units."""
+    return max(rates.tflops.bf16 or 0.0, rates.tflops.fp16 or 0.0, rates.tflops.fp32) * 1e12

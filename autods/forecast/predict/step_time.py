@@ -110,11 +110,13 @@ def forecast_step(schedule: Schedule, prices: PriceList, constants: Constants, *
     total = step.seconds + more * repeated.seconds
     spent = {cause: part + more * repeated.spent[cause] for cause, part in step.spent.items()}
     issued_s = step.issued_s + more * repeated.issued_s
+    guessed_s = min(total, step.guessed_s + more * repeated.guessed_s)
     rest = total - spent["host"] - spent["launch"]
     longest = constants.high * rest + constants.host_high * spent["host"] + constants.launch_high * spent["launch"]
+    longest += constants.unsure_high * guessed_s
     return StepTime(
         seconds=total,
-        low_seconds=total * constants.low,
+        low_seconds=(total - guessed_s) * constants.low,
         high_seconds=max(longest, constants.launch_high * issued_s),
         issued_seconds=issued_s,
         unaligned_seconds=_time_unaligned(schedule, prices) * accumulation / (1 + len(clocks.micro_batches)),
@@ -136,11 +138,15 @@ def _time_unaligned(schedule: Schedule, prices: PriceList) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Seconds of a step or of a micro batch, what the default stream spent them on, and those of all launches."""
+    """Seconds of a step or of a micro batch, and what the default stream spent them on.
+
+    `issued_s` are those of all launches, and `guessed_s` those of works without a price of their own.
+    """
 
     seconds: float
     spent: Mapping[Bound, float]
     issued_s: float
+    guessed_s: float
 
 
 class StepClocks:
@@ -151,6 +157,7 @@ class StepClocks:
         priced = [prices.price(work) for work in schedule.works]
         self._launch = [price.launch_s for price in priced]
         self._contention = [price.contention for price in priced]
+        self._guessed = {number for number, price in enumerate(priced) if not price.sure}
         self.seconds = [price.seconds for price in priced]
         self.causes: list[Bound] = [
             _CAUSES.get(work.kind, "compute" if price.compute_bound else "memory")
@@ -158,6 +165,7 @@ class StepClocks:
         ]
         self.host = 0.0
         self._issued_s = 0.0
+        self._guessed_s = 0.0
         self.micro_batches: list[Span] = []  # of the step, without its last one
         self.streams: defaultdict[int, float] = defaultdict(float)
         # What each stream was held by most, of its last wait and the work since then, and for how long.
@@ -214,6 +222,8 @@ class StepClocks:
         seconds, cause = self.seconds[number], self.causes[number]
         if not seconds:
             return
+        if number in self._guessed:
+            self._guessed_s += seconds
         start = self.streams[stream]
         if self.host > start:
             if stream == 0:
@@ -274,6 +284,7 @@ class StepClocks:
                 seconds=seconds - sum(span.seconds for span in before),
                 spent={cause: part - sum(span.spent[cause] for span in before) for cause, part in spent.items()},
                 issued_s=self._issued_s - sum(span.issued_s for span in before),
+                guessed_s=self._guessed_s - sum(span.guessed_s for span in before),
             )
         )
 
@@ -285,4 +296,4 @@ class StepClocks:
                 self.spent[self._held_by.get(latest, "launch")] += end - self.streams[0]
             else:
                 self._split_wait(end - self.streams[0])
-        return Span(seconds=end, spent=self.spent, issued_s=self._issued_s)
+        return Span(seconds=end, spent=self.spent, issued_s=self._issued_s, guessed_s=self._guessed_s)

@@ -13,11 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...plain_text import read_text
+from ..predict.known_kernels import find_kernel
 from .kernel_buffers import BUFFERS
 from .ledger import PINNED, Ledger
 from .shape_cache import ShapeCache
 from .torch_patches import FAKE_DEVICE
 from .unknown_values import Masks
+from .work_log import BUILT_IN, bind
 
 
 def join_world(world_size: int, ranks_per_node: int) -> None:
@@ -57,11 +59,14 @@ def _bytes_copied_by_gloo(func: Any, args: Any) -> int:
 
 
 _aten = torch.ops.aten
-_BUILT_IN = {"aten", "prims", "prim", "c10d", "_c10d_functional", "profiler", "inductor", "rngprims"}
 _device_of = torch.ops.prim.device.default
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
 _LARGEST = "the size of a tensor depends on values ({}): the largest possible was taken"
+_CUSTOM = (
+    "the custom operator {} is not known: its results are counted, not its temporaries, and its time is that of the"
+    " bytes that it moves, with a wider interval"
+)
 _EXPERTS = "the first experts were taken to get all tokens, until every token has its experts"
 Handler = Callable[[Any, Any, Any], Any]
 
@@ -99,7 +104,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._run_collective
         if func._schema.name.startswith("aten::_fused_") and not func._schema.returns:
             return self._skip_in_place
-        if func.namespace not in _BUILT_IN:
+        if func.namespace not in BUILT_IN:
             return self._run_custom
         if func in BUFFERS and not self.ledger.one_memory:
             return self._run_with_buffers
@@ -228,9 +233,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _run_custom(self, func: Any, args: Any, kwargs: Any) -> Any:
+        kernel = find_kernel(func._schema.name)
         try:
             out = func(*args, **kwargs)
-            self.ledger.assume(f"only the results of the custom operator {func} are counted, not its temporaries")
+            if kernel is None:
+                self.ledger.assume(_CUSTOM.format(func))
         except Exception as error:
             returns = [str(result.type) for result in func._schema.returns]
             first = next((value for value in args if isinstance(value, FakeTensor)), None)
@@ -245,6 +252,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 " input, and its temporaries are not counted"
             )
         self._enter(out)
+        if kernel is not None and not self.ledger.one_memory:
+            self.ledger.borrow([size] if (size := kernel.count_buffers(bind(func, args, kwargs))) else [])
+        self.ledger.work.issue(func, args, kwargs, out)
         return out
 
     def _assume(self, assumption: str) -> None:

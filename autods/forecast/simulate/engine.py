@@ -19,7 +19,7 @@ from ...types import ModelFacts, Phase
 from ...workload.protocol import Workload
 from ..predict.memory_model import estimate_outside_bytes
 from ..values import KINDS, EngineSpec, ForecastPhase, Simulation
-from . import attribution, deepspeed_patches, fake_gpu, torch_patches, unknown_values
+from . import attribution, custom_kernels, deepspeed_patches, fake_gpu, torch_patches, unknown_values
 from .dispatch import Recorder, join_world
 from .ledger import DEFAULT_CAPABILITY, DEVICE, PINNED, Ledger
 from .protocol import explain_optimizer_errors
@@ -41,6 +41,7 @@ class SimulationContext:
         self._fake.cache_enabled = False  # the recorder has its own, see `shape_cache`
         if device.has_cards:
             fake_gpu.install(self.ledger)
+            custom_kernels.install(self.ledger)
         torch_patches.install(self.ledger)
         unknown_values.install()
         deepspeed_patches.install(self.ledger)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ...types import Phase
 from ..predict import step_time as codes
+from ..predict.known_kernels import find_kernel
 from ..predict.prices import Work
 from ..predict.step_time import BITS, STREAM_BITS, STREAMS, Schedule
 from .stream_order import StreamOrder
@@ -34,6 +35,7 @@ _REDUCTIONS = frozenset({
     "_fused_rms_norm", "_fused_rms_norm_backward", "native_batch_norm", "native_batch_norm_backward", "_log_softmax",
     "_log_softmax_backward_data", "sum", "mean", "embedding_dense_backward",
 })  # fmt: skip
+BUILT_IN = frozenset({"aten", "prims", "prim", "c10d", "_c10d_functional", "profiler", "inductor", "rngprims"})
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})  # of cuBLAS; cuDNN has its own ways with convolutions
 _MAPPED = 32 << 20  # glibc's malloc maps larger blocks anew each time, and unmaps them when they are freed
 _OPTIMIZER_BYTES = 1.75  # of the bytes of parameter, gradient and two moments: all are read, all but one are written
@@ -161,6 +163,13 @@ class WorkLog:
         self.events.append(code)
         self.last_issued = code
 
+    def launch(self, name: str, arguments: Mapping[str, Any]) -> Work:
+        """Enter the launch of a kernel that is no operator of torch, and return its work."""
+        tensors = {id(tensor): tensor for tensor in _tensors(list(arguments.values()))}.values()
+        work = _describe_custom(name, arguments, sum(map(_bytes, tensors)))
+        self._add(codes.RUN, work)
+        return work
+
     def hook(self) -> None:
         """Enter that DeepSpeed's own Python runs before or after a module."""
         self._add(codes.RUN, _HOOK)
@@ -196,7 +205,10 @@ class WorkLog:
         stream, ranks, stride = self._communicator(func, args)
         tensors = _tensors(args[place])
         moved = int(passes * sum(map(_bytes, tensors)))
-        work = Work(kind="collective", name=name.strip("_"), bytes=moved, ranks=ranks, stride=stride)
+        work = Work(
+            kind="collective", name=name.strip("_"), bytes=moved, ranks=ranks, stride=stride,
+            pairwise=name.startswith("alltoall"),
+        )  # fmt: skip
         current = self.current
         self.wait(self.record(current), stream)
         self.switch(stream)
@@ -320,9 +332,40 @@ def _count_attention(name: str, args: Any) -> float:
     return float(2 * query.shape[:-1].numel() * key.shape[-2] * products)
 
 
+def _count_grouped_matmul(matrix: Any, other: Any, *args: Any, **kwargs: Any) -> int:
+    """Return the FLOPs of a grouped matmul: groups share the rows, the inner dimension or the columns of a matrix."""
+    groups = matrix.shape[0] if matrix.dim() == other.dim() == 3 else 1
+    return int(2 * groups * matrix.shape[-2] * matrix.shape[-1] * other.shape[-1])
+
+
+_FLOPS: dict[Any, Callable[..., Any]] = {
+    **flop_registry, _aten._grouped_mm: _count_grouped_matmul, _aten._scaled_grouped_mm: _count_grouped_matmul,
+}  # fmt: skip
+
+
+def bind(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of an operator's call by name, defaults included."""
+    declared = func._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in declared if argument.has_default_value()}
+    return {**defaults, **dict(zip((argument.name for argument in declared), args, strict=False)), **kwargs}
+
+
+def _describe_custom(name: str, arguments: Mapping[str, Any], size: int) -> Work:
+    """Describe a call by the table of known kernels, and without a row by the bytes of its tensors."""
+    kernel = find_kernel(name)
+    if kernel is None:
+        return Work(kind="kernel", name=name, bytes=size, sure=False)
+    flops, first = kernel.count_flops(arguments), _tensors(list(arguments.values()))[:1]
+    dtype = kernel.dtype or "".join(str(tensor.dtype).removeprefix("torch.") for tensor in first)
+    size = int(size * kernel.passes)
+    return Work(kind=kernel.kind, name=name, flops=flops or 0.0, bytes=size, dtype=dtype, sure=flops is not None)
+
+
 def _describe_kernel(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> Work:
     size = _moved_bytes(func, name, args, kwargs, out)
-    count = flop_registry.get(func._overloadpacket)
+    count = _FLOPS.get(func._overloadpacket)
+    if count is None and func.namespace not in BUILT_IN:
+        return _describe_custom(f"{func.namespace}::{name}", bind(func, args, kwargs), size)
     if count is None:
         return Work(kind="reduction" if name in _REDUCTIONS else "kernel", name=name, bytes=size)
     fused = name.startswith("_scaled_dot_product") and len(args) >= 3

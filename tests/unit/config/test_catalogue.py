@@ -106,7 +106,7 @@ def test_a_machine_that_is_not_there_is_refused_with_those_that_are() -> None:
         ("gpus = 4\n", "", "lacks 'gpus'"),
         ('"7.5"', '"sm75"', "compute capability 'sm75'"),
         ("fp16 = 65", "fp16 = 65\nbf16 = 65", "contradict each other"),
-        ("fp16 = 65", "fp8 = 65", "unknown key 'fp8'"),
+        ("fp16 = 65", "fp4 = 65", "unknown key 'fp4'"),
         ("memory_gb_per_s = 320", "memory_gb_per_s = 0", "rates.memory_gb_per_s is 0"),
         ("matmul_share = 0.50", "matmul_share = 50", "rates.matmul_share is 50; it must be above 0 and at most 1"),
         ("to_host_gb_per_s = 16", "to_host_gb_per_s = -16", "links.to_host_gb_per_s is -16"),

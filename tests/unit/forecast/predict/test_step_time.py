@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from autods.config.catalogue import Links, Machine, Rates, Tflops
+from autods.config.catalogue import Links, Machine, Rates, Tflops, read_catalogue
 from autods.forecast.predict import step_time as codes
 from autods.forecast.predict.prices import Constants, Efficiency, Price, PriceList, Unpriced, Work, read_constants
 from autods.forecast.predict.step_time import BITS, STREAM_BITS, Schedule, StepTime, forecast_step
@@ -16,9 +16,9 @@ _PERFECT = Efficiency(
     memory=1, reduction=1, nvlink=1, pcie_between_gpus=1, network=1, contention=0,
     collective_traffic=0, pinned_copy=1, pageable_copy=0.5, dram=1, core_gb_per_s=100, first_touch_gb_per_s=100,
     compare_ns=0, host_optimizer=1, nvme=1, launch_us=1e-6, view_us=1e-6, hook_us=1e-6, collective_us=1e-6,
-    kernel_us=1e-6, step_us=1e-6, network_step_us=1e-6,
+    kernel_us=1e-6, first_step_us=1e-6, step_us=1e-6, network_step_us=1e-6, pipeline=0, unsure=1,
 )  # fmt: skip
-_EXACT = Constants(efficiency=_PERFECT, low=1, high=1, launch_high=1, host_high=1, sources={})
+_EXACT = Constants(efficiency=_PERFECT, low=1, high=1, launch_high=1, host_high=1, unsure_high=1, sources={})
 # A card of 1 TFLOP/s and 1 GB/s, and a node whose every other path has 1 GB/s, too.
 _MACHINE = Machine(
     name="slow",
@@ -252,7 +252,9 @@ def test_cudnn_attention_is_faster_where_torch_takes_it(capability: str, has_cud
     prices = PriceList(
         machine=replace(_MACHINE, rates=rates), ranks_per_node=1, efficiency=efficiency, has_cudnn_attention=has_cudnn
     )
-    work = Work(kind="attention", name="flash", flops=3e12, bytes=10**9, dtype="bfloat16")  # 3000 FLOPs a byte
+    work = Work(
+        kind="attention", name="_scaled_dot_product_flash", flops=3e12, bytes=10**9, dtype="bfloat16"
+    )  # 3000 FLOPs a byte
     assert prices.price(work).seconds == pytest.approx(6 / gain)
     assert prices.price(replace(work, name="efficient")).seconds == pytest.approx(6)
 
@@ -308,3 +310,55 @@ def test_a_machine_without_peaks_has_no_prices() -> None:
 def test_the_shipped_constants_are_read() -> None:
     constants = read_constants()
     assert set(constants.sources) == set(Efficiency.__dataclass_fields__)
+
+
+def test_a_type_without_a_rate_has_a_guess_and_no_lower_bound() -> None:
+    matmul = Work(kind="matmul", flops=1e15, bytes=1, dtype="float8_e4m3fn")
+    guess = _price(matmul)
+    assert guess.seconds == pytest.approx(1000)  # at the card's 16-bit peak
+    assert not guess.sure
+    assert PriceList.at_peak(_MACHINE, 1).price(matmul).seconds < 1e-6
+    assert _MACHINE.rates is not None
+    known = replace(_MACHINE, rates=replace(_MACHINE.rates, tflops=Tflops(fp32=1, bf16=1, fp8=2)))
+    priced = PriceList(machine=known, ranks_per_node=1, efficiency=_PERFECT).price(matmul)
+    assert (priced.seconds, priced.sure) == (pytest.approx(500), True)
+
+
+def test_sixteen_bits_without_units_take_those_of_fp32() -> None:
+    assert _price(Work(kind="matmul", flops=1e12, dtype="float16")).sure
+
+
+def test_an_unknown_kernel_widens_the_interval_both_ways() -> None:
+    prices = PriceList(machine=_MACHINE, ranks_per_node=1, efficiency=_PERFECT)
+    works = (Work(kind="matmul", flops=1e12, dtype="bfloat16"), Work(kind="kernel", bytes=10**9, sure=False))
+    schedule = Schedule(events=(_run(0), _run(1), codes.MICRO_BATCH, _run(0), _run(1)), works=works)
+    step = forecast_step(schedule, prices, replace(_EXACT, unsure_high=4), accumulation=3)
+    assert step.seconds == pytest.approx(6)
+    assert step.low_seconds == pytest.approx(3)
+    assert step.high_seconds == pytest.approx(6 + 4 * 3)
+
+
+def test_all_to_all_between_nodes_shares_the_network() -> None:
+    prices = PriceList(machine=_MACHINE, ranks_per_node=2, efficiency=_PERFECT)
+    all_to_all, ring = (
+        prices.price(Work(kind="collective", bytes=10**9, ranks=4, pairwise=pairwise)).seconds
+        for pairwise in (True, False)
+    )
+    assert ring == pytest.approx(0.75 / 0.5)
+    assert all_to_all == pytest.approx(2 * 0.5 / 0.5)  # each of two ranks has half of its bytes for the other node
+
+
+def test_all_to_all_of_strided_groups_shares_it_alike() -> None:
+    prices = PriceList(machine=_MACHINE, ranks_per_node=2, efficiency=_PERFECT)
+    work = Work(kind="collective", bytes=10**9, ranks=2, stride=2, pairwise=True)
+    assert prices.price(work).seconds == pytest.approx(2 * 0.5 / 0.5)
+
+
+def test_messages_of_a_few_megabytes_lack_bandwidth() -> None:
+    """all_reduce_perf of 8 GPUs over NVLink, µs by MiB: github.com/kvcache-ai/Mooncake/pull/3484."""
+    measured = {1 / 32: 18.7, 1: 27.8, 2: 40.7, 4: 53.2, 8: 81.2, 16: 121.3, 32: 195.4}
+    machine = read_catalogue()["h100-80gb"]
+    prices = PriceList(machine=machine, ranks_per_node=8, efficiency=read_constants().efficiency)
+    for size, us in measured.items():
+        work = Work(kind="collective", name="allreduce", bytes=int(2 * size * 2**20), ranks=8)
+        assert prices.price(work).seconds == pytest.approx(us * 1e-6, rel=0.25), size

@@ -174,3 +174,23 @@ def test_attention_with_grouped_heads_has_the_flops_of_all_queries(log: WorkLog,
         for key in (grouped, query)
     )
     assert few.flops == all_heads.flops == 4 * 2 * 8 * 16 * 16 * 32 / 2
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "offsets", "flops"),
+    [
+        ((96, 64), (4, 64, 32), 4, 2 * 96 * 64 * 32),  # rows of tokens go to their experts
+        ((64, 96), (96, 32), 4, 2 * 64 * 96 * 32),  # the gradient of the weights: tokens are summed up
+        ((4, 16, 64), (64, 96), 4, 2 * 16 * 64 * 96),
+        ((4, 16, 64), (4, 64, 32), None, 4 * 2 * 16 * 64 * 32),
+    ],
+)
+def test_a_grouped_matmul_shares_its_rows_among_experts(
+    log: WorkLog, fake: FakeTensorMode, first: tuple[int, ...], second: tuple[int, ...], offsets: int | None, flops: int
+) -> None:
+    matrix, weights = (torch.empty(*shape, dtype=torch.bfloat16, device="cuda") for shape in (first, second))
+    ends = None if offsets is None else torch.empty(offsets, dtype=torch.int32, device="cuda")
+    work = _describe(log, _aten._grouped_mm.default, matrix, weights, ends)
+    out = _aten._grouped_mm.default(matrix, weights, ends)
+    assert (work.kind, work.flops, work.dtype) == ("matmul", flops, "bfloat16")
+    assert work.bytes == 2 * (matrix.numel() + weights.numel() + out.numel()) + 4 * (offsets or 0)
