@@ -309,4 +309,4 @@ def memory_key(spec: EngineSpec) -> str:
     config = {key: value for key, value in spec.ds_config.items() if key not in BATCH_KEYS}
     accumulation = min(_ENOUGH_ON_THE_HOST, int(spec.ds_config.get("gradient_accumulation_steps") or 1))
     known = {**asdict(replace(spec, machine=None)), "ds_config": config, "accumulation": accumulation}
-    return json.dumps({**known, "takes_flash": spec.takes_flash}, sort_keys=True, default=str)
+    return json.dumps({**known, "family": spec.family}, sort_keys=True, default=str)

@@ -11,6 +11,7 @@ from ..config.catalogue import Machine
 from ..events import Note
 from ..types import ModelFacts, Tier, WorkloadSource
 from ..units import format_bytes
+from .attention import FAMILIES, Capability, find_family
 from .predict.step_time import Schedule, Speed
 
 
@@ -99,7 +100,7 @@ class EngineSpec:
     machine: Machine | None = None
 
     @property
-    def capability(self) -> tuple[int, int] | None:
+    def capability(self) -> Capability | None:
         """The card's compute capability; None where it is unknown."""
         return None if self.machine is None else self.machine.capability
 
@@ -109,9 +110,9 @@ class EngineSpec:
         return min(self.ranks_per_node, self.world_size)
 
     @property
-    def takes_flash(self) -> bool:
-        """Whether the card has flash attention: those before Ampere lack it, and an unknown one is taken to have it."""
-        return self.capability is None or self.capability >= (8, 0)
+    def family(self) -> Capability:
+        """The cards that choose kernels of attention as this one does."""
+        return find_family(self.capability)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +156,7 @@ class Simulation:
     `optimizer_elements` counts the elements that the rank's optimizer updates.
     `expert_groups` counts the rank's process groups for layers of experts.
     `communicators` counts the process groups of several ranks in which the rank communicates.
+    `families` are the cards (see `attention`) that take the same kernels of attention as the simulated one.
     `summed_peak_bytes` is the peak of all tiers together, by phase: a CPU rank holds all tensors in its memory.
     `breakdown` splits the device's peak into parameters, gradients, optimizer, activations, buckets and other.
     `schedule` has the work of the last optimizer step; None for CPU ranks.
@@ -168,6 +170,7 @@ class Simulation:
     optimizer_elements: int = 0
     expert_groups: int = 0
     communicators: int = 0
+    families: frozenset[Capability] = frozenset(FAMILIES)
     summed_peak_bytes: Mapping[ForecastPhase, int] = field(default_factory=dict)
     breakdown: Mapping[str, int] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..config.catalogue import Site
+from ..config.catalogue import Machine, Site
 from ..config.deepspeed import accumulation_for, get_key, micro_batches, start_settings
 from ..config.plan_settings import PlanSettings
 from ..config.rungs import Rung, unmet_need
 from ..errors import InputError
+from ..forecast.attention import FLASH_FROM, find_family
 from ..forecast.largest_batch import MOST_MICRO_BATCH, LargestMicroBatch
 from ..forecast.predict.memory_model import estimate_outside_bytes
 from ..forecast.predict.step_time import Speed
@@ -37,21 +38,26 @@ SiteGroup = tuple[Site, ...]  # sites that share simulations
 
 
 def group_sites(sites: Sequence[Site]) -> tuple[SiteGroup, ...]:
-    """Group the sites with the same ranks, batch, config and kernels of attention."""
+    """Group the sites with the same ranks, batch and config, and flash attention or none."""
     groups: dict[str, list[Site]] = {}
     for site in sites:
-        flash = site.machine.capability is None or site.machine.capability >= (8, 0)
+        flash = find_family(site.machine.capability) >= FLASH_FROM
         groups.setdefault(repr((site.world_size, site.micro_batch, site.base, site.problem, flash)), []).append(site)
     return tuple(map(tuple, groups.values()))
 
 
-def holds_on_smaller_device(simulation: Simulation, spec: EngineSpec, device_bytes: int) -> bool:
-    """Return whether a simulation for a larger device is right for this one too.
+def holds_on(simulation: Simulation, spec: EngineSpec, machine: Machine) -> bool:
+    """Return whether a simulation for another device, of at least the size, is right for this machine's, too.
+
+    A card of another family may take another kernel of attention.
 
     DeepSpeed looks at the free memory once: stages 1 and 2 flatten the parameters on the device when they fit there
     (`stage_1_and_2.py`). Where init's peak stays below the smaller device they fit there, too. Where another phase
     needs more than the device has, the verdict is the same whatever init does.
     """
+    device_bytes = machine.device_bytes
+    if find_family(machine.capability) not in simulation.families:
+        return False
     if device_bytes >= spec.device_bytes or get_key(spec.ds_config, "zero_optimization.stage") not in (1, 2):
         return True
     peaks = {phase: tiers.get("device", 0) for phase, tiers in simulation.live_bytes.items()}
@@ -77,7 +83,7 @@ def make_group_engine(
     """Return the engine of a rung at a site, or a forecast that says why the rung does not apply.
 
     Buckets are sized for the smallest device of the group, which suits the larger ones. DeepSpeed sees the largest
-    device at init, see `holds_on_smaller_device`.
+    device at init, see `holds_on`.
     """
     reason = site.problem or unmet_need(rung, site, facts) or why_not_forecast(facts)
     if reason is not None:
@@ -181,7 +187,7 @@ class PlanRun:
             with self.cache.open(spec) as engine:
                 for site in sites:
                     simulation = engine.simulate(site.micro_batch)
-                    if not holds_on_smaller_device(simulation, spec, site.machine.device_bytes):
+                    if not holds_on(simulation, spec, site.machine):
                         others.append(site)
                         continue
                     forecast = self.forecast_at(site, engine, site.micro_batch)
@@ -204,11 +210,15 @@ class PlanRun:
         return others
 
     def find_engine(self, site: Site, rung: str) -> EngineSpec | None:
-        """Return the engine of a rung of the plan, as the site's group shares it; None where it does not apply."""
+        """Return the engine of a rung of the plan at a site, shared with its group; None where it does not apply."""
         group = next(group for group in group_sites(self.settings.sites) if site in group)
         row = next(row for row in self.settings.ladder if row.name == rung)
         spec = make_group_engine(row, site, self.settings, self.facts, group)
-        return spec if isinstance(spec, EngineSpec) else None
+        if not isinstance(spec, EngineSpec):
+            return None
+        simulation = self.cache.get(spec, site.micro_batch)
+        shares = simulation is None or holds_on(simulation, spec, site.machine)
+        return spec if shares else move_engine(spec, site)
 
     def forecast_at(self, site: Site, engine: CachedEngine, micro_batch: int) -> RungForecast:
         """Return the forecast of the engine on the site's machine, with its speed."""

@@ -29,6 +29,12 @@ from torch import nn
 @torch.library.custom_op("autods_test::twice", mutates_args=())
 def twice(x: torch.Tensor) -> torch.Tensor:
     return x * 2
+def make_heads(h, value_size):
+    heads = h.sum() * h.new_ones(1, 2, 4096, 192)
+    return heads, heads, heads[..., :value_size]
+def attend_by_flash(*heads):
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+        return nn.functional.scaled_dot_product_attention(*heads)
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -45,6 +51,7 @@ def build_batch(n):
 # Lines in the forward of one model; the size of the micro batch selects one of them.
 PLAIN, RAISES, READS_A_VALUE, HAS_A_MASK = 2, 3, 4, 5
 CALLS_AN_OPERATOR, HAS_A_KERNEL, IN_PARTS, DIES = 6, 7, 8, 9
+LATENT_HEADS, ONLY_FLASH = 10, 11
 LINES = {
     PLAIN: "pass",
     RAISES: 'raise ValueError("my mistake")',
@@ -54,6 +61,8 @@ LINES = {
     HAS_A_KERNEL: "h = nn.functional.silu(h)",
     IN_PARTS: "h = h * torch.sigmoid(h)",
     DIES: "import ctypes; ctypes.string_at(0)",
+    LATENT_HEADS: "h = h + nn.functional.scaled_dot_product_attention(*make_heads(h, 128)).mean()",
+    ONLY_FLASH: "h = h + attend_by_flash(*make_heads(h.half(), 128)).mean()",
 }
 
 
@@ -276,6 +285,18 @@ def test_operators_with_a_cuda_kernel_are_not_decomposed(lines: Lines) -> None:
     results = [lines.simulate(line) for line in (HAS_A_KERNEL, IN_PARTS)]
     allocations = [sum(event >= 0 for event in result.traces["device"].events) for result in results]
     assert allocations[0] < allocations[1]
+
+
+def test_heads_of_latent_attention_need_no_memory_for_scores(lines: Lines) -> None:
+    latent, plain = lines.simulate(LATENT_HEADS), lines.simulate(PLAIN)
+    assert any(work.name == "_scaled_dot_product_cudnn_attention" for work in count_work(latent))
+    added = latent.live_bytes["backward"]["device"] - plain.live_bytes["backward"]["device"]
+    assert added < 4096 * 4096 * 4  # of one head
+
+
+def test_attention_without_a_kernel_fails_as_on_a_card(lines: Lines) -> None:
+    with pytest.raises(SimulationFailed, match="No available kernel"):
+        lines.simulate(ONLY_FLASH)
 
 
 def test_the_next_engine_works_after_one_died(lines: Lines) -> None:

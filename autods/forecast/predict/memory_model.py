@@ -16,6 +16,7 @@ from ...schema import read_toml_as
 from ...system.host import data_folder
 from ...types import Tier
 from ...units import parse_bytes
+from ..attention import UNKNOWN_FAMILY
 from ..values import EngineSpec, ForecastPhase, Interval, Simulation, Trace
 from .allocator import find_least_limit, replay
 from .host_allocators import peak_pinned_bytes, replay_process
@@ -24,7 +25,6 @@ from .step_time import Schedule, StepClocks
 
 Place = Literal["inside", "outside"]  # of the memory that torch allocates
 ShareOf = Literal["tensors", "activations", "reduce_bucket"]
-_UNKNOWN_CARD = (9, 0)  # the compute capability that an engine is simulated with where the machine does not say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class Overhead:
             return False
         if spec.world_size < self.least_world_size or stage < self.least_stage:
             return False
-        capability = spec.capability or _UNKNOWN_CARD
+        capability = spec.capability or UNKNOWN_FAMILY
         if self.least_capability is not None and capability < parse_capability(self.least_capability):
             return False
         if self.below_capability is not None and capability >= parse_capability(self.below_capability):

@@ -15,6 +15,7 @@ from ...system.host import data_folder
 _G = 1e9
 _HOPPER = (9, 0)
 _PREFER_CUDNN = ((9, 0), (10, 0))  # torch's sdp_utils.cpp, check_prefer_cudnn_attention, with cuDNN from 9.15.1 on
+_PLACES_OF_CUDNN = ("_scaled_dot_product_flash", "_scaled_dot_product_cudnn")  # it takes both calls
 _IN_CACHE = 1 << 20  # bytes of host work that need no bandwidth of the memory
 _DTYPES: Mapping[str, str] = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "tf32": "tf32",
@@ -299,7 +300,7 @@ class PriceList:
         """How much faster it is than flash attention, whose place it takes: longer sequences gain more."""
         ours = self.efficiency
         takes_cudnn = self.has_cudnn_attention and rates.capability in _PREFER_CUDNN
-        if not takes_cudnn or not work.name.startswith("_scaled_dot_product_flash") or not work.bytes:
+        if not takes_cudnn or not work.name.startswith(_PLACES_OF_CUDNN) or not work.bytes:
             return 1.0
         intensity = work.flops / work.bytes
         return max(1.0, ours.cudnn_attention * intensity / (intensity + ours.cudnn_half_intensity))

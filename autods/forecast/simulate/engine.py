@@ -17,11 +17,12 @@ from ...rank.pipeline import build_whole
 from ...rank.zero_init import partition_at_build
 from ...types import ModelFacts, Phase
 from ...workload.protocol import Workload
+from ..attention import UNKNOWN_FAMILY
 from ..predict.memory_model import estimate_outside_bytes
 from ..values import KINDS, EngineSpec, ForecastPhase, Simulation
 from . import attribution, custom_kernels, deepspeed_patches, fake_gpu, torch_patches, unknown_values
 from .dispatch import Recorder, join_world
-from .ledger import DEFAULT_CAPABILITY, DEVICE, PINNED, Ledger
+from .ledger import DEVICE, PINNED, Ledger
 from .protocol import explain_optimizer_errors
 
 _STEPS = 2  # the second differs: optimizer states exist, and stage 3 knows the order of its parameters
@@ -56,7 +57,7 @@ class SimulationContext:
     def take_card(self, spec: EngineSpec) -> None:
         """Simulate the card of `spec`."""
         self.ledger.device_bytes = spec.device_bytes
-        self.ledger.capability = spec.capability or DEFAULT_CAPABILITY
+        self.ledger.capability, self.ledger.family = spec.capability or UNKNOWN_FAMILY, spec.family
         self.ledger.outside_bytes = estimate_outside_bytes(spec)
 
     def begin(self, phase: Phase, step: int) -> None:
@@ -129,6 +130,7 @@ def read_ledger(ledger: Ledger, engine: Any, micro_batch: int, seconds: float) -
         optimizer_elements=attribution.optimizer_elements(engine),
         expert_groups=attribution.expert_groups(),
         communicators=ledger.work.communicators,
+        families=frozenset(ledger.families),
         breakdown={KINDS[kind]: size for kind, size in sorted(ledger.bytes_at_peak().items())},
         assumed=tuple(ledger.assumed),
         schedule=None if ledger.one_memory else ledger.work.schedule(),

@@ -36,11 +36,12 @@ def size_flash_backward(arguments: Sequence[Any]) -> list[int]:
 
 def size_efficient_backward(arguments: Sequence[Any]) -> list[int]:
     """Return bytes of each buffer: mem_eff_attention/kernel_backward.h, workspace_size and kKernelComputesDelta."""
-    gradient, query, key, _, _, out = arguments[:6]
+    gradient, query, key, value, _, out = arguments[:6]
     batch, heads, length, head = query.shape
-    workspace = _round_up(length, _ROWS) * _round_up(head, _TILE_COLUMNS)
-    if head > _LARGEST_IN_REGISTERS or query.element_size() == _FLOAT:
-        workspace += 2 * _round_up(key.shape[2], _ROWS) * _round_up(head, _TILE_COLUMNS)
+    columns, value_columns = (_round_up(size, _TILE_COLUMNS) for size in (head, value.shape[-1]))
+    workspace = _round_up(length, _ROWS) * columns
+    if max(head, value.shape[-1]) > _LARGEST_IN_REGISTERS or query.element_size() == _FLOAT:
+        workspace += _round_up(key.shape[2], _ROWS) * (columns + value_columns)
     sizes = [batch * heads * length * _FLOAT, batch * heads * workspace * _FLOAT]
     return [*_size_copies(gradient, out), *sizes]
 
@@ -56,6 +57,7 @@ def size_efficient_forward(arguments: Sequence[Any]) -> list[int]:
 
 BUFFERS: Mapping[Any, Callable[[Sequence[Any]], list[int]]] = {
     _aten._scaled_dot_product_flash_attention_backward.default: size_flash_backward,
+    _aten._scaled_dot_product_cudnn_attention_backward.default: size_flash_backward,  # in want of its sources
     _aten._scaled_dot_product_efficient_attention_backward.default: size_efficient_backward,
     _aten._scaled_dot_product_efficient_attention.default: size_efficient_forward,
 }

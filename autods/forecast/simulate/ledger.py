@@ -10,12 +10,12 @@ from itertools import accumulate
 from typing import Any
 
 from ...types import Tier
+from ..attention import FAMILIES, UNKNOWN_FAMILY
 from ..values import ForecastPhase, Trace
 from .unknown_values import Choices
 from .work_log import WorkLog
 
 DEVICE, HOST, PINNED, _SUM = 0, 1, 2, 3
-DEFAULT_CAPABILITY = (9, 0)  # of a Hopper card, where the machine does not say
 _POOLED_STREAMS = 32  # c10/cuda/CUDAStream.cpp, kStreamsPerPoolBits = 5
 _TIERS: tuple[Tier, Tier, Tier] = ("device", "host", "pinned")
 
@@ -47,7 +47,8 @@ class Ledger:
         self.work.is_pinned = self.is_pinned
         self.device_bytes = 0
         self.outside_bytes = 0  # of the device, held beside torch's allocator
-        self.capability = DEFAULT_CAPABILITY
+        self.capability = self.family = UNKNOWN_FAMILY
+        self.families = set(FAMILIES)  # those on which every call of attention takes the same kernel
         self.choices = Choices()
         self.assumed: dict[str, None] = {}
         self.nvme: dict[str, int] = {}

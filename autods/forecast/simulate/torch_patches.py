@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,13 +11,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributions import Distribution
 
 from ...rank.patching import declare, declare_all
+from ..attention import FAMILIES, KERNELS, AttentionCall, Kernel, choose_kernel
 from .ledger import Ledger
 
 FAKE_DEVICE = (
     "_fake_device" if "_fake_device" in FakeTensor.__annotations__ else "fake_device"
 )  # the latter: torch 2.11
-_LARGEST_HEAD = 256  # elements of a head that the flash kernel takes
-_FLASH_FROM = (8, 0)  # compute capability
 _aten = torch.ops.aten
 _INIT_GPU = declare(
     "torch._subclasses.fake_tensor.init_gpu_context", "a fake tensor on a GPU would initialise CUDA, and there is none"
@@ -123,9 +123,7 @@ def _route_attention(ledger: Ledger) -> None:
     """Send calls of scaled_dot_product_attention to the operator that a real device would take."""
 
     def attend(*arguments: Any) -> Any:
-        if ledger.one_memory:
-            return _attend_on_cpu(*arguments)
-        return _attend_on_gpu(*arguments, capability=ledger.capability)
+        return _attend_on_cpu(*arguments) if ledger.one_memory else _attend_on_gpu(ledger, *arguments)
 
     real = _ATTENTION.original()
 
@@ -141,62 +139,79 @@ def _route_attention(ledger: Ledger) -> None:
     _ATTENTION.install(scaled_dot_product_attention)
 
 
-def _are_fusible(query: Any, key: Any, value: Any) -> bool:
-    return bool(query.dim() == 4 and key.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1])
-
-
 def _attend_on_gpu(
-    query: Any, key: Any, value: Any, mask: Any, dropout: float, causal: bool, scale: float | None, gqa: bool,
-    *, capability: tuple[int, int],
+    ledger: Ledger, query: Any, key: Any, value: Any, mask: Any, dropout: float, causal: bool, scale: float | None,
+    gqa: bool,
 ) -> Any:  # fmt: skip
-    """The result of the flash, memory-efficient or plain kernel, as CUDA chooses; None for tensors of the CPU.
+    """The result of the kernel that the simulated card takes; None for nested tensors and those of the CPU.
 
-    After torch 2.13's sdp_utils.cpp. cuDNN's kernel, which torch may prefer on Hopper, counts as flash does.
+    After torch 2.13's attention.cpp. Raises RuntimeError, as torch does, where the program has turned off all kernels
+    that would take the call.
     """
-    if not query.is_cuda:
+    if not query.is_cuda or query.is_nested:
         return None
-    pad = torch.nn.functional.pad
-    half, size = query.dtype in (torch.bfloat16, torch.float16), query.shape[-1]
-    fusible = _are_fusible(query, key, value)
-    if fusible and half and mask is None and takes_flash(query, key, value, dropout, causal, capability):
+    if torch.is_autocast_enabled("cuda"):
+        to_half = torch.get_autocast_dtype("cuda")
+        query, key, value = (tensor.to(to_half) for tensor in (query, key, value))
+        mask = mask.to(to_half) if mask is not None and mask.is_floating_point() else mask
+    trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    call = AttentionCall(
+        query=tuple(query.shape),
+        key=tuple(key.shape),
+        value=tuple(value.shape),
+        dtype=str(query.dtype).removeprefix("torch.") if query.dtype == key.dtype == value.dtype else None,
+        dense_rows=all(tensor.stride(-1) == 1 for tensor in (query, key, value, mask) if tensor is not None),
+        mask=None if mask is None else tuple(mask.shape),
+        mask_trains=mask is not None and mask.requires_grad,
+        dropout=dropout,
+        causal=causal,
+        grouped=gqa,
+        trains=trains,
+        enabled=tuple(kernel for kernel in KERNELS if _IS_ENABLED[kernel]()),
+    )
+    kernel = choose_kernel(call, ledger.family)
+    ledger.families &= {family for family in FAMILIES if choose_kernel(call, family) == kernel}
+    pad, size = torch.nn.functional.pad, query.shape[-1]
+    if kernel is None:
+        raise RuntimeError("No available kernel. Aborting execution.")
+    if kernel == "flash":
         if size % 8:  # the kernel needs a multiple of 8: torch pads copies of all three and cuts the result
             query, key, value = (pad(tensor, (0, 8 - size % 8)) for tensor in (query, key, value))
             scale = scale if scale is not None else 1 / math.sqrt(size)
         out = _aten._scaled_dot_product_flash_attention(query, key, value, dropout, causal, scale=scale)[0]
         return out[..., :size] if size % 8 else out
     mask = _as_bias(mask, query.dtype)
-    aligned = size % (8 if half else 4 if capability >= _FLASH_FROM else 1) == 0
-    if not fusible or gqa or not (half or query.dtype == torch.float32) or not aligned:
+    if kernel == "math":
         return _aten._scaled_dot_product_attention_math(
             query, key, value, mask, dropout, causal, None, scale=scale, enable_gqa=gqa
+        )[0]
+    if kernel == "cudnn":
+        return _aten._scaled_dot_product_cudnn_attention(
+            query, key, value, mask, trains, dropout, causal, False, scale=scale
         )[0]
     if mask is not None:
         if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
             # The kernel needs rows that begin at multiples of 8 elements: torch pads a copy.
             mask = pad(mask, (0, 8 - mask.shape[-1] % 8))[..., : mask.shape[-1]]
         mask = mask.expand(*query.shape[:-1], key.shape[-2])
-    for_backward = any(tensor.requires_grad for tensor in (query, key, value))
-    return _aten._scaled_dot_product_efficient_attention(
-        query, key, value, mask, for_backward, dropout, causal, scale=scale
-    )[0]
+    return _aten._scaled_dot_product_efficient_attention(query, key, value, mask, trains, dropout, causal, scale=scale)[
+        0
+    ]
 
 
-def takes_flash(query: Any, key: Any, value: Any, dropout: float, causal: bool, capability: tuple[int, int]) -> bool:
-    """Whether torch takes the flash kernel for half-precision tensors without a mask."""
-    size = query.shape[-1]
-    if capability < _FLASH_FROM or size > _LARGEST_HEAD or (causal and query.shape[-2] != key.shape[-2]):
-        return False
-    trains = any(tensor.requires_grad for tensor in (query, key, value))
-    if trains and ((8, 6) <= capability <= (8, 9) or capability[0] == 12):
-        return size <= 192 or (size > 224 and not dropout)
-    return True
+_IS_ENABLED: Mapping[Kernel, Callable[[], bool]] = {
+    "flash": torch.backends.cuda.flash_sdp_enabled,
+    "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
+    "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
+    "math": torch.backends.cuda.math_sdp_enabled,
+}
 
 
 def _attend_on_cpu(
     query: Any, key: Any, value: Any, mask: Any, dropout: float, causal: bool, scale: float | None, gqa: bool
 ) -> Any:
     """The result of the CPU's flash kernel; None where a CPU would not take it."""
-    if not _are_fusible(query, key, value):
+    if not query.dim() == key.dim() == 4 or not query.shape[-1] == key.shape[-1] == value.shape[-1]:
         return None
     if not query.is_cpu or dropout or (mask is not None and mask.requires_grad):
         return None

@@ -1,10 +1,9 @@
-"""The buffers of attention kernels, by hand from torch's sources, and which kernel a card takes."""
+"""The buffers of attention kernels, by hand from torch's sources."""
 
 from __future__ import annotations
 
 import random
 
-import pytest
 import torch
 
 from autods.forecast.simulate.kernel_buffers import (
@@ -12,7 +11,6 @@ from autods.forecast.simulate.kernel_buffers import (
     size_efficient_forward,
     size_flash_backward,
 )
-from autods.forecast.simulate.torch_patches import takes_flash
 
 
 def tensor(heads: int, length: int, head: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -47,30 +45,10 @@ def test_the_efficient_kernel_sums_long_heads_in_memory() -> None:
     assert size_efficient_forward([long, long, long]) == [2 * 4 * 128 * 192 * 4]
 
 
-@pytest.mark.parametrize(
-    ("capability", "head", "dropout", "expected"),
-    [
-        ((7, 0), 64, 0.0, False),
-        ((7, 5), 128, 0.0, False),
-        ((8, 0), 256, 0.1, True),
-        ((9, 0), 264, 0.0, False),
-        ((8, 6), 224, 0.0, False),
-        ((8, 9), 256, 0.0, True),
-        ((8, 9), 256, 0.1, False),
-        ((12, 0), 224, 0.0, False),
-    ],
-)
-def test_flash_needs_ampere_and_a_head_of_its_sizes(
-    capability: tuple[int, int], head: int, dropout: float, expected: bool
-) -> None:
-    query = tensor(4, 128, head).requires_grad_()
-    assert takes_flash(query, query, query, dropout, True, capability) == expected
-
-
-def test_flash_takes_no_causal_mask_that_is_not_square() -> None:
-    query, key = tensor(4, 128, 64), tensor(4, 256, 64)
-    assert not takes_flash(query, key, key, 0.0, True, (9, 0))
-    assert takes_flash(query, key, key, 0.0, False, (9, 0))
+def test_the_efficient_kernels_sums_have_the_heads_sizes() -> None:
+    query, value = tensor(4, 128, 192), tensor(4, 128, 128)
+    columns = 192 + (192 + 128)  # the sums of the gradients of query, key and value
+    assert size_efficient_backward([value, query, query, value, None, value])[-1] == 2 * 4 * 128 * columns * 4
 
 
 def test_buffers_hold_copies_of_what_is_not_contiguous() -> None:
