@@ -25,6 +25,7 @@ AnyEvent = TypeVar("AnyEvent")
 VERSION = 3
 _ROW_START = b'{"kind": "'
 _HEADER_START = _ROW_START + b'header"'
+_OF_TRIALS = {"started", "finished", "forecast"}  # kinds of rows that are lost with a journal
 
 
 def trial_key(trial: Trial) -> str:
@@ -58,12 +59,12 @@ class Journal:
     def open(self, *, fingerprint: str, device_bytes: int = 0) -> History:
         """Start a journal with the memory of a rank's device, or read the existing one.
 
-        A torn last line is cut off: the driver died while it wrote, and the trial of that line will run again. Raises
-        InputError when the journal belongs to another fit, cannot be read, or is damaged, and names the line.
+        A torn last line is cut off: the driver died while it wrote, and the trial of that line will run again. A
+        journal of another fit that has begun no trial is started anew. Raises InputError when the journal belongs to
+        another fit, cannot be read, or is damaged, and names the line.
         """
-        if not (rows := self.read_rows()):
-            rows = [{"kind": "header", "version": VERSION, "fingerprint": fingerprint, "device_bytes": device_bytes}]
-            self.append(rows[0])
+        header = {"kind": "header", "version": VERSION, "fingerprint": fingerprint, "device_bytes": device_bytes}
+        rows = self.begin(header, _OF_TRIALS)
         match rows[0]:
             case {"kind": "header", "version": int(version), "fingerprint": str(known)} if (version, known) != (
                 VERSION,
@@ -74,6 +75,23 @@ class Journal:
                 return replace(self._replay(rows[1:]), device_bytes=began_with)
             case _:
                 raise self._damaged(1)
+
+    def begin(self, header: Mapping[str, Any], kept: Container[str]) -> list[dict[str, Any]]:
+        """Return the rows, `header` alone for a new journal, and for one with another header and no row of `kept`."""
+        rows = self.read_rows()
+        is_header = bool(rows) and rows[0].get("kind") == "header"
+        if is_header and rows[0] != header and not any(row.get("kind") in kept for row in rows):
+            self._cut(0)
+            rows = []
+        if not rows:
+            self.append(header)
+        return rows or [dict(header)]
+
+    def _cut(self, size: int) -> None:
+        try:
+            os.truncate(self.path, size)
+        except OSError as error:
+            raise make_write_error(self.path, error) from None
 
     def write_start(self, trial: Trial) -> None:
         """Note that a trial begins to run."""
@@ -135,10 +153,7 @@ class Journal:
         if written[: len(_ROW_START)] != _ROW_START[: len(written)]:
             raise self._damaged(len(lines) + 1)
         if torn:
-            try:
-                os.truncate(self.path, len(data) - len(torn))
-            except OSError as error:
-                raise make_write_error(self.path, error) from None
+            self._cut(len(data) - len(torn))
         return rows
 
     def _replay(self, rows: list[dict[str, Any]]) -> History:

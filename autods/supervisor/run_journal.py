@@ -155,12 +155,11 @@ class RunJournal:
     def open(self, identity: Mapping[str, Any]) -> RunHistory:
         """Start a journal, or read the existing one. `identity` has the options that a run may not change.
 
-        Raises InputError where the journal is of another run, which names the options that differ, or is damaged.
+        The options of a run that has started no attempt may change. Raises InputError where the journal is of another
+        run, which names the options that differ, or is damaged.
         """
-        if not (rows := self._journal.read_rows()):
-            self._journal.append({"kind": "header", "version": VERSION, "identity": dict(identity)})
-            return self.history
-        header, *rows = rows
+        mine = {"kind": "header", "version": VERSION, "identity": dict(identity)}
+        header, *rows = self._journal.begin(mine, ("started",))
         if header.get("kind") != "header" or header.get("version") != VERSION:
             raise self._damaged(1, "it is of another version")
         known = header.get("identity") or {}

@@ -13,7 +13,7 @@ import pytest
 
 from autods.errors import EnvironmentBroken, InputError
 from autods.events import Note
-from autods.journal import Journal, TrialStore, record_warnings, trial_key
+from autods.journal import VERSION, Journal, TrialStore, record_warnings, trial_key
 from autods.types import Action, Failed, Fit, Outcome, OutOfMemory, Record, Tier, Trial
 from tests.support.journaled import FIT, TRIAL, record
 
@@ -124,11 +124,24 @@ def test_a_record_that_was_read_has_the_key_it_was_written_under(journal: Journa
 
 def test_the_journal_of_another_fit_is_refused_and_left_as_it_is(journal: Journal) -> None:
     journal.open(fingerprint="other")
+    journal.write_start(TRIAL)
     before = journal.path.read_bytes()
     said = refusal(journal)
     assert "belongs to another fit" in said
     assert "--fresh" in said
     assert journal.path.read_bytes() == before
+
+
+@pytest.mark.parametrize("version", [VERSION - 1, VERSION])
+def test_another_fit_without_a_trial_is_no_obstacle(journal: Journal, version: int) -> None:
+    journal.open(fingerprint="other", device_bytes=400)
+    journal.write_warning("it was slow")
+    lines = journal.path.read_text().replace(f'"version": {VERSION}', f'"version": {version}')
+    journal.path.write_text(lines)
+    past = journal.open(fingerprint="q", device_bytes=300)
+    assert (past.device_bytes, past.warnings) == (300, [])
+    assert journal.open(fingerprint="q", device_bytes=300) == past
+    assert len(journal.path.read_text().splitlines()) == 1
 
 
 @pytest.mark.parametrize("kept", [1, 2])
@@ -143,7 +156,9 @@ def test_a_torn_last_line_loses_no_whole_line(journal: Journal, kept: int) -> No
 
 
 def test_a_journal_keeps_the_device_memory_of_its_first_run(journal: Journal) -> None:
-    assert [journal.open(fingerprint="q", device_bytes=size).device_bytes for size in (400, 500)] == [400, 400]
+    journal.open(fingerprint="q", device_bytes=400)
+    journal.write_start(TRIAL)
+    assert journal.open(fingerprint="q", device_bytes=500).device_bytes == 400
 
 
 def test_a_torn_header_starts_the_journal_again(journal: Journal) -> None:

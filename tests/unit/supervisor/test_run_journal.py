@@ -1,0 +1,22 @@
+"""The journal of a run: which options may change between two calls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autods.errors import InputError
+from autods.supervisor.run_journal import Attempt, RunConfig, RunJournal
+from tests.support.journaled import TRIAL
+
+
+def test_options_may_change_until_an_attempt_has_started(tmp_path: Path) -> None:
+    for arguments in ("--lr 1e-4x", "--lr 1e-4"):  # the script refused the first, before any attempt
+        journal = RunJournal(tmp_path)
+        journal.open({"arguments": arguments})
+        journal.note_workload("a")
+    config = RunConfig(rung="ddp", knobs=TRIAL.knobs, world_size=2)
+    journal.start_attempt(Attempt(number=1, config=config, first_step=0, began=0.0))
+    with pytest.raises(InputError, match=r"other options \(arguments: --lr 1e-4 → --lr 1e-5\)"):
+        RunJournal(tmp_path).open({"arguments": "--lr 1e-5"})
