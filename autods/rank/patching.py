@@ -17,13 +17,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.machinery import ModuleSpec
-from types import ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 from ..errors import EnvironmentBroken
 
 _DISTRIBUTIONS = {"pynvml": "nvidia-ml-py", "cpuinfo": "py-cpuinfo"}  # where the import has another name
 _ABSENT = object()
+_PACKAGE = __file__.removesuffix("rank/patching.py")  # of autods
 _declared: dict[str, Patch] = {}
 
 
@@ -52,12 +53,15 @@ class Patch:
     def install(self, replacement: Any, *, everywhere: bool = False) -> Any:
         """Replace the symbol for the rest of this process and return its former value. Raises SymbolMissing.
 
-        With `everywhere`, modules that have imported the symbol under its own name get the replacement as well.
+        `inspect` shows a function that stands for another one as the other one. With `everywhere`, modules that have
+        imported the symbol under its own name get the replacement as well.
         """
         holder, former = self._find()
         if holder is None:
             return None
         name = self.symbol.rpartition(".")[2]
+        if inspect.isfunction(former) and inspect.isfunction(replacement) and not hasattr(replacement, "__wrapped__"):
+            replacement = functools.update_wrapper(_copy(replacement), former)
         setattr(holder, name, replacement)
         for module in list(sys.modules.values()) if everywhere else ():
             if module is not None and getattr(module, "__dict__", {}).get(name) is former:
@@ -125,6 +129,21 @@ class Patch:
             f"{distribution} {version} has no {self.symbol}, which autods replaces: {self.why}\n"
             "  install the versions of constraints.txt, and report this version of the library to autods"
         )
+
+
+def _copy(function: FunctionType) -> FunctionType:
+    """The same function as another object: one may stand for several, with the name and the source of each."""
+    code, names = function.__code__, function.__globals__
+    copy = FunctionType(code, names, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def find_original(value: Any) -> Any:
+    """The function that a function of autods stands for, as its library has it; any other value itself."""
+    code = getattr(value, "__code__", None)
+    is_ours = code is not None and code.co_filename.startswith(_PACKAGE) and hasattr(value, "__wrapped__")
+    return find_original(value.__wrapped__) if is_ours else value
 
 
 def when_imported(name: str, action: Callable[[], None]) -> None:

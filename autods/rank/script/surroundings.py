@@ -16,7 +16,7 @@ from ...devices import DEVICES, find_device
 from ...system.stacks import find_caller
 from ..distributed import choose_store
 from ..job import RankJob
-from ..patching import declare, declare_all
+from ..patching import declare, declare_all, find_original
 from .user_errors import script_error
 
 _LOCAL_RANK = ("--local_rank", "--local-rank")
@@ -29,6 +29,9 @@ _CUDA_CALLS = declare_all(
 _SPAWN = declare("torch.multiprocessing.spawn", "the trial starts the ranks, not the script")
 _SET_VARIABLE = declare("os._Environ.__setitem__", "the cards of a rank are chosen before its script runs")
 _PARSE = declare("argparse.ArgumentParser.parse_known_args", "a parser that knows --local_rank gets it")
+_INSPECTED = declare_all(
+    "inspect", ("getfile", "getfullargspec", "findsource"), "a script sees the functions of the libraries as they are"
+)
 _PARSER_ERROR = declare("argparse.ArgumentParser.error", "a refused command line is an error of the trial")
 
 
@@ -41,6 +44,8 @@ def install(job: RankJob, slot: int, store: socket.socket | None, stand_ins: lis
         ignore_cuda_calls(stand_ins)
     _SET_VARIABLE.wrap(_keep_cards, {each.visible_variable for each in DEVICES.values()})
     _PARSE.wrap(_pass_local_rank, slot)
+    for patch in _INSPECTED.values():
+        patch.wrap(lambda original, value: original(find_original(value)))
     _PARSER_ERROR.install(_refuse_arguments)
     _SPAWN.install(_refuse_spawn)
 

@@ -1,7 +1,19 @@
 """The HF Trainer, as people use it: all by TrainingArguments. A small GPT-2 with random weights on made-up tokens."""
 
+import inspect
+
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, Trainer, TrainingArguments
+
+
+def check_sources():
+    """Read methods of the Trainer as programs do that change them by their source, such as axolotl."""
+    step = Trainer._maybe_log_save_evaluate
+    assert "tr_loss_scalar" in inspect.getsource(step), inspect.getsource(step)
+    for method in (step, Trainer.train, Trainer.evaluate, Trainer._save_checkpoint, TrainingArguments.__post_init__):
+        assert "/transformers/" in inspect.getsourcefile(method)
+        assert "self" in inspect.getfullargspec(method).args
+        assert next(iter(inspect.signature(method).parameters)) == "self"
 
 
 class Tokens(torch.utils.data.Dataset):
@@ -14,6 +26,7 @@ class Tokens(torch.utils.data.Dataset):
 
 
 def main():
+    check_sources()
     (arguments,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
     model = GPT2LMHeadModel(GPT2Config(vocab_size=128, n_positions=32, n_embd=64, n_layer=2, n_head=2))
     trainer = Trainer(model=model, args=arguments, train_dataset=Tokens(), eval_dataset=Tokens())

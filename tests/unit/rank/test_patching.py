@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import json.decoder
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from autods.rank.patching import Patch, SymbolMissing, declare, declare_all, declared, when_imported
+from autods.rank.patching import Patch, SymbolMissing, declare, declare_all, declared, find_original, when_imported
 
 
 def patch(symbol: str, *, optional: bool = False) -> Patch:
@@ -56,6 +57,24 @@ def test_a_wrapper_gets_its_context_and_the_original(library: types.ModuleType) 
     assert library.Child().run() == "not so real"
     assert library.Child.run.__name__ == "run"
     assert not hasattr(library, "absent")
+
+
+def test_inspect_shows_the_function_that_was_replaced(library: types.ModuleType) -> None:
+    library.write, library.read = json.dumps, json.loads  # type: ignore[attr-defined]
+    for symbol in ("somelib.write", "somelib.read"):
+        patch(symbol).install(_nothing)  # one function stands for two
+    for replaced, real in ((library.write, json.dumps), (library.read, json.loads)):
+        assert replaced("1") is None
+        assert inspect.getsource(replaced) == inspect.getsource(real)
+        assert inspect.signature(replaced) == inspect.signature(real)
+        assert replaced.__name__ == real.__name__
+    patch("somelib.Child.run").wrap(lambda original, child: "ours")
+    assert find_original(library.Child.run).__code__.co_filename == __file__
+    assert find_original(pytest.fixture) is pytest.fixture
+
+
+def _nothing(*args: object) -> None:
+    return None
 
 
 def test_names_imported_elsewhere_follow(library: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

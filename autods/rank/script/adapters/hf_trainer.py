@@ -68,7 +68,7 @@ def _install_patches(injection: Injection, config: LibraryConfig) -> None:
     )  # fmt: skip
     if injection.policy.host is None:
         _TRAINERS["train"].wrap(_train_from_start)
-        _TRAINERS["_maybe_log_save_evaluate"].install(lambda trainer, *args, **kwargs: None)
+        _TRAINERS["_maybe_log_save_evaluate"].wrap(lambda original, *args, **kwargs: None)
     else:
         HfTrainerLoop(injection.policy.host).install()
 
