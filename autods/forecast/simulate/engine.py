@@ -44,7 +44,7 @@ class SimulationContext:
             fake_gpu.install(self.ledger)
             custom_kernels.install(self.ledger)
         torch_patches.install(self.ledger)
-        unknown_values.install()
+        unknown_values.install(self.ledger.assume)
         deepspeed_patches.install(self.ledger)
         self.recorder = Recorder(self.ledger, self._fake)
 

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from ...config.deepspeed import BATCH_KEYS, DEFAULT_OPTIMIZER, merge, strip_rung_keys
@@ -127,7 +128,7 @@ class _ScriptRun:
             device=self.spec.device,
             folder=self.scratch,
             scratch=self.scratch,
-            private=self.scratch,
+            private=tempfile.mkdtemp(dir=Path(self.scratch).parents[1]),  # its path is short, for sockets
             world_size=self.spec.world_size,
             ds_config=config,
             micro_batch=self.micro_batch,

@@ -1,4 +1,4 @@
-"""Values that simulated tensors lack: whether the batch's masks hold padding, and how many tokens experts get."""
+"""Values that simulated tensors lack: the padding of a batch, the tokens of experts, the end of a generated text."""
 
 from __future__ import annotations
 
@@ -31,10 +31,41 @@ _IS_FAKE = declare(
 _FAST_ALL = declare("transformers.masking_utils.fast_all", "it reads a sum, which does not tell the mask it is of")
 
 
-def install() -> None:
-    """Patch transformers in this process, if it is ever imported: models treat fake tensors like real ones."""
+_STOPS = declare("transformers.generation.StoppingCriteriaList.__call__", "no token is known that ends a generation")
+_UNFINISHED = declare(
+    "transformers.generation.GenerationMixin._has_unfinished_sequences", "a generation ends at its longest text"
+)
+
+
+def install(assume: Callable[[str], None]) -> None:
+    """Patch transformers in this process, if it is ever imported: models treat fake tensors like real ones.
+
+    `assume` gets a sentence for the user where a model generates.
+    """
     when_imported("transformers.utils.import_utils", lambda: _IS_FAKE.install(lambda tensor: False))
     when_imported("transformers.masking_utils", lambda: _FAST_ALL.install(lambda tensor: tensor.all()))
+    when_imported("transformers.generation.utils", lambda: _end_generations(assume))
+
+
+def _end_generations(assume: Callable[[str], None]) -> None:
+    """Let `generate` end when it has as many tokens as it may have."""
+    is_full = False  # of the loop in work; that of an assistant's model runs inside of another
+
+    def note_length(original: Any, criteria: Any, /, tokens: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal is_full
+        is_full = criteria.max_length is not None and tokens.shape[-1] >= criteria.max_length
+        return original(criteria, tokens, *args, **kwargs)
+
+    def go_on(original: Any, /, *args: Any, **kwargs: Any) -> bool:
+        nonlocal is_full
+        if is_full:
+            is_full = False
+            assume("generated texts were taken to be as long as they may be (max_new_tokens)")
+            return False
+        return bool(original(*args, **kwargs))
+
+    _STOPS.wrap(note_length)
+    _UNFINISHED.wrap(go_on)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

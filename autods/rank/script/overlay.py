@@ -1,7 +1,7 @@
 """A copy-on-write overlay over the user's files: a script reads its changes, and the files on disk stay the same.
 
-It replaces `open`, `io.FileIO` and the functions of `os` that take a path. Libraries in C that open files themselves
-bypass it; the kernel refuses what they write where it can, see `sandbox`.
+It replaces `open`, `io.FileIO`, the functions of `os` that take a path, and the same of some libraries in C. Others
+that open files themselves bypass it; the kernel refuses what they write where it can, see `sandbox`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..patching import declare, declare_all
+from ..patching import declare, declare_all, when_imported
 
 _WHY = "a script's writes are kept out of the user's folders"
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -27,6 +27,27 @@ _OPENS = (
     declare("bz2._builtin_open", _WHY, optional=True),
 )
 _FILE_IO = declare("io.FileIO", _WHY)
+_TOKENIZER_SAVE = declare("tokenizers.Tokenizer.save", "its Rust code writes the file itself")
+_SQLITE = declare("sqlite3.connect", "a database of the script is a copy of its own")
+_ARROW = declare("pyarrow.memory_map", "a file that the script wrote is read where it was redirected")
+LARGEST_COPIED = 2**26  # bytes
+# What a new Python runs first: the overlay, then the module of this name that it would have run.
+_SITE = """
+import sys
+sys.path.remove({folder!r})
+own = sys.modules.pop("sitecustomize")
+try:
+    import sitecustomize
+except ImportError:
+    sys.modules["sitecustomize"] = own
+try:
+    from pathlib import Path
+    from autods.rank.script.overlay import Overlay
+except ImportError:  # a Python of another environment
+    pass
+else:
+    Overlay(Path({root!r}), {free!r}).install()
+"""
 
 
 class Overlay:
@@ -39,6 +60,7 @@ class Overlay:
     def __init__(self, root: Path, free: tuple[str, ...]) -> None:
         self.written: dict[str, None] = {}  # in order
         self._root = str(root)
+        self._given = free
         self._free = tuple(os.path.join(os.path.abspath(folder), "") for folder in (self._root, *free))
 
     def install(self) -> None:
@@ -48,6 +70,40 @@ class Overlay:
         _FILE_IO.install(_make_file_io(self._choose))
         for name, replacement in _REPLACEMENTS.items():
             _OS[name].wrap(replacement, self)
+            getattr(os, name).__module__ = "os"  # where pickle looks for it, not in posix
+        when_imported("sqlite3", self._redirect_databases)
+        when_imported("pyarrow", lambda: _ARROW.wrap(_open_chosen, self.path_to_read, everywhere=True))
+        when_imported("tokenizers", lambda: _TOKENIZER_SAVE.wrap(self._save_tokenizer))
+
+    def follow_children(self, folder: Path) -> None:
+        """Let each new Python that this process starts have the overlay, by a module in this new folder.
+
+        So a process has it that `multiprocessing` spawns, which shares no memory with this one.
+        """
+        folder.mkdir()
+        text = _SITE.format(folder=str(folder), root=self._root, free=self._given)
+        (folder / "sitecustomize.py").write_text(text)
+        path = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *([path] if path else [])])
+
+    def _redirect_databases(self) -> None:
+        """Let sqlite3 open the script's own copy of a database file.
+
+        A database in memory or at a URI stays as it is, and so does a file so large that it is data.
+        """
+
+        def choose(path: Any) -> Any:
+            name = os.fspath(path)
+            if not name or name.startswith((":", "file:")):
+                return path
+            is_large = os.path.isfile(name) and os.path.getsize(name) > LARGEST_COPIED
+            return self.path_to_read(path) if is_large else self.path_to_write(path, keep=True)
+
+        _SQLITE.wrap(_open_chosen, choose, everywhere=True)
+
+    def _save_tokenizer(self, original: Any, tokenizer: Any, path: Any, /, *args: Any, **kwargs: Any) -> None:
+        """Write a tokenizer's file where the script finds it again."""
+        original(tokenizer, self.path_to_write(path, keep=False), *args, **kwargs)
 
     # Where a path leads.
 
@@ -101,6 +157,13 @@ class Overlay:
     def _read(self, original: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
         return original(self.path_to_read(path, kwargs.get("dir_fd")), *args, **kwargs)
 
+    def _enter(self, original: Any, path: Any) -> None:
+        """Enter a folder on disk as such: its copy has only what was written, and relative paths lead there."""
+        try:
+            original(path)
+        except FileNotFoundError:
+            original(self.path_to_read(path))
+
     def _truncate(self, original: Any, path: Any, length: int) -> None:
         original(self.path_to_write(path, keep=True), length)
 
@@ -150,6 +213,13 @@ class Overlay:
         original(source, self.path_to_write(dst, keep=False), *args, **kwargs)
 
 
+def _open_chosen(choose: Callable[[Any], Any], original: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Open the file that `choose` returns for the path."""
+    if args and isinstance(args[0], (str, os.PathLike)):
+        args = (choose(args[0]), *args[1:])
+    return original(*args, **kwargs)
+
+
 def _make_file_io(choose: Callable[[Any, str], Any]) -> type[io.FileIO]:
     """A FileIO that opens the file of `choose`. A FileIO that `open` makes is an instance of it, too."""
 
@@ -185,10 +255,11 @@ class _MergedScan(contextlib.ExitStack):
 
 _REPLACEMENTS: Mapping[str, Callable[..., Any]] = {
     **dict.fromkeys(("unlink", "remove", "rmdir", "chmod", "chown", "utime", "lchown"), Overlay._change),
-    **dict.fromkeys(("stat", "lstat", "access", "readlink", "statvfs", "chdir"), Overlay._read),
+    **dict.fromkeys(("stat", "lstat", "access", "readlink", "statvfs"), Overlay._read),
     **dict.fromkeys(("listdir", "scandir"), Overlay._list),
     **dict.fromkeys(("rename", "replace"), Overlay._move),
     **dict.fromkeys(("link", "symlink"), Overlay._link),
+    "chdir": Overlay._enter,
     "open": Overlay._os_open,
     "mkdir": Overlay._mkdir,
     "truncate": Overlay._truncate,

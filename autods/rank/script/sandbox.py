@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from ...system.landlock import confine_writes
 from ..job import RankJob
 from ..patching import declare, declare_all, when_imported
 from .batches import iter_tensors
-from .overlay import Overlay
+from .overlay import LARGEST_COPIED, Overlay
 from .policy import Policy
 from .user_errors import WRITABLE
 
@@ -40,7 +40,6 @@ _CACHES = (
     "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TRANSFORMERS_CACHE", "TORCH_HOME",
     "TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "NLTK_DATA",
 )  # fmt: skip
-_LARGEST_COPIED = 2**26  # bytes
 _NOT_SAVED = "a trial does not save models"
 _ENGINE_SAVES = declare_all(
     "deepspeed.runtime.engine.DeepSpeedEngine",
@@ -56,10 +55,6 @@ _FILE_SAVES = (
     declare("safetensors.numpy.save_file", _NOT_SAVED),
     declare("safetensors.serialize_file", _NOT_SAVED),  # libraries import `save_file` under names of their own
 )
-_TOKENIZER_SAVE = declare("tokenizers.Tokenizer.save", "its Rust code writes the file itself")
-# Libraries in C open files by path and bypass the overlay.
-_SQLITE = declare("sqlite3.connect", "a database of the script is a copy of its own")
-_ARROW = declare("pyarrow.memory_map", "a file that the script wrote is read where it was redirected")
 _LMDB = declare("lmdb.open", "it writes a lock file, also beside data that are only read")
 _WANDB = declare("wandb.init", 'mode="online" in a script overrides the environment')
 
@@ -88,9 +83,7 @@ def install(policy: Policy, rank: int) -> tuple[Overlay, bool]:
     # A rank of another node reads what rank 0 wrote into a folder of the cluster, such as prepared data.
     overlay = Overlay(policy.job.shared_folder / "written", free)
     overlay.install()
-    when_imported("sqlite3", lambda: redirect_databases(overlay))
-    when_imported("pyarrow", lambda: _ARROW.wrap(_open_chosen, overlay.path_to_read, everywhere=True))
-    when_imported("tokenizers", lambda: redirect_tokenizers(overlay))
+    overlay.follow_children(Path(policy.job.private) / f"python{rank}")
     when_imported("lmdb", read_lmdb_unlocked)
     when_imported("wandb", disable_wandb)
     return overlay, confined
@@ -120,31 +113,6 @@ def list_free_folders(job: RankJob) -> Iterator[str]:
         yield os.path.realpath(path)
 
 
-def redirect_databases(overlay: Overlay) -> None:
-    """Let sqlite3 open the script's own copy of a database file.
-
-    A database in memory or at a URI stays as it is, and so does a file so large that it is data.
-    """
-
-    def choose(path: Any) -> Any:
-        name = os.fspath(path)
-        if not name or name.startswith((":", "file:")):
-            return path
-        is_large = os.path.isfile(name) and os.path.getsize(name) > _LARGEST_COPIED
-        return overlay.path_to_read(path) if is_large else overlay.path_to_write(path, keep=True)
-
-    _SQLITE.wrap(_open_chosen, choose, everywhere=True)
-
-
-def redirect_tokenizers(overlay: Overlay) -> None:
-    """Let a tokenizer write its file where the script finds it again."""
-
-    def save(original: Any, tokenizer: Any, path: Any, /, *args: Any, **kwargs: Any) -> None:
-        original(tokenizer, overlay.path_to_write(path, keep=False), *args, **kwargs)
-
-    _TOKENIZER_SAVE.wrap(save)
-
-
 def read_lmdb_unlocked() -> None:
     """Let `lmdb.open(…, readonly=True)` do without its lock file, which the kernel would refuse."""
 
@@ -157,13 +125,6 @@ def read_lmdb_unlocked() -> None:
 def disable_wandb() -> None:
     """Let `wandb.init` ignore the mode that a script asks for."""
     _WANDB.wrap(lambda original, *args, **kwargs: original(*args, **{**kwargs, "mode": "disabled"}))
-
-
-def _open_chosen(choose: Callable[[Any], Any], original: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Open the file that `choose` returns for the path."""
-    if args and isinstance(args[0], (str, os.PathLike)):
-        args = (choose(args[0]), *args[1:])
-    return original(*args, **kwargs)
 
 
 def _skip_checkpoint(policy: Policy, original: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -190,7 +151,7 @@ def _skip_large_file(policy: Policy, original: Any, /, *args: Any, **kwargs: Any
     tensors = value.parameters() if isinstance(value, Module) else iter_tensors(value)
     descriptor, temporary = tempfile.mkstemp()  # moved to its place at once: all ranks may save, and one may read
     with os.fdopen(descriptor, "wb") as file:
-        if value is not None and sum(t.numel() * t.element_size() for t in tensors) <= _LARGEST_COPIED:
+        if value is not None and sum(t.numel() * t.element_size() for t in tensors) <= LARGEST_COPIED:
             with contextlib.suppress(Exception):  # values that cannot be pickled, such as simulated tensors
                 original(value, file)
     with contextlib.suppress(OSError):

@@ -32,7 +32,7 @@ def install(runtime: Runtime) -> None:
     fake_gpu.install_streams(ledger.work)
     torch.cuda.nccl.version = lambda: (2, 27, 0)
     torch_patches.install(ledger)
-    unknown_values.install()
+    unknown_values.install(lambda sentence: None)
     deepspeed_patches.install(ledger)
     _replace_nccl(runtime)
     _save_without_values()

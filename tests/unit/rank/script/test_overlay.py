@@ -15,7 +15,8 @@ FRAME = """
 import os, shutil, pathlib, tempfile, json
 from pathlib import Path
 from autods.rank.script.overlay import Overlay
-overlay = Overlay(Path({root!r}), ({free!r},))
+free = {free!r}
+overlay = Overlay(Path({root!r}), (free,))
 overlay.install()
 os.chdir({folder!r})
 {body}
@@ -164,8 +165,6 @@ def test_a_file_of_another_rank_is_found(run):
 def test_a_database_is_a_copy_of_the_script(run):
     run("""
     import sqlite3
-    from autods.rank.script.sandbox import redirect_databases
-    redirect_databases(overlay)
     new = sqlite3.connect("runs.db")
     new.execute("create table t (x)"), new.execute("insert into t values (7)"), new.commit(), new.close()
     assert sqlite3.connect("runs.db").execute("select x from t").fetchall() == [(7,)]
@@ -202,9 +201,38 @@ def test_a_tokenizer_is_saved_and_not_on_the_disk(run):
     pytest.importorskip("tokenizers")
     run("""
     from tokenizers import Tokenizer, models
-    from autods.rank.script.sandbox import redirect_tokenizers
-    redirect_tokenizers(overlay)
     os.makedirs("out")
     Tokenizer(models.BPE()).save("out/tokenizer.json"), Tokenizer(models.BPE()).save("tokenizer.json")
     assert json.loads(Path("out/tokenizer.json").read_text())["model"]["type"] == "BPE"
+    """)
+
+
+def test_a_folder_that_has_a_copy_can_be_entered(run):
+    run("""
+        here = os.getcwd()
+        os.makedirs("made/inner")
+        os.chdir("made")
+        assert os.listdir(".") == ["inner"]
+        os.chdir(here)
+        assert open("data.txt").read() == "one\\n"
+        assert os.listdir("made") == ["inner"]
+    """)
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+def test_a_process_that_is_started_has_the_overlay(run, method):
+    run(f"""
+        import multiprocessing, subprocess, sys
+        overlay.follow_children(Path(free, "python"))
+        tempfile.tempdir = free
+        os.mkdir("made")
+        with multiprocessing.get_context({method!r}).Pool(1) as pool:
+            assert pool.apply(os.listdir, ("made",)) == []
+            pool.apply(shutil.copy, ("data.txt", "made/copy.txt"))
+            assert pool.apply(Path.read_text, (Path("made/copy.txt"),)) == "one\\n"
+        assert Path("made/copy.txt").read_text() == "one\\n"
+        subprocess.run([sys.executable, "-c", "open('made/more.txt', 'w').write('two')"], check=True)
+        assert Path("made/more.txt").read_text() == "two"
+        seen = subprocess.run([sys.executable, "-c", "import sys; print(sys.path)"], stdout=-1, check=True).stdout
+        assert os.fsencode(free) not in seen
     """)
