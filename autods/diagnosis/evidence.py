@@ -16,6 +16,7 @@ from ..units import format_bytes, format_signal
 LostBecause = Literal["stopped", "stuck", "wall limit"]
 # A rank leaves with one of these when even its result file cannot be written: by the disk's fault, or by another.
 RESULT_UNWRITTEN_EXIT, RESULT_PREVENTED_EXIT = 98, 96
+_MOST_LISTED = 4  # lines of a message after its first one
 _NEARLY_FULL = 0.02  # of the limit: kernels and daemons that watch memory strike before it is all gone
 
 
@@ -108,8 +109,10 @@ class Evidence(RankEnd):
 
     @property
     def headline(self) -> str:
-        """The exception's type, and the first line of its message that is not blank."""
-        line = next((line.strip() for line in self.error.message.splitlines() if line.strip()), "")
+        """The exception's type, and the first line of its message that is not blank, with the list that it begins."""
+        line, *others = [line.strip() for line in self.error.message.splitlines() if line.strip()] or [""]
+        if line.endswith(":"):
+            line = f"{line} {'; '.join(others[:_MOST_LISTED])}"
         return ": ".join((*self.error.types[:1], *([line] if line else [])))
 
     @property

@@ -167,7 +167,8 @@ def _verdict_by_row(cause: Evidence, row: Signature) -> Verdict:
     if "ValidationError" in cause.error.types and (match := _PYDANTIC_ERROR.search(cause.error.message)):
         line = f"{match[1]}: {match[2]}"  # pydantic's first line only counts the errors
     else:
-        line = next((line.strip() for line in cause.text.splitlines() if row.tells(line)), cause.headline)
+        line = next((line.strip() for line in cause.text.splitlines() if row.tells(line)), "")
+        line = cause.headline if line in cause.headline else line
     return Verdict(row.kind, row.action, line[:_EVIDENCE_CHARS], "; ".join((*notes, row.advice)), tier=row.tier)
 
 

@@ -44,7 +44,8 @@ def is_script(path: Path, argv: Sequence[str]) -> bool:
             place=str(path),
             hint="write them (a model.py), or let the script train with DeepSpeed: "
             "engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=…), then loss = engine(batch), "
-            "engine.backward(loss), engine.step(); if a package that it uses does so, add --kind script",
+            "engine.backward(loss), engine.step(); if a package that it uses trains, name what calls DeepSpeed there: "
+            f"--kind {', '.join(list(SCRIPT_KINDS)[1:])}, or script",
         )
     return False  # an incomplete model.py: `check_model_py` reports what is missing
 

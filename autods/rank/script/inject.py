@@ -58,7 +58,7 @@ def run_script(job: RankJob, slot: int, store: socket.socket | None, policy: Pol
         os._exit(0)  # a forked child that ran on to the end of the script
     failure = failure or policy.failure
     if failure is not None:
-        explained = explain(failure, job.device, writes_confined=policy.writes_confined)
+        explained = explain(failure, job.device, writes_confined=policy.writes_confined, kind=job.source.script_kind)
         if explained is failure:
             raise failure
         raise explained from failure

@@ -17,7 +17,7 @@ from ...system.stacks import find_caller
 from ..distributed import choose_store
 from ..job import RankJob
 from ..patching import declare, declare_all, find_original
-from .user_errors import script_error
+from .user_errors import advise_arguments, script_error
 
 _LOCAL_RANK = ("--local_rank", "--local-rank")
 _BACKENDS = declare_all("torch.distributed", ("init_process_group", "new_group"), "CPU ranks use gloo for nccl")
@@ -94,7 +94,7 @@ def _pass_local_rank(
 
 
 def _refuse_arguments(parser: argparse.ArgumentParser, message: str) -> Any:
-    raise script_error(f"its command line is refused: {message}", hint="check the arguments after --")
+    raise script_error(f"its command line is refused: {message}", hint=advise_arguments(parser))
 
 
 def _refuse_spawn(*args: Any, **kwargs: Any) -> Any:

@@ -8,8 +8,11 @@ import os
 import re
 import subprocess
 import sys
+import traceback
+from collections.abc import Iterable
 from typing import Any
 
+from ...config.trainers import SCRIPT_KINDS, ScriptKind
 from ...devices import find_device
 from ...plain_text import read_text
 from ...system.stacks import Frame, find_caller, find_raiser
@@ -26,6 +29,10 @@ _NO_CUDA = re.compile(
 WRITABLE = "AUTODS_WRITABLE"  # a variable with further folders in which the user lets a script write
 _REFUSED = re.compile(r"permission denied|os error 13\b|errno[ =:]*13\b", re.IGNORECASE)
 _ERROR_WORD = re.compile(r"\b(?:error|fatal|exception|unknown|invalid|missing|required)\b", re.IGNORECASE)
+# A call that does not fit the function, whose qualified name comes first.
+_MISCALLED = re.compile(r"(\w+)[\w.<>]*\(\) (?:got (?:an unexpected|multiple|some)|missing \d+ required|takes )")
+_NOT_PARSED = "not used by the HfArgumentParser"
+_ITS_OWN = (None, "deepspeed")  # kinds of scripts that call DeepSpeed themselves, as far as is known
 _LOG_BYTES, _LOG_LINES, _QUOTED_CHARS = 4096, 12, 200  # what is read and quoted of the end of a log
 
 
@@ -43,10 +50,12 @@ def cause_of_exit(error: BaseException, engine_failure: BaseException | None) ->
     return cause if isinstance(cause, Exception) else error
 
 
-def explain(error: BaseException, device: str, *, writes_confined: bool = False) -> BaseException:
+def explain(
+    error: BaseException, device: str, *, writes_confined: bool = False, kind: str | None = "deepspeed"
+) -> BaseException:
     """An error in the user's terms where the exception alone does not tell enough; else the exception itself.
 
-    `writes_confined`: the kernel refuses the script's writes outside the trial's folders.
+    `writes_confined`: the kernel refuses the script's writes outside the trial's folders. `kind` is that of the script.
     """
     place = find_raiser(error)
     code = "" if place is None else place.code
@@ -62,6 +71,17 @@ def explain(error: BaseException, device: str, *, writes_confined: bool = False)
             # Standard input is empty. The script reads it directly, or through a parser of JSON or YAML.
             problem = "it waits for input, and a trial has no terminal"
             hint = "give it the answer as an argument, or in a file"
+        case ValueError() | AssertionError() if kind in _ITS_OWN and (trainer := _find_trainer(error)) is not None:
+            lines = [line.strip(" -") for line in read_text(error).splitlines() if line.strip()]
+            problem = f"{type(error).__name__}: {'; '.join(lines)[:_QUOTED_CHARS]}"
+            hint = f"it is {trainer.description}, which calls DeepSpeed for it: add --kind {trainer.name}"
+        case ValueError() if _NOT_PARSED in read_text(error):
+            problem = f"its command line is refused: {read_text(error)[:_QUOTED_CHARS]}"
+            parsers = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+            hint = advise_arguments(parsers[-1] if parsers else None)
+        case TypeError() if (match := _MISCALLED.match(read_text(error))) and (found := _format_definers(match[1])):
+            problem = f"TypeError: {read_text(error)}"
+            hint = f"{found} is installed here: the script may be written for another version of it"
         case ImportError() if (reason := _explain_import(error)) is not None:
             problem, hint = reason
         case ModuleNotFoundError(name=str(name)) if name and place is not None:
@@ -78,6 +98,43 @@ def explain(error: BaseException, device: str, *, writes_confined: bool = False)
         case _:
             return error
     return script_error(problem, hint=hint, at=place)
+
+
+def advise_arguments(parser: Any) -> str:
+    """The hint for a command line that this parser refused: which installed libraries define its options."""
+    classes = [type(parser), *getattr(parser, "dataclass_types", ())]
+    known = _format_versions(base.__module__ for each in classes for base in each.__mro__)
+    options = f"; {known} defines its options here, and the script may be written for another version" if known else ""
+    return f"check the arguments after --{options}"
+
+
+def _format_definers(name: str) -> str:
+    """The installed libraries, with versions, that define a class or function of this name, as far as is loaded."""
+    named = ((module.__name__, vars(module).get(name)) for module in list(sys.modules.values()) if module is not None)
+    return _format_versions(module for module, value in named if getattr(value, "__module__", None) == module)
+
+
+def _format_versions(modules: Iterable[str]) -> str:
+    """The libraries of these modules that are installed, with their versions."""
+    found = []
+    for package in sorted({module.partition(".")[0] for module in modules}):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{package} {importlib.metadata.version(package)}")
+    return " or ".join(found)
+
+
+def _find_trainer(error: BaseException) -> ScriptKind | None:
+    """The library that calls DeepSpeed for the script, where the error comes from within it or from DeepSpeed."""
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    kinds = [kind for kind in SCRIPT_KINDS.values() if kind.name not in _ITS_OWN]
+
+    def is_in(module: str, packages: Iterable[str]) -> bool:
+        return any(f"{module}.".startswith(f"{package}.") for package in packages)
+
+    innermost = modules[-1] if modules else ""
+    if not is_in(innermost, ("deepspeed", *(package for kind in kinds for package in kind.packages))):
+        return None
+    return next((k for k in kinds if any(is_in(m, k.config_readers or k.packages) for m in modules)), None)
 
 
 def _find_refusal(error: BaseException) -> str | None:

@@ -5,8 +5,10 @@ Each piece of a script runs in a process of its own: the functions of `os` and `
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 
 import pytest
@@ -15,8 +17,8 @@ FRAME = """
 import os, shutil, pathlib, tempfile, json
 from pathlib import Path
 from autods.rank.script.overlay import Overlay
-free = {free!r}
-overlay = Overlay(Path({root!r}), (free,))
+short = {short!r}
+overlay = Overlay(Path({root!r}), ({free!r}, short))
 overlay.install()
 os.chdir({folder!r})
 {body}
@@ -31,16 +33,19 @@ def run(tmp_path):
     (folder / "data.txt").write_text("one\n")
     (folder / "old" / "best.pt").write_text("weights")
 
+    short = tempfile.mkdtemp()  # for sockets
+
     def run(body: str) -> None:
         before = contents(folder)
         root, free = tmp_path / "written", tmp_path / "free"
         free.mkdir()
-        text = FRAME.format(root=str(root), free=str(free), folder=str(folder), body=textwrap.dedent(body))
+        text = FRAME.format(root=str(root), free=str(free), short=short, folder=str(folder), body=textwrap.dedent(body))
         done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert contents(folder) == before
 
-    return run
+    yield run
+    shutil.rmtree(short)
 
 
 def contents(folder):
@@ -223,8 +228,8 @@ def test_a_folder_that_has_a_copy_can_be_entered(run):
 def test_a_process_that_is_started_has_the_overlay(run, method):
     run(f"""
         import multiprocessing, subprocess, sys
-        overlay.follow_children(Path(free, "python"))
-        tempfile.tempdir = free
+        overlay.follow_children(Path(short, "python"))
+        tempfile.tempdir = short
         os.mkdir("made")
         with multiprocessing.get_context({method!r}).Pool(1) as pool:
             assert pool.apply(os.listdir, ("made",)) == []
@@ -234,5 +239,5 @@ def test_a_process_that_is_started_has_the_overlay(run, method):
         subprocess.run([sys.executable, "-c", "open('made/more.txt', 'w').write('two')"], check=True)
         assert Path("made/more.txt").read_text() == "two"
         seen = subprocess.run([sys.executable, "-c", "import sys; print(sys.path)"], stdout=-1, check=True).stdout
-        assert os.fsencode(free) not in seen
+        assert os.fsencode(short) not in seen
     """)

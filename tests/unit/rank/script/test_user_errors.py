@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from importlib.metadata import version
 
 import pytest
 
@@ -142,3 +143,43 @@ def test_a_write_that_the_kernel_refused_tells_how_to_allow_it(tmp_path, code):
     assert explained.problem.startswith("it may write only in the trial's own folders and in caches: ")
     assert "AUTODS_WRITABLE=FOLDER" in explained.hint
     assert explain(error, "cpu") is error
+
+
+MISMATCH = """
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+from transformers import TrainingArguments
+config = HfTrainerDeepSpeedConfig({})
+config.mismatches += ["- ds micro_batch=1 vs hf micro_batch=2", "- ds steps=4 vs hf steps=2"]
+config.trainer_config_finalize(TrainingArguments(use_cpu=True), None, 1)
+"""
+
+
+@pytest.mark.parametrize("kind", [None, "deepspeed"])
+def test_a_trainer_that_was_not_named_is_named_in_the_hint(tmp_path, kind):
+    explained = explain(raise_in(tmp_path, MISMATCH), "cpu", kind=kind)
+    assert "ds micro_batch=1 vs hf micro_batch=2; ds steps=4 vs hf steps=2" in explained.problem
+    assert explained.hint.endswith("add --kind hf_trainer")
+    error = raise_in(tmp_path, MISMATCH)
+    assert explain(error, "cpu", kind="hf_trainer") is error
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from transformers import TrainingArguments\nTrainingArguments(evaluation_strategy='no')",
+        "from transformers import HfArgumentParser, TrainingArguments\n"
+        "HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(['--evaluation_strategy', 'no'])",
+        "from transformers import GPT2Config, GPT2LMHeadModel\nGPT2LMHeadModel()",
+    ],
+)
+def test_a_call_for_another_version_tells_the_installed_one(tmp_path, code):
+    explained = explain(raise_in(tmp_path, code), "cpu", kind="hf_trainer")
+    assert "evaluation_strategy" in explained.problem or "missing 1 required" in explained.problem
+    assert f"transformers {version('transformers')}" in explained.hint
+    assert "another version" in explained.hint
+    assert explained.place == f"{tmp_path}/train.py:2"
+
+
+def test_a_wrong_call_of_the_user_s_own_function_is_not_explained(tmp_path):
+    error = raise_in(tmp_path, "def own_step(): ...\nown_step(1)")
+    assert explain(error, "cpu", kind="hf_trainer") is error
