@@ -240,6 +240,7 @@ _HEADER = re.compile(
     rb"(?:<?={2,}|#{2,}|-{2,}|\*{2,}|<{2,})?\s*$",
     re.IGNORECASE,
 )
+_HOST_MEMORY = b"CPU Virtual Memory"
 _HEADS = (b"==", b"##", b"--", b"**", b">>")
 
 
@@ -264,6 +265,7 @@ class Reader:
         self.progress = 0
         self.parts: dict[str, int] = {}  # name → progress, in a log that joins several files
         self.last: list[str] = []  # of the last block
+        self.host_memory = ""  # the last line in which DeepSpeed says how full it is; it writes many alike
         self._name = file
         self._raws: list[bytes] = []
         self._first = 0
@@ -302,6 +304,8 @@ class Reader:
     def _read_block(self, block: bytes) -> Iterator[Line]:
         """Read whole lines, or a piece of a line without its end."""
         self.last = [text for text in _clean(block[-2000:]).splitlines() if text.strip()][-5:] or self.last
+        if (place := block.rfind(_HOST_MEMORY)) >= 0:
+            self.host_memory = _clean(block[place : place + 100]).splitlines()[0]
         block, line_end = block.removesuffix(b"\n"), block[-1:] == b"\n"
         self._raws, self._first = block.split(b"\n"), self.number
         shapes = map(hash, block.translate(None, _DIGITS).split(b"\n"))

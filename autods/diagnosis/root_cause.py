@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -52,6 +53,7 @@ _NOT_FULL = (
     "an exhausted address space (ulimit -v) or a driver in a bad state (dmesg, nvidia-smi -q); a leaner rung does not "
     "help"
 )
+_HOST_FULL = re.compile(r"percent = (?:[89]\d|100)\b")  # of DeepSpeed's see_memory_usage, some time before the end
 _KILLED_PROGRAM = re.compile(r"[Kk]illed process (\d+) \(([^)]*)\)")
 _TRAINING_PROGRAM = re.compile(
     r"python|^pt_|ray|torchrun|deepspeed|accelerate|train|worker|jupyter|ipykernel", re.IGNORECASE
@@ -408,14 +410,17 @@ def _diagnose_exit(reported: int, summary: LogSummary) -> Diagnosis:
     exits = (exit for exit in summary.exits.exits if normalize_exit_code(exit.code) == code)
     signal_name = f" ({format_signal(-code)})" if code < 0 else ""
     exit = next(exits, Exit(code, line=f"exit code {reported}{signal_name}"))
-    meaning = explain_exit_code(code)
+    full = (
+        next((line for line in summary.host_memory if _HOST_FULL.search(line)), "") if code == -signal.SIGKILL else ""
+    )
+    meaning = explain_exit_code(code, host_full=bool(full))
     last = [line for lines in summary.last.values() for line in list(filter(_WORD.search, lines))[-1:]]
-    evidence = dict.fromkeys(line[:_EVIDENCE_CHARS] for line in (exit.line, *last) if line)
+    evidence = dict.fromkeys(line[:_EVIDENCE_CHARS] for line in (exit.line, full, *last) if line)
     return Diagnosis(
         kind=meaning.kind,
         tier=meaning.tier,
         rank=_first(summary.exits.root_rank, exit.rank),
-        confidence=find_confidence("exit code"),
+        confidence=find_confidence("likely mentioned" if full else "exit code"),
         evidence=tuple(evidence)[:_EVIDENCE_LINES],
         action=meaning.action,
         advice=f"{meaning.summary}: {meaning.advice}",

@@ -48,13 +48,15 @@ def normalize_exit_code(code: int) -> int:
     return code if added is None else added - code
 
 
-def explain_exit_code(code: int) -> ExitMeaning:
-    """The meaning of an exit code other than 0."""
+def explain_exit_code(code: int, *, host_full: bool = False) -> ExitMeaning:
+    """The meaning of an exit code other than 0. `host_full`: host memory was full shortly before."""
     meanings = {name: read_as(ExitMeaning, row) for name, row in read_toml("exit_codes").items()}
     code = normalize_exit_code(code)
     if code >= 0:
         return meanings.get(str(code), meanings["other"])
     name = format_signal(-code)
+    if host_full and name == "SIGKILL":
+        return meanings["SIGKILL, host full"]
     return meanings.get(name) or replace(meanings["signal"], summary=f"ended by {name}")
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from ..units import format_bytes, parse_bytes
 
-_SIZE = r"([\d.]{1,30} ?[KMGT]?i?B)"  # without a limit, a line of digits takes seconds
-_WANTED = re.compile(rf"tried to allocate (\d{1, 30}) bytes|tried to allocate {_SIZE}", re.IGNORECASE)
+_SIZE = r"([\d.]{1,30} ?[KMGT]?i?B)(?:ytes)?\b"  # without a limit, a line of digits takes seconds
+_WANTED = re.compile(rf"tried to allocate {_SIZE}", re.IGNORECASE)
 _FREE = re.compile(rf"of which {_SIZE} is free|; {_SIZE} free", re.IGNORECASE)
 _TOTAL = re.compile(rf"total capacity of {_SIZE}|{_SIZE} total capacity", re.IGNORECASE)
 _ALLOWED = re.compile(rf"{_SIZE} allowed|max allowed|memory limit", re.IGNORECASE)
@@ -18,6 +18,7 @@ _IDLE = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated", re.IGNORE
 _ALLOCATED = re.compile(rf"{_SIZE} already allocated", re.IGNORECASE)
 _RESERVED = re.compile(rf"{_SIZE} reserved in total", re.IGNORECASE)
 _OTHERS = re.compile(rf"(?<!this )process (\d+) has {_SIZE} memory in use", re.IGNORECASE)
+_SOME_BYTES = 2**26
 _FEW_BYTES = 2**20  # torch's allocator takes 2 MiB at least from the driver
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
@@ -40,13 +41,17 @@ class Shortage:
 
     @property
     def contradicts_itself(self) -> bool:
-        """Whether the card was not full: most of it was free, or a few bytes were refused."""
+        """Whether the card was not full: most of it was free, or far more than what was refused."""
         if self.limited or self.wanted_bytes is None:
             return False
         free, total = self.free_bytes, self.total_bytes
         if self.wanted_bytes < _FEW_BYTES:
             return free is None or free > 2 * _FEW_BYTES
-        return free is not None and total is not None and free > total / 2 and free > 2 * self.wanted_bytes
+        if free is None:
+            return False
+        return free > 32 * max(self.wanted_bytes, _SOME_BYTES) or (
+            total is not None and free > total / 2 and free > 2 * self.wanted_bytes
+        )
 
     def notes(self) -> tuple[str, ...]:
         """Sentences on fragmentation and on other processes."""
@@ -82,4 +87,5 @@ def parse_shortage(text: str) -> Shortage:
 def _sizes(pattern: re.Pattern[str], text: str) -> Iterator[int]:
     for match in pattern.finditer(text):
         with suppress(ValueError):
-            yield parse_bytes(next(filter(None, match.groups())))
+            size = next(filter(None, match.groups()))
+            yield parse_bytes(size) if size.strip("0. ")[:1].isdigit() else 0

@@ -60,8 +60,8 @@ class LogSummary:
     """Everything that was read from the logs of one run.
 
     `progress` maps a file to the training progress at its end, `last` maps it to its last lines.
-    `user_words` are what exceptions of the user's code say. `text` tells whether any file was text; `not_text` names
-    those that were none.
+    `host_memory` is DeepSpeed's last line about it in each file. `user_words` are what exceptions of the user's code
+    say. `text` tells whether any file was text; `not_text` names those that were none.
     """
 
     symptoms: list[Symptom] = field(default_factory=list)
@@ -70,6 +70,7 @@ class LogSummary:
     user_words: set[str] = field(default_factory=set)
     progress: dict[str, int] = field(default_factory=dict)
     last: dict[str, list[str]] = field(default_factory=dict)
+    host_memory: list[str] = field(default_factory=list)
     bytes: int = 0
     lines: int = 0  # of the files that were read to their end
     files: int = 1
@@ -116,6 +117,7 @@ def _read_log(name: str, blocks: Iterator[bytes], summary: LogSummary) -> None:
     summary.progress |= {**reader.parts, reader.file: reader.progress}
     summary.files += len(reader.parts)
     summary.last[name] = reader.last
+    summary.host_memory.append(reader.host_memory)
 
 
 def _add_message(message: Message, summary: LogSummary, row_counts: Counter[str], reader: Reader) -> None:

@@ -117,6 +117,13 @@ def test_frames_in_a_box_are_a_stack() -> None:
         ("#033[31m", None),
         ("trainer  | ", None),
         ("host4 train.sh[881]: ", None),
+        ("(VllmWorker rank=2 pid=3024) ERROR 03-20 03:14:59 [multiproc_executor.py:487] ", 2),
+        ("(Worker_TP5 pid=9260) ERROR 12-13 11:54:35 [multiproc_executor.py:826] ", 5),
+        ("[2025-12-13T19:54:35Z] (Worker_TP1_EP1 pid=92) ERROR 12-13 11:54:35 [gpu_worker.py:82] ", 1),
+        ("(Worker_DP1_TP0_EP2 pid=92) ERROR 12-13 11:54:35 [multiproc_executor.py:826] ", 2),
+        ("(Worker_PP1_TP0 pid=92) ERROR 12-13 11:54:35 [multiproc_executor.py:826] ", None),  # counts of their own
+        ("(VllmWorker TP3 pid=92) ERROR 08-01 11:54:35 [multiproc_executor.py:511] ", 3),
+        ("(VllmWorkerProcess pid=2421) ERROR 10-14 12:32:47 multiproc_worker_utils.py:233] ", None),
         ("log line {number}  ", None),
     ],
 )

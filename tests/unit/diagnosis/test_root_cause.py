@@ -72,6 +72,24 @@ def test_a_bare_sigkill_is_unknown_and_names_dmesg() -> None:
         assert "dmesg" in said.advice
 
 
+@pytest.mark.parametrize(
+    ("percents", "kind"),
+    [((4.2, 97.6), "out_of_memory"), ((84.6,), "out_of_memory"), ((95.0, 17.6), "unknown"), ((8.0,), "unknown")],
+)
+@pytest.mark.parametrize("repeats", [1, 30])
+def test_deepspeeds_line_on_host_memory_explains_a_sigkill(
+    percents: tuple[float, ...], kind: str, repeats: int
+) -> None:
+    prefix = "[2024-01-22 16:50:44,316] [INFO] [utils.py:799:see_memory_usage] "
+    lines = [f"{prefix}CPU Virtual Memory:  used = 26.4 GB, percent = {percent}%" for percent in percents]
+    log = "\n".join([lines[0]] * repeats + lines) + "\n"
+    killed = "[ERROR] [launch.py:321:sigkill_handler] ['python', '--local_rank=0'] exits with return code = -9\n"
+    said = autods.diagnose(log + killed)
+    assert (said.kind, said.tier) == (kind, "host" if kind == "out_of_memory" else None)
+    assert any(f"percent = {percents[-1]}%" in line for line in said.evidence) == (kind == "out_of_memory")
+    assert autods.diagnose(log, 0).kind == "none"
+
+
 def test_source_code_in_a_traceback_is_no_evidence() -> None:
     frames = '  File "t.py", line 3, in <module>\n    raise torch.cuda.OutOfMemoryError('
     assert autods.diagnose(f"Traceback (most recent call last):\n{frames}\nKeyError: 3\n").kind == "user_code"
@@ -229,6 +247,59 @@ def test_a_card_with_most_of_it_free_is_not_called_full() -> None:
     assert autods.diagnose(raised(free, "y = x.cuda()"), 1).action == "fix_environment"
     limited = f"{free} 8.00 GiB allowed; Of the allocated memory 7.50 GiB is allocated by PyTorch."
     assert autods.diagnose(raised(limited, "y = x.cuda()"), 1).tier == "device"
+
+
+HIP = "torch.OutOfMemoryError: HIP out of memory. Tried to allocate {} GPU 0 has a total capacity of 63.98 GiB of which"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "free", "tier"),
+    [
+        ("4 bytes.", "62.01 GiB", None),
+        ("512 bytes.", "12.31 GiB", None),
+        ("2.00 MiB.", "20.60 GiB", None),
+        ("2.00 MiB.", "12.00 MiB", "device"),
+        ("4 bytes.", "0 bytes", "device"),
+        ("2.00 GiB.", "3.00 GiB", "device"),
+    ],
+)
+def test_a_few_bytes_refused_beside_gigabytes_are_no_full_card(wanted: str, free: str, tier: str | None) -> None:
+    said = autods.diagnose(raised(f"{HIP.format(wanted)} {free} is free.", "y = x.cuda()"), 1)
+    assert (said.kind, said.tier) == ("out_of_memory" if tier else "infrastructure", tier)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("deepspeed/runtime/zero/partition_parameters.py", "RuntimeError: expected param 7 to be available"),
+        ("deepspeed/runtime/pipe/engine.py", "deepspeed.runtime.pipe.engine.PipelineError: Only train_batch() here"),
+        ("accelerate/accelerator.py", "AssertionError: one `Accelerator()` has one model"),
+        ("torch/distributed/fsdp/_flat_param.py", "ValueError: Must flatten tensors with uniform dtype"),
+        (
+            "torch/utils/checkpoint.py",
+            "torch.utils.checkpoint.CheckpointError: A different number of tensors was saved",
+        ),
+    ],
+)
+@pytest.mark.parametrize("code", ["raise ValueError(", "assert ready, (", ""])
+def test_what_the_training_library_raises_is_not_the_scripts(path: str, message: str, code: str) -> None:
+    log = raised(message, code).replace("/work/train.py", f"/opt/v/lib/python3.11/site-packages/{path}")
+    said = autods.diagnose(log, 1)
+    assert said.kind == "config"
+    assert "your own files" not in said.advice
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "AttributeError: 'DeepSpeedEngine' object has no attribute 'generate_all'",
+        "AssertionError: loss must be a scalar tensor",
+        "ValueError: Training data must be a torch Dataset",
+    ],
+)
+def test_what_the_script_gave_to_the_library_stays_user_code(message: str) -> None:
+    place = "/opt/v/lib/python3.11/site-packages/deepspeed/runtime/engine.py"
+    assert autods.diagnose(raised(message, "raise Error(").replace("/work/train.py", place), 1).kind == "user_code"
 
 
 @pytest.mark.parametrize("prompt", ["", "+ ", "(env) me@node:~/run$ ", "/opt/conda/bin/"])
