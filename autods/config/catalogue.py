@@ -129,7 +129,8 @@ class Site:
     """Ranks on nodes of one machine, and the config that they train with.
 
     `base` is the user's DeepSpeed config. `nvme_path` is a folder on NVMe; `lacks_nvme` says why there is none.
-    `micro_batch` and `price_per_gpu_hour` are a plan's. `problem` says why nothing can run there.
+    `micro_batch` and `price_per_gpu_hour` are a plan's. `problem` says why nothing can run there, `wrong_stages` why
+    the installed DeepSpeed must not train at some ZeRO stages.
     """
 
     machine: Machine
@@ -143,6 +144,7 @@ class Site:
     lacks_nvme: str = "no --nvme-path was given"
     price_per_gpu_hour: float | None = None
     problem: str | None = None
+    wrong_stages: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def nodes(self) -> int:

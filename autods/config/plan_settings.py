@@ -33,6 +33,7 @@ from .catalogue import (
     find_machines,
     make_hardware,
 )
+from .releases import find_wrong_stages
 from .rungs import Rung
 from .settings import Settings, choose_folder, parse_time, resolve_fit, select_ladder
 from .validator import find_misspelt_keys
@@ -230,7 +231,8 @@ def _with_base(site: Site, base: Mapping[str, Any], micro_batch: int | None, glo
         )
     lacks_bf16 = precision_name(base) == "bf16" and not site.machine.bf16
     problem = f"{site.machine.title} has no bf16" if lacks_bf16 else None
-    return replace(site, base=base, micro_batch=micro, global_batch=total, problem=problem)
+    wrong = find_wrong_stages(precision_name(base))
+    return replace(site, base=base, micro_batch=micro, global_batch=total, problem=problem, wrong_stages=wrong)
 
 
 def _check_only_site(sites: Sequence[Site]) -> None:

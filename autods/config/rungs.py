@@ -144,6 +144,8 @@ def unmet_need(rung: Rung, site: Site, facts: ModelFacts | None) -> str | None:
     for has, stages, reason in _REFUSALS if facts is not None else ():
         if facts is not None and has(facts) and rung.stage in stages:
             return reason.format(stage=rung.stage)
+    if (wrong := site.wrong_stages.get(rung.stage)) is not None:
+        return wrong
     needs = rung.needs
     lacks = (need.find_lack(needs[name], site, facts) for name, need in NEEDS.items() if name in needs)
     return next((lack for lack in lacks if lack is not None), None)

@@ -23,11 +23,13 @@ from .base_config import (
     merge_script_config,
     parse_precisions,
     parse_size,
+    precision_name,
     resolve_base_config,
     resolve_global_batch,
 )
 from .catalogue import Machine, Site, describe_this_machine
 from .profiles import Budget, Profile, Stop, read_profile
+from .releases import find_wrong_stages
 from .rungs import Rung, read_rungs, select_rungs
 
 _PROCESS_BYTES = 2**30  # private memory of a rank before its trial begins, rounded up
@@ -205,6 +207,7 @@ class Settings:
             base=self.base,
             global_batch=self.global_batch,
             nvme_path=self.nvme_path,
+            wrong_stages=find_wrong_stages(precision_name(self.base)),
         )
 
     def rung(self, name: str) -> Rung:

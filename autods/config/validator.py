@@ -14,6 +14,7 @@ from math import gcd
 from typing import Any, Literal, TypeGuard
 
 from .deepspeed import BATCH_KEYS, enabled_half_precision, get_key, read_known_keys
+from .releases import find_faults
 
 Severity = Literal["error", "warning", "note"]
 # Sections that hold the arguments of a class, which DeepSpeed looks up by name.
@@ -488,7 +489,19 @@ def _find_harmful(question: Question) -> Iterator[Problem]:
 
 
 SEARCH_RULES: tuple[Rule, ...] = (_find_ill_typed, _find_decided_by_trials, _find_two_precisions, _find_wrong_batch)
+
+
+def _find_release_faults(question: Question) -> Iterator[Problem]:
+    """What the installed release does wrong, or slowly, at this stage, and no error shows."""
+    for fault in find_faults(question.installed.version):
+        if fault.concerns(question.stage, enabled_half_precision(question.config) or "fp32"):
+            severity: Severity = "error" if fault.effect == "wrong" else "warning"
+            text = f"DeepSpeed {question.installed.version}: {fault.what} ({fault.source})"
+            yield Problem(severity=severity, key=f"{_ZERO}.stage", problem=text, hint=fault.remedy)
+
+
 EXPLAIN_RULES: tuple[Rule, ...] = (
+    _find_release_faults,
     _find_complaints,
     _find_ill_typed,
     _find_unknown,

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..config.base_config import precision_name
 from ..config.deepspeed import compose, required_ops
+from ..config.releases import find_faults
 from ..config.rungs import unmet_need
 from ..config.settings import Settings, resolve_fit
 from ..devices import DEVICES, find_device
@@ -20,7 +22,7 @@ from ..rank.ops import is_cached
 from ..report.results.doctor import Check, Checkup
 from ..requests import DoctorRequest, FitRequest
 from ..runner.health import Preflight
-from ..system.host import Hardware, cache_folder, read_hardware
+from ..system.host import Hardware, cache_folder, installed_versions, read_hardware
 from ..types import Knobs, WorkloadSource
 from . import machine, toolchain
 from .disk import check_nvme
@@ -125,6 +127,7 @@ def check_ladder(
         yield from (check for check in machine.check_shared_memory(shared) if check.status != "ok")
         if "async_io" in _list_ops(settings):
             yield from (check for check in machine.check_limits(read_limit, may_lock) if check.name == "locked memory")
+    yield from _check_release(settings)
     for check in machine.check_environment(variables):
         name = check.name
         alone = settings.gpus == 1 and name.startswith(_OF_RANKS)
@@ -166,6 +169,14 @@ def _check_builds(
         remedy = "apt-get install libaio-dev"
         check = Check.broken("Software", "libaio", "libaio.h is missing", remedy)
         yield _explain_skip(check, {"async_io": missing["async_io"]})
+
+
+def _check_release(settings: Settings) -> Iterator[Check]:
+    """What the installed DeepSpeed does slowly or sometimes wrong on this ladder; rungs that are wrong are left out."""
+    version, precision = installed_versions()["deepspeed"], precision_name(settings.base)
+    for fault, check in zip(find_faults(version), toolchain.check_release(version), strict=True):
+        if fault.effect != "wrong" and any(fault.concerns(rung.stage, precision) for rung in settings.ladder):
+            yield check
 
 
 def _explain_skip(check: Check, missing: Mapping[str, list[str]]) -> Check:
