@@ -156,6 +156,7 @@ class Fit:
     examined: Examined | None = None
     trained: Trained | None = None  # of a script's parity trial
     update_size: float | None = None  # of a parity trial: mean change of a weight in an optimizer step
+    gradient_norms: tuple[float, ...] = ()  # of a parity trial: before clipping, one for each optimizer step
     communication: Communication | None = None
     card: CardUse | None = None  # of a CUDA rank
     slowest: SlowRank | None = None  # where one rank is slower than noise explains

@@ -172,6 +172,50 @@ class UpdateMeter:
         self._before = []
 
 
+class GradientMeter:
+    """Notes the gradient's norm of each optimizer step, before clipping: of the mean over all ranks and micro batches.
+
+    It shows gradients that are wrong by a factor or in part, of which the first losses know nothing, and Adam's updates
+    little. DeepSpeed's optimizers keep it, whatever part of the gradients a rank has. A plain torch optimizer, at stage
+    0 in fp32, steps with whole gradients, which are measured.
+    """
+
+    def __init__(self) -> None:
+        self._norms: dict[int, float] = {}  # by step: ZeRO-3 steps one sub-group after the other
+        self._unclipped: float | None = None
+
+    @property
+    def norms(self) -> tuple[float, ...]:
+        """One for each step in which the optimizer ran; none where `compute_grad_norm` is off."""
+        return tuple(self._norms.values())
+
+    def watch(self, engine: Any) -> None:
+        """Note the norm of each step of the engine from now on."""
+        weights = [weight for group in engine.basic_optimizer.param_groups for weight in group["params"]]
+        clip = engine.clip_fp32_gradients
+
+        def clip_later() -> None:
+            self._unclipped = _measure_norm(weights)
+            clip()
+
+        def note(*_: Any) -> None:
+            if hasattr(engine.optimizer, "_global_grad_norm"):
+                norm = engine.optimizer._global_grad_norm
+            else:
+                norm = _measure_norm(weights) if self._unclipped is None else self._unclipped
+            if norm is not None:
+                self._norms[engine.global_steps] = float(norm)
+
+        engine.clip_fp32_gradients = clip_later
+        engine.basic_optimizer.register_step_pre_hook(note)
+
+
+def _measure_norm(weights: Sequence[Any]) -> float:
+    import torch
+
+    return float(torch.nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None]))
+
+
 def _stepped_weights(optimizer: Any) -> list[tuple[int, Any]]:
     """The number of elements, and a view of some of them, for each tensor that the optimizer steps."""
     tensors = [weights.detach() for group in optimizer.param_groups for weights in group["params"] if weights.numel()]

@@ -149,10 +149,13 @@ class ParityTrial(SpeedTrial):
         comparable_losses.make_comparable(self.engine)
         self.updates = comparable_losses.UpdateMeter()
         self.updates.watch(self.engine.basic_optimizer)
+        self.gradients = comparable_losses.GradientMeter()
+        self.gradients.watch(self.engine)
 
     def conclude(self) -> RankResult:
         losses = tuple(self.ranks.mean(loss) for loss in self.recorder.losses)
-        result = replace(self.recorder.result(update_size=self.updates.mean(self.ranks)), losses=losses)
+        measured = self.recorder.result(update_size=self.updates.mean(self.ranks), gradient_norms=self.gradients.norms)
+        result = replace(measured, losses=losses)
         forward = functools.partial(self.steps.compute_loss, keep_dropout=True)
         comparable_losses.check_deterministic(self.watch.drew, forward, self.ranks)
         return result

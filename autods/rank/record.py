@@ -22,8 +22,8 @@ class RankResult:
 
     `step_s` has the seconds of each timed step, `steps_s` those of all steps, `losses` one loss for each step that was
     not skipped. `build_s` and `init_s` came before. `peaks` has bytes and counts, by the meter's names for them.
-    `update_size` and `trained` are of a parity trial, `examined` is of a worst-case exam. `tokens_per_sample` is what a
-    script's batches had.
+    `update_size`, `gradient_norms` and `trained` are of a parity trial, `examined` is of a worst-case exam.
+    `tokens_per_sample` is what a script's batches had.
     """
 
     step_s: tuple[float, ...] = ()
@@ -34,6 +34,7 @@ class RankResult:
     init_s: float = 0.0
     peaks: Peaks = field(default_factory=dict)
     update_size: float | None = None
+    gradient_norms: tuple[float, ...] = ()
     examined: Examined | None = None
     communication: Communication | None = None
     trained: Trained | None = None

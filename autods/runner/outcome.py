@@ -62,6 +62,7 @@ def judge_trial(
         examined=_join_exams([rank.examined for rank in ranks if rank.examined is not None]),
         trained=first.trained,
         update_size=first.update_size,
+        gradient_norms=first.gradient_norms,
         card=_join_cards([rank.peaks for rank in ranks]),
         slowest=find_slowest({each.rank: each.forward_s for report in reports for each in report.ranks}),
         communication=_join_communication([rank.communication for rank in ranks if rank.communication is not None]),

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
+from autods.report.results.fit import Parity
 from autods.runner.runner import RayRunner
+from autods.tuner.loss_parity import compare_fits, describe_difference
 from autods.types import Exam, Examined, Fit, Knobs, Outcome, OutOfMemory, Scalar, Steps, Trial
 from tests.support.fits import TORCH_ADAM
 
@@ -137,6 +139,27 @@ def test_a_knob_that_changes_the_training_changes_the_losses(runners, plain, bro
     found = losses(runners("lengths.py"), "zero1", micro_batch=4, settings={**FP32, **broken})
     assert found[0] == pytest.approx(plain[0], rel=TOLERANCE)
     assert apart(found, plain) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("settings", [BUCKETS, FP32], ids=["bf16", "fp32"])
+def test_gradient_norms_show_what_losses_and_updates_hide(runners, settings):
+    def compare(rung: str, accumulation: int) -> Parity:
+        fits = [
+            explain_failure(runners("wrong_gradients.py"), each, "parity", settings=settings, **cut)
+            for each, cut in (
+                (rung, {"micro_batch": 4 // accumulation, "accumulation": accumulation}),
+                ("ddp", {"micro_batch": 4}),
+            )
+        ]
+        assert all(isinstance(fit, Fit) for fit in fits), fits
+        return compare_fits(*fits, tolerance=0.02, rung="ddp")  # type: ignore[arg-type]
+
+    right, wrong = compare("zero1", 2), compare("zero2", 1)
+    assert right.within
+    assert right.gradient_difference < 0.01
+    assert not wrong.within
+    assert wrong.gradient_difference == pytest.approx(2 / 3, rel=0.02)
+    assert describe_difference(wrong) == "gradient norms differ by 67 % from ddp's, tolerance 5 %"
 
 
 def test_the_size_of_updates_shows_a_learning_rate_that_bf16_hides(runners):

@@ -14,7 +14,7 @@ from ...config.deepspeed import without_monitors
 from ...system.stacks import find_caller
 from ...types import Examined, ModelFacts, Phase, Trained
 from .. import pipeline
-from ..comparable_losses import UpdateMeter, generator_state, make_comparable
+from ..comparable_losses import GradientMeter, UpdateMeter, generator_state, make_comparable
 from ..distributed import Ranks, Traffic
 from ..exam import WorstCaseExam, allow_gathering
 from ..job import RankJob
@@ -303,6 +303,7 @@ class TrialPolicy(Policy):
             examined=None if self._exam is None else self._exam.examined,
             trained=self._trained,
             update_size=self._update_size,
+            gradient_norms=() if self._parity is None else self._parity.gradients.norms,
             communication=self.traffic.describe(),
             tokens_per_sample=self.batches.tokens / samples if samples else None,
         )
@@ -373,12 +374,13 @@ class ParityRecorder:
     """Records the samples and losses of a parity trial, so that the trials of two configs can be compared.
 
     `weights` is the sum of the magnitudes of the whole model's weights before the first step; None where a part of them
-    lies on NVMe. `updates` measures the steps after `start`.
+    lies on NVMe. `updates` and `gradients` measure the steps after `start`.
     """
 
     ranks: Ranks
     weights: float | None = None
     updates: UpdateMeter = field(default_factory=UpdateMeter)
+    gradients: GradientMeter = field(default_factory=GradientMeter)
     _samples: Any = field(default_factory=hashlib.sha256)
     _saw_tensors: bool = False
     _generators: bytes = b""
@@ -388,6 +390,7 @@ class ParityRecorder:
         """Make the engine's losses comparable, and note its weights. Raises Incomparable for mixtures of experts."""
         make_comparable(engine)
         self.updates.watch(engine.basic_optimizer)
+        self.gradients.watch(engine)
         self.weights = _sum_magnitudes(engine.module, self.ranks)
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -81,8 +81,12 @@ def _parity(parity: Parity) -> str:
     else:
         result = f"losses {_apart(difference, parity.tolerance)} {reference}'s"
     result += f" over {format_number_of(parity.steps, 'step')}, tolerance {format_share(parity.tolerance)}"
-    if (apart := parity.update_difference) is not None and (tolerance := parity.update_tolerance) is not None:
-        result += f"; updates {_apart(apart, tolerance)} {reference}'s, tolerance {format_share(tolerance)}"
+    for values, apart, tolerance in (
+        ("updates", parity.update_difference, parity.update_tolerance),
+        ("gradient norms", parity.gradient_difference, parity.gradient_tolerance),
+    ):
+        if apart is not None and tolerance is not None:
+            result += f"; {values} {_apart(apart, tolerance)} {reference}'s, tolerance {format_share(tolerance)}"
     if parity.taken_back:
         return f"{result}, since {parity.taken_back}, which changed them, was taken back"
     return f"{result}; changed by {', '.join(parity.changed_by)}" if parity.changed_by else result

@@ -49,11 +49,12 @@ class CheckpointProof:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity:
-    """The losses compared with a plain config's on the same samples, step by step, and the sizes of the updates.
+    """The losses compared with a plain config's on the same samples, step by step, and the updates and gradients.
 
     `reference` is the plain config's rung.
     `largest_difference` is that of losses, relative; infinite when only one of two losses is finite.
     `update_difference` is that of the mean change of a weight in a step, relative; None where it is not known.
+    `gradient_difference` is that of the first gradients' norms, relative; None where they are not known.
     `changed_by` are the knobs that changed them; setting back any of them is enough.
     `taken_back` is the one that was set back. The differences are then those of the config without it.
     """
@@ -65,6 +66,8 @@ class Parity:
     within: bool
     update_difference: float | None = None
     update_tolerance: float | None = None
+    gradient_difference: float | None = None
+    gradient_tolerance: float | None = None
     changed_by: tuple[str, ...] = ()
     taken_back: str | None = None
 

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from autods.rank.comparable_losses import (
+    GradientMeter,
     Incomparable,
     RandomnessWatch,
     UpdateMeter,
@@ -177,6 +179,48 @@ def test_the_size_of_updates_shows_the_learning_rate(optimizer: type[torch.optim
 
 def test_the_size_of_an_update_is_a_mean_over_weights() -> None:
     assert update_size(torch.optim.SGD, 1.0, steps=1) == pytest.approx(math.sqrt(2 / math.pi), rel=0.01)
+
+
+class Engine:
+    """What `GradientMeter` knows of DeepSpeed's engine, at stage 0 in fp32: it clips whole gradients."""
+
+    def __init__(self, clip: float) -> None:
+        self.weight = torch.nn.Parameter(torch.zeros(2))
+        self.optimizer = self.basic_optimizer = torch.optim.SGD([self.weight])
+        self.global_steps, self.clip = 0, clip
+
+    def clip_fp32_gradients(self) -> None:
+        torch.nn.utils.clip_grad_norm_([self.weight], self.clip)
+
+    def step(self) -> None:
+        self.weight.grad = torch.tensor([3.0, 4.0])
+        if self.clip:
+            self.clip_fp32_gradients()
+        self.optimizer.step()
+        self.global_steps += 1
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_the_norm_of_gradients_is_that_before_clipping(clip: float) -> None:
+    engine, meter = Engine(clip), GradientMeter()
+    meter.watch(engine)
+    engine.step()
+    engine.step()
+    assert meter.norms == (5.0, 5.0)
+
+
+def test_the_norm_that_deepspeed_keeps_counts_once_a_step() -> None:
+    """ZeRO-3 has called the optimizer for each sub-group; ZeRO-2 without `compute_grad_norm` knows none."""
+    engine, meter = Engine(0.0), GradientMeter()
+    engine.optimizer = SimpleNamespace(_global_grad_norm=torch.tensor(4.74))  # type: ignore[assignment]
+    meter.watch(engine)
+    engine.basic_optimizer.step()
+    engine.basic_optimizer.step()
+    assert meter.norms == pytest.approx((4.74,))
+    engine.optimizer._global_grad_norm = None  # type: ignore[attr-defined]
+    engine.global_steps = 1
+    engine.basic_optimizer.step()
+    assert len(meter.norms) == 1
 
 
 @pytest.mark.parametrize(("before", "after"), [(0.0, 1e25), (math.nan, 0.0), (0.0, math.inf), (1e-40, -1e30)])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autods.runner.testing import failed, out_of_memory
-from autods.tuner.loss_parity import differing_knobs, largest_difference, same_samples, with_knob_of
+from autods.tuner.loss_parity import compare_fits, differing_knobs, largest_difference, same_samples, with_knob_of
 from autods.types import Knobs, Outcome, Record, Scalar, Trained, Trial
 from tests.support.certificates import PARITY, TIMED, Certifying, certifying, passes, timed, trial
 
@@ -264,6 +264,30 @@ def test_updates_of_another_size_are_seen_where_losses_agree() -> None:
     assert run.certified.certificate.failures[0].startswith(
         "updates of the weights differ by 10 % from zero2's, tolerance 3 %: zero3 itself"
     )
+
+
+def test_gradients_of_another_size_fail_where_losses_agree() -> None:
+    """As under ZeRO-2 of DeepSpeed 0.17.6 to 0.18.2: 1.63 for 4.74, with the same loss (DeepSpeed #7718)."""
+
+    def answer(asked: Trial) -> Outcome:
+        ran = passes(asked)
+        norms = (1.63, 1.6, 1.5) if asked.rung == "zero3" else (4.74, 4.7, 4.6)
+        return replace(ran, gradient_norms=norms) if asked.exam == "parity" else ran
+
+    run = against(winner_with({}, rung="zero3"), answer)
+    certificate = run.certified.certificate
+    assert not certificate.passed
+    assert certificate.failures[0].startswith("gradient norms differ by 67 % from zero2's, tolerance 5 %: zero3 itself")
+
+
+def test_only_the_first_gradients_are_compared() -> None:
+    """Later ones come from weights that rounding has moved apart."""
+    fit = replace(PLAIN.outcome, gradient_norms=(4.74, 4.7, 4.6, 1.0))
+    reference = replace(fit, gradient_norms=(4.75, 4.71, 4.59, 2.0))
+    parity = compare_fits(fit, reference, tolerance=0.01, rung="ddp")
+    assert parity.gradient_difference == pytest.approx(0.01 / 4.59)
+    assert parity.within
+    assert compare_fits(fit, PLAIN.outcome, tolerance=0.01, rung="ddp").gradient_difference is None
 
 
 def test_the_knob_that_changes_updates_is_taken_back() -> None:

@@ -81,7 +81,8 @@ def test_work_of_the_trial_itself_does_not_count():
 
 def engine_of(*layers: torch.nn.Module) -> SimpleNamespace:
     model = torch.nn.Sequential(*layers)
-    return SimpleNamespace(module=model, basic_optimizer=torch.optim.SGD([*model.parameters(), torch.ones(1)]))
+    optimizer = torch.optim.SGD([*model.parameters(), torch.ones(1)])
+    return SimpleNamespace(module=model, basic_optimizer=optimizer, clip_fp32_gradients=lambda: None)
 
 
 def sample_mark(*batches: object, draws: bool = False) -> str | None:

@@ -87,6 +87,11 @@ def test_updates_stand_beside_the_losses() -> None:
     assert apart.endswith("; updates differ by 10 % from ddp's, tolerance 3 %")
 
 
+def test_gradient_norms_stand_beside_the_updates() -> None:
+    said = parity(within=False, gradient_difference=0.66, gradient_tolerance=0.05)
+    assert said.endswith("; gradient norms differ by 66 % from ddp's, tolerance 5 %")
+
+
 def test_a_loss_that_is_no_number_is_said() -> None:
     assert "a loss is not finite where ddp's is" in parity(within=False, largest_difference=math.inf)
 
