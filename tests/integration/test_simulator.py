@@ -47,11 +47,18 @@ def build_model():
     return Model(){moved}
 def build_batch(n):
     return {{"x": torch.randn(n, 64)}}
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * torch.tensor(2.0, device=gradient.device)
 """
 # Lines in the forward of one model; the size of the micro batch selects one of them.
 PLAIN, RAISES, READS_A_VALUE, HAS_A_MASK = 2, 3, 4, 5
 CALLS_AN_OPERATOR, HAS_A_KERNEL, IN_PARTS, DIES = 6, 7, 8, 9
-LATENT_HEADS, ONLY_FLASH = 10, 11
+LATENT_HEADS, ONLY_FLASH, MAKES_A_TENSOR_BACKWARD = 10, 11, 12
 LINES = {
     PLAIN: "pass",
     RAISES: 'raise ValueError("my mistake")',
@@ -63,6 +70,7 @@ LINES = {
     DIES: "import ctypes; ctypes.string_at(0)",
     LATENT_HEADS: "h = h + nn.functional.scaled_dot_product_attention(*make_heads(h, 128)).mean()",
     ONLY_FLASH: "h = h + attend_by_flash(*make_heads(h.half(), 128)).mean()",
+    MAKES_A_TENSOR_BACKWARD: "h = Scale.apply(h)",
 }
 
 
@@ -297,6 +305,18 @@ def test_heads_of_latent_attention_need_no_memory_for_scores(lines: Lines) -> No
 def test_attention_without_a_kernel_fails_as_on_a_card(lines: Lines) -> None:
     with pytest.raises(SimulationFailed, match="No available kernel"):
         lines.simulate(ONLY_FLASH)
+
+
+def test_a_backward_pass_may_make_tensors_of_values(lines: Lines) -> None:
+    assert lines.simulate(MAKES_A_TENSOR_BACKWARD).schedule is not None
+
+
+def test_an_operator_of_the_user_takes_time_by_its_bytes(lines: Lines) -> None:
+    schedule = lines.simulate(CALLS_AN_OPERATOR).schedule
+    assert schedule is not None
+    (work,) = (work for work in schedule.works if work.name == "autods_test::twice")
+    assert not work.sure
+    assert work.bytes == 2 * CALLS_AN_OPERATOR * 64 * 2  # in and out, of 16 bits
 
 
 def test_the_next_engine_works_after_one_died(lines: Lines) -> None:

@@ -13,6 +13,7 @@ from ...schema import read_toml_as
 from ...system.host import data_folder
 
 _G = 1e9
+_FLASH_FROM = (8, 0)
 _HOPPER = (9, 0)
 _PREFER_CUDNN = ((9, 0), (10, 0))  # torch's sdp_utils.cpp, check_prefer_cudnn_attention, with cuDNN from 9.15.1 on
 _PLACES_OF_CUDNN = ("_scaled_dot_product_flash", "_scaled_dot_product_cudnn")  # it takes both calls
@@ -66,9 +67,11 @@ class Efficiency:
 
     A matmul computes at the card's `matmul_share`. Beside that its bytes pass the memory `matmul_traffic` times:
     tiles read operands again, and what they load first and write last waits for no compute. Where rows are not
-    aligned, the tensor cores reach `unaligned` of it, and `unaligned_from_hopper` on those cards. Attention reaches
-    `attention` of the card's `attention_share`, and cuDNN's up to `cudnn_attention` times as much, half of that where
-    it computes `cudnn_half_intensity` FLOPs a byte. A kernel reaches `memory` of the memory's bandwidth, one that
+    aligned, the tensor cores reach `unaligned` of it, and `unaligned_from_hopper` on those cards. Fused attention
+    reaches `attention` of the card's `attention_share` in long samples, and half of that where it computes
+    `attention_half_intensity` FLOPs a byte. cuDNN's is up to `cudnn_attention` times as fast, and half of that at
+    `cudnn_half_intensity`; the memory-efficient kernel is `efficient_attention` times as fast on cards with flash.
+    A kernel reaches `memory` of the memory's bandwidth, one that
     sums over rows or columns `reduction`. The host pays `launch_us` to issue an operator, `view_us` a view,
     `collective_us` a collective, and `hook_us` where ZeRO-3 fetches or releases a module's parameters. A thread of
     it moves `core_gb_per_s` at most, and writes memory that is new to the process at `first_touch_gb_per_s`; it
@@ -85,8 +88,10 @@ class Efficiency:
     unaligned: float
     unaligned_from_hopper: float
     attention: float
+    attention_half_intensity: float
     cudnn_attention: float
     cudnn_half_intensity: float
+    efficient_attention: float
     memory: float
     reduction: float
     nvlink: float
@@ -164,11 +169,12 @@ class Price:
 
 # What no step can beat: every piece of work at the data sheet's rate, and nothing else costs time.
 _AT_PEAK = Efficiency(
-    matmul_traffic=0.0, unaligned=1.0, unaligned_from_hopper=1.0, attention=1.0, cudnn_attention=1.0,
-    cudnn_half_intensity=0.0, memory=1.0, reduction=1.0, nvlink=1.0, pcie_between_gpus=1.0, network=1.0,
-    contention=0.0, collective_traffic=0.0, pinned_copy=1.0, pageable_copy=1.0, dram=1.0, core_gb_per_s=inf,
-    first_touch_gb_per_s=inf, compare_ns=0.0, host_optimizer=1.0, nvme=1.0, launch_us=0.0, view_us=0.0, hook_us=0.0,
-    collective_us=0.0, kernel_us=0.0, first_step_us=0.0, step_us=0.0, network_step_us=0.0, pipeline=0.0, unsure=0.0,
+    matmul_traffic=0.0, unaligned=1.0, unaligned_from_hopper=1.0, attention=1.0, attention_half_intensity=0.0,
+    cudnn_attention=1.0, cudnn_half_intensity=0.0, efficient_attention=1.0, memory=1.0, reduction=1.0, nvlink=1.0,
+    pcie_between_gpus=1.0, network=1.0, contention=0.0, collective_traffic=0.0, pinned_copy=1.0, pageable_copy=1.0,
+    dram=1.0, core_gb_per_s=inf, first_touch_gb_per_s=inf, compare_ns=0.0, host_optimizer=1.0, nvme=1.0, launch_us=0.0,
+    view_us=0.0, hook_us=0.0, collective_us=0.0, kernel_us=0.0, first_step_us=0.0, step_us=0.0, network_step_us=0.0,
+    pipeline=0.0, unsure=0.0,
 )  # fmt: skip
 
 
@@ -254,7 +260,9 @@ class PriceList:
             share, traffic = rates.matmul_share, ours.matmul_traffic * from_memory_s
             peak = None if peak is None else self._matmul_peak(rates, work, peak)
         else:
-            share, traffic = min(1.0, ours.attention * rates.attention_share * self._cudnn_gain(rates, work)), 0.0
+            intensity = work.flops / work.bytes if work.bytes else inf
+            flash = ours.attention * rates.attention_share * _saturate(intensity, ours.attention_half_intensity)
+            share, traffic = min(1.0, flash * self._kernel_gain(rates, work, intensity)), 0.0
         computed_s = counted * work.flops / ((peak or highest_peak(rates)) * share)
         seconds = max(computed_s + traffic, from_memory_s if work.sure else counted * from_memory_s)
         return Price(
@@ -296,14 +304,15 @@ class PriceList:
         share = ours.unaligned_from_hopper if (rates.capability or _HOPPER) >= _HOPPER else ours.unaligned
         return max(peak * share, min(peak, rates.tflops.fp32 * 1e12))
 
-    def _cudnn_gain(self, rates: Rates, work: Work) -> float:
-        """How much faster it is than flash attention, whose place it takes: longer sequences gain more."""
-        ours = self.efficiency
-        takes_cudnn = self.has_cudnn_attention and rates.capability in _PREFER_CUDNN
-        if not takes_cudnn or not work.name.startswith(_PLACES_OF_CUDNN) or not work.bytes:
+    def _kernel_gain(self, rates: Rates, work: Work, intensity: float) -> float:
+        """How fast the kernel is beside flash attention. cuDNN's takes its place, and gains in longer sequences."""
+        ours, capability = self.efficiency, rates.capability
+        if work.name.startswith("_scaled_dot_product_efficient"):
+            return ours.efficient_attention if (capability or _FLASH_FROM) >= _FLASH_FROM else 1.0
+        takes_cudnn = self.has_cudnn_attention and capability in _PREFER_CUDNN
+        if not takes_cudnn or not work.name.startswith(_PLACES_OF_CUDNN):
             return 1.0
-        intensity = work.flops / work.bytes
-        return max(1.0, ours.cudnn_attention * intensity / (intensity + ours.cudnn_half_intensity))
+        return max(1.0, ours.cudnn_attention * _saturate(intensity, ours.cudnn_half_intensity))
 
     def _collect(self, work: Work) -> float:
         """The seconds of a collective: latency, the slowest link's time for its bytes, and filling the pipeline."""
@@ -332,6 +341,11 @@ class PriceList:
             hops = (min(1, hops[0]), min(1, hops[1]))
         latency_s = (ours.first_step_us + ours.step_us * hops[0] + ours.network_step_us * hops[1]) * 1e-6
         return latency_s + bytes_s + ours.pipeline * sqrt(latency_s * bytes_s)
+
+
+def _saturate(intensity: float, half: float) -> float:
+    """The share of a rate that work of so many FLOPs a byte reaches, where `half` of them reach half."""
+    return 1.0 if intensity == inf else intensity / (intensity + half) if intensity else 0.0
 
 
 def find_peak(rates: Rates, dtype: str) -> float | None:

@@ -249,7 +249,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = torch.ops.aten.empty_like.default(first)
             self.ledger.assume(
                 f"the custom operator {func} has no fake implementation: its result was taken to be like its first"
-                " input, and its temporaries are not counted"
+                " input, its temporaries are not counted, and its time is that of the bytes that it moves"
             )
         self._enter(out)
         if kernel is not None and not self.ledger.one_memory:

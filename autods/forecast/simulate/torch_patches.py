@@ -44,7 +44,9 @@ _ATTENTION = declare(
 
 def install(ledger: Ledger) -> None:
     """Patch torch in this process, after DeepSpeed is imported."""
+    # torch.tensor(…, device="cuda") needs the first, which holds in this thread alone: so backward runs in it as well.
     torch._C._set_only_lift_cpu_tensors(True)
+    torch._C._set_multithreading_enabled(False)
     _INIT_GPU.install(lambda device=None: None)
     _AVOID_INIT.install(property(lambda self: True))
     _FAKE_TENSOR["data"].install(property(torch.Tensor.data.__get__, _set_data))  # type: ignore[attr-defined]

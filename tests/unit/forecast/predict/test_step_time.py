@@ -12,7 +12,8 @@ from autods.forecast.predict.prices import Constants, Efficiency, Price, PriceLi
 from autods.forecast.predict.step_time import BITS, STREAM_BITS, Schedule, StepTime, forecast_step
 
 _PERFECT = Efficiency(
-    matmul_traffic=1, unaligned=1, unaligned_from_hopper=1, attention=1, cudnn_attention=1, cudnn_half_intensity=0,
+    matmul_traffic=1, unaligned=1, unaligned_from_hopper=1, attention=1, attention_half_intensity=0,
+    cudnn_attention=1, cudnn_half_intensity=0, efficient_attention=1,
     memory=1, reduction=1, nvlink=1, pcie_between_gpus=1, network=1, contention=0,
     collective_traffic=0, pinned_copy=1, pageable_copy=0.5, dram=1, core_gb_per_s=100, first_touch_gb_per_s=100,
     compare_ns=0, host_optimizer=1, nvme=1, launch_us=1e-6, view_us=1e-6, hook_us=1e-6, collective_us=1e-6,
@@ -257,6 +258,29 @@ def test_cudnn_attention_is_faster_where_torch_takes_it(capability: str, has_cud
     )  # 3000 FLOPs a byte
     assert prices.price(work).seconds == pytest.approx(6 / gain)
     assert prices.price(replace(work, name="efficient")).seconds == pytest.approx(6)
+
+
+@pytest.mark.parametrize(("capability", "seconds"), [("7.0", 1), ("8.0", 2), (None, 2)])
+def test_the_memory_efficient_kernel_is_slower_than_flash(capability: str | None, seconds: float) -> None:
+    assert _MACHINE.rates is not None
+    machine = replace(_MACHINE, rates=replace(_MACHINE.rates, compute_capability=capability))
+    prices = PriceList(machine=machine, ranks_per_node=1, efficiency=replace(_PERFECT, efficient_attention=0.5))
+    name = "_scaled_dot_product_efficient_attention"
+    assert prices.price(Work(kind="attention", name=name, flops=1e12, dtype="bfloat16")).seconds == pytest.approx(
+        seconds
+    )
+
+
+def test_attention_is_faster_in_long_samples() -> None:
+    long, short = (
+        Work(kind="attention", name="flash_attn::_flash_attn_forward", flops=flops, bytes=10**9, dtype="bfloat16")
+        for flops in (900e9, 100e9)
+    )
+    seconds = [_price(work, attention_half_intensity=100).seconds for work in (long, short)]
+    assert seconds == pytest.approx(
+        [1.0, 1.0]
+    )  # 900 FLOPs a byte have 0.9 of the rate; with 100, its bytes take as long
+    assert _price(replace(short, bytes=10**8), attention_half_intensity=1000).seconds == pytest.approx(0.2)
 
 
 def test_a_new_page_of_the_host_costs_more_than_a_used_one() -> None:
