@@ -11,9 +11,9 @@ from typing import Literal
 from ...config.catalogue import Machine, Rates
 from ...schema import read_toml_as
 from ...system.host import data_folder
+from ..attention import FLASH_FROM
 
 _G = 1e9
-_FLASH_FROM = (8, 0)
 _HOPPER = (9, 0)
 _PREFER_CUDNN = ((9, 0), (10, 0))  # torch's sdp_utils.cpp, check_prefer_cudnn_attention, with cuDNN from 9.15.1 on
 _PLACES_OF_CUDNN = ("_scaled_dot_product_flash", "_scaled_dot_product_cudnn")  # it takes both calls
@@ -308,7 +308,7 @@ class PriceList:
         """How fast the kernel is beside flash attention. cuDNN's takes its place, and gains in longer sequences."""
         ours, capability = self.efficiency, rates.capability
         if work.name.startswith("_scaled_dot_product_efficient"):
-            return ours.efficient_attention if (capability or _FLASH_FROM) >= _FLASH_FROM else 1.0
+            return ours.efficient_attention if (capability or FLASH_FROM) >= FLASH_FROM else 1.0
         takes_cudnn = self.has_cudnn_attention and capability in _PREFER_CUDNN
         if not takes_cudnn or not work.name.startswith(_PLACES_OF_CUDNN):
             return 1.0
