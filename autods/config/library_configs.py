@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -51,8 +52,9 @@ def read_yaml_config(path: Path, read_json: ReadConfig) -> dict[str, Any]:
     import yaml
 
     try:
-        content = yaml.safe_load(read_text(path, most=LARGEST_CONFIG))
-    except (yaml.YAMLError, RecursionError) as error:
+        read = yaml.safe_load(read_text(path, most=LARGEST_CONFIG))
+        content = json.loads(json.dumps(read, allow_nan=False, default=str))  # a date is text
+    except (yaml.YAMLError, RecursionError, ValueError, TypeError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark is not None else str(path)
         raise InputError(
@@ -146,4 +148,5 @@ def _read_named(field: str, named: Any, path: Path, read_json: ReadConfig) -> di
     file = Path(str(named))
     if file.suffix in (".yaml", ".yml"):
         raise InputError(f"{field}: is YAML", place=str(path), hint="name a DeepSpeed JSON file")
-    return read_json(file if file.exists() or not (path.parent / file).exists() else path.parent / file)
+    beside = path.parent / file
+    return read_json(beside if os.path.exists(beside) and not os.path.exists(file) else file)

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from math import gcd
 from typing import Any, Literal, TypeGuard
 
-from .deepspeed import BATCH_KEYS, enabled_half_precision, get_key, read_known_keys
+from .deepspeed import BATCH_KEYS, documented_name, enabled_half_precision, get_key, read_known_keys
 from .releases import find_faults
 
 Severity = Literal["error", "warning", "note"]
@@ -264,6 +264,9 @@ def _find_ill_typed(question: Question) -> Iterator[Problem]:
             bound = f", at least {least}" if least >= 0 else ""
             judge = _warning if isinstance(number, bool) else _error  # DeepSpeed takes true for 1
             yield judge(key, f'"{key}" is {_shorten(number)}; it must be a number{bound}')
+    for name in question.zero:
+        if (other := documented_name(name)) != name and other in question.zero:
+            yield _error(f"{_ZERO}.{name}", f'"{name}" and "{other}" are two names of one key', "keep one of them")
     key, stage = f"{_ZERO}.stage", question.get(f"{_ZERO}.stage")
     if stage not in (None, "auto") and (type(stage) is not int or stage not in range(4)):
         read = _read_stage(stage)

@@ -53,6 +53,8 @@ def test_accelerates_yaml_may_name_a_file_of_deepspeed(tmp_path: Path) -> None:
     [
         ("distributed_type: FSDP", "has no deepspeed_config of accelerate"),
         ("a: [", "acc.yaml:1:5: is not YAML: "),
+        ("deepspeed: {gradient_clipping: .nan}", "acc.yaml: is not YAML: ValueError"),
+        ("deepspeed: &a {b: *a}", "acc.yaml: is not YAML: "),
         ("- 1", "has no deepspeed_config of accelerate"),
         ("deepspeed_config: {deepspeed_config_file: acc.yaml}", "deepspeed_config_file: is YAML"),
     ],
@@ -143,6 +145,17 @@ def test_what_the_trainer_computes_of_the_data_stays_auto(tmp_path: Path) -> Non
 def test_training_arguments_that_do_not_work_are_refused(tmp_path: Path, given: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=re.escape(said)):
         read_arguments(tmp_path, **given)
+
+
+@pytest.mark.parametrize("value", ["2020-01-01", 5, [], {}, True, "x" * 5000, "\0", "", 1e300])
+def test_an_argument_of_any_value_ends_in_a_config_or_a_refusal(tmp_path: Path, value: Any) -> None:
+    for name in ("deepspeed", *ARGUMENTS, "adam_beta1", "max_steps", "warmup_ratio", "auto_find_batch_size"):
+        try:
+            read_arguments(tmp_path, **{name: value})
+        except InputError:
+            continue
+        (tmp_path / "args.yaml").write_text((tmp_path / "args.json").read_text())
+        assert json.dumps(read_base_config(tmp_path / "args.yaml"))
 
 
 def test_a_batch_that_the_trainer_looks_for_may_differ(tmp_path: Path) -> None:

@@ -196,6 +196,11 @@ def test_a_switch_for_zero_is_stage_1_and_a_warning() -> None:
     assert Question(config=config).stage == 1
 
 
+def test_two_names_of_one_key_are_refused_together() -> None:
+    zero = {"stage": 3, "max_live_parameters": 5, "stage3_max_live_parameters": 7}
+    assert "two names of one key" in errors({"zero_optimization": zero})["zero_optimization.max_live_parameters"]
+
+
 def test_a_leading_underscore_is_no_misspelling() -> None:
     config = {"_comment": "x", "_fp16": {}, "zero_optimization": {"_stage": 3}, "train_batch_size": 8}
     assert find_misspelt_keys(config) == ()
