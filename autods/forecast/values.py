@@ -159,6 +159,7 @@ class Simulation:
     `families` are the cards (see `attention`) that take the same kernels of attention as the simulated one.
     `summed_peak_bytes` is the peak of all tiers together, by phase: a CPU rank holds all tensors in its memory.
     `breakdown` splits the device's peak into parameters, gradients, optimizer, activations, buckets and other.
+    `is_upper_bound` says that the largest size stood for one that is not known, or eager code for compiled code.
     `schedule` has the work of the last optimizer step; None for CPU ranks.
     `assumed` has sentences for the user about assumptions and about memory that could not be counted.
     """
@@ -174,6 +175,7 @@ class Simulation:
     summed_peak_bytes: Mapping[ForecastPhase, int] = field(default_factory=dict)
     breakdown: Mapping[str, int] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()
+    is_upper_bound: bool = False
     schedule: Schedule | None = None
     seconds: float = 0.0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -51,7 +52,7 @@ def find_prospect(candidate: Candidate, context: FitContext) -> Prospect | None:
     if context.settings.global_batch is None:
         micro_batch = max(context.sizes[0], min(largest, MOST_AT_FIRST))
     step, at_most = context.forecaster.step_time(trial_at(micro_batch)), context.forecaster.step_time(trial_at(largest))
-    if step is None or at_most is None or min(step.seconds, at_most.least_seconds) <= 0:
+    if step is None or at_most is None or step.seconds <= 0:
         return None
 
     def samples(size: int) -> int:
@@ -61,7 +62,7 @@ def find_prospect(candidate: Candidate, context: FitContext) -> Prospect | None:
         micro_batch=micro_batch,
         largest=largest,
         rate=samples(micro_batch) / step.seconds,
-        most_rate=samples(largest) / at_most.least_seconds,
+        most_rate=samples(largest) / at_most.least_seconds if at_most.least_seconds else math.inf,
     )
 
 

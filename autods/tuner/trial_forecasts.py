@@ -42,7 +42,10 @@ from ..types import Fit, ModelFacts, Outcome, Record, Tier, Trial
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepForecast:
-    """The seconds of a trial's optimizer step: what is expected, and the least that the machine's peak rates allow."""
+    """The seconds of a trial's optimizer step: what is expected, and the least that the machine's peak rates allow.
+
+    The least is 0 where the simulation is an upper bound.
+    """
 
     seconds: float
     least_seconds: float
@@ -223,12 +226,14 @@ class TrialForecaster(Forecaster):
         speed = forecast_speed(spec, simulation, accumulation=knobs.accumulation)
         if speed is None:
             return None
-        least_s = least_step_s(
-            simulation.schedule,
-            self.settings.machine,
-            ranks_per_node=spec.ranks_of_node,
-            accumulation=knobs.accumulation,
-        )
+        least_s = 0.0
+        if not simulation.is_upper_bound:
+            least_s = least_step_s(
+                simulation.schedule,
+                self.settings.machine,
+                ranks_per_node=spec.ranks_of_node,
+                accumulation=knobs.accumulation,
+            )
         spent = speed.step.spent
         launched_s, moved_s = spent["launch"], spent["communication"] + spent["host"]
         computed_s = speed.step.seconds - launched_s - moved_s

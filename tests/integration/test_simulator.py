@@ -35,6 +35,8 @@ def make_heads(h, value_size):
 def attend_by_flash(*heads):
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
         return nn.functional.scaled_dot_product_attention(*heads)
+from torch.nn.attention.flex_attention import flex_attention
+attend_compiled = torch.compile(flex_attention)
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -58,7 +60,7 @@ class Scale(torch.autograd.Function):
 # Lines in the forward of one model; the size of the micro batch selects one of them.
 PLAIN, RAISES, READS_A_VALUE, HAS_A_MASK = 2, 3, 4, 5
 CALLS_AN_OPERATOR, HAS_A_KERNEL, IN_PARTS, DIES = 6, 7, 8, 9
-LATENT_HEADS, ONLY_FLASH, MAKES_A_TENSOR_BACKWARD = 10, 11, 12
+LATENT_HEADS, ONLY_FLASH, MAKES_A_TENSOR_BACKWARD, FLEXES, FLEXES_COMPILED = 10, 11, 12, 13, 14
 LINES = {
     PLAIN: "pass",
     RAISES: 'raise ValueError("my mistake")',
@@ -69,6 +71,8 @@ LINES = {
     IN_PARTS: "h = h * torch.sigmoid(h)",
     DIES: "import ctypes; ctypes.string_at(0)",
     LATENT_HEADS: "h = h + nn.functional.scaled_dot_product_attention(*make_heads(h, 128)).mean()",
+    FLEXES: "h = h + flex_attention(*make_heads(h, 192)).mean()",
+    FLEXES_COMPILED: "h = h + attend_compiled(*make_heads(h, 192)).mean()",
     ONLY_FLASH: "h = h + attend_by_flash(*make_heads(h.half(), 128)).mean()",
     MAKES_A_TENSOR_BACKWARD: "h = Scale.apply(h)",
 }
@@ -245,8 +249,10 @@ def test_an_error_of_the_model_is_reported_with_its_line(lines: Lines) -> None:
     ("line", "note"), [(READS_A_VALUE, "the value of a tensor is read"), (HAS_A_MASK, "a mask as index")]
 )
 def test_values_that_the_model_reads_are_assumed_and_noted(lines: Lines, line: int, note: str) -> None:
-    assumed = lines.simulate(line).assumed
-    assert len(assumed) == 1
+    simulation = lines.simulate(line)
+    assumed = simulation.assumed
+    assert simulation.is_upper_bound == (line == HAS_A_MASK)  # the largest size
+    assert len(assumed) == 1 + simulation.is_upper_bound
     assert lines.place(line) in assumed[0]
     assert note in assumed[0]
 
@@ -300,6 +306,14 @@ def test_heads_of_latent_attention_need_no_memory_for_scores(lines: Lines) -> No
     assert any(work.name == "_scaled_dot_product_cudnn_attention" for work in count_work(latent))
     added = latent.live_bytes["backward"]["device"] - plain.live_bytes["backward"]["device"]
     assert added < 4096 * 4096 * 4  # of one head
+
+
+@pytest.mark.parametrize("line", [FLEXES, FLEXES_COMPILED])
+def test_flex_attention_is_an_upper_bound(lines: Lines, line: int) -> None:
+    simulation = lines.simulate(line)
+    assert simulation.live_bytes["backward"]["device"] > 4096 * 4096 * 4  # the scores of a head
+    assert simulation.is_upper_bound
+    assert sum("torch.compile" in sentence for sentence in simulation.assumed) == 1
 
 
 def test_attention_without_a_kernel_fails_as_on_a_card(lines: Lines) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from ...devices import find_device
 from ...types import Tier
@@ -27,6 +27,7 @@ _LIMIT_WORDS: Mapping[Tier, str] = {
     "host": " of host memory a node",
     "nvme": " of NVMe a node",
 }
+_STATES = ("parameters", "gradients", "optimizer")
 _WORTH_SAVING = 0.02  # of the limit
 
 
@@ -43,7 +44,7 @@ def judge_memory(
     """Return the forecast of one rung at one micro batch, with its verdict.
 
     A rung cannot fit where the low end of some tier exceeds its limit. It is tight where a limit lies within an
-    interval, and fits where no high end exceeds a limit.
+    interval, and fits where no high end exceeds a limit. The low end of an upper bound holds no activations.
 
     `limits` has the bytes of the tiers whose limit is known: device and pinned a rank, host and NVMe a node.
     `calibration` is None before any trial.
@@ -55,6 +56,10 @@ def judge_memory(
     device = need.device.times(calibration.ratios(spec.rung)) + (
         calibration.outside_allocator or need.outside_allocator
     )
+    if simulation.is_upper_bound:  # sure are the states at the peak, and what building takes
+        states_bytes = sum(simulation.breakdown.get(kind, 0) for kind in _STATES)
+        built_bytes = simulation.live_bytes.get("init", {}).get("device", 0)
+        device = replace(device, low_bytes=min(device.low_bytes, max(states_bytes, built_bytes)))
     kind = find_device(spec.device)
     host = device if kind.shares_host_memory else need.host
     intervals: dict[Tier, Interval] = {
@@ -113,6 +118,8 @@ def forecast_speed(
         step = forecast_step(simulation.schedule, prices, constants, accumulation=accumulation)
     except Unpriced:
         return None
+    if simulation.is_upper_bound:
+        step = replace(step, low_seconds=0.0)
     rate = simulation.micro_batch * accumulation * (replicas or spec.world_size) / step.seconds
     return Speed(
         step=step,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -74,6 +76,8 @@ Handler = Callable[[Any, Any, Any], Any]
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Every operator that Python or autograd dispatches passes here on its way to FakeTensorMode."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, ledger: Ledger, mode: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger, self._mode = ledger, mode
@@ -100,6 +104,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return handler(func, args, kwargs or {})
 
     def _choose_handler(self, func: Any) -> Handler:
+        if isinstance(func, HigherOrderOperator):
+            return self._run_parts
         if func.namespace == "c10d":
             return self._run_collective
         if func._schema.name.startswith("aten::_fused_") and not func._schema.returns:
@@ -128,6 +134,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ledger.work.issue(func, args, kwargs, out)
         return out
 
+    def _run_parts(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator of functions, such as FlexAttention, as eager torch does: by operators that are recorded."""
+        with self:
+            return func.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd](*args, **kwargs)
+
     def _run_with_buffers(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator whose kernel takes buffers, which are there together with its results."""
         out = self._cache.call(func, args, kwargs)
@@ -138,7 +149,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if (device := kwargs.get("device")) is not None and device.type == _CPU.type and device.index is not None:
             kwargs = {**kwargs, "device": _CPU}  # accelerate asks for cpu:0, and a real tensor's device is cpu
         if not kwargs.get("pin_memory"):
-            return self._cache.call(func, args, kwargs)
+            with _without_values(args if device is not None and device.type != _CPU.type else ()):
+                return self._cache.call(func, args, kwargs)
         out = func(*args, **{**kwargs, "pin_memory": False})
         self._enter(out, PINNED)
         return out
@@ -193,18 +205,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensor = args[0]
         self.ledger.work.read_back(tensor)
         count = self.ledger.choices.take(tensor)
-        self._assume(_LARGEST.format("nonzero") if count is None else _EXPERTS)
+        self._assume(_LARGEST.format("nonzero") if count is None else _EXPERTS, at_most=True)
         return self._make(tensor, (tensor.numel() if count is None else count, tensor.dim()), torch.long)
 
     def _masked_select(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.ledger.work.read_back(args[0])
-        self._assume(_LARGEST.format("masked_select"))
+        self._assume(_LARGEST.format("masked_select"), at_most=True)
         shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
         return self._make(args[0], (shape.numel(),), args[0].dtype)
 
     def _unique(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.ledger.work.read_back(args[0])
-        self._assume(_LARGEST.format("unique"))
+        self._assume(_LARGEST.format("unique"), at_most=True)
         tensor, flags = args[0], (*args[2:], *kwargs.values())
         inverse, counts = (bool(flags[place : place + 1] and flags[place]) for place in (0, 1))
         return (
@@ -218,7 +230,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):
             return self._cache.call(func, args, kwargs)
         self.ledger.work.read_back(tensor)
-        self._assume(_LARGEST.format("a mask as index"))
+        self._assume(_LARGEST.format("a mask as index"), at_most=True)
         whole: list[Any] = []
         for index in indices:
             if index is None or index.dtype not in (torch.bool, torch.uint8):
@@ -257,11 +269,25 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ledger.work.issue(func, args, kwargs, out)
         return out
 
-    def _assume(self, assumption: str) -> None:
+    def _assume(self, assumption: str, *, at_most: bool = False) -> None:
         """Note an assumption about the model, with its line."""
         place = model_line()
         if place is not None:
-            self.ledger.assume(f"{place}: {assumption}")
+            self.ledger.assume(f"{place}: {assumption}", at_most=at_most)
+
+
+@contextlib.contextmanager
+def _without_values(tensors: Any) -> Iterator[None]:
+    """Hide values that fake tensors of the CPU hold: FakeTensorMode would compute with them on a GPU."""
+    held = [tensor for tensor in tensors if isinstance(tensor, FakeTensor) and tensor.constant is not None]
+    values = [tensor.constant for tensor in held]
+    for tensor in held:
+        tensor.constant = None
+    try:
+        yield
+    finally:
+        for tensor, value in zip(held, values, strict=True):
+            tensor.constant = value
 
 
 # Values that these files read are no assumption about the model: gradient norms, overflow checks, an optimizer's

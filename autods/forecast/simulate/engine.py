@@ -101,7 +101,8 @@ class RankEngine:
         if "Muon" in type(self._engine.basic_optimizer).__name__:
             context.ledger.assume(
                 "Muon's update is compiled by torch.compile and was simulated as it is written: compiled, its"
-                " temporaries in the step are mostly fewer"
+                " temporaries in the step are mostly fewer",
+                at_most=True,
             )
 
     def measure(self, micro_batch: int) -> Simulation:
@@ -132,7 +133,8 @@ def read_ledger(ledger: Ledger, engine: Any, micro_batch: int, seconds: float) -
         communicators=ledger.work.communicators,
         families=frozenset(ledger.families),
         breakdown={KINDS[kind]: size for kind, size in sorted(ledger.bytes_at_peak().items())},
-        assumed=tuple(ledger.assumed),
+        assumed=(*ledger.assumed, *((unknown_values.UPPER_BOUND,) if ledger.is_upper_bound else ())),
+        is_upper_bound=ledger.is_upper_bound,
         schedule=None if ledger.one_memory else ledger.work.schedule(),
         seconds=seconds,
     )

@@ -51,6 +51,7 @@ class Ledger:
         self.families = set(FAMILIES)  # those on which every call of attention takes the same kernel
         self.choices = Choices()
         self.assumed: dict[str, None] = {}
+        self.is_upper_bound = False
         self.nvme: dict[str, int] = {}
         self._live: dict[int, tuple[int, int, int, _Watch | None]] = {}  # storage → bytes, tier, block, watch
         self.current = [0, 0, 0, 0]
@@ -140,9 +141,10 @@ class Ledger:
         if (block := self._find_block(tensor, DEVICE)) is not None:
             self._kinds[block] = kind
 
-    def assume(self, sentence: str) -> None:
-        """Note a sentence for the user, once."""
+    def assume(self, sentence: str, *, at_most: bool = False) -> None:
+        """Note a sentence for the user, once. With `at_most` what was assumed takes more than what will be."""
         self.assumed[sentence] = None
+        self.is_upper_bound |= at_most
 
     def peaks(self) -> dict[ForecastPhase, dict[Tier, int]]:
         """Phase → tier → peak bytes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -62,12 +63,29 @@ def install(ledger: Ledger) -> None:
             supported.append(FakeTensor)
     torch.compiler.set_stance("force_eager")
 
-    def compile_and_note(compile_code: Any, *args: Any, **kwargs: Any) -> Any:
+    def note_compiled() -> None:
         ledger.assume(
             "code under torch.compile was simulated as it is written: compiled, it keeps other activations and"
-            " temporaries, mostly fewer"
+            " temporaries, mostly fewer, and FlexAttention no scores",
+            at_most=True,
         )
-        return compile_code(*args, **kwargs)
+
+    def compile_and_note(compile_code: Any, *args: Any, **kwargs: Any) -> Any:
+        """A decorated function may never be called: its call is noted, and a module at once."""
+        compiled = compile_code(*args, **kwargs)
+        code = args[0] if args else kwargs.get("model")
+        if code is None:  # the decorator that is returned comes here with the code
+            return compiled
+        if isinstance(code, torch.nn.Module):
+            note_compiled()
+            return compiled
+
+        @functools.wraps(compiled)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            note_compiled()
+            return compiled(*args, **kwargs)
+
+        return call
 
     _COMPILE.wrap(compile_and_note)
     _route_attention(ledger)

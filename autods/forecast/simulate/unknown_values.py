@@ -23,6 +23,10 @@ UNKNOWN = (
     "whether {name} holds padding is not known, because build_batch does not run without the GPU: none was assumed;"
     " with padding the model takes more memory"
 )
+UPPER_BOUND = (
+    "these activations and times are upper bounds: no rung is said not to fit because of them, and no step takes a"
+    " least time"
+)
 
 _IS_FAKE = declare(
     "transformers.utils.import_utils.is_fake_tensor",

@@ -142,7 +142,8 @@ def _describe_rate(row: MachineRow, *, tokens: bool) -> Cell:
     if speed is None or (speed.tokens_per_second is not None) is not tokens:
         return "" if row.site.best is None else "–"
     rate = speed.tokens_per_second or speed.samples_per_second
-    low, high = (rate * speed.step.seconds / bound_s for bound_s in (speed.step.high_seconds, speed.step.low_seconds))
+    bounds_s = (speed.step.high_seconds, speed.step.low_seconds)
+    low, high = (rate * speed.step.seconds / bound_s if bound_s else math.inf for bound_s in bounds_s)
     return _with_bounds(format_rate(rate), low, high)
 
 
@@ -159,8 +160,9 @@ def _describe_days(row: MachineRow) -> Cell:
 
 
 def _with_bounds(value: str, low: float, high: float) -> Cell:
-    """'2,048,000', and below it '1.71M–2.56M'."""
-    return value, "–".join(format_count(bound) if bound >= 1000 else format_rate(bound) for bound in (low, high))
+    """'2,048,000', and below it '1.71M–2.56M', or the one bound that is known."""
+    texts = [format_count(bound) if 1000 <= bound < math.inf else format_rate(bound) for bound in (low, high)]
+    return value, f"from {texts[0]}" if high == math.inf else f"up to {texts[1]}" if not low else "–".join(texts)
 
 
 def _describe_device(row: MachineRow) -> Cell:
@@ -450,7 +452,9 @@ def format_ranks_of_site(site_forecast: SiteForecast) -> str:
 
 
 def _format_interval(write: Callable[[float], str], value: float, low: float, high: float) -> str:
-    """'30.7 (23–39.9)'."""
+    """'30.7 (23–39.9)'; '30.7 (up to 39.9)' without a low bound."""
+    if not low:
+        return f"{write(value)} (up to {write(high)})"
     return f"{write(value)} ({write(low)}–{write(high)})"
 
 

@@ -26,6 +26,7 @@ class Timed(Forecaster):
 
     sample_s: dict[str, float]
     most: int | None = 8
+    least: float = 0.5  # share of the time
     plain: float = 1.0  # a sample's share of time without checkpointing
 
     def step_time(self, trial: Trial) -> StepForecast | None:
@@ -33,7 +34,7 @@ class Timed(Forecaster):
             return None
         share = 1.0 if trial.knobs.checkpointing else self.plain
         step_s = share * sample_s * trial.knobs.micro_batch * trial.knobs.accumulation
-        return StepForecast(seconds=step_s, least_seconds=step_s / 2)
+        return StepForecast(seconds=step_s, least_seconds=self.least * step_s)
 
     def largest(self, trial: Trial, sizes: Any, usable_bytes: float) -> int | None:
         return self.most
@@ -70,6 +71,13 @@ def test_the_walk_tries_the_fastest_rung_first() -> None:
     assert walked.winner is not None
     assert [trial.rung for trial in runner.trials] == ["zero3"]
     assert walked.winner.trial.knobs.micro_batch == 1
+
+
+def test_without_a_least_time_a_prospect_may_be_any_fast() -> None:
+    context = make_context(ScriptedRunner(lambda trial: FITS).run, forecaster=Timed({"ddp": 0.5}, least=0.0))
+    prospect = find_prospect(CANDIDATES[0], context)
+    assert prospect is not None
+    assert (prospect.rate, prospect.most_rate) == (pytest.approx(4.0), float("inf"))
 
 
 def test_a_prospect_has_the_rates_of_its_best_micro_batch() -> None:

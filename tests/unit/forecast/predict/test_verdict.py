@@ -60,6 +60,15 @@ def test_a_rung_cannot_fit_only_below_its_interval(limit: int, verdict: str) -> 
     assert said(limit=limit).verdict == verdict
 
 
+@pytest.mark.parametrize(("limit", "verdict"), [(9 * GIB, "tight"), (6 * GIB, "tight"), (4 * GIB, "cannot_fit")])
+def test_an_upper_bound_cannot_fit_by_its_states_only(limit: int, verdict: str) -> None:
+    breakdown = {"parameters": 2 * GIB, "optimizer": 4 * GIB, "activations": 4 * GIB}
+    bound = replace(simulated(), is_upper_bound=True, breakdown=breakdown)  # building takes 5 GiB
+    forecast = judge_memory(ask(), bound, limits={"device": limit}, overheads=NOTHING_BESIDE)
+    assert forecast.verdict == verdict
+    assert forecast.memory["device"].peak_bytes == said().memory["device"].peak_bytes
+
+
 def test_the_reason_names_bytes_limit_and_deciding_phase() -> None:
     assert said().reason == "needs 10.0 GiB (9.6 to 10.4) of 24.0 GiB; the optimizer step decides"
 

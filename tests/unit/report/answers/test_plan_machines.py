@@ -39,3 +39,15 @@ def test_nothing_of_the_machines_table_is_cut(width: int) -> None:
         assert cell in text, cell
     for cell in ("2,048,000", "1.71M–2.56M", "54,691", "43.8K–65.6K", "336M–504M"):
         assert cell in text, cell
+
+
+def test_an_upper_bound_of_time_has_one_bound_in_each_table() -> None:
+    sites = []
+    for site in comparison().sites:
+        timed = speed(1000)
+        timed = replace(timed, step=replace(timed.step, low_seconds=0.0))
+        sites.append(with_rungs(site, tuple(replace(row, speed=timed) for row in site.rungs)))
+    text = terminal.printed(make_plan_document(replace(comparison(), sites=tuple(sites), tokens=3e12)), 150)
+    assert "from 1.71M" in text
+    assert "up to" in text
+    assert "inf" not in text
