@@ -6,6 +6,7 @@ import ast
 import functools
 import hashlib
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -75,7 +76,7 @@ def make_script_source(
         name=module or path.stem,
         digest=digest.hexdigest()[:16],
         argv=tuple(argv),
-        script_kind=kind or _infer_kind(path, imported),
+        script_kind=kind or _infer_kind(path, imported) or _infer_kind_of_packages(path, module),
         folder=str(folder),
         module=module,
         root=None if root is None else str(root),
@@ -170,6 +171,22 @@ def _infer_kind(path: Path, imported: Sequence[Path]) -> str | None:
             *((kind, kind.last_names) for kind in SCRIPT_KINDS.values()),
         ):
             if any(item.package in kind.packages and re.fullmatch(names, item.name) for item in imports):
+                return kind.name
+    return None
+
+
+def _infer_kind_of_packages(path: Path, module: str | None) -> str | None:
+    """The kind by what the installed package of the module, or one that the script imports, requires."""
+    packages = dict.fromkeys([*([module.partition(".")[0]] if module else []), *(i.package for i in imports_in(path))])
+    installed = importlib.metadata.packages_distributions()
+    for distribution in (name for package in packages for name in installed.get(package, ())):
+        required = {
+            re.split(r"[^\w.-]", requirement, maxsplit=1)[0].lower().replace("-", "_")
+            for requirement in importlib.metadata.requires(distribution) or ()
+            if "extra ==" not in requirement
+        }
+        for kind in SCRIPT_KINDS.values():
+            if required & {*kind.packages}:
                 return kind.name
     return None
 

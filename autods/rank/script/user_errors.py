@@ -30,6 +30,7 @@ WRITABLE = "AUTODS_WRITABLE"  # a variable with further folders in which the use
 _REFUSED = re.compile(r"permission denied|os error 13\b|errno[ =:]*13\b", re.IGNORECASE)
 _ERROR_WORD = re.compile(r"\b(?:error|fatal|exception|unknown|invalid|missing|required)\b", re.IGNORECASE)
 # A call that does not fit the function, whose qualified name comes first.
+_AUTODS = __name__.partition(".")[0]
 _MISCALLED = re.compile(r"(\w+)[\w.<>]*\(\) (?:got (?:an unexpected|multiple|some)|missing \d+ required|takes )")
 _NOT_PARSED = "not used by the HfArgumentParser"
 _ITS_OWN = (None, "deepspeed")  # kinds of scripts that call DeepSpeed themselves, as far as is known
@@ -79,9 +80,11 @@ def explain(
             problem = f"its command line is refused: {read_text(error)[:_QUOTED_CHARS]}"
             parsers = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
             hint = advise_arguments(parsers[-1] if parsers else None)
-        case TypeError() if (match := _MISCALLED.match(read_text(error))) and (found := _format_definers(match[1])):
+        case TypeError() if (match := _MISCALLED.match(read_text(error))) and (
+            found := _find_versions(error, match[1])
+        ):
             problem = f"TypeError: {read_text(error)}"
-            hint = f"{found} is installed here: the script may be written for another version of it"
+            hint = f"installed here: {found}; the script may be written for another version"
         case ImportError() if (reason := _explain_import(error)) is not None:
             problem, hint = reason
         case ModuleNotFoundError(name=str(name)) if name and place is not None:
@@ -104,12 +107,15 @@ def advise_arguments(parser: Any) -> str:
     """The hint for a command line that this parser refused: which installed libraries define its options."""
     classes = [type(parser), *getattr(parser, "dataclass_types", ())]
     known = _format_versions(base.__module__ for each in classes for base in each.__mro__)
-    options = f"; {known} defines its options here, and the script may be written for another version" if known else ""
+    options = f"; its options are those of {known}: was it written for another version?" if known else ""
     return f"check the arguments after --{options}"
 
 
-def _format_definers(name: str) -> str:
-    """The installed libraries, with versions, that define a class or function of this name, as far as is loaded."""
+def _find_versions(error: TypeError, name: str) -> str:
+    """The installed libraries, as far as they are loaded, that define a class or function which a script miscalls."""
+    *_, (caller, _) = traceback.walk_tb(error.__traceback__)
+    if caller.f_globals.get("__name__", "").startswith(f"{_AUTODS}."):
+        return ""
     named = ((module.__name__, vars(module).get(name)) for module in list(sys.modules.values()) if module is not None)
     return _format_versions(module for module, value in named if getattr(value, "__module__", None) == module)
 
@@ -120,7 +126,7 @@ def _format_versions(modules: Iterable[str]) -> str:
     for package in sorted({module.partition(".")[0] for module in modules}):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found.append(f"{package} {importlib.metadata.version(package)}")
-    return " or ".join(found)
+    return " and ".join(found)
 
 
 def _find_trainer(error: BaseException) -> ScriptKind | None:

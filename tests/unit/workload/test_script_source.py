@@ -217,6 +217,19 @@ def test_an_installed_package_has_relative_imports_only(package, tmp_path):
     assert make_source(Path("module:shop.train")).script_kind == "deepspeed"
 
 
+def test_what_an_installed_package_requires_shows_the_kind(package, tmp_path, monkeypatch):
+    package("cli.py", "def main(): ...\n")
+    (tmp_path / "train.py").write_text("from shop.cli import main\n")
+    info = tmp_path / "shop-1.0.dist-info"
+    info.mkdir()
+    extra = 'Requires-Dist: deepspeed>=0.16; extra == "fast"'
+    (info / "METADATA").write_text(f"Name: shop\nVersion: 1.0\nRequires-Dist: transformers<6,>=4.50\n{extra}\n")
+    (info / "top_level.txt").write_text("shop\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert make_source(Path("module:shop.cli")).script_kind == "hf_trainer"
+    assert make_source(tmp_path / "train.py", kind="script").script_kind == "hf_trainer"
+
+
 def test_the_script_s_own_imports_decide_before_a_helper_s(package):
     package("train.py", "from transformers import Trainer\nfrom . import reference\n")
     package("reference.py", PLAIN)

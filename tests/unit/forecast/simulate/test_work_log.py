@@ -166,6 +166,17 @@ def test_a_norm_is_a_reduction_and_a_gelu_is_not(log: WorkLog, fake: FakeTensorM
     assert _describe(log, _aten.gelu.default, hidden).kind == "kernel"
 
 
+@pytest.mark.parametrize("name", ["mm", "addmm", "bmm", "baddbmm"])
+def test_a_matmul_with_a_result_of_its_own_dtype_has_flops(log: WorkLog, fake: FakeTensorMode, name: str) -> None:
+    batch = (2,) if "b" in name else ()
+    shapes = ((3, 4), (4, 5)) if name in ("mm", "bmm") else ((3, 5), (3, 4), (4, 5))
+    operands = [torch.empty(*batch, *shape, dtype=torch.bfloat16, device="cuda") for shape in shapes]
+    func, out = getattr(_aten, name).dtype, torch.empty(*batch, 3, 5, device="cuda")
+    log.issue(func, (*operands, torch.float32), {}, out)
+    (number,) = (event >> BITS for event in log.events if event & CODES == codes.RUN)
+    assert log.schedule().works[number].flops == 2 * 3 * 4 * 5 * (2 if batch else 1)
+
+
 def test_attention_with_grouped_heads_has_the_flops_of_all_queries(log: WorkLog, fake: FakeTensorMode) -> None:
     query = torch.empty(2, 8, 16, 32, dtype=torch.bfloat16, device="cuda")
     grouped = torch.empty(2, 2, 16, 32, dtype=torch.bfloat16, device="cuda")
