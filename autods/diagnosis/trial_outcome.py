@@ -264,6 +264,9 @@ def blame_code_for_hang(failure: Failed) -> Failed:
     )
 
 
+LARGEST_SURVEY_BATCH = 8  # the walk begins with no larger micro batch
+
+
 def wants_larger_batch(text: str) -> bool:
     """Whether the text says that the model cannot be trained with so small a micro batch."""
     return _TOO_SMALL.search(text) is not None

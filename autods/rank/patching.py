@@ -152,17 +152,25 @@ def when_imported(name: str, action: Callable[[], None]) -> None:
         action()
         return
 
+    is_looking = False
+
     def find_spec(fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if fullname != name:
+        nonlocal is_looking
+        if fullname != name or is_looking:
             return None
-        sys.meta_path.remove(finder)
-        spec = importlib.util.find_spec(name)
+        is_looking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            is_looking = False
         if spec is not None and spec.loader is not None:
             run_module = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 run_module(module)
-                action()
+                if finder in sys.meta_path:  # until then it may have been looked for without an import
+                    sys.meta_path.remove(finder)
+                    action()
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

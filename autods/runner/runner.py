@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ..config.deepspeed import compose, required_ops, without_monitors
 from ..config.rungs import Rung, unmet_need
 from ..config.settings import Settings, apply_survey, describe_script
-from ..diagnosis.trial_outcome import blame_code_for_hang, make_input_error
+from ..diagnosis.trial_outcome import LARGEST_SURVEY_BATCH, blame_code_for_hang, make_input_error
 from ..errors import AutodsError, EnvironmentBroken, InputError
 from ..events import Event, Note, TrialMoved
 from ..rank.job import JobKind, RankJob, RunOrder
@@ -36,7 +36,6 @@ from .worker_group import WorkerGroup
 _NO_VARIABLES: Mapping[str, str] = {}
 _ROOM_WITHIN_S = 3.0
 _PREFLIGHT_S = 60.0  # ranks on one machine need 1 s, on cards about 10; what takes longer waits for an answer
-_LARGEST_SURVEY_BATCH = 8  # the walk begins with no larger micro batch
 
 
 class Survey(NamedTuple):
@@ -324,7 +323,7 @@ class RayRunner:
             results = self._execute(job)
         while (failure := find_failure(results, job)) is not None:
             wants_larger_batch = isinstance(failure, Failed) and failure.wants_larger_batch
-            if not wants_larger_batch or job.micro_batch >= _LARGEST_SURVEY_BATCH:
+            if not wants_larger_batch or job.micro_batch >= LARGEST_SURVEY_BATCH:
                 raise make_error(failure, job)
             job = self.survey_job(ranks=job.world_size, micro_batch=2 * job.micro_batch)
             results = self._execute(job)

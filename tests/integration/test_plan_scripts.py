@@ -141,6 +141,16 @@ def test_values_that_a_script_reads_are_replaced_and_noted(users):
     assert "first two optimizer steps" in assumptions
 
 
+def test_a_manager_a_mesh_and_generated_texts_are_forecast(users):
+    argv = ("{ds_config}", "{micro_batch_size}")  # it refuses a micro batch of 1, with which a survey begins
+    forecast = api.plan(
+        "generates.py", script_args=argv, ladder="zero2", micro_batch=2, **{**GPU, "gpu_memory": "24GiB"}
+    )
+    (rung,) = forecast.sites[0].rungs
+    assert rung.verdict == "fits"
+    assert "generated texts were taken to be as long as they may be (max_new_tokens)" in forecast.assumed
+
+
 def test_a_script_s_config_is_used_on_cpu_ranks(users):
     forecast = api.plan("with_loader.py", script_args=("own.json",), ladder="zero2", **CPU)
     (rung,) = forecast.sites[0].rungs

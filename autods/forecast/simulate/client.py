@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import IO, TypeVar
 
+from ...diagnosis.trial_outcome import LARGEST_SURVEY_BATCH, wants_larger_batch
 from ...plain_text import clean
 from ...system import private, processes, stacks
 from ...system.processes import python_command
@@ -99,10 +100,17 @@ class ProcessSimulator(values.Simulator):
     def facts(self, device: str = "cuda", *, ranks: int = 1) -> ModelFacts:
         """Facts of the model, without allocating weights; a script sees itself on `ranks` ranks.
 
-        Raises SimulationFailed.
+        A script that refuses so few samples is asked with more of them. Raises SimulationFailed.
         """
-        with self._process(ModelRequest(ranks=ranks), device) as process:
-            return process.receive(ModelFacts)
+        micro_batch = 1
+        while True:
+            try:
+                with self._process(ModelRequest(ranks=ranks, micro_batch=micro_batch), device) as process:
+                    return process.receive(ModelFacts)
+            except SimulationFailed as failed:
+                if not wants_larger_batch(failed.problem) or micro_batch >= LARGEST_SURVEY_BATCH:
+                    raise
+            micro_batch *= 2
 
     @contextlib.contextmanager
     def engine(self, spec: EngineSpec) -> Iterator[SimulatedEngine]:

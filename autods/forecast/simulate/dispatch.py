@@ -294,7 +294,8 @@ def _without_values(tensors: Any) -> Iterator[None]:
 # scales, losses for a log. Whether there is padding is known from `masks`.
 _NO_ASSUMPTION = (
     "/deepspeed/", "/transformers/masking_utils.py", "/transformers/modeling_attn_mask_utils.py",
-    "/transformers/optimization.py", "/transformers/trainer.py", "/accelerate/", "/bitsandbytes/", "/torch/utils/data/",
+    "/transformers/optimization.py", "/transformers/trainer.py", "/transformers/generation/", "/accelerate/",
+    "/bitsandbytes/", "/torch/utils/data/",
 )  # fmt: skip
 # Frames between an operator and the model's code.
 _LIBRARIES = ("/torch/", "/deepspeed/", "/autods/", "<frozen", "<string>", "/contextlib.py")

@@ -21,9 +21,10 @@ _SIZE_BYTES = 8  # that announce the length of a request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRequest:
-    """Build the model and report its facts; a script sees itself on `ranks` ranks."""
+    """Build the model and report its facts; a script sees itself on `ranks` ranks, with this micro batch."""
 
     ranks: int
+    micro_batch: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

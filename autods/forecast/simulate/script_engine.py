@@ -57,7 +57,7 @@ def answer_requests(
     if isinstance(request, EngineSpec):
         runs = ((request, micro_batch) for micro_batch in receive(connection))
     else:
-        runs = [(_unsharded(context, source, request.ranks), 1)]
+        runs = [(_unsharded(context, source, request.ranks), request.micro_batch)]
     for spec, micro_batch in runs:
         parent = os.getpid()
         pid = os.fork()

@@ -369,7 +369,9 @@ def _describe_kernel(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> 
     if count is None:
         return Work(kind="reduction" if name in _REDUCTIONS else "kernel", name=name, bytes=size)
     fused = name.startswith("_scaled_dot_product") and len(args) >= 3
-    operands = args[:-1] if func._overloadname == "dtype" else args  # torch's formulas know no dtype of the result
+    operands = (
+        args[:-1] if func._overloadname.startswith("dtype") else args
+    )  # torch's formulas know no dtype of the result
     flops = _count_attention(name, args) if fused else float(count(*operands, **kwargs, out_val=out))
     first = _tensors(args)[0]
     dtype = str(first.dtype).removeprefix("torch.")

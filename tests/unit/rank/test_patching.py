@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import json
 import json.decoder
@@ -138,3 +139,18 @@ def test_an_action_runs_once_its_module_is_imported(tmp_path: Path, monkeypatch:
     finally:
         for imported in ("otherlib", "otherlib.part"):
             sys.modules.pop(imported, None)
+
+
+def test_looking_for_a_module_does_not_import_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sought.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    actions: list[str] = []
+    when_imported("sought", lambda: actions.append("imported"))
+    for _ in range(2):  # libraries ask so whether another one is installed
+        assert importlib.util.find_spec("sought") is not None
+    assert actions == []
+    importlib.import_module("sought")
+    assert actions == ["imported"]
+    monkeypatch.delitem(sys.modules, "sought")
+    importlib.import_module("sought")
+    assert actions == ["imported"]
