@@ -18,7 +18,7 @@ from ....config.deepspeed import to_trainer_config
 from ....devices import find_device
 from ....system.stacks import find_caller
 from ....workload.script_source import has_placeholder
-from ...patching import declare, declare_all, when_imported
+from ...patching import declare, declare_all, find_original, when_imported
 from ..engine_config import LibraryConfig, read_config
 from ..policy import Injection, TrainerLoop
 from ..user_errors import script_error
@@ -154,6 +154,8 @@ class HfTrainerLoop(TrainerLoop):
         self._saved_step = -1
         self.rotations: list[Callable[[], None]] = []  # that wait for the checkpoint in work
         self._summed: Any = 0.0  # losses that the Trainer has not logged
+        self._wrappers: dict[str, Callable[..., Any]] = {}  # of the Trainer's methods
+        self._entered: set[str] = set()  # methods in work
 
     def install(self) -> None:
         """Install the patches of the loop for the rest of this process."""
@@ -167,10 +169,31 @@ class HfTrainerLoop(TrainerLoop):
             "_save_checkpoint": self.save_checkpoint,
             "_load_rng_state": self.load_random_states,
         }
-        for name, wrapper in wrappers.items():
+        self._wrappers = {name: self._enter_once(name, wrapper) for name, wrapper in wrappers.items()}
+        for name, wrapper in self._wrappers.items():
             _TRAINERS[name].wrap(wrapper)
         _LOAD.wrap(self.load)
         _ROTATE.wrap(self.rotate_later)
+
+    def _enter_once(self, name: str, wrapper: Callable[..., Any]) -> Callable[..., Any]:
+        """The wrapper of a method; a call from within it is the Trainer's own."""
+
+        def call(original: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if name in self._entered:
+                return original(*args, **kwargs)
+            self._entered.add(name)
+            try:
+                return wrapper(original, *args, **kwargs)
+            finally:
+                self._entered.discard(name)
+
+        return call
+
+    def _wrap_replaced(self) -> None:
+        """Wrap the methods again that a script has replaced by its own, as axolotl does."""
+        for name, wrapper in self._wrappers.items():
+            if find_original(method := _TRAINERS[name].original()) is method:
+                _TRAINERS[name].wrap(wrapper)
 
     @property
     def step(self) -> int:
@@ -185,6 +208,7 @@ class HfTrainerLoop(TrainerLoop):
     ) -> Any:
         """Train from the run's checkpoint. Without one, from where the script says."""
         _check_has_config(trainer)
+        self._wrap_replaced()
         self.trainer, arguments = trainer, trainer.args
         folder = self.host.begin_loop(self)
         if folder is not None:

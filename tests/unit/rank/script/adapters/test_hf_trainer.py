@@ -1,0 +1,35 @@
+"""The Trainer's loop as a run sees it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer
+
+from autods.rank.script.adapters.hf_trainer import HfTrainerLoop
+
+
+def _call_ours(ours: Any) -> Any:
+    return lambda trainer, loss: ours(trainer, loss)
+
+
+@pytest.mark.parametrize("calls_ours", [False, True])
+def test_a_run_follows_a_method_that_the_script_replaced(monkeypatch: pytest.MonkeyPatch, calls_ours: bool) -> None:
+    for name, value in list(vars(Trainer).items()):
+        monkeypatch.setattr(Trainer, name, value) if callable(value) else None  # put back at the end
+    monkeypatch.setattr("transformers.trainer.deepspeed_load_checkpoint", None)
+    monkeypatch.setattr("transformers.trainer.rotate_checkpoints", None)
+    monkeypatch.setattr(Trainer, "_maybe_log_save_evaluate", lambda trainer, loss: steps.append("logged"))
+    steps: list[str] = []
+    session = SimpleNamespace(report_step=lambda loss: steps.append("done"), end_loop_step=lambda: None)
+    loop = HfTrainerLoop(SimpleNamespace(session=session, begin_loop=lambda loop: None))  # type: ignore[arg-type]
+    loop.install()
+    ours = Trainer._maybe_log_save_evaluate
+    replaced = _call_ours(ours) if calls_ours else lambda trainer, loss: steps.append("logged")
+    monkeypatch.setattr(Trainer, "_maybe_log_save_evaluate", replaced)
+    trainer = SimpleNamespace(args=SimpleNamespace(deepspeed="x"))
+    loop.train(lambda trainer, checkpoint: Trainer._maybe_log_save_evaluate(trainer, torch.ones(())), trainer)
+    assert steps == ["done", "logged"]
