@@ -66,7 +66,8 @@ class Efficiency:
     """The shares of a machine's peaks that work reaches, and its fixed costs.
 
     A matmul computes at the card's `matmul_share`. Beside that its bytes pass the memory `matmul_traffic` times:
-    tiles read operands again, and what they load first and write last waits for no compute. Where rows are not
+    tiles read operands again, and what they load first and write last waits for no compute. The units of fp32 compute
+    at `fp32_matmul`, so slowly that loads hide behind it and power is no limit. Where rows are not
     aligned, the tensor cores reach `unaligned` of it, and `unaligned_from_hopper` on those cards. Fused attention
     reaches `attention` of the card's `attention_share` in long samples, and half of that where it computes
     `attention_half_intensity` FLOPs a byte. cuDNN's is up to `cudnn_attention` times as fast, and half of that at
@@ -85,6 +86,7 @@ class Efficiency:
     """
 
     matmul_traffic: float
+    fp32_matmul: float
     unaligned: float
     unaligned_from_hopper: float
     attention: float
@@ -169,12 +171,12 @@ class Price:
 
 # What no step can beat: every piece of work at the data sheet's rate, and nothing else costs time.
 _AT_PEAK = Efficiency(
-    matmul_traffic=0.0, unaligned=1.0, unaligned_from_hopper=1.0, attention=1.0, attention_half_intensity=0.0,
-    cudnn_attention=1.0, cudnn_half_intensity=0.0, efficient_attention=1.0, memory=1.0, reduction=1.0, nvlink=1.0,
-    pcie_between_gpus=1.0, network=1.0, contention=0.0, collective_traffic=0.0, pinned_copy=1.0, pageable_copy=1.0,
-    dram=1.0, core_gb_per_s=inf, first_touch_gb_per_s=inf, compare_ns=0.0, host_optimizer=1.0, nvme=1.0, launch_us=0.0,
-    view_us=0.0, hook_us=0.0, collective_us=0.0, kernel_us=0.0, first_step_us=0.0, step_us=0.0, network_step_us=0.0,
-    pipeline=0.0, unsure=0.0,
+    matmul_traffic=0.0, fp32_matmul=1.0, unaligned=1.0, unaligned_from_hopper=1.0, attention=1.0,
+    attention_half_intensity=0.0, cudnn_attention=1.0, cudnn_half_intensity=0.0, efficient_attention=1.0,
+    memory=1.0, reduction=1.0, nvlink=1.0, pcie_between_gpus=1.0, network=1.0, contention=0.0,
+    collective_traffic=0.0, pinned_copy=1.0, pageable_copy=1.0, dram=1.0, core_gb_per_s=inf,
+    first_touch_gb_per_s=inf, compare_ns=0.0, host_optimizer=1.0, nvme=1.0, launch_us=0.0, view_us=0.0, hook_us=0.0,
+    collective_us=0.0, kernel_us=0.0, first_step_us=0.0, step_us=0.0, network_step_us=0.0, pipeline=0.0, unsure=0.0,
 )  # fmt: skip
 
 
@@ -253,17 +255,20 @@ class PriceList:
 
     def _compute(self, rates: Rates, work: Work, from_memory_s: float) -> Price:
         """The price of a matmul or of attention. Without a peak for the dtype it is a guess at the card's highest."""
-        ours, peak = self.efficiency, find_peak(rates, work.dtype)
-        sure = work.sure and peak is not None
+        ours, units = self.efficiency, _find_units(rates, work.dtype)
+        peak = _highest_peak(rates) if units is None else float(getattr(rates.tflops, units)) * 1e12
+        sure = work.sure and units is not None
         counted = 1.0 if sure else ours.unsure
-        if work.kind == "matmul":
+        if work.kind == "matmul" and units == "fp32":
+            share, traffic = ours.fp32_matmul, 0.0
+        elif work.kind == "matmul":
             share, traffic = rates.matmul_share, ours.matmul_traffic * from_memory_s
-            peak = None if peak is None else self._matmul_peak(rates, work, peak)
+            peak = self._matmul_peak(rates, work, peak)
         else:
             intensity = work.flops / work.bytes if work.bytes else inf
             flash = ours.attention * rates.attention_share * _saturate(intensity, ours.attention_half_intensity)
             share, traffic = min(1.0, flash * self._kernel_gain(rates, work, intensity)), 0.0
-        computed_s = counted * work.flops / ((peak or highest_peak(rates)) * share)
+        computed_s = counted * work.flops / (peak * share)
         seconds = max(computed_s + traffic, from_memory_s if work.sure else counted * from_memory_s)
         return Price(
             launch_s=ours.launch_us * 1e-6, seconds=seconds + ours.kernel_us * 1e-6,
@@ -348,15 +353,14 @@ def _saturate(intensity: float, half: float) -> float:
     return 1.0 if intensity == inf else intensity / (intensity + half) if intensity else 0.0
 
 
-def find_peak(rates: Rates, dtype: str) -> float | None:
-    """Return FLOP/s of matmuls in this type; None where the data sheet has none."""
+def _find_units(rates: Rates, dtype: str) -> str | None:
+    """Return the units that compute matmuls in this type, as `Tflops` names them; None where the card has no rate."""
     name = _DTYPES.get(dtype, "")
-    peak = getattr(rates.tflops, name, None)
-    if peak is None and name in _WITHOUT_UNITS:
-        peak = rates.tflops.fp32
-    return None if peak is None else float(peak) * 1e12
+    if getattr(rates.tflops, name, None) is not None:
+        return name
+    return "fp32" if name in _WITHOUT_UNITS else None
 
 
-def highest_peak(rates: Rates) -> float:
+def _highest_peak(rates: Rates) -> float:
     """Return the FLOP/s of the card's fastest 16-bit or fp32 units."""
     return max(rates.tflops.bf16 or 0.0, rates.tflops.fp16 or 0.0, rates.tflops.fp32) * 1e12

@@ -12,7 +12,7 @@ from autods.forecast.predict.prices import Constants, Efficiency, Price, PriceLi
 from autods.forecast.predict.step_time import BITS, STREAM_BITS, Schedule, StepTime, forecast_step
 
 _PERFECT = Efficiency(
-    matmul_traffic=1, unaligned=1, unaligned_from_hopper=1, attention=1, attention_half_intensity=0,
+    matmul_traffic=1, fp32_matmul=1, unaligned=1, unaligned_from_hopper=1, attention=1, attention_half_intensity=0,
     cudnn_attention=1, cudnn_half_intensity=0, efficient_attention=1,
     memory=1, reduction=1, nvlink=1, pcie_between_gpus=1, network=1, contention=0,
     collective_traffic=0, pinned_copy=1, pageable_copy=0.5, dram=1, core_gb_per_s=100, first_touch_gb_per_s=100,
@@ -212,6 +212,17 @@ def test_launches_have_a_bound_of_their_own() -> None:
     constants = replace(_EXACT, efficiency=efficiency, high=1.5, launch_high=3)
     step = forecast_step(Schedule(events=(_run(_MATMUL),), works=_WORKS), prices, constants, accumulation=1)
     assert step.high_seconds == pytest.approx(step.spent["launch"] * 3 + (step.seconds - step.spent["launch"]) * 1.5)
+
+
+def test_units_of_fp32_hide_their_loads_and_are_not_throttled() -> None:
+    assert _MACHINE.rates is not None
+    machine = replace(_MACHINE, rates=replace(_MACHINE.rates, matmul_share=0.5, tflops=Tflops(fp32=1, bf16=4)))
+    prices = PriceList(machine=machine, ranks_per_node=1, efficiency=replace(_PERFECT, fp32_matmul=0.8))
+    seconds = {
+        dtype: prices.price(Work(kind="matmul", flops=1e12, bytes=10**8, dtype=dtype)).seconds
+        for dtype in ("float32", "bfloat16")
+    }
+    assert seconds == pytest.approx({"float32": 1.25, "bfloat16": 0.5 + 0.1})
 
 
 def test_a_sum_over_rows_is_slower_than_a_kernel() -> None:
