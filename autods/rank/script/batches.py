@@ -81,7 +81,8 @@ class Batches:
                 f"its batches hold {size} samples, where the config says {micro_batch} "
                 "(train_micro_batch_size_per_gpu)",
                 at=place,
-                hint=f"{subject} take the size from the command line, given as {{micro_batch_size}} after --",
+                hint=f"{subject} take the size from the command line, given as {{micro_batch_size}} after --; "
+                f"autods plan --micro-batch {size} forecasts it as it is",
             )
         # The loader has the right size. Packed samples are one long row, and some models put time before the batch.
         if 1 < size < micro_batch and not any(micro_batch in shape[1:2] for shape in shapes):
