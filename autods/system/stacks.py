@@ -29,6 +29,8 @@ _NOT_THE_USERS = re.compile(
     r"/(?:site|dist)-packages/|/lib(?:64)?/python3[^/]*/|^<|/autods/(?:rank|runner|workload|forecast|system)/"
 )
 _STDLIB = re.compile(r"/lib(?:64)?/python3[^/]*/(?!(?:site|dist)-packages/)|^<frozen ")
+# What libraries call, and what calls them.
+_BELOW_LIBRARIES = re.compile(r"/torch/|/lib(?:64)?/python3[^/]*/(?!(?:site|dist)-packages/)|^<|/autods/")
 _AUTODS = str(Path(__file__).parents[1]) + os.sep
 # Who is in there waits for another rank.
 _AWAITS = re.compile(r"/torch/distributed/|/deepspeed/(?:comm|runtime)/")
@@ -110,8 +112,12 @@ def find_user_frame(stack: tuple[Frame, ...]) -> Frame | None:
 
 
 def describe_place(pid: int, stack: tuple[Frame, ...]) -> str:
-    """'in load_data, /x/model.py:7': the user's line in a stack, else the innermost; else the process's state."""
-    frame = find_user_frame(stack) or next(iter(stack), None)
+    """'in load_data, /x/model.py:7': the user's line in a stack, else the line of the library that works for it.
+
+    Without such a line the innermost one, and without a stack the process's state.
+    """
+    library = next((frame for frame in stack if _BELOW_LIBRARIES.search(frame.file) is None), None)
+    frame = find_user_frame(stack) or library or next(iter(stack), None)
     return processes.describe_process(pid) if frame is None else f"in {frame.function}, {frame}"
 
 

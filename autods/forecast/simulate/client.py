@@ -217,12 +217,14 @@ class _Worker:
         return SimulationFailed(kind="stuck", problem=problem, place=str(frame), hint=_LONGER)
 
     def _find_stack(self) -> tuple[int, tuple[stacks.Frame, ...]]:
-        """The newest process that is in the user's code, and its stack; else the one that loads."""
+        """The newest process that is in the user's code, and its stack; else the newest; else the one that loads."""
+        newest = None
         pids = [pid for pid in processes.list_session(self._process.pid) if pid != self._process.pid]
         for pid in reversed(pids):
             if stacks.find_user_frame(stack := stacks.read_stack(pid, self.log.fileno())):
                 return pid, stack
-        return self._process.pid, stacks.read_stack(self._process.pid, self.log.fileno())
+            newest = newest or (stack and (pid, stack))
+        return newest or (self._process.pid, stacks.read_stack(self._process.pid, self.log.fileno()))
 
     def fork(self, request: Request, connection: socket.socket) -> None:
         """Fork a process for the request, which speaks on that socket."""

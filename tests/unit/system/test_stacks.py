@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autods.system.stacks import find_hang, find_user_frame, parse_stack
+from autods.system.stacks import Frame, describe_place, find_hang, find_user_frame, parse_stack
 
 LIBRARY = "/venv/lib/python3.11/site-packages"
 
@@ -39,3 +39,13 @@ def test_a_hook_of_the_backward_pass_hangs_in_its_thread() -> None:
 
 def test_a_log_without_a_stack_shows_no_hang() -> None:
     assert find_hang("a warning\n") is None
+
+
+def test_a_library_that_works_for_a_script_is_the_place() -> None:
+    below = Frame("/venv/lib/python3.11/site-packages/torch/_ops.py", 9, "call")
+    library = Frame("/venv/lib/python3.11/site-packages/transformers/generation/utils.py", 3229, "_sample")
+    above = Frame("/usr/lib/python3.11/runpy.py", 88, "_run_code")
+    assert describe_place(1, (below, library, above)) == f"in _sample, {library}"
+    assert describe_place(1, (below, above)) == f"in call, {below}"
+    users = Frame("/home/me/train.py", 7, "main")
+    assert describe_place(1, (below, library, users, above)) == f"in main, {users}"
