@@ -225,9 +225,11 @@ def _suggest(section: str, value: Any) -> str:
     key, values = _STARTS.get(section.rpartition(".")[2], ("", ()))
     if value in (None, False, "none") and key != "enabled":
         return "leave it out"
+    if not key:
+        return f"its keys: {', '.join(inside)}" if (inside := read_known_keys().inside.get(section)) else ""
     given = 1 if section == _ZERO and value is True else value  # DeepSpeed takes true for stage 1
     fits = isinstance(given, str) if key == "type" else (type(given), given) in [(type(each), each) for each in values]
-    return f"write {_shorten({key: given if fits else values[0]})}" if key else ""
+    return f"write {_shorten({key: given if fits else values[0]})}"
 
 
 def _is_number(value: Any) -> TypeGuard[int | float]:

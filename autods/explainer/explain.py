@@ -31,7 +31,7 @@ from ..schema import read_toml_as
 from ..system.host import Hardware, data_folder
 from ..types import TIERS, Tier, WorkloadSource
 from .installed import ask_deepspeed
-from .toy_engine import find_refusal
+from .toy_engine import find_refusals
 
 _CONFIG = "this config"
 # Keys whose bytes the simulated engine can show: beside a tenth of the value, or the opposite of a switch.
@@ -112,12 +112,12 @@ def explain(settings: ExplainSettings, listen: ForecastListener, start: StartSim
     """
     with ThreadPoolExecutor(1) as pool:  # each takes seconds
         answer = pool.submit(ask_deepspeed, settings.config)
-        refusal = find_refusal(settings.config, settings.ranks)
+        refusals = find_refusals(settings.config, settings.ranks)
         installed = answer.result()
     question = Question(config=settings.config, installed=installed, ranks=settings.ranks)
     problems = find_problems(question, EXPLAIN_RULES)
-    if refusal is not None and not any(problem.severity == "error" for problem in problems):  # they say it better
-        problems = (refusal, *problems)
+    if not any(problem.severity == "error" for problem in problems):  # they say it better
+        problems = (*refusals, *problems)
     memory, costs = None, dict[str, KeyCost]()
     if settings.plan is not None and not any(problem.severity == "error" for problem in problems):
         memory, costs = _simulate(settings.config, settings.plan, listen, start)

@@ -18,6 +18,7 @@ from ..types import WorkloadSource
 
 _TOY = Path(__file__).with_name("toy_model.py")
 _ENGINE = "deepspeed.initialize"  # the place of what names no key
+_ARGUMENTS = "optimizer.params"
 _LIMIT_S = 120.0
 _MOST_ACCUMULATED = 64  # micro batches of a step
 # They need a model or batches of their own, a launcher, or packages that this machine may lack.
@@ -27,14 +28,25 @@ _NOT_TRIED = (
 )  # fmt: skip
 
 
-def find_refusal(config: Mapping[str, Any], ranks: int | None) -> Problem | None:
-    """Return what the engine says against the config while it is built and steps; None where it trains.
+def find_refusals(config: Mapping[str, Any], ranks: int | None) -> tuple[Problem, ...]:
+    """Return what the engine says against the config while it is built and steps; nothing where it trains.
 
     Without `ranks` the sizes of the batch are not judged, nor is what a library will fill in. It takes some seconds.
     A note says why the engine could not be asked.
     """
     with start_toy() as simulator:
-        return ask_engine(simulator, config, ranks)
+        return tuple(_ask_repeatedly(simulator, config, ranks))
+
+
+def _ask_repeatedly(simulator: Simulator, config: Mapping[str, Any], ranks: int | None) -> Iterator[Problem]:
+    """Yield each refusal. The engine ends at the first; without an argument of the optimizer it may name another."""
+    while (refusal := ask_engine(simulator, config, ranks)) is not None:
+        yield refusal
+        section, _, argument = refusal.key.rpartition(".")
+        if section != _ARGUMENTS:
+            return
+        kept = {name: value for name, value in get_key(config, section).items() if name != argument}
+        config = {**config, "optimizer": {**config["optimizer"], "params": kept}}
 
 
 @contextmanager
@@ -46,7 +58,7 @@ def start_toy() -> Iterator[Simulator]:
 
 
 def ask_engine(simulator: Simulator, config: Mapping[str, Any], ranks: int | None) -> Problem | None:
-    """Ask a simulator of the toy model, as `find_refusal` does."""
+    """Ask a simulator of the toy model once, as `find_refusals` does."""
     world = ranks or 1
     spec = EngineSpec(
         rung="toy",
@@ -91,8 +103,8 @@ def _leave_out_auto(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _find_named(config: Mapping[str, Any], message: str) -> Iterator[str]:
-    """Yield the keys of the config whose names stand in the message, the longest name first."""
-    names = sorted((name for name, _ in walk_keys(config)), key=lambda name: -len(name.rpartition(".")[2]))
-    for name in names:
-        if re.search(rf"\b{re.escape(name.rpartition('.')[2])}\b", message):
-            yield name
+    """Yield the keys of the config whose names stand in the message: of several words by their place, then others."""
+    lasts = {name: name.rpartition(".")[2] for name, _ in walk_keys(config)}
+    found = {name: re.search(rf"\b{re.escape(last)}\b", message) for name, last in lasts.items()}
+    places = {name: match.start() for name, match in found.items() if match}
+    yield from sorted(places, key=lambda name: (0, places[name]) if "_" in lasts[name] else (1, -len(lasts[name])))

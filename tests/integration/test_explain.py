@@ -13,7 +13,7 @@ from autods.cli.main import main
 from autods.errors import EnvironmentBroken
 from autods.explainer import installed
 from autods.explainer.installed import ask_deepspeed, describe
-from autods.explainer.toy_engine import ask_engine, start_toy
+from autods.explainer.toy_engine import ask_engine, find_refusals, start_toy
 from autods.forecast.values import Simulator
 from tests.support.ds_configs import GUIDE, TRAINER
 
@@ -71,6 +71,18 @@ def test_the_engine_refuses_what_no_rule_knows(toy: Simulator, name: str) -> Non
     assert problem.severity == "error"
     assert problem.key == key
     assert words in problem.problem
+
+
+def test_the_engine_says_all_that_it_has_against_an_optimizer() -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "Lamb", "params": {"lr": 0.1, "max_grad_norm": 1.0}},
+        "zero_optimization": {"stage": 1},
+    }
+    argument, optimizer = find_refusals(config, 8)
+    assert argument.key == "optimizer.params.max_grad_norm"
+    assert "has not tested ZeRO with the optimizer Lamb" in optimizer.problem
 
 
 @pytest.mark.parametrize("ranks", [None, 24])

@@ -30,6 +30,9 @@ FILES = {
     "null": config(None, "is JSON but not an object"),
     "a list": config([], "is JSON but not an object"),
     "UTF-16": config("{}".encode("utf-16"), "base.json: is not text"),
+    "TrainingArguments without it": config(
+        {"output_dir": "o"}, "base.json: are TrainingArguments that name no DeepSpeed"
+    ),
     "comments, trailing commas, a mark": config('\ufeff{"steps_per_print": 5, # five\n}', "", code=0),
 }
 SECTIONS = {

@@ -180,6 +180,7 @@ def test_an_object_that_is_no_object_is_an_error() -> None:
         ("tensorboard", False, 'write {"enabled": false}'),
         ("optimizer", "Lamb", 'write {"type": "Lamb"}'),
         ("scheduler", True, 'write {"type": "WarmupLR"}'),
+        ("data_types", "bf16", "its keys: buffer_dtype, grad_accum_dtype, keep_in_fp32_modules, param_dtype"),
         ("pipeline", True, ""),
     ],
 )  # fmt: skip

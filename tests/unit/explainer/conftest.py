@@ -10,4 +10,4 @@ from autods.explainer.installed import describe
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that import DeepSpeed take seconds; the integration tests of `explain` have them."""
     monkeypatch.setattr(explainer, "ask_deepspeed", describe)
-    monkeypatch.setattr(explainer, "find_refusal", lambda config, ranks: None)
+    monkeypatch.setattr(explainer, "find_refusals", lambda config, ranks: ())

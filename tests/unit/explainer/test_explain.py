@@ -68,7 +68,7 @@ def test_without_a_workload_nothing_is_simulated() -> None:
 
 def test_the_engine_is_heard_where_no_rule_says_it_better(monkeypatch: pytest.MonkeyPatch) -> None:
     refusal = Problem(severity="error", key="optimizer.type", problem="refused")
-    monkeypatch.setattr(explainer, "find_refusal", lambda config, ranks: refusal)
+    monkeypatch.setattr(explainer, "find_refusals", lambda config, ranks: (refusal,))
     assert explained(SIZED)[0].findings[0] == refusal
     misspelt = {**SIZED, "zero_optimization": {"stage": 3, "overlap_com": True}}
     assert refusal not in explained(misspelt)[0].findings
