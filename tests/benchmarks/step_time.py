@@ -45,7 +45,7 @@ HERE = Path(__file__).parent
 # Constants that the H100 table can tell apart; the others keep what their sources say.
 TUNED = ("matmul_traffic",)
 _BOUNDS = {"matmul_traffic": (1.0, 4.0)}
-# What --leave-one-out chooses on the other sources, group by group, of all combinations of these values. Other constants
+# What --leave-one-out chooses on the other sources, group by group, of all combinations of these values. The others
 # come from data sheets and from kernels measured alone. The second group decides steps that the host bounds.
 FITTED: tuple[Mapping[str, tuple[float, ...]], ...] = (
     {"matmul_traffic": (1.4, 1.9, 2.4)},
