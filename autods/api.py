@@ -148,6 +148,7 @@ def _make_source(request: WorkloadRequest, *, out: PathText | None = None, **opt
         task=request.task,
         seq_len=request.seq_len,
         target_len=request.target_len,
+        lora=request.lora,
         kind=request.kind,
         argv=request.script_args,
         **options,

@@ -26,6 +26,7 @@ from .arguments import (
     Paths,
     PathText,
     Prices,
+    RankOfLora,
     Request,
     Size,
     Switch,
@@ -90,6 +91,13 @@ class _WorkloadOptions(Request):
         "Workload", "Tokens of a sample; a model.py takes it as build_batch(…, seq_len).", "N"
     )
     target_len: Count | None = option("Workload", "Tokens of a target, for seq2seq.", "N", shown_default="--seq-len")
+    lora: RankOfLora | None = option(
+        "Workload",
+        "Freeze a Hugging Face config's weights and train adapters of this rank, by peft; 16,q_proj,v_proj names the "
+        "layers.",
+        "RANK[,NAMES]",
+        shown_default="all weights train; names: all-linear",
+    )
     device: Text = option("Machine", "cpu: CPU ranks stand in for GPUs.", "|".join(DEVICES), default="cuda")
 
 

@@ -350,6 +350,7 @@ class ModelFacts:
     replica_ranks: int = 1  # ranks that hold one replica of the model together: a pipeline's stages
     experts: int = 0  # of a layer of `deepspeed.moe`; 0: there is none
     seq_len: int | None = None
+    trained_parameters: int | None = None  # those that are not frozen; None: all
     longest_ratio: float = 1.0  # elements of a sample of build_longest_batch by those of build_batch; 1: has none
 
     def replicas(self, world_size: int) -> int:
@@ -389,7 +390,8 @@ class WorkloadSource:
     `build_batch` of a file or a pickle takes the first as `seq_len`. A false `recompute` turns off the gradient
     checkpointing that build_model turned on; None leaves it as it is. `arguments` maps 'build_model.NAME' and
     'build_batch.NAME' to values for these functions. For an hf_config, NAME is a key of its config. With `zero_init`,
-    stage 3 builds the model under `deepspeed.zero.Init`, already split.
+    stage 3 builds the model under `deepspeed.zero.Init`, already split. With `lora`, 'RANK,NAME,…',
+    the weights of an hf_config are frozen, and adapters train (`workload.lora`).
 
     The other fields describe a script. `argv` has the placeholders of `workload.script_source`. `script_kind` names a
     row of `config.trainers`, None if its imports do not show it. It runs in `folder`. If it starts with
@@ -412,6 +414,7 @@ class WorkloadSource:
     root: str | None = None
     arguments: Mapping[str, Scalar] = field(default_factory=dict)
     zero_init: bool = False
+    lora: str | None = None
 
     @property
     def form(self) -> WorkloadForm:

@@ -191,6 +191,9 @@ def list_assumptions(
             yield f"sequences of {facts.seq_len} tokens, {why} (--seq-len)"
         if source.form.is_model_config:
             yield f"task {source.task} (--task), random weights built in fp32"
+        if source.lora is not None:
+            rank, _, names = source.lora.partition(",")
+            yield f"LoRA of rank {rank} on {names.replace(',', ', ')} (--lora), without dropout; all else is frozen"
         if not facts.checkpointing and not source.form.chooses_checkpointing:  # a script decides that by itself
             yield "no gradient checkpointing: the model has no gradient_checkpointing_enable()"
 

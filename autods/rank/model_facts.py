@@ -156,9 +156,9 @@ def survey(workload: Workload) -> ModelFacts:
     batch = check_batch(workload.build_batch(1), 1)
     try:
         with torch.device("meta"):
-            model = build_whole(workload.build_model)
+            model = build_whole(workload.build)
     except Exception:  # a mistake of the user's comes up again in the real build
-        model = build_whole(workload.build_model)
+        model = build_whole(workload.build)
     facts = describe_model(workload, model, batch)
     ratio = 1.0
     if workload.build_longest_batch is not None:
@@ -207,9 +207,11 @@ def count_parameters(model: Any, *, by: str = "build_model returned") -> dict[st
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise WorkloadError(f"{by} a model without a parameter to train", hint="check requires_grad")
     sizes = [getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters()]
+    trained = sum(size for size, weights in zip(sizes, model.parameters(), strict=True) if weights.requires_grad)
     experts: list[Any] = [module.num_experts for module in model.modules() if is_moe(module)]
     return {
         "parameters": sum(sizes),
+        "trained_parameters": None if trained == sum(sizes) else trained,
         "largest_parameter": max(sizes),
         **pipeline_facts(model),
         "experts": max(experts, default=0),

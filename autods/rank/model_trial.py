@@ -170,7 +170,7 @@ TRIALS: Mapping[Exam | None, type[SpeedTrial]] = {
 
 def build(workload: Workload, *, checkpointing: bool) -> Any:
     """Build the workload's model; with `checkpointing` it recomputes its activations."""
-    model = workload.build_model()
+    model = workload.build()
     if checkpointing:
         enable_checkpointing(model)
     return model

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..config.deepspeed import enabled_half_precision, get_key, is_default_optimizer, required_ops
 from ..config.trainers import DS_CONFIG, DS_CONFIG_HF, SCRIPT_KINDS
+from ..workload.lora import parse_lora
 from ..workload.script_source import ScriptLaunch, has_placeholder
 from .results.fit import FitReport
 
@@ -39,6 +40,11 @@ def launch_lines(report: FitReport) -> Iterator[tuple[str, str]]:
         return
     folder, commands, script = Path(report.out), launch_commands(report), report.question.script
     if script is None:
+        if report.question.lora is not None:
+            arguments = ", ".join(
+                f"{name}={value!r}" for name, value in parse_lora(report.question.lora).config.items()
+            )
+            yield "model", f"import peft; model = peft.get_peft_model(model, peft.LoraConfig({arguments}))"
         if report.knobs.checkpointing:
             yield "model", "model.gradient_checkpointing_enable()  # as it was measured"
         yield "code", f"deepspeed.initialize(model=model, config={str(folder / DS_CONFIG)!r})"

@@ -304,7 +304,7 @@ def _tier(rung: RungForecast, tier: Tier, ranks_per_node: int) -> dict[str, Any]
 
 
 def _workload(plan: PlanReport) -> dict[str, Any]:
-    source = {name: getattr(plan.source, name) for name in ("name", "kind", "path", "task", "target_len")}
+    source = {name: getattr(plan.source, name) for name in ("name", "kind", "path", "task", "target_len", "lora")}
     built = {name: getattr(plan, name) for name in ("checkpointing", "zero_init", "device")}
     facts = asdict(plan.facts)
     facts["can_checkpoint"] = facts.pop("checkpointing")

@@ -122,6 +122,7 @@ def _make_question(context: FitContext, fingerprint: str) -> FitQuestion:
     return FitQuestion(
         workload=settings.source.name,
         parameters=facts.parameters,
+        lora=settings.source.lora,
         gpus=settings.gpus,
         nodes=settings.nodes,
         pipeline_stages=facts.pipeline_stages,

@@ -6,6 +6,7 @@ config refers to is never run.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from ..errors import InputError
 from ..files import read_text
 from ..schema import parse_json
 from ..types import Task, WorkloadSource
+from .lora import add_lora, parse_lora
 from .protocol import Batch, Workload, WorkloadError
 
 TASKS: tuple[Task, ...] = get_args(Task)
@@ -100,13 +102,20 @@ def load_config(source: WorkloadSource) -> Workload:
             if getattr(config, name, None) is None:
                 setattr(config, name, 0)
     auto = _auto_class(config, source.task, path)
+    lora = None if source.lora is None else parse_lora(source.lora)
+    if lora is not None:
+        import peft  # noqa: F401  once, before ranks are forked
 
     def build_model() -> Any:
         import torch
 
         return auto.from_config(config, dtype=torch.float32)
 
-    return Workload(build_model=build_model, build_batch=_batch_builder(config, source))
+    return Workload(
+        build_model=build_model,
+        build_batch=_batch_builder(config, source),
+        adapt_model=None if lora is None else functools.partial(add_lora, lora=lora, place=str(path)),
+    )
 
 
 def _make_config(data: Mapping[str, Any], path: Path) -> Any:

@@ -26,6 +26,7 @@ from ..system import private
 from ..types import WorkloadSource
 from .conditions import argument_names, bind_arguments
 from .hf_config import TASKS, find_config_file, infer_task, load_config, read_config, resolve_hf_path
+from .lora import parse_lora, require_peft
 from .protocol import FUNCTIONS, Workload, WorkloadError, check_model_py, load_model_py, read_base_config
 from .script_source import find_module, is_script, local_files, make_script_source, module_name
 
@@ -41,6 +42,7 @@ def make_source(
     kind: str | None = None,
     argv: Sequence[str] = (),
     zero_init: bool = False,
+    lora: str | int | None = None,
 ) -> WorkloadSource:
     """Return a reference to the workload, from which every rank can load it.
 
@@ -51,7 +53,8 @@ def make_source(
     cannot be pickled, or when the workload has no such option.
     """
     _check_form(workload, kind)
-    options = {"--task": task, "--seq-len": seq_len, "--target-len": target_len, "--zero-init": zero_init or None}
+    options = {"--task": task, "--seq-len": seq_len, "--target-len": target_len, "--lora": lora}
+    options["--zero-init"] = zero_init or None
     given = [name for name, value in options.items() if value is not None]
     for name, tokens in (("--seq-len", seq_len), ("--target-len", target_len)):
         if tokens is not None and tokens < 1:
@@ -75,9 +78,14 @@ def make_source(
         hint = "only a training script takes arguments after --"
         raise InputError(f"takes no arguments: {' '.join(argv)}", place=str(path) if path else None, hint=hint)
     if config is not None:
-        return _make_config_source(config, task, seq_len, target_len, recompute, zero_init)
+        source = _make_config_source(config, task, seq_len, target_len, recompute, zero_init)
+        if lora is None:
+            return source
+        adapters = parse_lora(lora)
+        require_peft()
+        return _with_options(source, lora=str(adapters))
     for name in given:
-        if name in ("--task", "--target-len"):
+        if name in ("--task", "--target-len", "--lora"):
             raise InputError(f"{name} is for a Hugging Face config; a model.py decides that itself")
     if isinstance(workload, Workload):
         source = _pickle_source(workload, folder or Path())
@@ -223,7 +231,7 @@ def _pickle_source(workload: Workload, folder: Path) -> WorkloadSource:
 def _pickle_by_value(workload: Workload) -> bytes:
     """Pickle functions of the user's modules by value, and those of installed packages by name."""
     installed = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
-    builders = (workload.build_model, workload.build_batch, workload.build_longest_batch)
+    builders = (workload.build_model, workload.build_batch, workload.build_longest_batch, workload.adapt_model)
     of_data = (workload.build_dataset, workload.collate)
     functions = (*builders, workload.build_optimizer, workload.loss, *of_data)
     names = {getattr(function, "__module__", None) or "" for function in functions} - {"__main__", "builtins"}

@@ -41,6 +41,9 @@ class Workload:
 
     `build_model()` returns an nn.Module. Its forward returns a scalar loss, or an object or dict with `.loss`.
 
+    `adapt_model(model)` returns the model that trains, such as one with adapters beside frozen weights. With
+    `--zero-init` it gets a model that is partitioned already, and what it adds is not.
+
     `build_batch(micro_batch_size)` returns CPU tensors of the worst shape.
     A dict is passed as keywords, a tuple in order.
     The first dimension of each tensor is micro_batch_size.
@@ -66,6 +69,12 @@ class Workload:
     build_longest_batch: Callable[[int], Batch] | None = None
     build_dataset: Callable[[str | None], Any] | None = None
     collate: Callable[[Sequence[Any]], Batch] | None = None
+    adapt_model: Callable[[Any], Any] | None = None
+
+    def build(self) -> Any:
+        """Build the model that trains."""
+        model = self.build_model()
+        return model if self.adapt_model is None else self.adapt_model(model)
 
 
 def load_model_py(path: Path) -> Workload:
@@ -96,6 +105,7 @@ def load_model_py(path: Path) -> Workload:
         build_longest_batch=getattr(module, "build_longest_batch", None),
         build_dataset=getattr(module, "build_dataset", None),
         collate=getattr(module, "collate", None),
+        adapt_model=getattr(module, "adapt_model", None),
     )
 
 

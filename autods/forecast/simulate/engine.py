@@ -144,7 +144,7 @@ def look_at_model(context: SimulationContext, workload: Workload) -> ModelFacts:
     """Facts of the model, built of fake tensors."""
     with context.active():
         batch = check_batch(workload.build_batch(1), 1)
-        return describe_model(workload, build_whole(workload.build_model), batch)
+        return describe_model(workload, build_whole(workload.build), batch)
 
 
 def swap_into(scratch: str, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -259,6 +259,8 @@ def describe_question(report: FitReport) -> str:
     """'gpt, 32.6M parameters, on 2 cpu ranks × 416.0 MiB'; unknown parts are left out."""
     question = report.question
     facts = [f"{format_count(question.parameters)} parameters"] if question.parameters else []
+    if question.lora:
+        facts.append(f"LoRA {question.lora}")
     if question.pipeline_stages:
         facts.append(f"a pipeline of {question.pipeline_stages} stages")
     if question.experts:

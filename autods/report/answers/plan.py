@@ -257,8 +257,10 @@ def describe_workload(plan: PlanReport) -> str:
     sequence = f", sequence {facts.seq_len}{target}" if facts.seq_len else ""
     checkpointing = "on" if plan.checkpointing else "off"
     split = ", zero.Init" if plan.zero_init else ""
-    parameters = format_count(facts.parameters)
-    return f"{source.name}, {parameters} parameters{sequence}, checkpointing {checkpointing}{split}"
+    parameters = f"{format_count(facts.parameters)} parameters"
+    if facts.trained_parameters is not None:
+        parameters += f", {format_count(facts.trained_parameters)} of them trained"
+    return f"{source.name}, {parameters}{sequence}, checkpointing {checkpointing}{split}"
 
 
 def describe_site(plan: PlanReport, site: Site) -> str:

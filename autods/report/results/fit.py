@@ -108,6 +108,7 @@ class Certificate:
 class FitQuestion:
     """What a fit was asked: the workload, the machine and the search.
 
+    `lora` is that of its `WorkloadSource`.
     `gpus` are the ranks of all nodes, `threads` those of one rank. `ladder` has the names of its rungs in order.
     `lacks_nvme` are the rungs that need --nvme-path, which was not given. `script` tells how to start a training
     script; it is None for any other workload. `stood_in` and `writes_confined` are those of its `ModelFacts`.
@@ -118,6 +119,7 @@ class FitQuestion:
 
     workload: str = "workload"
     parameters: int | None = None
+    lora: str | None = None
     gpus: int = 1
     nodes: int = 1
     pipeline_stages: int | None = None

@@ -100,7 +100,20 @@ def test_every_option_reaches_the_fit() -> None:
     fake = Fake(fitting_report)
     more = ("--global-batch", "64", "--precision", "fp16", "--deepspeed-config", "base.json", "--config", "quick")
     rest = ("--ladder", "zero1,zero2", "--strategies", "a", "--strategies", "b", "--nvme-path", "/n", "--seed", "7")
-    last = ("--task", "seq2seq", "--seq-len", "512", "--target-len", "64", "--out", "here", "--fresh", "--no-forecast")
+    last = (
+        "--task",
+        "seq2seq",
+        "--seq-len",
+        "512",
+        "--target-len",
+        "64",
+        "--lora",
+        "8",
+        "--out",
+        "here",
+        "--fresh",
+        "--no-forecast",
+    )
     search = ("--objective", "memory", "--stop", "first-fit", "--max-trials", "9", "--max-time", "20m")
     place = ("--nodes", "2", "--address", "10.0.0.1:6379", "--export", "DATA,WANDB_*", "--stall-limit", "10m")
     script = ("--kind", "script", "--", "--epochs", "3", "{ds_config}")
@@ -109,7 +122,8 @@ def test_every_option_reaches_the_fit() -> None:
         "model.py", gpus=2, device="cpu", gpu_memory="416MiB", global_batch=64, precision="fp16",
         base_config="base.json", config="quick", ladder="zero1,zero2", strategies=("a", "b"), nvme_path="/n",
         task="seq2seq", seq_len=512, target_len=64, out="here", seed=7, forecast=False, objective="memory",
-        stop="first-fit", max_trials=9, max_time="20m", kind="script", script_args=("--epochs", "3", "{ds_config}"),
+        lora="8", stop="first-fit", max_trials=9, max_time="20m", kind="script",
+        script_args=("--epochs", "3", "{ds_config}"),
         nodes=2, address="10.0.0.1:6379", export="DATA,WANDB_*", stall_limit="10m", fresh=True,
     )  # fmt: skip
 

@@ -98,7 +98,7 @@ def test_every_option_reaches_the_plan() -> None:
     fake = Fake(forecast)
     more = ("--nodes", "2", "--nvme", "2TiB", "--nvme-path", "/n", "--micro-batch", "4", "--seq-len", "512")
     rest = ("--precision", "fp16", "--checkpointing", "off", "--base-config", "base.json", "--ladder", "zero1,zero2")
-    last = ("--strategies", "a", "--task", "seq2seq", "--target-len", "64", "--global-batch", "64")
+    last = ("--strategies", "a", "--task", "seq2seq", "--target-len", "64", "--lora", "8,q", "--global-batch", "64")
     script = ("--kind", "script", "--", "--epochs", "3", "{ds_config}")
     assert (
         fake(*ASKED, *more, *rest, *last, "--no-largest", "--zero-init", "--as-written", "--device", "cpu", *script)
@@ -107,8 +107,9 @@ def test_every_option_reaches_the_plan() -> None:
     assert fake.request == PlanRequest(
         "llama/config.json", kind="script", script_args=("--epochs", "3", "{ds_config}"), gpus=8, nodes=2,
         gpu_memory="80GiB", host_memory="1TiB", nvme="2TiB", nvme_path="/n", device="cpu", task="seq2seq", seq_len=512,
-        target_len=64, micro_batch=4, global_batch=64, precision="fp16", checkpointing="off", zero_init=True,
-        as_written=True, base_config="base.json", ladder="zero1,zero2", strategies=("a",), largest=False,
+        target_len=64, lora="8,q", micro_batch=4, global_batch=64, precision="fp16", checkpointing="off",
+        zero_init=True, as_written=True, base_config="base.json", ladder="zero1,zero2", strategies=("a",),
+        largest=False,
     )  # fmt: skip
 
 

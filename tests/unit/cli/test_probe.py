@@ -98,14 +98,14 @@ def test_every_option_reaches_the_question(tmp_path: Path) -> None:
         "--nodes 2 --address h:1 "
         "--forecast-only --on a100-80gb --host-memory 1TiB --repeats 5 --steps 20 --global-batch 64 --precision fp32 "
         "--base-config b.json --as-written --config quick --ladder zero1 --strategies s --nvme-path /n --task seq2seq "
-        "--seq-len 8 --target-len 4 --out o --no-forecast --seed 3 --zero-init --kind script -- --lr {lr} 3"
+        "--seq-len 8 --target-len 4 --lora 2 --out o --no-forecast --seed 3 --zero-init --kind script -- --lr {lr} 3"
     )
     assert fake("-q", *argv.split()) == 0
     assert fake.request == ProbeRequest(
         "model.py", vary=("a=1", "b=2"), experiment="stages", gpus="1,2", device="cpu", nodes=2, address="h:1",
         gpu_memory="1GiB", capacity=True, parallel_trials=3, forecast_only=True, on="a100-80gb", host_memory="1TiB",
         repeats=5, steps=20, global_batch=64, precision="fp32", base_config="b.json", as_written=True, config="quick",
-        ladder="zero1", strategies=("s",), nvme_path="/n", task="seq2seq", seq_len=8, target_len=4, out="o",
+        ladder="zero1", strategies=("s",), nvme_path="/n", task="seq2seq", seq_len=8, target_len=4, lora="2", out="o",
         forecast=False, seed=3, zero_init=True, kind="script", script_args=("--lr", "{lr}", "3"),
     )  # fmt: skip
 

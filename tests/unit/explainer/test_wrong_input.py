@@ -56,7 +56,8 @@ def test_params_of_any_kind_are_explained(section: str, params: Any) -> None:
     ("name", "value"),
     [
         ("on", "a100-80gb"), ("device", "cpu"), ("seq_len", 8), ("nodes", 2), ("micro_batch", 1), ("kind", "script"),
-        ("task", "seq2seq"), ("target_len", 8), ("gpu_memory", "16GiB"), ("host_memory", 2**30), ("nvme", "1TiB"),
+        ("task", "seq2seq"), ("target_len", 8), ("lora", 8),
+        ("gpu_memory", "16GiB"), ("host_memory", 2**30), ("nvme", "1TiB"),
     ],
 )  # fmt: skip
 def test_an_option_about_a_workload_needs_one(
