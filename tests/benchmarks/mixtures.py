@@ -1,6 +1,6 @@
 """Forecast rungs of Mixtral 8x7B, Qwen3-30B-A3B and DeepSeek-V3 on H100s: memory and time, beside published rates.
 
-python tests/benchmarks/mixtures.py [--only qwen3] [--seq-len 4096] [--accumulation 16] [--json]
+python tests/benchmarks/mixtures.py [--only qwen3] [--seq-len 4096] [--accumulation 16] [--ladder A,B]
 
 No published run of these models is a rung of DeepSpeed on H100s: those of mixtures.toml have experts in parallel.
 They judge the order of magnitude, and nothing was chosen on them.
@@ -30,6 +30,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="models whose name has this")
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--accumulation", type=int, default=16)
+    parser.add_argument("--ladder", default="zero1,zero2,zero3,zero3-offload")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     data = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
@@ -72,6 +73,8 @@ def forecast(model: dict[str, Any], options: argparse.Namespace) -> Any:
             micro_batch=model["micro_batch"],
             global_batch=model["gpus"] * model["micro_batch"] * options.accumulation,
             largest=False,
+            zero_init=True,
+            ladder=options.ladder,
         )
 
 
