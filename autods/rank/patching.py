@@ -105,10 +105,11 @@ class Patch:
     def _find(self) -> tuple[Any, Any]:
         """The module or class that holds the symbol, and its value; None for each that may be absent and is."""
         path, _, name = self.symbol.rpartition(".")
+        holder = cause = None
         try:
             holder = pkgutil.resolve_name(path)
-        except (ImportError, AttributeError):
-            holder = None
+        except (ImportError, AttributeError) as error:
+            cause = error.__cause__
         if holder is not None:
             value = getattr(holder, name, _ABSENT)
             if value is _ABSENT:  # such as a descriptor that answers for instances only
@@ -125,6 +126,13 @@ class Patch:
             version = metadata.version(distribution)
         except metadata.PackageNotFoundError:
             version = "(unknown version)"
+        if cause is not None:  # a library that loads its modules lazily wraps what went wrong
+            while cause.__cause__ is not None:
+                cause = cause.__cause__
+            raise SymbolMissing(
+                f"{distribution} {version} cannot import {path}: {type(cause).__name__}: {cause}\n"
+                f"  the packages in {sys.executable} do not fit together: take other versions of them"
+            )
         raise SymbolMissing(
             f"{distribution} {version} has no {self.symbol}, which autods replaces: {self.why}\n"
             "  install the versions of constraints.txt, and report this version of the library to autods"

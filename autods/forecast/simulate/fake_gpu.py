@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import os
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +21,7 @@ _WHOLE_ON_CUDA = ("silu_backward", "mish_backward", "_fused_rms_norm")
 _KERNELS = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # unregisters when collected
 _NO_GPU = "there is no GPU to ask"
 _CONSTANTS: dict[str, Any] = {
-    "is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0, "initial_seed": 0,
+    "is_available": True, "is_initialized": True, "current_device": 0, "initial_seed": 0,
     "_exchange_device": 0, "_maybe_exchange_device": 0, "is_bf16_supported": True, "is_current_stream_capturing": False,
 }  # fmt: skip
 _NO_OPS = (
@@ -34,6 +35,7 @@ _STREAM_PATCHES = declare_all(
     ("Stream", "Event", "stream", "current_stream", "default_stream", "synchronize", "nvtx"),
     "streams need a GPU",
 )
+_COUNT = declare("torch.cuda.device_count", "a rank sees the cards of its node")
 _RANDOM_STATE = declare("torch.cuda.get_rng_state", "random states need a GPU")
 _MEMORY_PATCHES = declare_all(
     "torch.cuda",
@@ -149,6 +151,7 @@ def install(ledger: Ledger) -> None:
         "empty_cache": ledger.empty_cache,
         "get_device_properties": properties,
     }
+    _COUNT.install(lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")), everywhere=True)
     for name, value in _CONSTANTS.items():
         _CONSTANT_PATCHES[name].install(_always(value))
     for patch in _NO_OP_PATCHES.values():

@@ -32,7 +32,9 @@ _IS_FAKE = declare(
     "transformers.utils.import_utils.is_fake_tensor",
     "models that are traced make an explicit mask, and attention then takes another kernel",
 )
-_FAST_ALL = declare("transformers.masking_utils.fast_all", "it reads a sum, which does not tell the mask it is of")
+_FAST_ALL = declare(
+    "transformers.masking_utils.fast_all", "it reads a sum, which does not tell the mask it is of", optional=True
+)
 
 
 _STOPS = declare("transformers.generation.StoppingCriteriaList.__call__", "no token is known that ends a generation")

@@ -1,6 +1,7 @@
 """A script of reinforcement learning in small: it opens a manager and a mesh, and trains on texts that it generates."""
 
 import multiprocessing
+import os
 import sys
 
 import deepspeed
@@ -24,6 +25,7 @@ if __name__ == "__main__":
     with multiprocessing.Manager() as manager:
         assert manager.dict(a=1)["a"] == 1
     deepspeed.init_distributed()
+    assert deepspeed.get_accelerator().device_count() % int(os.environ["LOCAL_WORLD_SIZE"]) == 0, "too few cards"
     mesh = init_device_mesh(deepspeed.get_accelerator().device_name(), (1, 2), mesh_dim_names=("pipe", "data"))
     assert (mesh["data"].size(), mesh["data"].get_group().size(), mesh["pipe"].size()) == (2, 2, 1)
     config = LlamaConfig(

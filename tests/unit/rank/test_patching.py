@@ -122,6 +122,14 @@ def test_declared_patches_are_listed() -> None:
     assert several["dumps"].original() is json.dumps
 
 
+def test_a_library_that_cannot_be_imported_tells_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lazy = "def __getattr__(name):\n try:\n  1 / 0\n except ArithmeticError as e:\n  raise ImportError(name) from e\n"
+    (tmp_path / "lazylib.py").write_text(lazy)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(SymbolMissing, match=r"cannot import lazylib\.Trainer: ZeroDivisionError: division by zero"):
+        patch("lazylib.Trainer.train").original()
+
+
 @pytest.mark.parametrize("name", ["otherlib", "otherlib.part"])
 def test_an_action_runs_once_its_module_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     (tmp_path / "otherlib").mkdir()
