@@ -247,8 +247,10 @@ def _find_ill_typed(question: Question) -> Iterator[Problem]:
         if key == "bfloat16" and "bf16" in config:
             continue  # then nobody reads the old name
         if key in config and not (isinstance(config[key], Mapping) or (config[key] is None and key in _MAY_BE_NULL)):
-            judge = _warning if key == _ZERO and isinstance(config[key], bool) else _error  # true is stage 1
-            yield judge(key, f'"{key}" must be an object, not {_shorten(config[key])}', _suggest(key, config[key]))
+            value = config[key]
+            is_read = isinstance(value, bool) if key == _ZERO else value is None and key in ("aio", "bf16")
+            judge = _warning if is_read else _error  # by DeepSpeed: true is stage 1
+            yield judge(key, f'"{key}" must be an object, not {_shorten(value)}', _suggest(key, value))
     for key in ("optimizer", "scheduler"):
         if (params := question.get(f"{key}.params")) is not None and not isinstance(params, Mapping):
             yield _error(f"{key}.params", f'"{key}.params" must be an object, not {_shorten(params)}')
@@ -276,7 +278,7 @@ def _find_ill_typed(question: Question) -> Iterator[Problem]:
         yield _error(key, problem) if read is None else _warning(key, problem, f"write {read}")
     for key in BATCH_KEYS:
         if (size := config.get(key)) not in (None, "auto") and not _is_count(size):
-            judge = _warning if isinstance(size, float) and size.is_integer() and size > 0 else _error
+            judge = _warning if isinstance(size, bool | float) and size > 0 else _error  # DeepSpeed multiplies them
             yield judge(key, f'"{key}" is {_shorten(size)}; it must be a whole number above 0')
 
 

@@ -197,9 +197,23 @@ def test_a_switch_for_zero_is_stage_1_and_a_warning() -> None:
     assert Question(config=config).stage == 1
 
 
+@pytest.mark.parametrize("size", [True, 0.5, 2.0])
+@pytest.mark.parametrize("key", ["train_micro_batch_size_per_gpu", "gradient_accumulation_steps"])
+def test_a_size_that_deepspeed_multiplies_is_a_warning(key: str, size: float) -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, key: size}
+    assert errors(config, 8) == {}
+    assert "must be a whole number" in next(each.problem for each in judge(config, 8) if each.key == key)
+
+
 def test_two_names_of_one_key_are_refused_together() -> None:
     zero = {"stage": 3, "max_live_parameters": 5, "stage3_max_live_parameters": 7}
     assert "two names of one key" in errors({"zero_optimization": zero})["zero_optimization.max_live_parameters"]
+
+
+@pytest.mark.parametrize("key", ["aio", "bf16"])
+def test_a_section_that_deepspeed_takes_as_null_is_a_warning(key: str) -> None:
+    (found,) = [each for each in judge({"train_batch_size": 8, key: None}) if "must be an object" in each.problem]
+    assert (found.key, found.severity) == (key, "warning")
 
 
 def test_a_leading_underscore_is_no_misspelling() -> None:

@@ -149,6 +149,9 @@ def test_a_micro_batch_of_0_is_refused(tmp_path: Path) -> None:
 
 def test_a_switch_as_micro_batch_is_a_finding(tmp_path: Path) -> None:
     (tmp_path / "m.py").write_text("def build_model(): ...\ndef build_batch(n): ...\n")
-    config = {"train_micro_batch_size_per_gpu": True}
+    config = {
+        "train_micro_batch_size_per_gpu": True,
+        "gradient_accumulation_steps": 0,
+    }  # an error: nothing is simulated
     explanation = autods.explain(config, tmp_path / "m.py", gpus=1, gpu_memory="1GiB")
-    assert explanation.findings[0].key == "train_micro_batch_size_per_gpu"
+    assert [each.key for each in explanation.findings[:2]] == ["gradient_accumulation_steps", *list(config)[:1]]
