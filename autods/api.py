@@ -36,12 +36,13 @@ from .requests import (
     ProbeRequest,
     RunRequest,
     SearchRequest,
+    TrialRequest,
     WorkloadRequest,
 )
 from .supervisor.run_settings import RunSettings, resolve_run
 from .system.host import Hardware, read_hardware
 from .types import WorkloadSource
-from .workload.load import make_source
+from .workload.load import keep_own_checkpointing, make_source
 from .workload.protocol import Workload
 
 P = ParamSpec("P")
@@ -65,11 +66,11 @@ class UseCase(Generic[Request, Resolved, AnyEvent, Result]):
 
 def _resolve_fit(request: FitRequest) -> Settings:
     if request.rehearse:
-        return resolve_rehearsal(request, _make_source(request, out=request.out, zero_init=request.zero_init))
+        return resolve_rehearsal(request, _make_trial_source(request))
     if request.on is not None:
         raise InputError(f"--on {request.on} is for a rehearsal: a fit runs here", hint="add --rehearse, or drop --on")
     hardware = _find_hardware(request, request.gpus)
-    source = _make_source(request, out=request.out, zero_init=request.zero_init)
+    source = _make_trial_source(request)
     return resolve_fit(request, source, hardware=hardware)
 
 
@@ -92,7 +93,7 @@ def _warn(settings: Settings, listen: Listener) -> None:
 
 def _resolve_run(request: RunRequest) -> RunSettings:
     hardware = _find_hardware(request, request.gpus)
-    source = _make_source(request, out=request.out, zero_init=request.zero_init)
+    source = _make_trial_source(request)
     return resolve_run(request, source, hardware=hardware)
 
 
@@ -103,14 +104,13 @@ def _run_run(settings: RunSettings, listen: RunListener) -> RunReport:
 
 
 def _resolve_plan(request: PlanRequest) -> PlanSettings:
-    recompute = False if request.checkpointing in ("off", False) else None
-    source = _make_source(request, recompute=recompute)
+    source = _make_source(request, keep_checkpointing=request.keep_checkpointing)
     return resolve_plan(request, source, hardware=read_hardware())
 
 
 def _resolve_probe(request: ProbeRequest) -> ProbeSettings:
     ranks = count_most_ranks(request) if request.address else None
-    source = _make_source(request, out=request.out, zero_init=request.zero_init)
+    source = _make_trial_source(request)
     return resolve_probe(request, source, hardware=_find_hardware(request, ranks))
 
 
@@ -123,7 +123,11 @@ def _run_probe(settings: ProbeSettings, listen: Listener) -> ProbeReport:
 
 
 def _resolve_explain(request: ExplainRequest) -> ExplainSettings:
-    return resolve_explain(request, _make_source, hardware=read_hardware())
+    def make_source_as_it_is(question: PlanRequest) -> WorkloadSource:
+        source = _make_source(question)
+        return keep_own_checkpointing(source) if source.form.runs_as_main else source
+
+    return resolve_explain(request, make_source_as_it_is, hardware=read_hardware())
 
 
 def _find_hardware(request: SearchRequest | ProbeRequest, ranks: int | None) -> Hardware:
@@ -137,6 +141,11 @@ def _find_hardware(request: SearchRequest | ProbeRequest, ranks: int | None) -> 
     if ranks is not None and isinstance(request, SearchRequest):
         check_ranks(ranks, nodes)
     return weakest_of(request.address, gpus=ranks, nodes=nodes, device=request.device)
+
+
+def _make_trial_source(request: TrialRequest) -> WorkloadSource:
+    options = {"zero_init": request.zero_init, "keep_checkpointing": request.keep_checkpointing}
+    return _make_source(request, out=request.out, **options)
 
 
 def _make_source(request: WorkloadRequest, *, out: PathText | None = None, **options: Any) -> WorkloadSource:

@@ -147,6 +147,11 @@ class WorkloadRequest(_WorkloadOptions):
     zero_init: Switch = option(
         "Workload", "Stage 3 builds the model under deepspeed.zero.Init, already split.", default=False
     )
+    keep_checkpointing: Switch = option(
+        "Workload",
+        "A script's model recomputes activations where the script says so, not where it pays.",
+        default=False,
+    )
     base_config: ConfigSource | None = option(
         "Workload",
         "Your DeepSpeed JSON; what is not tuned stays. Also: --deepspeed-config.",

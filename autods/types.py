@@ -339,11 +339,12 @@ class ModelFacts:
 
     parameters: int
     largest_parameter: int  # elements
-    checkpointing: bool  # the model can recompute activations
+    checkpointing: bool  # the model can recompute activations, and autods may switch that
     tokens_per_sample: int | None
     has_optimizer: bool  # the workload brings `build_optimizer`
     config: Mapping[str, Any] | None = None
     config_place: str | None = None
+    recomputes: bool = False  # a script itself lets its model recompute activations
     stood_in: tuple[str, ...] = ()
     writes_confined: bool | None = None
     pipeline_stages: int = 0  # of a `deepspeed.pipe.PipelineModule`; 0: it is none
@@ -370,7 +371,6 @@ class WorkloadForm:
     runs_as_main: bool = False
     brings_config: bool = False
     chooses_precision: bool = False
-    chooses_checkpointing: bool = False
     is_model_config: bool = False
 
 
@@ -378,7 +378,7 @@ FORMS: Mapping[str, WorkloadForm] = {
     "file": WorkloadForm(),
     "pickle": WorkloadForm(has_file=False),
     "hf_config": WorkloadForm(is_model_config=True),
-    "script": WorkloadForm(runs_as_main=True, brings_config=True, chooses_precision=True, chooses_checkpointing=True),
+    "script": WorkloadForm(runs_as_main=True, brings_config=True, chooses_precision=True),
 }
 
 
@@ -387,8 +387,7 @@ class WorkloadSource:
     """The place of a workload: a `model.py`, a pickled `Workload`, a Hugging Face config, or a training script.
 
     `task` is set for every hf_config. `seq_len` and `target_len` are the tokens of a sample that the user gave.
-    `build_batch` of a file or a pickle takes the first as `seq_len`. A false `recompute` turns off the gradient
-    checkpointing that build_model turned on; None leaves it as it is. `arguments` maps 'build_model.NAME' and
+    `build_batch` of a file or a pickle takes the first as `seq_len`. `arguments` maps 'build_model.NAME' and
     'build_batch.NAME' to values for these functions. For an hf_config, NAME is a key of its config. With `zero_init`,
     stage 3 builds the model under `deepspeed.zero.Init`, already split. With `lora`, 'RANK,NAME,…',
     the weights of an hf_config are frozen, and adapters train (`workload.lora`).
@@ -396,6 +395,7 @@ class WorkloadSource:
     The other fields describe a script. `argv` has the placeholders of `workload.script_source`. `script_kind` names a
     row of `config.trainers`, None if its imports do not show it. It runs in `folder`. If it starts with
     `python -m`, `module` is its name, and `root` the folder of its top package.
+    With `keeps_checkpointing` its model recomputes activations where the script itself lets it.
     """
 
     kind: Literal["file", "pickle", "hf_config", "script"]
@@ -406,7 +406,6 @@ class WorkloadSource:
     task: Task | None = None
     seq_len: int | None = None
     target_len: int | None = None
-    recompute: bool | None = None
     argv: tuple[str, ...] = ()
     script_kind: str | None = None
     folder: str | None = None
@@ -415,6 +414,7 @@ class WorkloadSource:
     arguments: Mapping[str, Scalar] = field(default_factory=dict)
     zero_init: bool = False
     lora: str | None = None
+    keeps_checkpointing: bool = False
 
     @property
     def form(self) -> WorkloadForm:

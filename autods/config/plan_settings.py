@@ -81,13 +81,14 @@ def resolve_plan(request: PlanRequest, source: WorkloadSource, *, hardware: Hard
         raise InputError(f"--checkpointing {checkpointing!r}: it is on or off", hint="give --checkpointing on")
     rungs = select_ladder(request)
     device = find_device(request.device)
-    for option, given in {"--checkpointing": checkpointing is not None, "--zero-init": request.zero_init}.items():
-        if given and source.form.chooses_checkpointing:
-            raise InputError(
-                f"{option} has no effect on a training script, which builds its model itself",
-                place=source.path,
-                hint="drop the option, or give the script's own arguments after --",
-            )
+    if request.zero_init and source.form.runs_as_main:
+        raise InputError(
+            "--zero-init has no effect on a training script, which builds its model itself",
+            place=source.path,
+            hint="drop the option, or give the script's own arguments after --",
+        )
+    if checkpointing is not None and source.keeps_checkpointing:
+        raise InputError("--checkpointing and --keep-checkpointing contradict each other", hint="drop one of the two")
     if request.micro_batch is not None and request.micro_batch < 1:
         raise InputError(f"--micro-batch {request.micro_batch}: at least one sample is needed")
     nvme_bytes = parse_size(request.nvme, "--nvme")

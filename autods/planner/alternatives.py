@@ -22,7 +22,7 @@ def list_alternatives(run: PlanRun, site: Site, best: RungForecast) -> tuple[Alt
     if spec is None or best.speed is None:
         return ()
     alternatives = [*_list_micro_batches(run, site, spec, best.speed.micro_batch)]
-    if not run.settings.source.form.chooses_checkpointing and run.facts.checkpointing:
+    if run.facts.checkpointing:
         alternatives += _switch_checkpointing(run, site, spec, best)
     return tuple(alternatives)
 

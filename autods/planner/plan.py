@@ -194,7 +194,7 @@ def list_assumptions(
         if source.lora is not None:
             rank, _, names = source.lora.partition(",")
             yield f"LoRA of rank {rank} on {names.replace(',', ', ')} (--lora), without dropout; all else is frozen"
-        if not facts.checkpointing and not source.form.chooses_checkpointing:  # a script decides that by itself
+        if not facts.checkpointing and not source.form.runs_as_main:  # a script decides that by itself
             yield "no gradient checkpointing: the model has no gradient_checkpointing_enable()"
 
     of_rungs = (sentence for site in sites for rung in site.rungs for sentence in rung.assumed)

@@ -252,9 +252,11 @@ def _check_argument(name: str, request: ProbeRequest, source: WorkloadSource) ->
     first, _, argument = name.partition(".")
     problem, hint = None, None
     if source.form.runs_as_main:
-        if name in LENGTHS or first in FUNCTIONS or name == "checkpointing":
+        if name in LENGTHS or first in FUNCTIONS:
             problem = "a training script decides that itself"
             hint = "vary an argument of it: --vary args.length=128,256 -- `--max_length {length}`"
+        elif name == "checkpointing" and source.keeps_checkpointing:
+            problem, hint = "--keep-checkpointing keeps what the script does", "drop one of the two"
         elif name.startswith(ARGS) and not has_placeholder(source.argv, argument):
             problem = f"its arguments hold no {{{argument}}}"
             hint = f"write it where the value belongs: -- `--option {{{argument}}}`"

@@ -14,8 +14,7 @@ from ..workload.protocol import Workload, WorkloadError
 from .pipeline import build_whole, pipeline_facts
 
 DRAWS = 16  # of build_batch if the workload has no build_longest_batch: it may pad to random lengths
-# Turn gradient checkpointing on: the name in transformers 5.2x and later, and the name before.
-_CHECKPOINTING_METHODS = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # in transformers 5.2x and later, and before
 
 _TOKEN_IDS = re.compile(r"(^|[._])(input)?ids|tokens")
 _NO_TEXT = re.compile("label|target|type|position|segment|mask")
@@ -141,9 +140,35 @@ def is_moe(module: Any) -> bool:
     return type(module).__name__ == "MoE" and isinstance(getattr(module, "num_experts", None), int)
 
 
-def enable_checkpointing(model: Any) -> None:
-    """Make the model recompute its activations in backward."""
-    next(getattr(model, name) for name in _CHECKPOINTING_METHODS if hasattr(model, name))()
+def list_recomputing(model: Any) -> list[Any]:
+    """List the outermost modules of a model that can recompute their activations in backward."""
+    if _find_switch(model, "enable") is not None:
+        return [model] if getattr(model, "supports_gradient_checkpointing", True) else []
+    return [module for child in model.children() for module in list_recomputing(child)]
+
+
+def recomputes(model: Any) -> bool:
+    """Whether a module of transformers recomputes its activations now."""
+    return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
+
+
+def set_checkpointing(model: Any, *, on: bool) -> None:
+    """Make the model recompute its activations in backward, or keep them.
+
+    One that recomputes already goes on in its own way. transformers does it without reentering autograd, as every
+    stage of DeepSpeed allows: `deepspeed/runtime/base_optimizer.py` has the extra care that the reentrant kind needs.
+    """
+    for module in list_recomputing(model):
+        if on and not recomputes(module):
+            _find_switch(module, "enable")()
+        elif not on and (disable := _find_switch(module, "disable")) is not None:
+            disable()
+
+
+def _find_switch(model: Any, action: str) -> Any:
+    """The model's method that turns gradient checkpointing on ('enable') or off ('disable'), or None."""
+    names = (f"{name}_{action}" for name in _CHECKPOINTING)
+    return next((getattr(model, name) for name in names if hasattr(model, name)), None)
 
 
 def survey(workload: Workload) -> ModelFacts:
@@ -171,10 +196,9 @@ def survey(workload: Workload) -> ModelFacts:
 def describe_model(workload: Workload, model: Any, batch: Any) -> ModelFacts:
     """Return the facts of a model and a batch of one sample. Raises WorkloadError if nothing trains."""
     texts = text_shapes(batch, shifts_labels=shifts_labels(model))
-    can_checkpoint = any(hasattr(model, name) for name in _CHECKPOINTING_METHODS)
     return ModelFacts(
         **count_parameters(model),
-        checkpointing=can_checkpoint and bool(getattr(model, "supports_gradient_checkpointing", True)),
+        checkpointing=bool(list_recomputing(model)),
         tokens_per_sample=sum(rows * tokens for rows, tokens in texts) or None,
         seq_len=texts[0][1] if texts else None,
         has_optimizer=workload.build_optimizer is not None,

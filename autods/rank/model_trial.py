@@ -22,7 +22,7 @@ from .distributed import Ranks, Traffic
 from .exam import WorstCaseExam, allow_gathering
 from .job import RankJob
 from .memory import Meter
-from .model_facts import check_batch, enable_checkpointing, largest_shape, longest_batch, place, seed_all
+from .model_facts import check_batch, largest_shape, longest_batch, place, seed_all, set_checkpointing
 from .patching import declare
 from .record import RankResult
 from .step_recorder import StepRecorder, was_skipped
@@ -169,10 +169,9 @@ TRIALS: Mapping[Exam | None, type[SpeedTrial]] = {
 
 
 def build(workload: Workload, *, checkpointing: bool) -> Any:
-    """Build the workload's model; with `checkpointing` it recomputes its activations."""
+    """Build the workload's model; with `checkpointing` it recomputes its activations, without it keeps them."""
     model = workload.build()
-    if checkpointing:
-        enable_checkpointing(model)
+    set_checkpointing(model, on=checkpointing)
     return model
 
 

@@ -59,6 +59,12 @@ def launch_lines(report: FitReport) -> Iterator[tuple[str, str]]:
     if sizes := [each for each in _lacking_sizes(script) if not _parses_trainer_arguments(script)]:
         values = _placeholder_values(report)
         yield "code", f"TrainingArguments(…, {', '.join(f'{_TRAINER_SIZES[each]}={values[each]}' for each in sizes)})"
+    if _switches_checkpointing(report) and not _parses_trainer_arguments(script):
+        if library.sets_sizes:
+            yield "code", f"TrainingArguments(…, gradient_checkpointing={report.knobs.checkpointing})"
+        else:
+            action = "enable" if report.knobs.checkpointing else "disable"
+            yield "code", f"model.gradient_checkpointing_{action}()  # before deepspeed.initialize, as it was measured"
     if library.config_place is None and not takes_config:
         yield "launch", commands["accelerate"]  # the only launcher that gives the script its config
     else:
@@ -122,6 +128,9 @@ def _program(report: FitReport, launcher: str) -> tuple[str, ...]:
     if _parses_trainer_arguments(script):  # of an option that is there twice, the last one counts
         for name in _lacking_sizes(script):
             sizes += [f"--{_TRAINER_SIZES[name]}", str(values[name])]
+        if _switches_checkpointing(report):
+            assert report.knobs is not None
+            sizes += ["--gradient_checkpointing", str(report.knobs.checkpointing)]
     return (*program, *fill_placeholders(script.argv, values), *sizes)
 
 
@@ -135,6 +144,11 @@ def _placeholder_values(report: FitReport) -> dict[str, object]:
         "gradient_accumulation_steps": report.knobs.accumulation,
         "train_batch_size": report.knobs.train_batch(report.question.gpus),
     }
+
+
+def _switches_checkpointing(report: FitReport) -> bool:
+    """Whether the config was measured with another recomputation of activations than the script itself asks for."""
+    return report.question.recomputes not in (None, report.knobs and report.knobs.checkpointing)
 
 
 def _lacking_sizes(script: ScriptLaunch) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import os
 import pickle
@@ -38,11 +37,11 @@ def make_source(
     task: str | None = None,
     seq_len: int | None = None,
     target_len: int | None = None,
-    recompute: bool | None = None,
     kind: str | None = None,
     argv: Sequence[str] = (),
     zero_init: bool = False,
     lora: str | int | None = None,
+    keep_checkpointing: bool = False,
 ) -> WorkloadSource:
     """Return a reference to the workload, from which every rank can load it.
 
@@ -69,7 +68,11 @@ def make_source(
                 hint = "give the script's own arguments after --"
                 raise InputError(f"{given[0]} does not apply to a training script", place=str(path), hint=hint)
             known = kind if kind in SCRIPT_KINDS else None
-            return make_script_source(path, argv, known, Path.cwd(), module=module, root=root)
+            source = make_script_source(path, argv, known, Path.cwd(), module=module, root=root)
+            return keep_own_checkpointing(source) if keep_checkpointing else source
+    if keep_checkpointing:
+        hint = "drop it; autods plan has --checkpointing, and autods probe --vary checkpointing=on,off"
+        raise InputError("--keep-checkpointing is for a training script", hint=hint)
     if kind not in (None, "model") and config is not None:
         raise InputError(
             f"--kind {kind} is for a training script", place=str(config), hint="drop it, or give the script"
@@ -78,7 +81,7 @@ def make_source(
         hint = "only a training script takes arguments after --"
         raise InputError(f"takes no arguments: {' '.join(argv)}", place=str(path) if path else None, hint=hint)
     if config is not None:
-        source = _make_config_source(config, task, seq_len, target_len, recompute, zero_init)
+        source = _make_config_source(config, task, seq_len, target_len, zero_init)
         if lora is None:
             return source
         adapters = parse_lora(lora)
@@ -94,7 +97,12 @@ def make_source(
         source = _make_file_source(path)
     if seq_len is not None:
         _check_takes_seq_len(workload, source)
-    return _with_options(source, seq_len=seq_len, recompute=recompute, zero_init=zero_init or None)
+    return _with_options(source, seq_len=seq_len, zero_init=zero_init or None)
+
+
+def keep_own_checkpointing(source: WorkloadSource) -> WorkloadSource:
+    """The script, whose model recomputes activations where the script itself lets it."""
+    return _with_options(source, keeps_checkpointing=True)
 
 
 def _check_form(workload: object, kind: str | None) -> None:
@@ -163,8 +171,6 @@ def load(source: WorkloadSource) -> Workload:
             workload = bind_arguments(unpickled, source)
         case "script":
             raise WorkloadError("is a training script, and cannot be loaded as a model", place=source.path)
-    if source.recompute is False:
-        workload = replace(workload, build_model=functools.partial(_build_without_checkpointing, workload.build_model))
     return workload
 
 
@@ -174,7 +180,7 @@ def bind_options(workload: Workload, source: WorkloadSource) -> Workload:
 
 
 def _make_config_source(
-    path: Path, task: str | None, seq_len: int | None, target_len: int | None, recompute: bool | None, zero_init: bool
+    path: Path, task: str | None, seq_len: int | None, target_len: int | None, zero_init: bool
 ) -> WorkloadSource:
     config = read_config(path)
     chosen = next((known for known in TASKS if known == task), None) if task else infer_task(config)
@@ -188,7 +194,7 @@ def _make_config_source(
     source = WorkloadSource(
         kind="hf_config", path=str(path), name=name or config["model_type"], digest=_digest(read_file(path))
     )
-    options = {"seq_len": seq_len, "target_len": target_len, "recompute": recompute, "task": chosen}
+    options = {"seq_len": seq_len, "target_len": target_len, "task": chosen}
     return _with_options(source, **options, zero_init=zero_init or None)
 
 
@@ -196,14 +202,6 @@ def _with_options(source: WorkloadSource, **options: Any) -> WorkloadSource:
     """The source with its options, which are part of its digest."""
     given = sorted((name, value) for name, value in options.items() if value is not None)
     return replace(source, digest=_digest(f"{source.digest} {given}".encode()), **options) if given else source
-
-
-def _build_without_checkpointing(build_model: Callable[[], Any]) -> Any:
-    model = build_model()
-    disable = getattr(model, "gradient_checkpointing_disable", None)
-    if disable is not None:
-        disable()
-    return model
 
 
 def _pickle_source(workload: Workload, folder: Path) -> WorkloadSource:

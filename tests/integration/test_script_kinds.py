@@ -105,6 +105,19 @@ def test_each_kind_trains_at_every_stage(started, kind, rung):
     assert all(0 < loss < (400 if kind == "deepspeed" else 10) for loss in outcome.losses)
 
 
+def test_a_trainer_s_model_recomputes_where_the_trial_says_so(started):
+    """Of 64 samples the activations of two layers are 20 MiB, and their inputs one."""
+    runner = started(*KINDS["hf_trainer"])
+    assert (runner.facts.checkpointing, runner.facts.recomputes) == (True, False)
+    peaks = {}
+    for on in (True, False):
+        trial = a_trial("zero3", micro_batch=64, checkpointing=on)
+        outcome = runner.run(trial, id=2).outcome
+        assert isinstance(outcome, Fit), outcome
+        peaks[on] = outcome.device_peak_bytes
+    assert peaks[True] < peaks[False] - (5 << 20)
+
+
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_the_precision_is_the_script_s(started, kind):
     facts = started(*KINDS[kind]).facts

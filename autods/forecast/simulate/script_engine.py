@@ -133,6 +133,7 @@ class _ScriptRun:
             ds_config=config,
             micro_batch=self.micro_batch,
             accumulation=accumulation,
+            checkpointing=self.spec.checkpointing,
             steps=_STEPS,
         )
 

@@ -18,7 +18,7 @@ from ..comparable_losses import GradientMeter, UpdateMeter, generator_state, mak
 from ..distributed import Ranks, Traffic
 from ..exam import WorstCaseExam, allow_gathering
 from ..job import RankJob
-from ..model_facts import count_parameters, shifts_labels
+from ..model_facts import count_parameters, list_recomputing, recomputes, shifts_labels
 from ..record import RankResult, ScriptEnd
 from ..step_recorder import StepRecorder, was_skipped
 from . import sandbox
@@ -145,7 +145,8 @@ class TrialPolicy(Policy):
         in_script = not from_file and injection.config.given is None
         return ModelFacts(
             **count_parameters(arguments["model"], by="the script gave deepspeed.initialize"),
-            checkpointing=False,  # the script itself decides about recomputing activations
+            checkpointing=not self.job.source.keeps_checkpointing and bool(list_recomputing(arguments["model"])),
+            recomputes=recomputes(arguments["model"]),
             tokens_per_sample=None,
             has_optimizer=arguments["optimizer"] is not None,
             config=injection.config.own_part(config, from_file=from_file),

@@ -78,7 +78,9 @@ ARGUMENTS = {
     "the config as a placeholder": refused(f"{OF_SCRIPT} args.ds_config=1 -- {{ds_config}}", "autods fills in {ds_con"),
     "no value": refused(f"{OF_SCRIPT} args.x= -- {{x}}", "it is NAME=A,B,C"),
     "nothing as a value": refused(f"{OF_SCRIPT} args.x=null -- {{x}}", "None is not a number, true, false or text"),
-    "what a script decides": refused(f"{OF_SCRIPT} checkpointing=on -- x", "a training script decides that itself"),
+    "what a script decides": refused(
+        f"{OF_SCRIPT} checkpointing=on --keep-checkpointing -- x", "--keep-checkpointing keeps what the script does"
+    ),
     "a length of a script": refused(f"{OF_SCRIPT} seq_len=5 -- x", "a training script decides that itself"),
     "a model's argument of a script": refused(f"{OF_SCRIPT} build_model.x=1 -- x", "decides that itself"),
     "a script as a model": refused("fit train.py --kind model -- {micro_batch_size}", "takes no arguments"),

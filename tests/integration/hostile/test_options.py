@@ -148,8 +148,11 @@ CONTRADICTIONS = {
     "a length of a script": refused("fit train.py --seq-len 5", "--seq-len does not apply to a training script"),
     "zero.Init of a script": refused("fit train.py --zero-init", "--zero-init does not apply to a training script"),
     "checkpointing of a script": refused(
-        "plan train.py --gpus 2 --gpu-memory 1GiB --checkpointing on",
-        "--checkpointing has no effect on a training script",
+        "plan train.py --gpus 2 --gpu-memory 1GiB --checkpointing on --keep-checkpointing",
+        "--checkpointing and --keep-checkpointing contradict each other",
+    ),
+    "kept checkpointing of a config": refused(
+        "plan config.json --gpus 2 --gpu-memory 1GiB --keep-checkpointing", "is for a training script"
     ),
     "--ladder and an axis": refused(f"{PROBE} --ladder zero1 --vary rung=zero2", "--ladder and an axis both name"),
     "--gpus and an axis": refused(f"{PROBE} --vary gpus=1,2", "--vary gpus=… and --gpus both give the ranks"),

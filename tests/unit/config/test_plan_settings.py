@@ -232,4 +232,9 @@ def test_how_a_script_builds_its_model_is_not_for_the_command_line() -> None:
     assert "--zero-init has no effect on a training script" in refusal(
         source=SCRIPT, gpus=8, on="a100-80gb", zero_init=True
     )
-    assert "--checkpointing" in refusal(source=SCRIPT, gpus=8, on="a100-80gb", checkpointing="on")
+
+
+def test_checkpointing_that_is_kept_is_not_chosen() -> None:
+    kept = replace(SCRIPT, keeps_checkpointing=True)
+    assert "contradict each other" in refusal(source=kept, gpus=8, on="a100-80gb", checkpointing="on")
+    assert asked(source=SCRIPT, gpus=8, on="a100-80gb", checkpointing="on").checkpointing

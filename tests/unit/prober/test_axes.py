@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -193,9 +194,11 @@ def test_script_arguments_stand_where_the_command_names_them(tmp_path: Path) -> 
         "0.001",
         "0.002",
     ]
-    for wrong in ("args.depth=1", "build_model.depth=1", "seq_len=8", "checkpointing=on"):
+    for wrong in ("args.depth=1", "build_model.depth=1", "seq_len=8"):
         with pytest.raises(InputError, match=r"train\.py"):
             resolved(tmp_path / "train.py", source, wrong)
+    with pytest.raises(InputError, match="--keep-checkpointing keeps what the script does"):
+        resolved(tmp_path / "train.py", replace(source, keeps_checkpointing=True), "checkpointing=on")
     with pytest.raises(InputError, match="a training script's arguments"):
         ask(tmp_path, "args.lr=1")
 

@@ -149,6 +149,36 @@ def test_accelerate_file_repeats_nothing_of_the_config():
     assert "mixed_precision" not in said
 
 
+@pytest.mark.parametrize(("own", "line"), [(None, None), (True, None), (False, "enable")])
+def test_checkpointing_that_the_script_lacks_is_a_line_of_code(own: bool | None, line: str | None) -> None:
+    report = scripted("--deepspeed_config", "{ds_config}")
+    report = replace(report, question=replace(report.question, recomputes=own))
+    assert report.knobs.checkpointing
+    code = dict(launch_lines(report)).get("code")
+    assert code == (line and "model.gradient_checkpointing_enable()  # before deepspeed.initialize, as it was measured")
+
+
+def test_checkpointing_that_a_trainer_turns_off_is_an_argument() -> None:
+    for argv, place in ((("--deepspeed", "{ds_config}"), "launch"), (("config.json",), "code")):
+        report = scripted(*argv, kind="hf_trainer")
+        knobs = replace(report.knobs, checkpointing=False)
+        report = replace(report, knobs=knobs, question=replace(report.question, recomputes=True))
+        lines = [words for name, words in launch_lines(report) if name == place]
+        assert any(
+            words.endswith(("--gradient_checkpointing False", "gradient_checkpointing=False)")) for words in lines
+        )
+
+
+def test_adapters_of_a_config_are_a_line_of_code() -> None:
+    report = fitting_report("out")
+    report = replace(report, question=replace(report.question, lora="16,q_proj,v_proj"))
+    (line,) = [words for name, words in launch_lines(report) if "peft" in words]
+    assert line == (
+        "import peft; model = peft.get_peft_model(model, "
+        "peft.LoraConfig(r=16, lora_alpha=32, target_modules=['q_proj', 'v_proj']))"
+    )
+
+
 def test_accelerates_file_says_that_the_config_brings_the_optimizer():
     assert "DummyOptim" in accelerate_yaml(scripted(), "c.json")
     assert "DummyOptim" not in accelerate_yaml(fitting_report(), "c.json")

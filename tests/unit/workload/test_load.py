@@ -74,14 +74,15 @@ def test_seq_len_needs_an_argument_of_build_batch(tmp_path: Path) -> None:
         make_source(workload, folder=tmp_path, seq_len=8)
 
 
-def test_checkpointing_of_build_model_can_be_turned_off(tmp_path: Path) -> None:
-    model = tmp_path / "checkpointed.py"
-    model.write_text(
-        "class Model:\n    recomputes = True\n    def gradient_checkpointing_disable(self): self.recomputes = False\n"
-        "def build_model(): return Model()\ndef build_batch(micro_batch_size): ...\n"
-    )
-    assert load(make_source(model)).build_model().recomputes  # type: ignore[attr-defined]
-    assert not load(make_source(model, recompute=False)).build_model().recomputes  # type: ignore[attr-defined]
+def test_only_a_script_keeps_its_own_checkpointing(tmp_path: Path) -> None:
+    script, model = tmp_path / "train.py", tmp_path / "model.py"
+    script.write_text("import deepspeed\ndeepspeed.initialize()\n")
+    model.write_text("def build_model(): ...\ndef build_batch(micro_batch_size): ...\n")
+    kept, switched = (make_source(script, keep_checkpointing=keep) for keep in (True, False))
+    assert (kept.keeps_checkpointing, switched.keeps_checkpointing) == (True, False)
+    assert kept.digest != switched.digest
+    with pytest.raises(InputError, match="--keep-checkpointing is for a training script"):
+        make_source(model, keep_checkpointing=True)
 
 
 def test_a_pickle_that_others_may_have_written_is_not_loaded(tmp_path: Path) -> None:

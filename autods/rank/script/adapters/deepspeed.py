@@ -16,6 +16,7 @@ from typing import Any
 
 from ....config.deepspeed import get_key
 from ....system.stacks import Frame, find_caller
+from ...model_facts import set_checkpointing
 from ...patching import declare
 from ..engine_config import read_config
 from ..policy import Injection, Policy
@@ -151,6 +152,8 @@ def _initialize(injection: Injection, original: Any, /, *args: Any, **kwargs: An
     if config is not None:  # else DeepSpeed itself reports the problem
         chosen = injection.config.for_engine(config, has_optimizer=has_optimizer)
         set_config(arguments, policy.adapt_config(chosen))
+    if not injection.job.source.keeps_checkpointing and hasattr(arguments["model"], "children"):
+        set_checkpointing(arguments["model"], on=injection.job.checkpointing)
     policy.begin_phase("init")
     with policy.watch_call():
         returned = original(*bound.args, **bound.kwargs)

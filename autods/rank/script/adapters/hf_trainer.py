@@ -108,8 +108,6 @@ def _set_arguments(injection: Injection, original: Any, arguments: Any, /, *args
             problem = f"its {name} is {value}, and its config needs {needed}"
             raise script_error(problem, hint=f"let it take the value that {{{placeholder}}} stands for")
         setattr(arguments, name, needed)
-    if job.checkpointing:
-        arguments.gradient_checkpointing = True
     if policy.loads_in_ranks:
         arguments.dataloader_num_workers = 0
         arguments.dataloader_prefetch_factor, arguments.dataloader_persistent_workers = None, False
