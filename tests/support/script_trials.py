@@ -60,13 +60,15 @@ def digest(folder: Path) -> str:
     return names_and_contents.hexdigest()
 
 
-def a_trial(rung: str, *, micro_batch: int = 4, accumulation: int = 2, **options: Any) -> Trial:
+def a_trial(
+    rung: str, *, micro_batch: int = 4, accumulation: int = 2, checkpointing: bool = False, **options: Any
+) -> Trial:
     """A trial with small buckets, and with torch's optimizer, for which no op has to be built."""
     settings: dict[str, Scalar] = {
         f"zero_optimization.{key}": 1_000_000 for key in ("reduce_bucket_size", "allgather_bucket_size")
     }
     settings |= TORCH_ADAM
-    knobs = Knobs(micro_batch=micro_batch, accumulation=accumulation, checkpointing=False, settings=settings)
+    knobs = Knobs(micro_batch=micro_batch, accumulation=accumulation, checkpointing=checkpointing, settings=settings)
     return Trial(rung=rung, knobs=knobs, purpose="walk", **{"steps": STEPS, **options})
 
 
