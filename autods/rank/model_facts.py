@@ -161,8 +161,44 @@ def set_checkpointing(model: Any, *, on: bool) -> None:
     for module in list_recomputing(model):
         if on and not recomputes(module):
             _find_switch(module, "enable")()
+            _rest_without_gradients(module)
         elif not on and (disable := _find_switch(module, "disable")) is not None:
             disable()
+
+
+def _rest_without_gradients(model: Any) -> None:
+    """Let the model recompute nothing in a forward without gradients.
+
+    In training mode transformers' layers drop the cache of a generation where they recompute.
+    """
+    for module in model.modules():
+        if any(hasattr(type(module), f"{name}_enable") for name in _CHECKPOINTING):
+            rest = _Rest(module)
+            module.register_forward_pre_hook(rest.begin)
+            module.register_forward_hook(rest.end, always_call=True)
+
+
+class _Rest:
+    """Hooks of a model's forward. A model with such hooks can be pickled."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.resting: list[Any] = []  # modules that recompute otherwise
+
+    def begin(self, *_: Any) -> None:
+        import torch
+
+        if not torch.is_grad_enabled():
+            self.resting = [
+                each for each in self.model.modules() if getattr(each, "gradient_checkpointing", False) is True
+            ]
+        for module in self.resting:
+            module.gradient_checkpointing = False
+
+    def end(self, *_: Any) -> None:
+        for module in self.resting:
+            module.gradient_checkpointing = True
+        self.resting = []
 
 
 def _find_switch(model: Any, action: str) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from autods.rank.model_facts import list_recomputing, recomputes, set_checkpointing
@@ -56,6 +58,22 @@ def test_a_model_that_recomputes_goes_on_in_its_own_way() -> None:
     blocks.gradient_checkpointing_enable(use_reentrant=True)
     set_checkpointing(blocks, on=True)
     assert blocks.calls == [{"use_reentrant": True}]
+
+
+def test_a_forward_without_gradients_recomputes_nothing() -> None:
+    """A generation in training mode would lose its cache."""
+    blocks = Blocks()
+    set_checkpointing(nn.Sequential(blocks), on=True)
+    blocks.forward = lambda x: blocks.layer.gradient_checkpointing
+    with torch.no_grad():
+        assert blocks(torch.ones(1)) is False
+    assert blocks(torch.ones(1)) is True
+
+
+def test_a_model_that_recomputes_can_be_saved_whole() -> None:
+    blocks = Blocks()
+    set_checkpointing(blocks, on=True)
+    assert recomputes(pickle.loads(pickle.dumps(blocks)))
 
 
 def test_what_a_model_has_turned_on_is_turned_off() -> None:
