@@ -354,10 +354,6 @@ class ModelFacts:
     trained_parameters: int | None = None  # those that are not frozen; None: all
     longest_ratio: float = 1.0  # elements of a sample of build_longest_batch by those of build_batch; 1: has none
 
-    def replicas(self, world_size: int) -> int:
-        """The data-parallel size, by which the batch identity multiplies."""
-        return world_size // self.replica_ranks
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadForm:

@@ -17,7 +17,15 @@ from ..files import read_text
 from ..schema import check_plain, parse_json
 from ..types import MOST_RANKS, WorkloadSource
 from ..units import parse_bytes
-from .deepspeed import BATCH_KEYS, enabled_half_precision, get_key, merge, use_documented_names
+from .deepspeed import (
+    BATCH_KEYS,
+    SEQUENCE_RANKS,
+    count_sharers,
+    enabled_half_precision,
+    get_key,
+    merge,
+    use_documented_names,
+)
 from .library_configs import are_training_arguments, fill_in_arguments, read_yaml_config
 from .trainers import find_library
 from .validator import SEARCH_RULES, Question, find_problems, find_unfilled_auto
@@ -147,23 +155,25 @@ def fills_in_auto(source: WorkloadSource) -> bool:
 
 
 def resolve_global_batch(
-    given: int | None, base: Mapping[str, Any], ranks: int, *, replicas: int | None = None
+    given: int | None, base: Mapping[str, Any], replicas: int, *, all_known: bool = False
 ) -> int | None:
     """Return the given global batch, else the base config's. Raises InputError where ranks cannot share it evenly.
 
-    A base config without train_batch_size implies micro batch × accumulation × `replicas`, as DeepSpeed computes it.
-    The replicas of the model are None until they are known: the ranks of a pipeline share one.
+    `replicas` is the data-parallel size (`count_replicas`). With `all_known` it is final, and a base config without
+    train_batch_size implies micro batch × accumulation × `replicas`, as DeepSpeed computes it.
     """
     users, micro, accumulation = (base.get(key) for key in BATCH_KEYS)
     total = given if given is not None else users if isinstance(users, int) else None
-    if total is None and replicas is not None and isinstance(micro, int) and isinstance(accumulation, int):
+    if total is None and all_known and isinstance(micro, int) and isinstance(accumulation, int):
         return micro * accumulation * replicas
-    if total is not None and (total < 1 or total % ranks):
-        near = max(ranks, total // ranks * ranks)
+    if total is not None and (total < 1 or total % replicas):
+        near = max(replicas, total // replicas * replicas)
+        sharers = count_sharers(base, SEQUENCE_RANKS)
+        ranks = f"{replicas} ranks" if sharers == 1 else f"{replicas} groups of {sharers} ranks that share a sequence"
         raise InputError(
-            f"--global-batch {total} cannot be split over {ranks} ranks: "
-            "global batch = micro batch × accumulation × ranks",
-            hint=f"give a multiple of {ranks}, such as {near} or {near + ranks}",
+            f"--global-batch {total} cannot be split over {ranks}: "
+            f"global batch = micro batch × accumulation × {'ranks' if sharers == 1 else 'groups'}",
+            hint=f"give a multiple of {replicas}, such as {near} or {near + replicas}",
         )
     return total
 

@@ -129,7 +129,7 @@ def compose(rung: Rung, knobs: Knobs, site: Site, facts: ModelFacts | None) -> d
 
     A workload that passes an optimizer object gets a config that names none. The facts are None before they are known.
     """
-    replicas = site.world_size if facts is None else facts.replicas(site.world_size)
+    replicas = count_replicas(site.base, site.world_size, facts)
     own_optimizer = facts is not None and facts.has_optimizer
     config = merge(strip_rung_keys(site.base), fill_in(rung, site))
     for key, value in knobs.settings.items():
@@ -142,6 +142,27 @@ def compose(rung: Rung, knobs: Knobs, site: Site, facts: ModelFacts | None) -> d
         "train_micro_batch_size_per_gpu": knobs.micro_batch,
         "gradient_accumulation_steps": knobs.accumulation,
     }
+
+
+SEQUENCE_RANKS, TENSOR_RANKS = "sequence_parallel_size", "tensor_parallel.autotp_size"
+
+
+def count_sharers(config: Mapping[str, Any], key: str) -> int:
+    """Return how many neighbouring ranks train on the same samples by a key that `SEQUENCE_RANKS` or another names."""
+    size = get_key(config, key)
+    return int(size) if isinstance(size, int | float) and size > 1 else 1
+
+
+def count_replicas(config: Mapping[str, Any], world_size: int, facts: ModelFacts | None = None) -> int:
+    """Return the data-parallel size: by how many ranks DeepSpeed multiplies in the identity of sizes.
+
+    It is the number of a pipeline's replicas. Otherwise the ranks that share a sequence (Ulysses, ALST) count as one.
+    Those that AutoTP splits the model over count each, although they train on the same samples (runtime/config.py).
+    The facts are None before they are known.
+    """
+    if facts is not None and facts.replica_ranks > 1:
+        return world_size // facts.replica_ranks
+    return world_size // count_sharers(config, SEQUENCE_RANKS)
 
 
 def accumulation_for(global_batch: int | None, micro_batch: int, world_size: int) -> int:

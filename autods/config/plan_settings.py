@@ -33,6 +33,7 @@ from .catalogue import (
     find_machines,
     make_hardware,
 )
+from .deepspeed import count_replicas
 from .releases import find_wrong_stages
 from .rungs import Rung
 from .settings import Settings, choose_folder, parse_time, resolve_fit, select_ladder
@@ -222,13 +223,13 @@ def apply_script_config_to_plan(settings: PlanSettings, facts: ModelFacts) -> Pl
 
 def _with_base(site: Site, base: Mapping[str, Any], micro_batch: int | None, global_batch: int | None) -> Site:
     """Return the site with this config, and with the batch that follows from it where none is given."""
-    ranks, users = site.world_size, base.get("train_micro_batch_size_per_gpu")
-    total = resolve_global_batch(global_batch, base, ranks, replicas=ranks)
+    replicas, users = count_replicas(base, site.world_size), base.get("train_micro_batch_size_per_gpu")
+    total = resolve_global_batch(global_batch, base, replicas, all_known=True)
     micro = micro_batch or (users if isinstance(users, int) else 1)
-    if total is not None and total % (micro * site.world_size):
+    if total is not None and total % (micro * replicas):
         raise InputError(
-            f"micro batch {micro} × {site.world_size} ranks does not divide the global batch {total}",
-            hint=f"give a --micro-batch that divides {total // site.world_size}",
+            f"micro batch {micro} × {replicas} ranks does not divide the global batch {total}",
+            hint=f"give a --micro-batch that divides {total // replicas}",
         )
     lacks_bf16 = precision_name(base) == "bf16" and not site.machine.bf16
     problem = f"{site.machine.title} has no bf16" if lacks_bf16 else None

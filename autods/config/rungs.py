@@ -88,7 +88,7 @@ class Rung:
 
 
 def _lack_ranks(least: int, site: Site, facts: ModelFacts | None) -> str | None:
-    replicas = site.world_size if facts is None else facts.replicas(site.world_size)
+    replicas = site.world_size if facts is None else site.world_size // facts.replica_ranks
     if least <= replicas:
         return None
     if facts is not None and facts.pipeline_stages:

@@ -28,6 +28,7 @@ from .base_config import (
     resolve_global_batch,
 )
 from .catalogue import Machine, Site, describe_this_machine
+from .deepspeed import count_replicas
 from .profiles import Budget, Profile, Stop, read_profile
 from .releases import find_wrong_stages
 from .rungs import Rung, read_rungs, select_rungs
@@ -264,7 +265,9 @@ def resolve_fit(request: SearchRequest, source: WorkloadSource, *, hardware: Har
     cards = hardware.cards[: ranks // nodes] if device.has_cards else ()
     bf16 = all(card.bf16 for card in cards)
     base = resolve_base_config(source, request.base_config, precision, world_size=ranks, bf16=bf16)
-    global_batch = resolve_global_batch(request.global_batch, base, ranks)
+    global_batch = request.global_batch
+    if not source.form.brings_config:  # else the script's config has a say, after the survey
+        global_batch = resolve_global_batch(global_batch, base, count_replicas(base, ranks))
     nvme_path = None if request.nvme_path is None else Path(request.nvme_path).absolute()
     if nvme_path is not None and not (os.path.isdir(nvme_path) and os.access(nvme_path, os.W_OK)):
         place = f"--nvme-path {os.fspath(request.nvme_path or '')}"
@@ -349,7 +352,8 @@ def apply_survey(settings: Settings, facts: ModelFacts) -> Settings:
         )
     if facts.config is not None:
         base = merge_script_config(settings.source, facts.config, base, world_size=ranks)
-    global_batch = resolve_global_batch(settings.global_batch, base, ranks, replicas=facts.replicas(ranks))
+    replicas = count_replicas(base, ranks, facts)
+    global_batch = resolve_global_batch(settings.global_batch, base, replicas, all_known=True)
     return replace(settings, base=base, global_batch=global_batch)
 
 

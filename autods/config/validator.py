@@ -13,7 +13,17 @@ from difflib import get_close_matches
 from math import gcd
 from typing import Any, Literal, TypeGuard
 
-from .deepspeed import BATCH_KEYS, documented_name, enabled_half_precision, get_key, read_known_keys
+from .deepspeed import (
+    BATCH_KEYS,
+    SEQUENCE_RANKS,
+    TENSOR_RANKS,
+    count_replicas,
+    count_sharers,
+    documented_name,
+    enabled_half_precision,
+    get_key,
+    read_known_keys,
+)
 from .releases import find_faults
 
 Severity = Literal["error", "warning", "note"]
@@ -290,10 +300,11 @@ def _find_two_precisions(question: Question) -> Iterator[Problem]:
 
 
 def _find_wrong_batch(question: Question) -> Iterator[Problem]:
-    """The identity of sizes: train batch = micro batch × accumulation × ranks."""
-    key, ranks = BATCH_KEYS[0], question.ranks
+    """The identity of sizes: train batch = micro batch × accumulation × ranks; those that share a sequence are one."""
+    key, sharers = BATCH_KEYS[0], count_sharers(question.config, SEQUENCE_RANKS)
+    ranks = None if question.ranks is None else count_replicas(question.config, question.ranks)
     total, micro, accumulation = (size if _is_count(size) else None for size in map(question.config.get, BATCH_KEYS))
-    if total is None:
+    if total is None or ranks == 0:
         return
     each = (micro or 1) * (accumulation or 1)
     fitting_ranks, rest = divmod(total, each)
@@ -303,15 +314,44 @@ def _find_wrong_batch(question: Question) -> Iterator[Problem]:
             problem = f"{total} is no multiple of micro batch × accumulation = {each}, so no number of GPUs gives it"
             yield _error(key, problem)
         elif is_whole:
-            problem = f"{total} = {micro} × {accumulation} × {fitting_ranks} GPUs; another number of GPUs is refused"
+            gpus = f"{fitting_ranks} GPUs" if sharers == 1 else f"{fitting_ranks * sharers} GPUs / {sharers}"
+            problem = f"{total} = {micro} × {accumulation} × {gpus}; another number of GPUs is refused"
             yield _note(key, problem)
     elif not keeps_batch_identity(total, micro, accumulation, ranks):
         product = f"micro batch {micro or '?'} × accumulation {accumulation or '?'} × {ranks} ranks"
+        product += f" ({question.ranks} / {SEQUENCE_RANKS} {sharers})" if sharers > 1 else ""
+        fitting_ranks *= sharers
         meant = f"those sizes are for {fitting_ranks} rank{'s' if fitting_ranks > 1 else ''}; " if is_whole else ""
         if micro and not accumulation and total % ranks == 0:
             meant = f"micro batch {gcd(micro, total // ranks)} goes, or {key} a multiple of {micro * ranks}; "
         hint = f"{meant}keep train_batch_size alone: autods solves for the other two"
         yield _error(key, f"{key} {total} ≠ {product}", hint)
+
+
+def _find_uneven_groups(question: Question) -> Iterator[Problem]:
+    """Sizes of groups of ranks that make no whole groups."""
+    size = question.config.get(SEQUENCE_RANKS)
+    if SEQUENCE_RANKS in question.config and not (_is_number(size) and size >= 1 and size == int(size)):
+        judge = _warning if size is True else _error
+        yield judge(SEQUENCE_RANKS, f'"{SEQUENCE_RANKS}" is {_shorten(size)}; it must be a whole number above 0')
+    ranks, replicas = question.ranks, question.config.get("data_parallel_size")
+    for key in (SEQUENCE_RANKS, TENSOR_RANKS):
+        each = count_sharers(question.config, key)
+        if ranks is not None and ranks % each:
+            yield _error(key, f"{ranks} ranks make no groups of {each}", f"give a multiple of {each} GPUs")
+    each = count_sharers(question.config, SEQUENCE_RANKS)
+    if ranks is not None and SEQUENCE_RANKS in question.config and _is_count(replicas) and replicas * each != ranks:
+        problem = f"{replicas} × {SEQUENCE_RANKS} {each} = {replicas * each} ranks, and there are {ranks}"
+        yield _error("data_parallel_size", problem, f"write {ranks // each}, or leave it out")
+
+
+def _find_notes_on_groups(question: Question) -> Iterator[Problem]:
+    """What DeepSpeed counts in a batch although several ranks train on it, and a size that it does not read."""
+    if "data_parallel_size" in question.config and SEQUENCE_RANKS not in question.config:
+        yield _note("data_parallel_size", f"DeepSpeed reads it beside {SEQUENCE_RANKS} only")
+    if (each := count_sharers(question.config, TENSOR_RANKS)) > 1:
+        problem = f"{BATCH_KEYS[0]} counts every rank, and {each} each train on the same samples"
+        yield _note(TENSOR_RANKS, problem, f"a step has 1/{each} of it in samples that differ")
 
 
 def _find_decided_by_trials(question: Question) -> Iterator[Problem]:
@@ -495,7 +535,13 @@ def _find_harmful(question: Question) -> Iterator[Problem]:
         yield _note("gradient_clipping", problem, "0 turns clipping off")
 
 
-SEARCH_RULES: tuple[Rule, ...] = (_find_ill_typed, _find_decided_by_trials, _find_two_precisions, _find_wrong_batch)
+SEARCH_RULES: tuple[Rule, ...] = (
+    _find_ill_typed,
+    _find_decided_by_trials,
+    _find_two_precisions,
+    _find_uneven_groups,
+    _find_wrong_batch,
+)
 
 
 def _find_release_faults(question: Question) -> Iterator[Problem]:
@@ -513,7 +559,9 @@ EXPLAIN_RULES: tuple[Rule, ...] = (
     _find_ill_typed,
     _find_unknown,
     _find_two_precisions,
+    _find_uneven_groups,
     _find_wrong_batch,
+    _find_notes_on_groups,
     _find_contradictions,
     _find_ignored,
     _find_deprecated,

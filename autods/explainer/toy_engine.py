@@ -8,7 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..config.deepspeed import BATCH_KEYS, DEFAULT_OPTIMIZER, get_key, merge, nest_key, without_monitors
+from ..config.deepspeed import (
+    BATCH_KEYS,
+    DEFAULT_OPTIMIZER,
+    SEQUENCE_RANKS,
+    count_sharers,
+    get_key,
+    merge,
+    nest_key,
+    without_monitors,
+)
 from ..config.validator import Problem, Question, walk_keys
 from ..forecast.simulate.client import ProcessSimulator
 from ..forecast.simulate.protocol import SimulationFailed
@@ -23,8 +32,9 @@ _LIMIT_S = 120.0
 _MOST_ACCUMULATED = 64  # micro batches of a step
 # They need a model or batches of their own, a launcher, or packages that this machine may lack.
 _NOT_TRIED = (
-    "autotuning", "compile", "compression_training", "curriculum_learning", "data_efficiency", "datastates_ckpt",
-    "elasticity", "expert_parallel", "hybrid_engine", "nebula", "progressive_layer_drop", "tensor_parallel",
+    "autotuning", "compile", "compression_training", "curriculum_learning", "data_efficiency", "data_parallel_size",
+    "datastates_ckpt", "elasticity", "expert_parallel", "hybrid_engine", "nebula", "progressive_layer_drop",
+    "tensor_parallel",
 )  # fmt: skip
 
 
@@ -59,7 +69,7 @@ def start_toy() -> Iterator[Simulator]:
 
 def ask_engine(simulator: Simulator, config: Mapping[str, Any], ranks: int | None) -> Problem | None:
     """Ask a simulator of the toy model once, as `find_refusals` does."""
-    world = ranks or 1
+    world = ranks or count_sharers(config, SEQUENCE_RANKS)
     spec = EngineSpec(
         rung="toy",
         ds_config=_make_toy_config(config, is_world_known=ranks is not None),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config.catalogue import Machine, Site
-from ..config.deepspeed import accumulation_for, get_key, micro_batches, start_settings
+from ..config.deepspeed import accumulation_for, count_replicas, get_key, micro_batches, start_settings
 from ..config.plan_settings import PlanSettings
 from ..config.rungs import Rung, unmet_need
 from ..errors import InputError
@@ -105,7 +105,7 @@ def _choose_accumulation(site: Site, micro_batch: int) -> int:
     """Return the micro batches of a step: the config's, unless the global batch decides."""
     accumulation = site.base.get("gradient_accumulation_steps")
     if site.global_batch is not None or not isinstance(accumulation, int):
-        return accumulation_for(site.global_batch, micro_batch, site.world_size)
+        return accumulation_for(site.global_batch, micro_batch, count_replicas(site.base, site.world_size))
     return accumulation
 
 
@@ -232,12 +232,13 @@ class PlanRun:
             engine.simulate(micro_batch),
             accumulation=_choose_accumulation(site, micro_batch),
             tokens_per_sample=self.facts.tokens_per_sample,
+            replicas=count_replicas(site.base, site.world_size),
         )
 
     def find_largest(self, site: Site, engine: CachedEngine, first: RungForecast) -> LargestMicroBatch:
         """Search the engine's largest micro batch at the site, from its first forecast there."""
         return engine.find_largest(
-            micro_batches(site.global_batch, site.world_size, MOST_MICRO_BATCH),
+            micro_batches(site.global_batch, count_replicas(site.base, site.world_size), MOST_MICRO_BATCH),
             on=move_engine(engine.spec, site),
             known=(first.micro_batch, first.fill),
         )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from ..config.deepspeed import accumulation_for
+from ..config.deepspeed import accumulation_for, count_replicas
 from ..events import Listener
 from ..journal import TrialStore, trial_key
 from ..report import text
@@ -135,7 +135,9 @@ def search_capacities(
         while size is not None:
             knobs = replace(trial.knobs, micro_batch=size)
             if settings.global_batch is not None:
-                accumulation = accumulation_for(settings.global_batch, size, model.replicas(settings.gpus))
+                accumulation = accumulation_for(
+                    settings.global_batch, size, count_replicas(settings.base, settings.gpus, model)
+                )
                 knobs = replace(knobs, accumulation=accumulation)
             record = run_with_retry(replace(trial, knobs=knobs), run)[-1]
             boundary.records[size] = record

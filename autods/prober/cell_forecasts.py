@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 
-from ..config.deepspeed import compose, micro_batches
+from ..config.deepspeed import compose, count_replicas, micro_batches
 from ..config.plan_settings import NVME_PLACE, spread_ranks
 from ..config.settings import Settings
 from ..devices import find_device
@@ -155,4 +155,4 @@ def source_under_conditions(question: ProbeSettings, conditions: Mapping[str, Sc
 def list_micro_batches(settings: Settings, facts: ModelFacts) -> Sequence[int]:
     """Return the micro batches that a cell may have, ascending."""
     most = min(settings.profile.grow.most_micro_batch, MOST_MICRO_BATCH)
-    return micro_batches(settings.global_batch, facts.replicas(settings.gpus), most)
+    return micro_batches(settings.global_batch, count_replicas(settings.base, settings.gpus, facts), most)

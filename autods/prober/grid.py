@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config.base_config import precision_name
-from ..config.deepspeed import accumulation_for, compose, find_broken_op, start_settings
+from ..config.deepspeed import accumulation_for, compose, count_replicas, find_broken_op, start_settings
 from ..config.rungs import Rung, unmet_need
 from ..config.settings import Settings, apply_survey
 from ..errors import InputError
@@ -84,7 +84,9 @@ def _fill_cell(question: ProbeSettings, cell: Cell, survey: Survey) -> Cell:
     refused = None
     if settings.global_batch is not None:
         try:
-            accumulation = accumulation_for(settings.global_batch, micro_batch, facts.replicas(settings.gpus))
+            accumulation = accumulation_for(
+                settings.global_batch, micro_batch, count_replicas(settings.base, settings.gpus, facts)
+            )
         except ValueError as error:
             refused = str(error)
     # The first values are buckets with which a fit would start.

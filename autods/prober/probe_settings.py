@@ -16,6 +16,7 @@ from typing import cast
 from ..arguments import check_count, show_value
 from ..config.base_config import check_ranks, resolve_base_config, resolve_global_batch
 from ..config.catalogue import Machine, make_hardware
+from ..config.deepspeed import count_replicas
 from ..config.plan_settings import choose_machines, nvme_place
 from ..config.profiles import read_profile
 from ..config.rungs import Rung, read_rungs
@@ -105,7 +106,8 @@ def resolve_probe(request: ProbeRequest, source: WorkloadSource, *, hardware: Ha
     settings = resolve_fit(fit, source, hardware=hardware)
     for count in ranks:  # a base config, or a global batch, may suit some and not others
         base = resolve_base_config(source, request.base_config, request.precision, world_size=count, bf16=True)
-        resolve_global_batch(request.global_batch, base, count)
+        if not source.form.brings_config:
+            resolve_global_batch(request.global_batch, base, count_replicas(base, count))
         each = settings.ranks_per_node
         if count > each and count % each:
             raise InputError(

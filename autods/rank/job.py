@@ -83,7 +83,7 @@ class RankJob:
     swap: str | None = None  # the folder for a trial that swaps to NVMe; removed afterwards
     rebind: bool = False  # the zygote has loaded this workload with other arguments
     world_size: int = 1
-    replica_ranks: int = 1  # see `ModelFacts`
+    replica_ranks: int = 1  # that count as one in the batch, see `count_replicas`
     local_ranks: tuple[int, ...] = (0,)  # global ranks that run on this node
     master_address: str = "127.0.0.1"
     master_port: int | None = None  # of another node's store; None: the first of these ranks serves it

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..config.deepspeed import SEQUENCE_RANKS, TENSOR_RANKS, count_sharers
 from ..types import Exam, Examined, Phase
 from ..workload.protocol import Workload, WorkloadError
 from . import comparable_losses, pipeline
@@ -54,10 +56,12 @@ class SpeedTrial:
         self.observe("build", 0)
         with drawing_in_parallel() if job.source.form.is_model_config else contextlib.nullcontext():
             model = build(workload, checkpointing=job.checkpointing)
-        replicas = self.ranks
+        sharers = math.prod(count_sharers(job.ds_config, key) for key in (SEQUENCE_RANKS, TENSOR_RANKS))
+        replicas = Ranks(self.ranks.rank // sharers, self.ranks.world_size // sharers)
         if pipeline.is_pipeline(model):
             replicas = pipeline.data_parallel_ranks(model)
-            seed_all(job.seed + replicas.rank)  # the stages of a replica draw the same batches
+        if replicas != self.ranks:
+            seed_all(job.seed + replicas.rank)  # the ranks of a replica draw the same batches
         self.batches = self.draw(replicas)
 
         self.observe("init", 0)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..config.deepspeed import compose, required_ops, without_monitors
+from ..config.deepspeed import compose, count_replicas, required_ops, without_monitors
 from ..config.rungs import Rung, unmet_need
 from ..config.settings import Settings, apply_survey, describe_script
 from ..diagnosis.trial_outcome import LARGEST_SURVEY_BATCH, blame_code_for_hang, make_input_error
@@ -286,7 +286,7 @@ class RayRunner:
             folder,
             ds_config=config,
             world_size=settings.gpus,
-            replica_ranks=facts.replica_ranks,
+            replica_ranks=settings.gpus // count_replicas(settings.base, settings.gpus, facts),
             local_ranks=tuple(range(settings.gpus)),
             micro_batch=knobs.micro_batch,
             accumulation=knobs.accumulation,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..config.deepspeed import BATCH_KEYS
+from ..config.deepspeed import BATCH_KEYS, count_replicas
 from ..config.settings import Settings, apply_survey, count_nodes
 from ..devices import find_device
 from ..errors import EnvironmentBroken, InputError
@@ -192,8 +192,9 @@ class Supervisor:
             self.journal.prepare(Prepared(facts=facts, op_problems=problems, fit=str(fit.out)))
         elif self.history.prepared.fit != str(fit.out):
             self.journal.prepare(replace(self.history.prepared, fit=str(fit.out)))
+        replicas = count_replicas(apply_survey(fit, self._facts).base, fit.gpus, self._facts)
         config = RunConfig(
-            rung=report.rung, knobs=report.knobs, world_size=fit.gpus, replica_ranks=self._facts.replica_ranks
+            rung=report.rung, knobs=report.knobs, world_size=fit.gpus, replica_ranks=fit.gpus // replicas
         )
         if not self.history.decisions:
             self.journal.decide(Decision(config=config, changed="the config of the fit"))
@@ -357,7 +358,7 @@ class Supervisor:
         """The fit's settings with this number of ranks, in the run's folder."""
         fit = self.settings.fit
         nodes, base = count_nodes(config.world_size, fit.ranks_per_node), fit.base
-        if config.world_size != fit.gpus and config.replica_ranks == 1:  # the user's sizes are for other ranks
+        if config.world_size != fit.gpus and not self._facts.pipeline_stages:  # the user's sizes are for other ranks
             sizes = (config.global_batch, config.knobs.micro_batch, config.knobs.accumulation)
             base = {**base, **dict(zip(BATCH_KEYS, sizes, strict=True))}
         return replace(fit, gpus=config.world_size, nodes=nodes, base=base, out=self.settings.out)

@@ -32,7 +32,7 @@ class RunConfig:
     rung: str
     knobs: Knobs
     world_size: int
-    replica_ranks: int = 1  # see `types.ModelFacts`
+    replica_ranks: int = 1  # that count as one in the batch, see `count_replicas`
     allocator: str | None = None
     loads_in_ranks: bool = False
 

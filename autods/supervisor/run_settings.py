@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..config.deepspeed import count_replicas
 from ..config.settings import Settings, resolve_fit
 from ..errors import InputError
 from ..events import Note, RunListener
@@ -172,7 +173,8 @@ def _take_other_fit(
     assert history.prepared is not None
     ranks, total = settings.fit.gpus, history.decisions[-1].config.global_batch
     place = f"--gpus {ranks}"
-    replicas = history.prepared.facts.replicas(ranks)
+    facts = history.prepared.facts
+    replicas = count_replicas({**(facts.config or {}), **settings.fit.base}, ranks, facts)
     if not replicas or total % replicas:
         raise InputError(
             f"the run's global batch of {total} cannot be split over {ranks} ranks",

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ..config.deepspeed import accumulation_for, compose, find_broken_op, get_key, required_ops, start_settings
+from ..config.deepspeed import (
+    accumulation_for,
+    compose,
+    count_replicas,
+    find_broken_op,
+    get_key,
+    required_ops,
+    start_settings,
+)
 from ..config.rungs import Rung, unmet_need
 from ..config.settings import Settings
 from ..types import Knobs, ModelFacts, Scalar, Steps, Trial
@@ -51,7 +59,7 @@ class Candidate:
 
 def list_candidates(settings: Settings, facts: ModelFacts, op_problems: Mapping[str, str]) -> tuple[Candidate, ...]:
     """One candidate per rung of the ladder, fastest first. `op_problems`: op → why it cannot be built here."""
-    site, replicas = settings.site, facts.replicas(settings.gpus)
+    site, replicas = settings.site, count_replicas(settings.base, settings.gpus, facts)
     # Accumulation above 2 needs no more memory: from the second micro batch on, each runs with kept gradients.
     # Growth sets the accumulation of the global batch.
     accumulation = min(2, accumulation_for(settings.global_batch, 1, replicas))

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from statistics import median
 from typing import Any
 
-from ..config.deepspeed import compose
+from ..config.deepspeed import compose, count_replicas
 from ..config.settings import Settings, apply_survey
 from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import InputError
@@ -176,7 +176,7 @@ class RehearsalRunner:
             simulation,
             accumulation=knobs.accumulation,
             tokens_per_sample=self.facts.tokens_per_sample,
-            replicas=self.facts.replicas(self.settings.gpus),
+            replicas=count_replicas(self.settings.base, self.settings.gpus, self.facts),
         )
         if speed is None:
             problem = f"{trial.rung} cannot be rehearsed: {self.machine.name} lacks a rate that its step needs"

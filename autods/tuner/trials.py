@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ..config.deepspeed import accumulation_for, micro_batches
+from ..config.deepspeed import accumulation_for, count_replicas, micro_batches
 from ..config.settings import SPARE_HOST, Settings
 from ..devices import find_device
 from ..errors import EnvironmentBroken, InputError
@@ -96,7 +96,7 @@ class FitContext:
     @property
     def world_size(self) -> int:
         """Replicas of the model; each has a separate batch."""
-        return self.facts.replicas(self.settings.gpus)
+        return count_replicas(self.settings.base, self.settings.gpus, self.facts)
 
     @property
     def score(self) -> Score:

@@ -18,11 +18,18 @@ _SETTINGS = ("lr", "initial_lr", "weight_decay", "betas", "eps", "momentum", "al
 
 
 def find_replica(engine: Any) -> tuple[int, int]:
-    """Return this rank's number among the replicas of the model, and how many there are."""
+    """Return this rank's number among the replicas that the batch counts, and how many there are.
+
+    Neighbouring ranks that share a sequence are one; their engine may have no group, or one of all ranks.
+    """
     from deepspeed import comm
 
-    group = getattr(engine, "data_parallel_group", None)
-    return (0, 1) if group is None else (int(comm.get_rank(group=group)), int(engine.dp_world_size))
+    group, replicas = getattr(engine, "data_parallel_group", None), int(engine._config.world_size)
+    if group is not None and int(engine.dp_world_size) <= replicas:
+        return int(comm.get_rank(group=group)), int(engine.dp_world_size)
+    if replicas == 1:
+        return 0, 1
+    return int(comm.get_rank()) * replicas // int(comm.get_world_size()), replicas
 
 
 def describe_layout(engine: Any) -> Layout:

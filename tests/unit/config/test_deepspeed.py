@@ -50,6 +50,16 @@ def test_every_rung_keeps_the_batch_identity(name: str, world_size: int, micro: 
     check_base_config(config, world_size=world_size)
 
 
+@pytest.mark.parametrize(
+    ("groups", "replicas"),
+    [({"sequence_parallel_size": 4}, 2), ({"tensor_parallel": {"autotp_size": 4}}, 8)],  # AutoTP's ranks count each
+)
+def test_ranks_that_share_a_sequence_are_one_in_the_batch(groups: dict[str, Any], replicas: int) -> None:
+    config = composed("zero2", knobs=Knobs(micro_batch=3, accumulation=2), base=groups, world_size=8)
+    assert config["train_batch_size"] == 3 * 2 * replicas
+    check_base_config(config, world_size=8)
+
+
 @pytest.mark.parametrize("name", RUNGS)
 def test_what_autods_does_not_tune_stays_as_the_user_wrote_it(name: str) -> None:
     config = composed(name, base=PRETRAINING)

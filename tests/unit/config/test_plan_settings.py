@@ -169,6 +169,16 @@ def test_micro_batch_and_accumulation_imply_a_global_batch() -> None:
     assert asked(gpus=2, gpu_memory="16GiB", base_config=base).sites[0].global_batch == 4 * 8 * 2
 
 
+def test_ranks_that_share_a_sequence_are_one_in_the_global_batch() -> None:
+    base = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2, "sequence_parallel_size": 4}
+    (site,) = asked(gpus=8, gpu_memory="16GiB", base_config=base).sites
+    assert (site.global_batch, site.micro_batch) == (12, 2)
+    shared = {"sequence_parallel_size": 4, "gradient_accumulation_steps": 3, "train_micro_batch_size_per_gpu": 2}
+    assert asked(gpus=8, gpu_memory="16GiB", base_config=shared).sites[0].global_batch == 2 * 3 * 2
+    said = refusal(gpus=8, gpu_memory="16GiB", base_config={"sequence_parallel_size": 4}, global_batch=3)
+    assert "2 groups of 4 ranks that share a sequence" in said
+
+
 def test_a_micro_batch_must_divide_the_global_batch() -> None:
     assert asked(gpus=2, gpu_memory="16GiB", global_batch=64, micro_batch=8).sites[0].global_batch == 64
     assert "does not divide the global batch 64" in refusal(gpus=2, gpu_memory="16GiB", global_batch=64, micro_batch=7)

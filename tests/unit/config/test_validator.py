@@ -43,6 +43,36 @@ def test_a_micro_batch_that_goes_is_named() -> None:
     assert problem.hint.startswith("micro batch 4 goes, or train_batch_size a multiple of 256; ")
 
 
+SIZES = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "key"),
+    [  # as deepspeed.initialize of 0.19.8 takes and refuses them
+        ({"train_batch_size": 8, "sequence_parallel_size": 2}, 8, None),
+        ({"train_batch_size": 8, "sequence_parallel_size": 2, "data_parallel_size": 4}, 8, None),
+        ({"train_batch_size": 16, "sequence_parallel_size": 2}, 8, "train_batch_size"),
+        ({"train_batch_size": 8, "sequence_parallel_size": 2, "data_parallel_size": 2}, 8, "data_parallel_size"),
+        ({"sequence_parallel_size": 3}, 8, "sequence_parallel_size"),
+        ({"sequence_parallel_size": "2"}, 8, "sequence_parallel_size"),
+        ({"sequence_parallel_size": 0}, None, "sequence_parallel_size"),
+        ({"train_batch_size": 16, "tensor_parallel": {"autotp_size": 2}}, 8, None),
+        ({"train_batch_size": 8, "tensor_parallel": {"autotp_size": 2}}, 8, "train_batch_size"),
+        ({"tensor_parallel": {"autotp_size": 3}}, 8, "tensor_parallel.autotp_size"),
+    ],
+)
+def test_ranks_that_share_a_sequence_count_as_one(changes: dict[str, Any], ranks: int | None, key: str | None) -> None:
+    assert list(errors({**SIZES, **changes}, ranks)) == ([] if key is None else [key])
+
+
+def test_sizes_of_groups_are_known_keys_with_their_effect() -> None:
+    groups = {"sequence_parallel_size": 2, "data_parallel_size": 4, "tensor_parallel": {"autotp_size": 2}}
+    found = [each for each in judge({**SIZES, **groups, "train_batch_size": 8}, ranks=8) if each.key in groups]
+    assert found == []
+    notes = {each.key: each.problem for each in judge({**SIZES, **groups}) if each.severity == "note"}
+    assert "same samples" in notes["tensor_parallel.autotp_size"]
+
+
 # Config → five planted mistakes: dotted key, value, severity, the key that is named, words of problem or hint.
 PLANTED = {
     "pretraining": (

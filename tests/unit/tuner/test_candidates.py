@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from autods.config.deepspeed import count_replicas
 from autods.config.settings import apply_survey
 from autods.errors import InputError
 from autods.forecast.simulation_cache import why_not_forecast
@@ -55,7 +56,7 @@ def test_a_model_of_plain_layers_keeps_every_rung() -> None:
 
 
 def test_a_global_batch_is_split_over_replicas_and_not_over_ranks() -> None:
-    assert PIPELINE.replicas(4) == 2
+    assert count_replicas({}, 4, PIPELINE) == 2
     assert first(PIPELINE, gpus=4, global_batch=4).knobs.accumulation == 2
     assert first(FACTS, gpus=4, global_batch=4).knobs.accumulation == 1
 

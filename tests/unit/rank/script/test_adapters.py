@@ -38,7 +38,7 @@ class Engine:
     training = True
 
     def __init__(self, config: Any) -> None:
-        self._config = SimpleNamespace(_param_dict=config)
+        self._config = SimpleNamespace(_param_dict=config, world_size=1)
         self.global_steps, self.module = 0, torch.nn.Linear(1, 1)
         self.optimizer = self.basic_optimizer = SimpleNamespace(overflow=False, param_groups=[], state={})
 

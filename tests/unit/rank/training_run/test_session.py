@@ -17,7 +17,7 @@ class Engine:
     """What a session uses of DeepSpeed's engine, without its ranks. `failure` is what a save raises half-way."""
 
     world_size, device, data_parallel_group, lr_scheduler = 1, torch.device("cpu"), None, None
-    _config = SimpleNamespace(_param_dict={})
+    _config = SimpleNamespace(_param_dict={}, world_size=1)
 
     def __init__(self):
         self.global_steps, self.failure = 0, None
