@@ -20,6 +20,7 @@ from ..units import parse_bytes
 from .deepspeed import (
     BATCH_KEYS,
     SEQUENCE_RANKS,
+    TENSOR_RANKS,
     count_sharers,
     enabled_half_precision,
     get_key,
@@ -164,12 +165,18 @@ def resolve_global_batch(
     """
     users, micro, accumulation = (base.get(key) for key in BATCH_KEYS)
     total = given if given is not None else users if isinstance(users, int) else None
+    if given is None and total is not None:
+        total //= count_sharers(base, TENSOR_RANKS)  # DeepSpeed's counts each of them
     if total is None and all_known and isinstance(micro, int) and isinstance(accumulation, int):
         return micro * accumulation * replicas
     if total is not None and (total < 1 or total % replicas):
         near = max(replicas, total // replicas * replicas)
-        sharers = count_sharers(base, SEQUENCE_RANKS)
-        ranks = f"{replicas} ranks" if sharers == 1 else f"{replicas} groups of {sharers} ranks that share a sequence"
+        sharers = count_sharers(base, SEQUENCE_RANKS) * count_sharers(base, TENSOR_RANKS)
+        ranks = (
+            f"{replicas} ranks"
+            if sharers == 1
+            else f"{replicas} groups of {sharers} ranks that train on the same samples"
+        )
         raise InputError(
             f"--global-batch {total} cannot be split over {ranks}: "
             f"global batch = micro batch × accumulation × {'ranks' if sharers == 1 else 'groups'}",

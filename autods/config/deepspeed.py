@@ -137,11 +137,12 @@ def compose(rung: Rung, knobs: Knobs, site: Site, facts: ModelFacts | None) -> d
     config = merge(config, _optimizer(config, rung, own_optimizer))
     if own_optimizer:
         config.pop("optimizer", None)
-    return config | {
-        "train_batch_size": knobs.train_batch(replicas),
-        "train_micro_batch_size_per_gpu": knobs.micro_batch,
-        "gradient_accumulation_steps": knobs.accumulation,
-    }
+    sizes = dict(zip(BATCH_KEYS, (knobs.train_batch(replicas), knobs.micro_batch, knobs.accumulation), strict=True))
+    if count_sharers(config, TENSOR_RANKS) > 1:
+        # DeepSpeed 0.19.8 counts each of these ranks, but one of a group where stage 3 splits the parameters
+        # (zero.Init reads the config with an mpu): it multiplies itself, and no total goes with both.
+        del sizes["train_batch_size"]
+    return config | sizes
 
 
 SEQUENCE_RANKS, TENSOR_RANKS = "sequence_parallel_size", "tensor_parallel.autotp_size"
@@ -154,15 +155,14 @@ def count_sharers(config: Mapping[str, Any], key: str) -> int:
 
 
 def count_replicas(config: Mapping[str, Any], world_size: int, facts: ModelFacts | None = None) -> int:
-    """Return the data-parallel size: by how many ranks DeepSpeed multiplies in the identity of sizes.
+    """Return the data-parallel size, by which a step's samples are micro batch × accumulation.
 
-    It is the number of a pipeline's replicas. Otherwise the ranks that share a sequence (Ulysses, ALST) count as one.
-    Those that AutoTP splits the model over count each, although they train on the same samples (runtime/config.py).
-    The facts are None before they are known.
+    It is the number of a pipeline's replicas. Otherwise the ranks that share a sequence (Ulysses, ALST) or split the
+    layers (AutoTP) count as one. The facts are None before they are known.
     """
     if facts is not None and facts.replica_ranks > 1:
         return world_size // facts.replica_ranks
-    return world_size // count_sharers(config, SEQUENCE_RANKS)
+    return world_size // (count_sharers(config, SEQUENCE_RANKS) * count_sharers(config, TENSOR_RANKS))
 
 
 def accumulation_for(global_batch: int | None, micro_batch: int, world_size: int) -> int:

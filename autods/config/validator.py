@@ -17,7 +17,6 @@ from .deepspeed import (
     BATCH_KEYS,
     SEQUENCE_RANKS,
     TENSOR_RANKS,
-    count_replicas,
     count_sharers,
     documented_name,
     enabled_half_precision,
@@ -302,7 +301,7 @@ def _find_two_precisions(question: Question) -> Iterator[Problem]:
 def _find_wrong_batch(question: Question) -> Iterator[Problem]:
     """The identity of sizes: train batch = micro batch × accumulation × ranks; those that share a sequence are one."""
     key, sharers = BATCH_KEYS[0], count_sharers(question.config, SEQUENCE_RANKS)
-    ranks = None if question.ranks is None else count_replicas(question.config, question.ranks)
+    ranks = None if question.ranks is None else question.ranks // sharers  # AutoTP's count each
     total, micro, accumulation = (size if _is_count(size) else None for size in map(question.config.get, BATCH_KEYS))
     if total is None or ranks == 0:
         return
@@ -349,9 +348,12 @@ def _find_notes_on_groups(question: Question) -> Iterator[Problem]:
     """What DeepSpeed counts in a batch although several ranks train on it, and a size that it does not read."""
     if "data_parallel_size" in question.config and SEQUENCE_RANKS not in question.config:
         yield _note("data_parallel_size", f"DeepSpeed reads it beside {SEQUENCE_RANKS} only")
-    if (each := count_sharers(question.config, TENSOR_RANKS)) > 1:
+    if (each := count_sharers(question.config, TENSOR_RANKS)) > 1 and BATCH_KEYS[0] in question.config:
         problem = f"{BATCH_KEYS[0]} counts every rank, and {each} each train on the same samples"
         yield _note(TENSOR_RANKS, problem, f"a step has 1/{each} of it in samples that differ")
+        if question.stage == 3 and all(_is_count(question.config.get(key)) for key in BATCH_KEYS):
+            problem = f"stage 3 counts {each} ranks of {TENSOR_RANKS} as one, the engine each: no total suits both"
+            yield _error(BATCH_KEYS[0], problem, "leave it out: DeepSpeed multiplies the other two")
 
 
 def _find_decided_by_trials(question: Question) -> Iterator[Problem]:

@@ -154,7 +154,7 @@ def _run_in_parallel(run: PlanRun, jobs: Sequence[_Job], *, search: bool, until_
 
 
 def _site_forecast(run: PlanRun, site: Site) -> SiteForecast:
-    rungs, reason = run.list_forecasts(site), why_not_forecast(run.facts)
+    rungs, reason = run.list_forecasts(site), why_not_forecast(run.facts, site.base)
     return SiteForecast(
         site=site,
         rungs=rungs,

@@ -142,7 +142,7 @@ def _placeholder_values(report: FitReport) -> dict[str, object]:
         "ds_config": str(Path(report.out) / (DS_CONFIG if script is None else SCRIPT_KINDS[script.kind].config_file)),
         "micro_batch_size": report.knobs.micro_batch,
         "gradient_accumulation_steps": report.knobs.accumulation,
-        "train_batch_size": report.knobs.train_batch(report.question.gpus),
+        "train_batch_size": (report.ds_config or {}).get("train_batch_size", ""),
     }
 
 

@@ -138,6 +138,14 @@ def test_a_rank_updates_all_under_ddp_and_its_share_under_zero1(llama: ProcessSi
     assert zero1.optimizer_elements == -(-parameters // golden.WORLD)
 
 
+def test_states_are_split_over_the_data_parallel_ranks_of_a_mesh(llama: ProcessSimulator) -> None:
+    groups = {"sequence_parallel_size": 2, "data_parallel_size": golden.WORLD // 2}
+    spec = spec_of("zero1")
+    config = {key: value for key, value in spec.ds_config.items() if key != "train_batch_size"}
+    (split,) = llama.simulate(replace(spec, ds_config={**config, **groups}), (1,))
+    assert split.optimizer_elements == -(-llama.facts().parameters // (golden.WORLD // 2))
+
+
 def test_offloaded_states_lie_on_the_host_and_pinned(llama: ProcessSimulator) -> None:
     (on_device,), (offloaded,) = (llama.simulate(spec_of(rung), (1,)) for rung in ("zero2", "zero2-offload"))
     assert on_device.live_bytes["step"]["pinned"] == 0

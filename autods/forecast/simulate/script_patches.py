@@ -38,16 +38,6 @@ _RANDOM_STATE = declare("torch.random.set_rng_state", "a generator takes no stat
 _SYNCHRONIZED_STATES = declare_all(
     _ACCELERATE_RANDOM, ("synchronize_rng_state", "synchronize_rng_states"), "a generator takes no state without values"
 )
-# Ranks in a tensor of a mesh are values.
-_MESHES = [
-    declare("torch.distributed.device_mesh.init_device_mesh", "a mesh has real ranks"),
-    *declare_all(
-        "torch.distributed.device_mesh.DeviceMesh",
-        ("__init__", "__getitem__", "_flatten", "_unflatten", "_concatenate", "from_group", "get_coordinate"),
-        "a mesh has real ranks",
-        optional=True,
-    ).values(),
-]
 _WORLD = declare_all(
     "torch.distributed.distributed_c10d",
     (
@@ -65,8 +55,6 @@ def install(ledger: Ledger) -> None:
     _load_data_in_this_process(ledger)
     for patch in _SAMPLERS:
         patch.wrap(_draw_real_indices)
-    for patch in _MESHES:
-        patch.wrap(_make_real, everywhere=True)
     _RANDOM_STATE.install(_nothing, everywhere=True)
     if _ACCELERATE_RANDOM in sys.modules:
         for patch in _SYNCHRONIZED_STATES.values():
@@ -174,11 +162,6 @@ def _load_data_in_this_process(ledger: Ledger) -> None:
 def _draw_real_indices(real: Callable[[Any], Iterator[int]], sampler: Any) -> Iterator[int]:
     with _disable_current_modes():
         return iter(list(real(sampler)))
-
-
-def _make_real(real: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    with _disable_current_modes():
-        return real(*args, **kwargs)
 
 
 def _stay_in_the_joined_world() -> None:

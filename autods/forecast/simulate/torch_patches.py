@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributions import Distribution
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ...rank.patching import declare, declare_all
 from ..attention import FAMILIES, KERNELS, AttentionCall, Kernel, choose_kernel
@@ -38,6 +39,16 @@ _FOREACH_TYPES = (
     declare("torch.utils._foreach_utils._foreach_supported_types", "fake tensors take the default of a GPU, foreach"),
 )
 _ONE_HOT = declare("torch.nn.functional.one_hot", "how many tokens experts get follows from routers' masks")
+# Ranks in a tensor of a mesh are values.
+_MESHES = [
+    declare("torch.distributed.device_mesh.init_device_mesh", "a mesh has real ranks"),
+    *declare_all(
+        "torch.distributed.device_mesh.DeviceMesh",
+        ("__init__", "__getitem__", "_flatten", "_unflatten", "_concatenate", "from_group", "get_coordinate"),
+        "a mesh has real ranks",
+        optional=True,
+    ).values(),
+]
 _ATTENTION = declare(
     "torch.nn.functional.scaled_dot_product_attention", "torch would ask the driver for the kernel, and there is none"
 )
@@ -89,6 +100,8 @@ def install(ledger: Ledger) -> None:
 
     _COMPILE.wrap(compile_and_note)
     _route_attention(ledger)
+    for patch in _MESHES:
+        patch.wrap(_make_real, everywhere=True)
 
     def make_one_hot(one_hot: Any, tensor: Any, num_classes: int = -1) -> Any:
         mask = one_hot(tensor, num_classes)
@@ -137,6 +150,11 @@ def _apply_in_place(module: Any, function: Any, recurse: bool = True) -> Any:
         if buffer is not None:
             module._buffers[name] = function(buffer)
     return module
+
+
+def _make_real(real: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    with _disable_current_modes():
+        return real(*args, **kwargs)
 
 
 def _route_attention(ledger: Ledger) -> None:

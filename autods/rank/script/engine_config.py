@@ -37,7 +37,8 @@ class EngineConfig:
         self.job = job
         self.given: Mapping[str, Any] | None = None
         # The number of ranks may be another than the fit's: a survey runs with one.
-        self.chosen: dict[str, Any] = {**job.ds_config, BATCH_KEYS[0]: job.train_batch}
+        total = {BATCH_KEYS[0]: job.train_batch} if BATCH_KEYS[0] in job.ds_config else {}  # AutoTP gets none
+        self.chosen: dict[str, Any] = {**job.ds_config, **total}
         self.file: dict[str, Any] = dict(self.chosen)
 
     def for_engine(self, config: Mapping[str, Any], *, has_optimizer: bool) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pytest
 from autods.config.base_config import check_base_config
 from autods.config.deepspeed import (
     DEFAULT_OPTIMIZER,
+    count_replicas,
     enabled_half_precision,
     get_key,
     is_default_optimizer,
@@ -50,13 +51,17 @@ def test_every_rung_keeps_the_batch_identity(name: str, world_size: int, micro: 
     check_base_config(config, world_size=world_size)
 
 
-@pytest.mark.parametrize(
-    ("groups", "replicas"),
-    [({"sequence_parallel_size": 4}, 2), ({"tensor_parallel": {"autotp_size": 4}}, 8)],  # AutoTP's ranks count each
-)
-def test_ranks_that_share_a_sequence_are_one_in_the_batch(groups: dict[str, Any], replicas: int) -> None:
-    config = composed("zero2", knobs=Knobs(micro_batch=3, accumulation=2), base=groups, world_size=8)
-    assert config["train_batch_size"] == 3 * 2 * replicas
+def test_ranks_that_share_a_sequence_are_one_in_the_batch() -> None:
+    shared = {"sequence_parallel_size": 4}
+    config = composed("zero2", knobs=Knobs(micro_batch=3, accumulation=2), base=shared, world_size=8)
+    assert config["train_batch_size"] == 3 * 2 * 2
+    check_base_config(config, world_size=8)
+
+
+def test_deepspeed_multiplies_itself_under_autotp() -> None:
+    config = composed("zero3", base={"tensor_parallel": {"autotp_size": 4}}, world_size=8)
+    assert "train_batch_size" not in config
+    assert count_replicas(config, 8) == 2
     check_base_config(config, world_size=8)
 
 

@@ -176,7 +176,7 @@ def test_ranks_that_share_a_sequence_are_one_in_the_global_batch() -> None:
     shared = {"sequence_parallel_size": 4, "gradient_accumulation_steps": 3, "train_micro_batch_size_per_gpu": 2}
     assert asked(gpus=8, gpu_memory="16GiB", base_config=shared).sites[0].global_batch == 2 * 3 * 2
     said = refusal(gpus=8, gpu_memory="16GiB", base_config={"sequence_parallel_size": 4}, global_batch=3)
-    assert "2 groups of 4 ranks that share a sequence" in said
+    assert "2 groups of 4 ranks that train on the same samples" in said
 
 
 def test_a_micro_batch_must_divide_the_global_batch() -> None:
