@@ -14,9 +14,11 @@ from autods.forecast.testing import Script, ScriptedSimulator, fail_with, simula
 from autods.forecast.values import EngineSpec, Simulation, Trace
 from autods.runner.testing import fit, out_of_memory
 from autods.tuner.candidates import list_candidates
-from autods.tuner.trial_forecasts import TrialForecaster
-from autods.types import Outcome, Trial
+from autods.tuner.trial_forecasts import TrialForecaster, make_trial_engine
+from autods.types import Outcome, Trial, WorkloadSource
 from tests.support.growth import FRAGMENTED_LIVE, fragment
+from tests.support.machines import a_machine
+from tests.support.settings import fit_settings
 from tests.support.walks import FACTS, SETTINGS
 
 GIB = 2**30
@@ -276,3 +278,14 @@ def test_a_build_that_ran_out_on_the_host_gets_zero_init_too() -> None:
     assert (build.verdict, build.tier) == ("fits", "host")
     assert build.split_bytes is not None
     assert build.split_bytes < build.whole_bytes
+
+
+@pytest.mark.parametrize(("card", "nvlink"), [("NVIDIA A100-SXM4-80GB", True), ("NVIDIA A100 80GB PCIe", False)])
+def test_a_fits_engine_knows_its_machine_and_its_links(card: str, nvlink: bool) -> None:
+    source = WorkloadSource(kind="file", path="/model.py", name="model", digest="1")
+    settings = fit_settings(source, hardware=a_machine(4, name=card), gpus=4)
+    machine = make_trial_engine(settings, FACTS, trial()).machine
+    assert machine is not None
+    assert machine.has_nvlink is nvlink
+    assert machine.rates is not None
+    assert (machine.capability, machine.cores) == ((8, 0), 64)
