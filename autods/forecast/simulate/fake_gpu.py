@@ -21,8 +21,9 @@ _WHOLE_ON_CUDA = ("silu_backward", "mish_backward", "_fused_rms_norm")
 _KERNELS = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # unregisters when collected
 _NO_GPU = "there is no GPU to ask"
 _CONSTANTS: dict[str, Any] = {
-    "is_available": True, "is_initialized": True, "can_device_access_peer": True, "current_device": 0, "initial_seed": 0,
-    "_exchange_device": 0, "_maybe_exchange_device": 0, "is_bf16_supported": True, "is_current_stream_capturing": False,
+    "is_available": True, "is_initialized": True, "can_device_access_peer": True, "current_device": 0,
+    "initial_seed": 0, "_exchange_device": 0, "_maybe_exchange_device": 0, "is_bf16_supported": True,
+    "is_current_stream_capturing": False,
 }  # fmt: skip
 _NO_OPS = (
     "_lazy_init", "_lazy_call", "set_device", "set_rng_state", "ipc_collect", "reset_peak_memory_stats",
