@@ -72,13 +72,18 @@ def read_config(path: Path) -> dict[str, Any]:
     """Read the config. Raises InputError when it cannot be read or does not describe a model."""
     hint = "give the config.json of a Hugging Face model, or its folder"
     place = str(path)
-    config = parse_json(read_text(path, hint=hint), place=place, hint=hint)
+    config = parse_json(read_text(path, hint=hint), place=place, hint=hint, object_hook=_decode_float)
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise InputError('is not a model config: it has no "model_type"', place=place, hint=hint)
     names = config.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise InputError('is not a model config: "architectures" is no list of names', place=place, hint=hint)
     return config
+
+
+def _decode_float(item: dict[str, Any]) -> Any:
+    """The number of {"__float__": "Infinity"}, which is how transformers saves what JSON has no number for."""
+    return float(item["__float__"]) if item.keys() == {"__float__"} else item
 
 
 def infer_task(config: Mapping[str, Any]) -> Task:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from autods.errors import InputError
 from autods.types import WorkloadSource
 from autods.workload import make_source
+from autods.workload.hf_config import read_config
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 
@@ -65,10 +67,19 @@ def test_length_and_task_change_the_digest(tmp_path: Path) -> None:
     assert len({source.digest for source in sources}) == 4
 
 
+def test_numbers_without_json_are_read_as_transformers_saves_them(tmp_path: Path) -> None:
+    limits = [0.0, {"__float__": "Infinity"}, {"__float__": "-Infinity"}]
+    content = {**LLAMA, "time_step_limit": limits, "deeper": {"limit": {"__float__": "NaN"}}}
+    read = read_config(config(tmp_path, content) / "config.json")
+    assert read["time_step_limit"] == [0.0, math.inf, -math.inf]
+    assert math.isnan(read["deeper"]["limit"])
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
         ("{", "is not JSON"),
+        ('{"model_type": {"__float__": "many"}}', "could not convert string to float: 'many'"),
         ("[]", 'no "model_type"'),
         ('{"train_batch_size": 8}', 'no "model_type"'),
         ('{"model_type": 5}', 'no "model_type"'),
