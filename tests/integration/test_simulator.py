@@ -61,6 +61,7 @@ class Scale(torch.autograd.Function):
 PLAIN, RAISES, READS_A_VALUE, HAS_A_MASK = 2, 3, 4, 5
 CALLS_AN_OPERATOR, HAS_A_KERNEL, IN_PARTS, DIES = 6, 7, 8, 9
 LATENT_HEADS, ONLY_FLASH, MAKES_A_TENSOR_BACKWARD, FLEXES, FLEXES_COMPILED = 10, 11, 12, 13, 14
+RECOMPUTES, SPLITS = 15, 16
 LINES = {
     PLAIN: "pass",
     RAISES: 'raise ValueError("my mistake")',
@@ -75,6 +76,8 @@ LINES = {
     FLEXES_COMPILED: "h = h + attend_compiled(*make_heads(h, 192)).mean()",
     ONLY_FLASH: "h = h + attend_by_flash(*make_heads(h.half(), 128)).mean()",
     MAKES_A_TENSOR_BACKWARD: "h = Scale.apply(h)",
+    SPLITS: "h = torch.cat(h.split((h[:2, 0] > 0).long().tolist()))",
+    RECOMPUTES: "h = torch.utils.checkpoint.checkpoint(lambda h: h[:, [-1]] + h, h, use_reentrant=False)",
 }
 
 
@@ -339,6 +342,15 @@ def test_an_operator_of_the_user_takes_time_by_its_bytes(lines: Lines) -> None:
     (work,) = (work for work in schedule.works if work.name == "autods_test::twice")
     assert not work.sure
     assert work.bytes == 2 * CALLS_AN_OPERATOR * 64 * 2  # in and out, of 16 bits
+
+
+def test_an_index_of_numbers_is_recomputed_in_backward(lines: Lines) -> None:
+    assert lines.simulate(RECOMPUTES).optimizer_elements == 1040
+
+
+def test_a_split_by_unknown_sizes_gives_all_to_the_first(lines: Lines) -> None:
+    (assumed,) = (text for text in lines.simulate(SPLITS).assumed if "split" in text)
+    assert lines.place(SPLITS) in assumed
 
 
 def test_the_next_engine_works_after_one_died(lines: Lines) -> None:

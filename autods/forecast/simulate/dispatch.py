@@ -90,6 +90,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             _aten.nonzero.default: self._nonzero,
             _aten.masked_select.default: self._masked_select,
             _aten.index.Tensor: self._index,
+            _aten.split_with_sizes.default: self._split,
             _aten._unique2.default: self._unique,
             _aten.all.default: self._all,
             _aten.all.dim: self._all,
@@ -224,6 +225,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._make(tensor, tuple(tensor.shape) if inverse else (0,), torch.long),
             self._make(tensor, (tensor.numel() if counts else 0,), torch.long),
         )
+
+    def _split(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A split into as many tokens as each expert gets, which were read as zeros: the first gets all."""
+        tensor, sizes, dimension = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("dim", 0)
+        if sizes and not any(sizes) and tensor.shape[dimension]:
+            self._assume("the first part of a split by values was taken to be all of it")
+            sizes = [tensor.shape[dimension], *sizes[1:]]
+        return self._cache.view(func, (tensor, sizes, dimension), {})
 
     def _index(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensor, indices = args[0], args[1]

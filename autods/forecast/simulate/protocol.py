@@ -139,7 +139,8 @@ def failure_of(error: BaseException, user_file: str) -> SimulationFailed:
     if isinstance(error, WorkloadError) and error.place:
         return SimulationFailed(kind="user_code", problem=clean(error.problem), place=error.place, hint=error.hint)
     described = describe_error(error, user_file)
-    types, message = described.types, " ".join(described.message.split())[:500]
+    types, message = described.types, " ".join(described.message.split())
+    message = message.partition(" This could be because")[0][:300]  # torch lists all backends of an operator
     place = described.user_frame
     if described.contract:
         return SimulationFailed(kind="user_code", problem=described.contract, place=place, hint=described.hint)
@@ -148,6 +149,11 @@ def failure_of(error: BaseException, user_file: str) -> SimulationFailed:
         kind, hint = "data_dependent", "compute it without looking at values, or forecast with --no-forecast"
     elif "UnsupportedOperatorException" in types:
         kind, hint = "unsupported", "register a fake implementation with torch.library.register_fake"
+    elif "expected scalar type" in message and kind == "engine":
+        hint = (
+            "DeepSpeed leaves the model's buffers in fp32, so a matmul gets two types: give --precision fp32, or"
+            ' "data_types": {"buffer_dtype": "bf16"} in the base config'
+        )
     problem = f"{types[0]}: {message}" if message else types[0]
     if "SystemExit" in types:
         problem, hint = f"sys.exit({message}) was called", "a workload must not leave the process"

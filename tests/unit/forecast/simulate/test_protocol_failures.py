@@ -66,3 +66,11 @@ def test_an_error_of_the_users_file_names_its_line() -> None:
 
 def test_an_error_of_a_library_is_the_engines() -> None:
     assert failure_of(RuntimeError("x"), "model.py").kind == "engine"
+
+
+def test_an_operator_without_a_kernel_is_told_in_one_line() -> None:
+    first = "Could not run 'aten::empty_strided' with arguments from the 'CUDA' backend."
+    error = NotImplementedError(
+        f"{first} This could be because the operator doesn't exist. CPU: {'registered at ' * 99}"
+    )
+    assert str(failure_of(error, "model.py")) == f"NotImplementedError: {first}"
