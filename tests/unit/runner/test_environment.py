@@ -83,6 +83,14 @@ def test_a_zygote_of_cpu_ranks_sees_no_card(monkeypatch: pytest.MonkeyPatch) -> 
     )
 
 
+def test_onednn_keeps_no_kernels_of_experts_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("ONEDNN_MAX_CPU_ISA", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert [start_environment("cpu", monkeypatch)[name] for name in names] == ["AVX512_CORE", "0"]
+    assert start_environment("cpu", monkeypatch, ONEDNN_MAX_CPU_ISA="DEFAULT")["ONEDNN_MAX_CPU_ISA"] == "DEFAULT"
+
+
 def test_the_gpus_that_ray_gave_the_agent_are_the_zygotes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     assert zygote_environment("cuda", {"CUDA_VISIBLE_DEVICES": "0"})["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
