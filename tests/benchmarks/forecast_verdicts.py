@@ -70,7 +70,7 @@ WORKLOADS: Mapping[str, str | Mapping[str, Any]] = {
 class Setup:
     """One workload on so many ranks. sized_for: the device by whose size a fit would choose the buckets.
 
-    seen: micro batches on which the constants of CPU ranks were set.
+    seen: micro batches on which the constants of CPU ranks were set. rungs: all that can run there if not given.
     """
 
     name: str
@@ -80,6 +80,7 @@ class Setup:
     accumulation: int = 1
     checkpointing: bool = True
     sized_for: str = "512MiB"
+    rungs: tuple[str, ...] = ()
     seen: tuple[int, ...] = ()
 
 
@@ -146,7 +147,9 @@ def main() -> int:
             for new, under in train(setups, options.verify, Path(scratch), options.nvme):
                 rows, verified = rows + new, verified + under
                 write(options.out, rows, verified)  # an hour of trials is not lost with what comes after them
-        rows = [row for setup in setups for row in forecast(setup, rows, Path(scratch))]
+        for setup in setups:
+            with ProcessSimulator(source(setup.workload, Path(scratch)), processes=1) as simulator:
+                rows = [*(row for row in rows if row.setup != setup.name), *forecast(setup, rows, simulator)]
     write(options.out, rows, verified)
     print(options.out.read_text() if options.json else table(rows, verified))
     return 0 if passes(rows) else 1
@@ -161,7 +164,7 @@ def train(
     """For each workload and number of ranks the measured rows, and what came of the trials under a budget."""
     for (workload, world_size), group in groupby(setups, key=lambda setup: (setup.workload, setup.world_size)):
         same = list(group)
-        with runner_of(workload, world_size, scratch, nvme) as runner:
+        with runner_of(source(workload, scratch), world_size, scratch / f"{workload}-{world_size}", nvme) as runner:
             rows = [row for setup in same for row in measured(setup, runner)]
             ran = [row for row in rows if row.measured_bytes is not None]
             chosen = random.Random(0).sample(ran, min(len(ran), -(-verify * len(same) // len(setups))))
@@ -169,15 +172,15 @@ def train(
 
 
 @contextlib.contextmanager
-def runner_of(workload: str, world_size: int, scratch: Path, nvme: Path | None) -> Iterator[Any]:
+def runner_of(workload: WorkloadSource, world_size: int, out: Path, nvme: Path | None) -> Iterator[Any]:
     """The runner of a fit, surveyed."""
     from autods.runner.runner import RayRunner
     from autods.system.host import read_hardware
     from tests.support.settings import fit_settings
 
     settings = fit_settings(
-        source(workload, scratch), hardware=read_hardware(), gpus=world_size, device="cpu", gpu_memory="4GiB",
-        base_config=BASE, nvme_path=nvme, out=scratch / f"{workload}-{world_size}",
+        workload, hardware=read_hardware(), gpus=world_size, device="cpu", gpu_memory="4GiB", base_config=BASE,
+        nvme_path=nvme, out=out,
     )  # fmt: skip
     with RayRunner(settings, lambda event: None) as runner:
         runner.survey()
@@ -186,7 +189,7 @@ def runner_of(workload: str, world_size: int, scratch: Path, nvme: Path | None) 
 
 def measured(setup: Setup, runner: Any) -> Iterator[Row]:
     """Each rung × micro batch once, without a budget."""
-    for rung in rungs_of(setup, nvme=runner.settings.nvme_path is not None):
+    for rung in setup.rungs or rungs_of(setup, nvme=runner.settings.nvme_path is not None):
         for micro_batch in setup.micro_batches:
             row = Row(setup=setup.name, rung=rung, micro_batch=micro_batch, seen=micro_batch in setup.seen)
             outcome = tried(row, setup, runner, limit_bytes=None)
@@ -229,7 +232,7 @@ def tried(row: Row, setup: Setup, runner: Any, *, limit_bytes: int | None) -> An
 # ---- what is forecast
 
 
-def forecast(setup: Setup, rows: Iterable[Row], scratch: Path) -> list[Row]:
+def forecast(setup: Setup, rows: Iterable[Row], simulator: ProcessSimulator) -> list[Row]:
     """The setup's rows with their forecasts, before and after they learned from those at micro batch 1."""
     own = [row for row in rows if row.setup == setup.name]
     ran: dict[str, list[Row]] = {}
@@ -238,17 +241,14 @@ def forecast(setup: Setup, rows: Iterable[Row], scratch: Path) -> list[Row]:
             ran.setdefault(row.rung, []).append(row)
     asks: dict[str, EngineSpec] = {}
     found: dict[tuple[str, int], Simulation] = {}
-    with ProcessSimulator(source(setup.workload, scratch), processes=1) as simulator:
-        facts = simulator.facts("cpu")
-        for rung, of_rung in ran.items():
-            ask = asks[rung] = ask_of(setup, rung, facts)
-            try:
-                for row, said in zip(
-                    of_rung, simulator.simulate(ask, [row.micro_batch for row in of_rung]), strict=True
-                ):
-                    found[rung, row.micro_batch] = said
-            except SimulationFailed as failed:
-                print(f"{setup.name}, {rung}: {failed}", file=sys.stderr)
+    facts = simulator.facts("cpu")
+    for rung, of_rung in ran.items():
+        ask = asks[rung] = ask_of(setup, rung, facts)
+        try:
+            for row, said in zip(of_rung, simulator.simulate(ask, [row.micro_batch for row in of_rung]), strict=True):
+                found[rung, row.micro_batch] = said
+        except SimulationFailed as failed:
+            print(f"{setup.name}, {rung}: {failed}", file=sys.stderr)
     done = []
     for row in own:
         said = found.get((row.rung, row.micro_batch))
