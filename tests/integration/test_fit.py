@@ -166,7 +166,7 @@ def test_a_workload_may_bring_optimizer_loss_and_config(ray, tmp_path):
 
 
 def test_with_a_forecast_fewer_trials_give_the_same_answer(ray, tmp_path):
-    asked = {"gpu_memory": "200MiB", "ladder": ("ddp", "zero1"), "max_trials": 3}
+    asked = {"gpu_memory": "190MiB", "ladder": ("ddp", "zero1"), "max_trials": 3}
     settings = question("wide.py", tmp_path / "with", global_batch=8, **asked)  # else micro batches grow to seconds
     with RayRunner(replace(settings, out=tmp_path / "runner"), ignore) as started:
 
