@@ -74,7 +74,7 @@ def explain(
             hint = "give it the answer as an argument, or in a file"
         case ValueError() | AssertionError() if kind in _ITS_OWN and (trainer := _find_trainer(error)) is not None:
             lines = [line.strip(" -") for line in read_text(error).splitlines() if line.strip()]
-            problem = f"{type(error).__name__}: {'; '.join(lines)[:_QUOTED_CHARS]}"
+            problem = f"{type(error).__name__}: {'; '.join(lines).replace(':; ', ': ')[: 2 * _QUOTED_CHARS]}"
             hint = f"it is {trainer.description}, which calls DeepSpeed for it: add --kind {trainer.name}"
         case ValueError() if _NOT_PARSED in read_text(error):
             problem = f"its command line is refused: {read_text(error)[:_QUOTED_CHARS]}"
