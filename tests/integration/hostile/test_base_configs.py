@@ -82,6 +82,7 @@ CONTRADICTIONS = {
     "fp16 with bf16": config({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16 and bf16 are both enabled"),
     "elastic training": config({"elasticity": {"enabled": True}}, "elastic training solves for the batch itself"),
     "its own search": config({"autotuning": {"enabled": True}}, "DeepSpeed Autotuning is a search of its own"),
+    "ranks of a sequence": config({"sequence_parallel_size": 4}, "2 ranks make no groups of 4"),
     "ZenFlow": config({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "ZenFlow sets the accumulation itself"),
     **{
         f"auto: {key}": config(content, f'"{key}" is "auto", which only the Hugging Face Trainer fills in')
@@ -124,7 +125,6 @@ IN_A_TRIAL = {
         "an unknown scheduler": ({"scheduler": {"type": "Up"}}, "does not recognize LR scheduler Up"),
         "an unknown type of data": ({"communication_data_type": "int3"}, "Invalid communication_data_type"),
         "a section that is gone": ({"sparse_attention": {"mode": "fixed"}}, "Sparse Attention has been removed"),
-        "ranks of a sequence": ({"sequence_parallel_size": 2}, "Check batch related parameters"),
     }.items()
 }
 
