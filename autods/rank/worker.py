@@ -187,23 +187,23 @@ class RankContext:
         """
         observer = self.observer
         record: dict[str, Any] = {}
-        error = describe_error(end, self.job.source.path) if isinstance(end, BaseException) else None
-        if error is None:
-            record["result"] = end
-        else:
-            record["error"] = error
+        failed = isinstance(end, BaseException)
+        if failed:
             with contextlib.suppress(Exception):  # a broken device may not answer; the numbers are only evidence
                 record |= {"free_bytes": observer.meter.free_bytes(), **observer.meter.allocator()}
-        observer.meter.lift()
-        if error is not None:
+        observer.meter.lift()  # at its limit a rank has no memory to describe its error in
+        if isinstance(end, BaseException):
+            record["error"] = error = describe_error(end, self.job.source.path)
             _print_to_log(error.traceback)  # users are sent to this log
+        else:
+            record["result"] = end
         record |= {"phase": observer.phase, "step": observer.step, "at_s": time.monotonic()}
         path = Path(self.job.folder) / f"rank{self.job.local_ranks[self.slot]}.json"
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(record, default=asdict))
         os.replace(temporary, path)
         _print_to_log("")
-        return int(error is not None)
+        return int(failed)
 
 
 def _print_to_log(text: str) -> None:
@@ -241,6 +241,7 @@ def run_rank(job: RankJob, slot: int, board: Heartbeats, store: socket.socket | 
         except BaseException as error:  # SystemExit of user code too: a rank that leaves without a result is a failure
             return context.write_record(error)
     except BaseException as error:
+        meter.lift()
         _print_to_log(read_traceback(error))
         is_disk = isinstance(error, OSError) and error.errno in _DISK_ERRORS
         return RESULT_UNWRITTEN_EXIT if is_disk else RESULT_PREVENTED_EXIT

@@ -194,9 +194,13 @@ def test_a_fit_of_a_script_passes_and_resumes(make_settings, users, ray, tmp_pat
     assert certificate.passed  # quick compares no losses
     assert json.loads((tmp_path / "ds_config.json").read_text()) == report.ds_config
 
-    rows = (tmp_path / "journal.jsonl").read_text()
+    def read_trials() -> list[str]:
+        rows = (tmp_path / "journal.jsonl").read_text().splitlines()
+        return [row for row in rows if json.loads(row)["kind"] != "warned"]  # of a machine that is busy
+
+    rows = read_trials()
     (tmp_path / "report.json").unlink()
     again = fit(settings, listen=listen)
     assert any(note.startswith("resuming: ") for note in notes)
     assert again.rung == report.rung
-    assert (tmp_path / "journal.jsonl").read_text() == rows
+    assert read_trials() == rows

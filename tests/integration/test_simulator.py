@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -354,7 +355,8 @@ def test_a_split_by_unknown_sizes_gives_all_to_the_first(lines: Lines) -> None:
 
 
 def test_the_next_engine_works_after_one_died(lines: Lines) -> None:
-    with pytest.raises(SimulationFailed, match=r"model\.py:20: .*Segmentation fault") as failed:
+    place = re.escape(lines.place(DIES))
+    with pytest.raises(SimulationFailed, match=rf"{place}: .*Segmentation fault") as failed:
         lines.simulate(DIES)
     assert failed.value.kind == "user_code"
     assert lines.simulate(PLAIN).optimizer_elements == 1040

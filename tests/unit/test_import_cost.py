@@ -50,6 +50,7 @@ def test_help_loads_no_command_and_nothing_heavy(line: list[str]) -> None:
 SMALL = (
     "cloudpickle",
     "jinja2",
+    "packaging",
     "psutil",
     "pydantic",
     "rich",

@@ -1,6 +1,7 @@
 """The HF Trainer, as people use it: all by TrainingArguments. A small GPT-2 with random weights on made-up tokens."""
 
 import inspect
+import os
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, Trainer, TrainingArguments
@@ -26,7 +27,8 @@ class Tokens(torch.utils.data.Dataset):
 
 
 def main():
-    check_sources()
+    if "AUTODS_SESSION" in os.environ:  # a rank of autods's own
+        check_sources()
     (arguments,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
     model = GPT2LMHeadModel(GPT2Config(vocab_size=128, n_positions=32, n_embd=64, n_layer=2, n_head=2))
     trainer = Trainer(model=model, args=arguments, train_dataset=Tokens(), eval_dataset=Tokens())
