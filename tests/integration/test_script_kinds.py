@@ -153,7 +153,7 @@ def test_a_dummy_optimizer_becomes_one_of_the_config(started, users):
 def test_out_of_memory_is_caught(started, kind):
     runner = started(*KINDS[kind])
     settings = runner.settings
-    runner.switch_to(replace(settings, device_bytes=8 * 2**20))
+    runner.switch_to(replace(settings, device_bytes=16 * 2**20))
     outcome = runner.run(a_trial("ddp"), id=1).outcome
     runner.switch_to(settings)
     assert isinstance(outcome, OutOfMemory), outcome
