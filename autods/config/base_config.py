@@ -19,7 +19,6 @@ from ..types import MOST_RANKS, WorkloadSource
 from ..units import parse_bytes
 from .deepspeed import (
     BATCH_KEYS,
-    SEQUENCE_RANKS,
     TENSOR_RANKS,
     count_sharers,
     enabled_half_precision,
@@ -27,7 +26,7 @@ from .deepspeed import (
     merge,
     use_documented_names,
 )
-from .library_configs import are_training_arguments, fill_in_arguments, read_yaml_config
+from .library_configs import are_training_arguments, fill_in_arguments, is_yaml, read_yaml_config
 from .trainers import find_library
 from .validator import SEARCH_RULES, Question, find_problems, find_unfilled_auto
 
@@ -43,7 +42,7 @@ def read_base_config(path: Path) -> dict[str, Any]:
 
     Raises InputError that names file, line and column.
     """
-    if path.suffix in (".yaml", ".yml"):
+    if is_yaml(path):
         return read_yaml_config(path, _read_json)
     config = _read_json(path)
     return fill_in_arguments(config, path, _read_json) if are_training_arguments(config) else config
@@ -171,7 +170,7 @@ def resolve_global_batch(
         return micro * accumulation * replicas
     if total is not None and (total < 1 or total % replicas):
         near = max(replicas, total // replicas * replicas)
-        sharers = count_sharers(base, SEQUENCE_RANKS) * count_sharers(base, TENSOR_RANKS)
+        sharers = count_sharers(base)
         ranks = (
             f"{replicas} ranks"
             if sharers == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -148,10 +149,10 @@ def compose(rung: Rung, knobs: Knobs, site: Site, facts: ModelFacts | None) -> d
 SEQUENCE_RANKS, TENSOR_RANKS = "sequence_parallel_size", "tensor_parallel.autotp_size"
 
 
-def count_sharers(config: Mapping[str, Any], key: str) -> int:
-    """Return how many neighbouring ranks train on the same samples by a key that `SEQUENCE_RANKS` or another names."""
-    size = get_key(config, key)
-    return int(size) if isinstance(size, int | float) and size > 1 else 1
+def count_sharers(config: Mapping[str, Any], *keys: str) -> int:
+    """Return how many neighbouring ranks train on the same samples by these keys; without keys, by all that do so."""
+    sizes = [get_key(config, key) for key in keys or (SEQUENCE_RANKS, TENSOR_RANKS)]
+    return math.prod(int(size) for size in sizes if isinstance(size, int | float) and size > 1)
 
 
 def count_replicas(config: Mapping[str, Any], world_size: int, facts: ModelFacts | None = None) -> int:
@@ -162,7 +163,7 @@ def count_replicas(config: Mapping[str, Any], world_size: int, facts: ModelFacts
     """
     if facts is not None and facts.replica_ranks > 1:
         return world_size // facts.replica_ranks
-    return world_size // (count_sharers(config, SEQUENCE_RANKS) * count_sharers(config, TENSOR_RANKS))
+    return world_size // count_sharers(config)
 
 
 def accumulation_for(global_batch: int | None, micro_batch: int, world_size: int) -> int:

@@ -44,6 +44,11 @@ _OTHER_NAMES = {"micro_batch_size": "per_device_train_batch_size"}  # axolotl's
 _OF_ARGUMENTS = ("deepspeed", "output_dir", "per_device_train_batch_size")  # no DeepSpeed config has them
 
 
+def is_yaml(path: Path) -> bool:
+    """Whether the file's name says so."""
+    return path.suffix in (".yaml", ".yml")
+
+
 def read_yaml_config(path: Path, read_json: ReadConfig) -> dict[str, Any]:
     """Return the config that accelerate, or the Trainer, gives to DeepSpeed. `read_json` reads the file that is named.
 
@@ -146,7 +151,7 @@ def _as_number(value: Any) -> Any:
 def _read_named(field: str, named: Any, path: Path, read_json: ReadConfig) -> dict[str, Any]:
     """Read the DeepSpeed file that a field of `path` names: from here, as the library does, or beside that file."""
     file = Path(str(named))
-    if file.suffix in (".yaml", ".yml"):
+    if is_yaml(file):
         raise InputError(f"{field}: is YAML", place=str(path), hint="name a DeepSpeed JSON file")
     beside = path.parent / file
     return read_json(beside if os.path.exists(beside) and not os.path.exists(file) else file)

@@ -28,6 +28,10 @@ class ReleaseFault:
     def remedy(self) -> str:
         return f"pip install 'deepspeed>={self.fixed}'"
 
+    def describe(self, version: str) -> str:
+        """What this release, which has the fault, does."""
+        return f"DeepSpeed {version}: {self.what} ({self.source})"
+
     def concerns(self, stage: int, precision: str) -> bool:
         """Whether a config of this ZeRO stage and precision has it."""
         return stage in self.stages and (not self.precisions or precision in self.precisions)
@@ -57,7 +61,7 @@ def find_wrong_stages(precision: str) -> dict[int, str]:
     version = _installed()
     faults = [fault for fault in find_faults(version) if fault.effect == "wrong"]
     return {
-        stage: f"DeepSpeed {version}: {fault.what} ({fault.source}); {fault.remedy}"
+        stage: f"{fault.describe(version)}; {fault.remedy}"
         for fault in faults
         for stage in fault.stages
         if fault.concerns(stage, precision)

@@ -551,7 +551,7 @@ def _find_release_faults(question: Question) -> Iterator[Problem]:
     for fault in find_faults(question.installed.version):
         if fault.concerns(question.stage, enabled_half_precision(question.config) or "fp32"):
             severity: Severity = "error" if fault.effect == "wrong" else "warning"
-            text = f"DeepSpeed {question.installed.version}: {fault.what} ({fault.source})"
+            text = fault.describe(question.installed.version)
             yield Problem(severity=severity, key=f"{_ZERO}.stage", problem=text, hint=fault.remedy)
 
 

@@ -174,9 +174,9 @@ def _check_builds(
 def _check_release(settings: Settings) -> Iterator[Check]:
     """What the installed DeepSpeed does slowly or sometimes wrong on this ladder; rungs that are wrong are left out."""
     version, precision = installed_versions()["deepspeed"], precision_name(settings.base)
-    for fault, check in zip(find_faults(version), toolchain.check_release(version), strict=True):
+    for fault in find_faults(version):
         if fault.effect != "wrong" and any(fault.concerns(rung.stage, precision) for rung in settings.ladder):
-            yield check
+            yield toolchain.grade_fault(fault, version)
 
 
 def _explain_skip(check: Check, missing: Mapping[str, list[str]]) -> Check:

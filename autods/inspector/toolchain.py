@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..config.releases import find_faults
+from ..config.releases import ReleaseFault, find_faults
 from ..devices import CPU
 from ..errors import EnvironmentBroken
 from ..rank.ops import BUILDERS, USUAL_BUILD_S
@@ -34,14 +34,14 @@ def check_versions(versions: Callable[[], Mapping[str, str]] = installed_version
             yield Check.broken("Software", name, version, f"pip install {name}")
         else:
             yield Check.ok("Software", name, version)
-        yield from check_release(version) if name == "deepspeed" else ()
+        if name == "deepspeed":
+            yield from (grade_fault(fault, version) for fault in find_faults(version))
 
 
-def check_release(version: str) -> Iterator[Check]:
-    """The known faults of a release of DeepSpeed."""
-    for fault in find_faults(version):
-        grade = Check.broken if fault.effect == "wrong" else Check.warning
-        yield grade("Software", f"deepspeed {version}", f"{fault.what} ({fault.source})", fault.remedy)
+def grade_fault(fault: ReleaseFault, version: str) -> Check:
+    """A known fault of this release of DeepSpeed."""
+    grade = Check.broken if fault.effect == "wrong" else Check.warning
+    return grade("Software", f"deepspeed {version}", f"{fault.what} ({fault.source})", fault.remedy)
 
 
 def check_compiler(which: Callable[[str], str | None] = shutil.which) -> Iterator[Check]:

@@ -194,7 +194,7 @@ class GradientMeter:
         weights = [weight for group in engine.basic_optimizer.param_groups for weight in group["params"]]
         clip = engine.clip_fp32_gradients
 
-        def clip_later() -> None:
+        def measure_and_clip() -> None:
             self._unclipped = _measure_norm(weights)
             clip()
 
@@ -206,7 +206,7 @@ class GradientMeter:
             if norm is not None:
                 self._norms[engine.global_steps] = float(norm)
 
-        engine.clip_fp32_gradients = clip_later
+        engine.clip_fp32_gradients = measure_and_clip
         engine.basic_optimizer.register_step_pre_hook(note)
 
 

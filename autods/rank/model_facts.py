@@ -149,7 +149,11 @@ def list_recomputing(model: Any) -> list[Any]:
 
 def recomputes(model: Any) -> bool:
     """Whether a module of transformers recomputes its activations now."""
-    return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
+    return bool(_list_switched_on(model))
+
+
+def _list_switched_on(model: Any) -> list[Any]:
+    return [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
 
 
 def set_checkpointing(model: Any, *, on: bool) -> None:
@@ -172,7 +176,7 @@ def _rest_without_gradients(model: Any) -> None:
     In training mode transformers' layers drop the cache of a generation where they recompute.
     """
     for module in model.modules():
-        if any(hasattr(type(module), f"{name}_enable") for name in _CHECKPOINTING):
+        if _find_switch(type(module), "enable") is not None:
             rest = _Rest(module)
             module.register_forward_pre_hook(rest.begin)
             module.register_forward_hook(rest.end, always_call=True)
@@ -189,9 +193,7 @@ class _Rest:
         import torch
 
         if not torch.is_grad_enabled():
-            self.resting = [
-                each for each in self.model.modules() if getattr(each, "gradient_checkpointing", False) is True
-            ]
+            self.resting = _list_switched_on(self.model)
         for module in self.resting:
             module.gradient_checkpointing = False
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..config.deepspeed import SEQUENCE_RANKS, TENSOR_RANKS, count_sharers
+from ..config.deepspeed import count_sharers
 from ..types import Exam, Examined, Phase
 from ..workload.protocol import Workload, WorkloadError
 from . import comparable_losses, pipeline
@@ -56,7 +55,7 @@ class SpeedTrial:
         self.observe("build", 0)
         with drawing_in_parallel() if job.source.form.is_model_config else contextlib.nullcontext():
             model = build(workload, checkpointing=job.checkpointing)
-        sharers = math.prod(count_sharers(job.ds_config, key) for key in (SEQUENCE_RANKS, TENSOR_RANKS))
+        sharers = count_sharers(job.ds_config)
         replicas = Ranks(self.ranks.rank // sharers, self.ranks.world_size // sharers)
         if pipeline.is_pipeline(model):
             replicas = pipeline.data_parallel_ranks(model)

@@ -187,8 +187,7 @@ class RankContext:
         """
         observer = self.observer
         record: dict[str, Any] = {}
-        failed = isinstance(end, BaseException)
-        if failed:
+        if isinstance(end, BaseException):
             with contextlib.suppress(Exception):  # a broken device may not answer; the numbers are only evidence
                 record |= {"free_bytes": observer.meter.free_bytes(), **observer.meter.allocator()}
         observer.meter.lift()  # at its limit a rank has no memory to describe its error in
@@ -203,7 +202,7 @@ class RankContext:
         temporary.write_text(json.dumps(record, default=asdict))
         os.replace(temporary, path)
         _print_to_log("")
-        return int(failed)
+        return int("error" in record)
 
 
 def _print_to_log(text: str) -> None:
