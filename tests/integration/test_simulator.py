@@ -50,6 +50,10 @@ def build_model():
     return Model(){moved}
 def build_batch(n):
     return {{"x": torch.randn(n, 64)}}
+def choose_places(h):
+    chosen = h > 0
+    places = torch.arange(128, device=h.device).expand(len(h), -1)
+    return places[torch.cat([chosen, ~chosen], dim=1)].reshape(h.shape)[:, : chosen.sum(dim=1).max()]
 class Scale(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -62,7 +66,7 @@ class Scale(torch.autograd.Function):
 PLAIN, RAISES, READS_A_VALUE, HAS_A_MASK = 2, 3, 4, 5
 CALLS_AN_OPERATOR, HAS_A_KERNEL, IN_PARTS, DIES = 6, 7, 8, 9
 LATENT_HEADS, ONLY_FLASH, MAKES_A_TENSOR_BACKWARD, FLEXES, FLEXES_COMPILED = 10, 11, 12, 13, 14
-RECOMPUTES, SPLITS = 15, 16
+RECOMPUTES, SPLITS, CHOOSES = 15, 16, 17
 LINES = {
     PLAIN: "pass",
     RAISES: 'raise ValueError("my mistake")',
@@ -77,6 +81,7 @@ LINES = {
     FLEXES_COMPILED: "h = h + attend_compiled(*make_heads(h, 192)).mean()",
     ONLY_FLASH: "h = h + attend_by_flash(*make_heads(h.half(), 128)).mean()",
     MAKES_A_TENSOR_BACKWARD: "h = Scale.apply(h)",
+    CHOOSES: "h = h + choose_places(h).reshape(h.shape)",
     SPLITS: "h = torch.cat(h.split((h[:2, 0] > 0).long().tolist()))",
     RECOMPUTES: "h = torch.utils.checkpoint.checkpoint(lambda h: h[:, [-1]] + h, h, use_reentrant=False)",
 }
@@ -352,6 +357,12 @@ def test_an_index_of_numbers_is_recomputed_in_backward(lines: Lines) -> None:
 def test_a_split_by_unknown_sizes_gives_all_to_the_first(lines: Lines) -> None:
     (assumed,) = (text for text in lines.simulate(SPLITS).assumed if "split" in text)
     assert lines.place(SPLITS) in assumed
+
+
+def test_a_mask_padded_by_its_negation_has_a_known_size(lines: Lines) -> None:
+    simulation = lines.simulate(CHOOSES)
+    assert simulation.is_upper_bound
+    assert "64 was taken for it" in simulation.assumed[0]
 
 
 def test_the_next_engine_works_after_one_died(lines: Lines) -> None:

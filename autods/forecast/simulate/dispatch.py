@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -94,6 +95,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             _aten._unique2.default: self._unique,
             _aten.all.default: self._all,
             _aten.all.dim: self._all,
+            _aten.sum.dim_IntList: self._sum,
+            _aten.max.default: self._max,
+            _aten.bitwise_not.default: self._negate,
+            _aten.cat.default: self._cat,
         }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -178,9 +183,36 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         value: Any = 1.0 if tensor.is_floating_point() else 0
         if tensor.dtype == torch.bool:
             value = hasattr(tensor, "autods_is_all")
+        if is_size := hasattr(tensor, "autods_is_size") and hasattr(tensor, "autods_most"):
+            value = tensor.autods_most
         self.ledger.work.read_back(tensor)
-        self._assume(f"the value of a tensor is read, and {value} was taken for it")
+        self._assume(f"the value of a tensor is read, and {value} was taken for it", at_most=is_size)
         return value
+
+    def _sum(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A sum of a mask: how many are chosen, at most all."""
+        out = self._cache.call(func, args, kwargs)
+        if args[0].dtype == torch.bool and out.numel():
+            out.autods_most = args[0].numel() // out.numel()
+        return out
+
+    def _max(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = self._cache.call(func, args, kwargs)
+        if hasattr(args[0], "autods_most"):
+            out.autods_most = args[0].autods_most
+        return out
+
+    def _negate(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = self._cache.call(func, args, kwargs)
+        out.autods_negated = weakref.ref(args[0])
+        return out
+
+    def _cat(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A mask beside its negation chooses as many as it is long: so models pad what they choose."""
+        out, parts = self._cache.call(func, args, kwargs), args[0]
+        if len(parts) == 2 and hasattr(parts[1], "autods_negated") and parts[1].autods_negated() is parts[0]:
+            out.autods_ones = parts[0].numel()
+        return out
 
     def _all(self, func: Any, args: Any, kwargs: Any) -> Any:
         """`all` of a mask asks for padding: its value is true unless the batch's mask of that shape holds padding."""
@@ -239,13 +271,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):
             return self._cache.call(func, args, kwargs)
         self.ledger.work.read_back(tensor)
-        self._assume(_LARGEST.format("a mask as index"), at_most=True)
+        if not all(hasattr(index, "autods_ones") for index in indices if index is not None):
+            self._assume(_LARGEST.format("a mask as index"), at_most=True)
         whole: list[Any] = []
         for index in indices:
             if index is None or index.dtype not in (torch.bool, torch.uint8):
                 whole.append(index)
             else:
-                whole += [self._make(index, (index.numel(),), torch.long) for _ in range(index.dim())]
+                count = getattr(index, "autods_ones", index.numel())
+                whole += [self._make(index, (count,), torch.long) for _ in range(index.dim())]
         return self._run(func, (tensor, whole), kwargs)
 
     def _make(self, like: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:

@@ -28,7 +28,7 @@ _AVOID_INIT = declare(
 )
 _FAKE_TENSOR = declare_all(
     "torch._subclasses.fake_tensor.FakeTensor",
-    ("data", "data_ptr", "record_stream", "is_pinned", "numpy"),
+    ("data", "data_ptr", "record_stream", "is_pinned", "numpy", "__index__"),
     "DeepSpeed moves tensors by `.data =`, compares addresses and asks for pinned memory",
 )
 _APPLY = declare("torch.nn.Module._apply", "it swaps fake parameters instead of setting their data")
@@ -66,6 +66,7 @@ def install(ledger: Ledger) -> None:
     _FAKE_TENSOR["record_stream"].install(lambda tensor, stream: ledger.use_on(tensor, stream))
     _FAKE_TENSOR["is_pinned"].install(lambda self, device=None: ledger.is_pinned(self))
     _FAKE_TENSOR["numpy"].install(_refuse_values)
+    _FAKE_TENSOR["__index__"].wrap(_note_size)
     _APPLY.install(_apply_in_place)
     if not ledger.one_memory:
         _RAW_STREAM.install(lambda device: 0)
@@ -126,6 +127,11 @@ def _set_data(tensor: Any, value: Any) -> None:
 def _distinct_address(tensor: Any) -> int:
     """An address that differs between storages: DeepSpeed compares addresses."""
     return int((tensor.untyped_storage()._cdata << 12) + tensor.storage_offset() * tensor.element_size())
+
+
+def _note_size(as_index: Any, tensor: Any, /) -> Any:
+    tensor.autods_is_size = True
+    return as_index(tensor)
 
 
 def _refuse_values(tensor: Any, *, force: bool = False) -> Any:
