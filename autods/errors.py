@@ -53,6 +53,10 @@ class EnvironmentBroken(AutodsError):
     kind = "environment"
 
 
+class NoRoom(EnvironmentBroken):
+    """A disk is full, or a quota is used up."""
+
+
 class Interrupted(AutodsError):
     """Ctrl-C or SIGTERM stopped the command. All ranks are gone and the journal is kept."""
 
@@ -60,6 +64,7 @@ class Interrupted(AutodsError):
     kind = "interrupted"
 
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 # Errors of a file for which the machine is at fault, and what mends each.
 _MACHINE_FIXES = {
     errno.ENOSPC: "free some space there",
@@ -92,11 +97,12 @@ _NO_THREAD = re.compile("can't start new thread|Resource temporarily unavailable
 def make_write_error(path: Path, error: OSError, *, hint: str = "give another place") -> AutodsError:
     """Return the error about a path that cannot be written.
 
-    It is EnvironmentBroken for a full or broken disk, else InputError, with `hint`.
+    It is NoRoom for a full disk, EnvironmentBroken for a broken one, else InputError, with `hint`.
     """
     problem = f"cannot be written: {error.strerror or error}"
     if error.errno in _MACHINE_FIXES:
-        return EnvironmentBroken(f"{path}: {problem}\n  {_MACHINE_FIXES[error.errno]}; the same command goes on")
+        kind = NoRoom if error.errno in NO_ROOM else EnvironmentBroken
+        return kind(f"{path}: {problem}\n  {_MACHINE_FIXES[error.errno]}; the same command goes on")
     return InputError(problem, place=str(path), hint=hint)
 
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ..files import write_whole
 from ..schema import read_as
 from ..system.host import count_cores, threads_per_rank
 from ..types import PHASES, Exam, Phase, Steps, WorkloadSource
@@ -131,13 +132,14 @@ class RankJob:
         return self.micro_batch * self.accumulation * (self.world_size // self.replica_ranks)
 
     def write(self) -> Path:
-        """Write the job of a run into its file, whole or not at all, and return the file's path."""
+        """Write the job of a run into its file, whole or not at all, and return the file's path.
+
+        Raises the error of `errors.make_write_error`.
+        """
         assert self.order is not None
         file = self.order.job_file
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_suffix(".tmp")
-        temporary.write_text(self.to_json())
-        os.replace(temporary, file)
+        write_whole(file, self.to_json())
         return file
 
     def to_json(self) -> str:

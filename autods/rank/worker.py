@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import faulthandler
+import io
 import json
 import os
 import signal
@@ -25,6 +26,7 @@ from typing import Any, NoReturn
 from ..config.deepspeed import get_key
 from ..devices import find_device
 from ..diagnosis.evidence import RESULT_PREVENTED_EXIT, RESULT_UNWRITTEN_EXIT
+from ..errors import NO_ROOM
 from ..plain_text import read_traceback
 from ..system import processes, stacks
 from ..types import ModelFacts, Phase
@@ -214,6 +216,25 @@ def _print_to_log(text: str) -> None:
         os.write(2, f"{text}\n".encode() if text else b"")
 
 
+class LossyLog(io.FileIO):
+    """A rank's log, which loses lines while its disk is full. Python's file would raise in the user's `print`."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            return memoryview(data).nbytes
+
+
+def keep_printing_without_room() -> None:
+    """Let what Python code prints from now on be lost where the disk of the log is full, so that training goes on."""
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        log = io.BufferedWriter(LossyLog(number, "wb", closefd=False))
+        setattr(sys, name, io.TextIOWrapper(log, encoding="utf-8", errors="backslashreplace", line_buffering=True))
+
+
 def run_rank(job: RankJob, slot: int, board: Heartbeats, store: socket.socket | None, workload: Workload | None) -> int:
     """Do the job, write `rank<N>.json`, and return the exit code. See `RankContext` for the arguments.
 
@@ -319,6 +340,7 @@ def _run(context: RankContext) -> JobResult:
     """Do this rank's part of a training run; return how it ended, with the peak bytes."""
     job = context.job
     assert job.order is not None
+    keep_printing_without_room()
     os.environ[RUN_VARIABLE] = str(job.order.job_file)
     seed_all(job.seed + job.local_ranks[context.slot])
     context.observer.meter.start()

@@ -11,7 +11,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..config.settings import Settings, apply_survey, count_nodes
 from ..devices import find_device
 from ..errors import EnvironmentBroken, InputError
 from ..events import AttemptStarted, Note, RunListener
-from ..journal import RUN_JOURNAL, is_journal, record_warnings, workspace
+from ..journal import RUN_JOURNAL, check_disk_space, is_journal, record_warnings, workspace
 from ..rank.job import JOB_FILE, RunOrder, read_job
 from ..rank.record import RunResult
 from ..rank.training_run.checkpoints import Layout, SavedCheckpoint, find_obstacle, list_checkpoints, remove_torn
@@ -47,6 +47,7 @@ from .attempt import (
 from .known_rungs import gather_known_rungs
 from .progress import AttemptProgress
 from .rescue import NextConfig, RunFailure, Situation, decide
+from .room import Room
 from .run_journal import Attempt, AttemptEnd, Decision, Prepared, RunConfig, RunHistory, RunJournal, list_rows
 from .run_settings import FindFit, RunSettings, read_save_s, read_step_s, take_fit
 
@@ -88,6 +89,9 @@ def run(
             why = describe_way_out(report.partitioned) or "no config fits"
             reason = f"{why}: autods report {settings.fit.out} shows why"
             return RunReport(status="nothing_fits", exit_code=1, reason=reason, fit=str(settings.fit.out), out=str(out))
+        stopping = StopRequest()
+        room = Room(listen=listen, is_stopping=lambda: stopping.number is not None)
+        journal.await_room = room.await_for
         supervisor = Supervisor(
             settings=settings,
             journal=journal,
@@ -95,11 +99,13 @@ def run(
             listen=listen,
             session=RunnerSession(start, listen),
             count_ranks=count_ranks,
+            stopping=stopping,
+            room=room,
         )
-        with supervisor.stopping.listen(), contextlib.closing(supervisor.session):
+        with stopping.listen(), contextlib.closing(supervisor.session):
             result = supervisor.run()
-            write_run(result)
-            write_page(make_run_document(result, out), out / RUN_PAGE)
+            room.await_for(lambda: write_run(result))
+            room.await_for(lambda: write_page(make_run_document(result, out), out / RUN_PAGE))
         return result
 
 
@@ -121,7 +127,7 @@ def _forget(out: Path) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class Supervisor:
-    """One call of the command. `stopping` is the request to stop, by a signal."""
+    """One call of the command. `stopping` is the request to stop, by a signal. `room` waits while the disk is full."""
 
     settings: RunSettings
     journal: RunJournal
@@ -129,7 +135,8 @@ class Supervisor:
     listen: RunListener
     session: RunnerSession
     count_ranks: CountRanks
-    stopping: StopRequest = field(default_factory=StopRequest)
+    stopping: StopRequest
+    room: Room
     last_hang: str | None = None
     earlier: int = 0  # attempts before this call
     _ranks_left: int | None = None
@@ -290,6 +297,7 @@ class Supervisor:
         """Train with this config until it ends, and write down how it did."""
         for torn in remove_torn(self.settings.out / "checkpoints"):
             self.listen(Note(text=f"{torn.path.name} was removed: {torn.reason}"))
+        self.room.await_for(lambda: check_disk_space(self.settings.out))
         number, first_step, began = len(self.history.attempts) + 1, self._saved_step, time.monotonic()
         self.journal.start_attempt(
             Attempt(number=number, config=config, first_step=first_step, began=time.time(), last_step=first_step)
@@ -323,7 +331,7 @@ class Supervisor:
             data=self.settings.data,
         )
         job = runner.run_job(order, config.rung, config.knobs)
-        job.write()
+        self.room.await_for(job.write)
         batch = f"{config.knobs.micro_batch} × {config.knobs.accumulation} × {config.world_size}"
         batch = f"{batch} = {config.global_batch}, from step {progress.step}"
         self.listen(Note(text=f"attempt {number}: {config.rung}, {batch}"))

@@ -5,13 +5,14 @@ A decision is written before it is carried out.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import InputError
+from ..errors import InputError, NoRoom
 from ..journal import RUN_JOURNAL, Journal
 from ..report.results.run import AttemptRow
 from ..report.text import format_outcome
@@ -145,12 +146,17 @@ class RunHistory:
 
 
 class RunJournal:
-    """Writes and replays `run.jsonl`. `history` is always what the file says."""
+    """Writes and replays `run.jsonl`. `history` is what the file says, or will say once its disk has room.
+
+    `await_room` is called with what writes: a decision waits there for room, a warning for the next line.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / RUN_JOURNAL
         self.history = RunHistory()
+        self.await_room: Callable[[Callable[[], None]], None] = lambda write: write()
         self._journal = Journal(self.path)
+        self._unwritten: list[dict[str, Any]] = []
 
     def open(self, identity: Mapping[str, Any]) -> RunHistory:
         """Start a journal, or read the existing one. `identity` has the options that a run may not change.
@@ -203,15 +209,31 @@ class RunJournal:
     def note_checkpoint(self, step: int) -> None:
         """Write down that a checkpoint is complete."""
         if step not in self.history.saved_steps:
-            self._write({"kind": "saved", "step": step, "at": time.time()})
+            self._note({"kind": "saved", "step": step, "at": time.time()})
 
     def warn(self, text: str) -> None:
         """Write down a warning that was shown."""
-        self._write({"kind": "warned", "text": text, "at": time.time()})
+        self._note({"kind": "warned", "text": text, "at": time.time()})
 
     def _write(self, row: dict[str, Any]) -> None:
-        self._journal.append(row)
+        """Write a row down before anything else happens."""
+        self._add(row)
+        self.await_room(self._flush)
+
+    def _note(self, row: dict[str, Any]) -> None:
+        """Write a row down, now or with the next one."""
+        self._add(row)
+        with contextlib.suppress(NoRoom):
+            self._flush()
+
+    def _add(self, row: dict[str, Any]) -> None:
         self._replay(row)
+        self._unwritten.append(row)
+
+    def _flush(self) -> None:
+        while self._unwritten:
+            self._journal.append(self._unwritten[0])
+            del self._unwritten[0]
 
     def _replay(self, row: Mapping[str, Any]) -> None:
         history = self.history

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import os
 import resource
 import shutil
@@ -13,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import EnvironmentBroken, make_write_error
+from ..errors import NO_ROOM, EnvironmentBroken, NoRoom, make_write_error
 from ..units import format_bytes
 from .host import find_pids_left
 
@@ -94,19 +93,17 @@ def find_lack(folder: Path, size: int) -> str | None:
             number = ctypes.get_errno() if failed else 0
     except OSError as error:
         number = error.errno or 0
-    if number not in (errno.EDQUOT, errno.ENOSPC):
+    if number not in NO_ROOM:
         return None
     return f"about {format_bytes(size)} of disk are needed and cannot be reserved: {os.strerror(number)}"
 
 
 def check_space(folder: Path, least_bytes: int, user: str) -> None:
-    """Raise EnvironmentBroken where less is free on the disk of the folder than `user`, such as 'a trial', needs."""
+    """Raise NoRoom where less is free on the disk of the folder than `user`, such as 'a trial', needs."""
     try:
         free = shutil.disk_usage(folder).free
     except OSError as error:
         raise make_write_error(folder, error) from None
     if free < least_bytes:
         need = f"{user} needs {format_bytes(least_bytes)}, and {format_bytes(free)} are free"
-        raise EnvironmentBroken(
-            f"{folder}: the disk is full: {need}\n  free some space there; the same command goes on"
-        )
+        raise NoRoom(f"{folder}: the disk is full: {need}\n  free some space there; the same command goes on")

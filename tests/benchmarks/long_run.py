@@ -1,8 +1,7 @@
 """One run of hours on two CPU ranks, with a fault every few minutes: does it go on, and does anything grow?
 
 python tests/benchmarks/long_run.py [--hours 2] [--every 3] [--seed 0] [--json]. Needs root, as run_faults.py does,
-whose small model it trains: the faults are those that one command survives. Where a full disk has no room for the
-journal either, it ends with exit code 3 and is called again. At the end the command gets SIGTERM.
+whose small model it trains: the faults are those that one command survives. At the end it gets SIGTERM.
 
 Every minute the memory of driver, agent, zygote and Ray is read (USS, in MiB). A row for each fault has the minute, the
 step that was seen, the attempts until then and what was done. After the end: every step from the first to the last was
@@ -36,7 +35,6 @@ from tests.support.leftovers import Place, run_in_namespaces
 from tests.support.memory_groups import memory_group
 
 STALL = ("--stall-limit", "30s")
-FULL_DISK = "full disk"
 EVERY = 50  # steps between checkpoints
 RESCUED_WITHIN_S = 120.0
 INSIDE = "AUTODS_LONG_RUN"
@@ -73,7 +71,7 @@ def fill_host(run: Run) -> None:
 
 
 def fill_disk(run: Run) -> None:
-    """The disk is full for half a minute, in which a checkpoint is due."""
+    """The disk is full for half a minute, in which a checkpoint is due: nothing of the run has room."""
     strike_rank(run, "disk", rank=0)
     watch(run, lambda: False, 30)
     (run.out / "ballast").unlink(missing_ok=True)
@@ -90,7 +88,7 @@ FAULTS: Mapping[str, Callable[[Run], None]] = {
     "zygote -9": kill_zygote,
     "agent -9": kill_agent,
     "host limit": fill_host,
-    FULL_DISK: fill_disk,
+    "full disk": fill_disk,
 }
 
 
@@ -208,9 +206,6 @@ def main() -> int:
     print("minute     step  attempts  fault", file=table, flush=True)
     names: list[str] = []
     for moment in itertools.count(1):
-        if run.ended and rows and rows[-1]["fault"] == FULL_DISK:
-            run.finish()  # its journal could not be written: the same command goes on
-            run.start(*more)
         until = min(moment * options.every, 60 * options.hours)
         watch(run, lambda until=until: look() or minute() >= until, 3600 * options.hours)
         if run.ended or minute() >= 60 * options.hours:
@@ -221,7 +216,6 @@ def main() -> int:
         try:
             FAULTS[name](run)
             moved = watch(run, lambda step=step: look() or latest_step(run) > step + EVERY, RESCUED_WITHIN_S)
-            moved = moved or (name == FULL_DISK and run.ended)
             problem = "" if moved else f"no {EVERY} new steps within {RESCUED_WITHIN_S:.0f} s"
         except (StopIteration, IndexError, psutil.Error, OSError) as error:  # met amid another rescue
             problem = f"not inflicted: {type(error).__name__}: {error}"
@@ -235,8 +229,7 @@ def main() -> int:
     if not trained:
         raise SystemExit((run_faults.CASE / "long.txt").read_text(errors="replace")[-3000:])
     problems = [str(row["problem"]) for row in rows if row["problem"]]
-    problems += [f"a call ended with {code}" for code in run.codes[:-1] if code != 3]
-    problems += [] if run.codes[-1] == 128 + signal.SIGTERM else [f"it ended with {run.codes[-1]}"]
+    problems += [] if run.codes == [128 + signal.SIGTERM] else [f"it ended with {run.codes}"]
     problems += find_broken(trained)
     report = {"status": "unknown", "step": None}
     with contextlib.suppress(OSError):

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...errors import NO_ROOM
 from ...system.limits import find_lack
 from ...types import Phase
 from ...units import format_bytes
@@ -154,6 +155,7 @@ class Session:
         self._seen_step = self.step
         self.end_step = self.steps  # the last step of the training, as far as that is known
         self._steps_file: int | None = None
+        self._unwritten = b""  # of that file
         self._step_began_s = time.perf_counter()
         self._peak_read_s = 0.0
         self._peak_bytes: int | None = None
@@ -434,9 +436,17 @@ class Session:
         return self._peak_bytes
 
     def _write_lines(self, order: RunOrder, lines: Sequence[Mapping[str, Any]]) -> None:
-        if self._steps_file is None:  # it stays open until the rank ends
-            self._steps_file = os.open(order.steps_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        os.write(self._steps_file, "".join(json.dumps(line) + "\n" for line in lines).encode())
+        """Append lines; those for which the disk has no room wait for the next ones."""
+        self._unwritten += "".join(json.dumps(line) + "\n" for line in lines).encode()
+        try:
+            if self._steps_file is None:  # it stays open until the rank ends
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+                self._steps_file = os.open(order.steps_file, flags, 0o644)
+            while self._unwritten:
+                self._unwritten = self._unwritten[os.write(self._steps_file, self._unwritten) :]
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
 
     def _report_reading(self) -> Callable[[int], None]:
         """Return a function that tells how many samples of a stream were read that the run has trained on."""

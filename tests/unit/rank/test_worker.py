@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from autods.rank.job import Beat, Heartbeats
 from autods.rank.memory import Meter
-from autods.rank.worker import Observer, RankContext
+from autods.rank.worker import LossyLog, Observer, RankContext
 from autods.types import PHASES
 from autods.workload import Workload
 from tests.support.ends import JOB
@@ -127,3 +128,10 @@ def test_zero_init_builds_stage_3_in_parts(
     observer: Any = None
     context = RankContext(job=rank_job, slot=0, observer=observer, store=None, workload=whole)
     assert context.load_for_training() is (parts if in_parts else whole)
+
+
+def test_a_log_without_room_loses_lines_and_raises_nothing() -> None:
+    with io.TextIOWrapper(io.BufferedWriter(LossyLog("/dev/full", "wb")), line_buffering=True) as log:
+        print("lost", file=log)
+    with pytest.raises(OSError, match="No space left"), open("/dev/full", "w") as file:
+        print("lost", file=file, flush=True)

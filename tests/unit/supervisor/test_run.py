@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
+import subprocess
+import threading
 from dataclasses import replace
 
 import pytest
 
 from autods.config.rungs import read_rungs
 from autods.config.settings import apply_survey
-from autods.errors import EnvironmentBroken, InputError
+from autods.errors import EnvironmentBroken, InputError, NoRoom
 from autods.journal import make_other_fit_error
 from autods.rank.record import RunResult
 from autods.rank.training_run.checkpoints import MARK
@@ -210,6 +213,50 @@ def test_a_run_whose_last_step_has_no_room_is_not_done(tmp_path):
     result, launcher = supervise(tmp_path, finish)
     assert result.status == "done"
     assert launcher.jobs[0].order.restore.endswith("step-00000008")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder on a file system of 4 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", folder], capture_output=True).returncode:
+        pytest.skip("only root may mount a small file system")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.mark.parametrize("number", [None, signal.SIGTERM])
+def test_a_run_waits_for_room_on_a_full_disk(small_disk, number):
+    ballast, events = small_disk / "ballast", []
+
+    def hear(event):
+        events.append(str(event))
+        if "waits for room" in str(event):
+            make_room = ballast.unlink if number is None else lambda: os.kill(os.getpid(), number)
+            threading.Timer(0.3, make_room).start()
+
+    def answer(job):
+        if job.order.attempt > 1:
+            return finish(job)
+        with contextlib.suppress(OSError), open(ballast, "wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+        return 0, failed(evidence="OSError: [Errno 28] No space left on device")
+
+    def supervise_in_it():
+        launcher = ScriptedLauncher(answer, FACTS)
+        return run(settings(small_disk), listen=hear, start=launcher.start, find_fit=lambda fit, listen: REPORT)
+
+    if number is None:
+        result = supervise_in_it()
+        assert (result.status, result.step, len(result.attempts)) == ("done", 10, 2)
+        assert any("there is room on the disk again" in text for text in events)
+        return
+    with pytest.raises(NoRoom, match="the same command goes on"):
+        supervise_in_it()
+    ballast.unlink()
+    assert supervise_in_it().status == "done"
 
 
 def test_host_memory_may_have_room_later(tmp_path):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -99,6 +100,23 @@ def test_a_full_disk_skips_the_save_and_training_goes_on(make_session, monkeypat
     train(session, 3)
     assert saved_steps(session) == []
     assert [line["step"] for line in read_lines(session) if "unsaved" in line] == [2]
+
+
+def test_lines_of_steps_wait_for_room_on_the_disk(make_session, monkeypatch):
+    session, write = make_session(), os.write
+
+    def refuse(file, data):
+        if file == session._steps_file:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data)
+
+    train(session, 2)
+    monkeypatch.setattr("os.write", refuse)
+    train(session, 2)
+    assert [line["step"] for line in read_lines(session)] == [1, 2]
+    monkeypatch.setattr("os.write", lambda file, data: write(file, data[:7]))  # and then it takes a few bytes at once
+    train(session, 2)
+    assert [line["step"] for line in read_lines(session)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_an_older_checkpoint_makes_room_and_the_last_stays(make_session, monkeypatch):

@@ -1,0 +1,45 @@
+"""A run whose disk is full waits until somebody makes room: ending it would cost its ranks, and a place in a queue."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..errors import NoRoom
+from ..events import Note, RunListener
+from ..report.text import format_seconds
+
+_LOOK_AGAIN_S = 1.0
+_WAIT_FOR_S = 3600.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Room:
+    """Waits for room on a disk. `is_stopping` tells whether the user has asked the run to end."""
+
+    listen: RunListener
+    is_stopping: Callable[[], bool]
+    wait_for_s: float = _WAIT_FOR_S
+
+    def await_for(self, write: Callable[[], object]) -> None:
+        """Call `write`, again and again while it raises NoRoom. It may be called any number of times.
+
+        Raises NoRoom where the disk is full for `wait_for_s`, or when the user asks the run to end meanwhile.
+        """
+        began_s, is_waiting = time.monotonic(), False
+        while True:
+            try:
+                write()
+                break
+            except NoRoom as error:
+                if self.is_stopping() or time.monotonic() - began_s >= self.wait_for_s:
+                    raise
+                if not is_waiting:
+                    problem, at_most = str(error).splitlines()[0], format_seconds(self.wait_for_s)
+                    self.listen(Note(text=f"{problem}; the run waits for room, {at_most} at most", warns=True))
+                is_waiting = True
+                time.sleep(_LOOK_AGAIN_S)
+        if is_waiting:
+            waited = format_seconds(time.monotonic() - began_s)
+            self.listen(Note(text=f"there is room on the disk again after {waited}: the run goes on"))
