@@ -54,6 +54,7 @@ class PlanSettings:
     With `zero_init`, stage 3 builds the model under `deepspeed.zero.Init`. With `as_written`, buckets and limits are
     those of the base config, or DeepSpeed's defaults, and not those that a fit would start with.
     `stall_s` is the longest that loading or one simulation may take; None: as long as usual.
+    `adopts_batch`: nobody has said a micro batch, so a script's own counts.
     `tokens` are those of a training whose duration is asked for, and `timeline` is the file for a step's trace.
     `assumed` holds sentences about what the request leaves open.
     """
@@ -64,6 +65,7 @@ class PlanSettings:
     device: str = "cuda"
     checkpointing: bool | None = None
     largest: bool = True
+    adopts_batch: bool = False
     zero_init: bool = False
     as_written: bool = False
     stall_s: float | None = None
@@ -121,6 +123,7 @@ def resolve_plan(request: PlanRequest, source: WorkloadSource, *, hardware: Hard
         device=device.name,
         checkpointing=checkpointing == "on" if isinstance(checkpointing, str) else checkpointing,
         largest=request.largest,
+        adopts_batch=request.micro_batch is None,
         zero_init=request.zero_init,
         as_written=request.as_written,
         stall_s=None if request.stall_limit is None else parse_time(request.stall_limit, "--stall-limit"),
@@ -221,6 +224,21 @@ def apply_script_config_to_plan(settings: PlanSettings, facts: ModelFacts) -> Pl
     return replace(settings, sites=tuple(sites), assumed=(*settings.assumed, *sentences))
 
 
+def adopt_script_batch(settings: PlanSettings, micro_batch: int) -> PlanSettings:
+    """Return the settings with the micro batch that a script has by itself: no other one can be forecast.
+
+    Raises InputError where it does not divide the global batch.
+    """
+    sites = tuple(_with_base(site, site.base, micro_batch, site.global_batch) for site in settings.sites)
+    sentence = f"micro batch {micro_batch}, which the script fixes (--micro-batch); a larger one was not searched"
+    assumed = [one for one in settings.assumed if one not in map(_assume_batch, settings.sites)]
+    return replace(settings, sites=sites, largest=False, adopts_batch=False, assumed=(*assumed, sentence))
+
+
+def _assume_batch(site: Site) -> str:
+    return f"micro batch {site.micro_batch} (--micro-batch)"
+
+
 def _with_base(site: Site, base: Mapping[str, Any], micro_batch: int | None, global_batch: int | None) -> Site:
     """Return the site with this config, and with the batch that follows from it where none is given."""
     replicas, users = count_replicas(base, site.world_size), base.get("train_micro_batch_size_per_gpu")
@@ -282,7 +300,7 @@ def _list_assumptions(sites: Sequence[Site], device: Device, request: PlanReques
             names = ", ".join(site.machine.name for site in sites if _get_network(site) == network)
             assumptions.append(f"{network.removesuffix(_ASSUMED)} between the nodes of {names} (--on FILE.toml)")
     if request.micro_batch is None and len({site.micro_batch for site in sites}) == 1:
-        assumptions.append(f"micro batch {sites[0].micro_batch} (--micro-batch)")
+        assumptions.append(_assume_batch(sites[0]))
     if not device.shares_host_memory and any(site.machine.host_bytes is None for site in sites):
         assumptions.append("host memory without a limit (--host-memory)")
     here = next((site.machine for site in sites if site.machine.name == HERE), None)

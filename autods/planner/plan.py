@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from ..config.catalogue import Site
-from ..config.plan_settings import PlanSettings, apply_script_config_to_plan
+from ..config.plan_settings import PlanSettings, adopt_script_batch, apply_script_config_to_plan
 from ..config.rungs import Rung
 from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import AutodsError, EnvironmentBroken, InputError, Interrupted
@@ -68,7 +68,14 @@ def plan(settings: PlanSettings, *, listen: ForecastListener, start: StartSimula
             checkpointing = choose_checkpointing(settings, facts)
             allocator = read_alloc_conf(os.environ, settings.device)
             run = PlanRun(settings, facts, simulator, listen, expandable=allocator.expandable)
-            _forecast_all(run)
+            try:
+                _forecast_all(run)
+            except SimulationFailed as failed:
+                if failed.own_batch is None or not settings.adopts_batch:
+                    raise
+                settings = adopt_script_batch(settings, failed.own_batch)
+                run = PlanRun(settings, facts, simulator, listen, expandable=allocator.expandable)
+                _forecast_all(run)
             sites = tuple(_site_forecast(run, site) for site in settings.sites)
             if len(sites) == 1 and (best := sites[0].best) is not None:
                 sites = (replace(sites[0], alternatives=list_alternatives(run, sites[0].site, best)),)

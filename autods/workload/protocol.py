@@ -32,7 +32,12 @@ _CONFIG = "DEEPSPEED_CONFIG"
 
 
 class WorkloadError(InputError):
-    """The user's code breaks the protocol of `Workload`. Raised in a rank; it reaches the driver as text."""
+    """The user's code breaks the protocol of `Workload`. Raised in a rank; it reaches the driver as text.
+
+    `own_batch` are the samples of a script's batches where nothing on its command line can change them.
+    """
+
+    own_batch: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

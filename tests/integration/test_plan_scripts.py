@@ -151,6 +151,16 @@ def test_a_manager_a_mesh_and_generated_texts_are_forecast(users):
     assert "generated texts were taken to be as long as they may be (max_new_tokens)" in forecast.assumed
 
 
+def test_a_batch_that_a_script_fixes_is_forecast_as_it_is(users):
+    forecast = api.plan("chooses.py", ladder="zero2", **GPU)
+    (rung,) = forecast.sites[0].rungs
+    assert (rung.verdict, rung.micro_batch) == ("fits", 3)
+    said = " ".join(forecast.assumed)
+    assert "micro batch 3, which the script fixes" in said
+    assert "a mask as index" in said
+    assert "upper bounds" in said
+
+
 def test_a_script_s_config_is_used_on_cpu_ranks(users):
     forecast = api.plan("with_loader.py", script_args=("own.json",), ladder="zero2", **CPU)
     (rung,) = forecast.sites[0].rungs

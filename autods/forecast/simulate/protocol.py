@@ -45,16 +45,26 @@ class SimulationFailed(AutodsError):
     `engine`: DeepSpeed refused the config.
     `stuck`: the user's code did not come back, or a script did not reach its second step.
     `crashed`: the process died.
+
+    `own_batch` is that of a `WorkloadError`.
     """
 
-    def __init__(self, kind: str, problem: str, hint: str | None = None, place: str | None = None) -> None:
-        self.kind, self.problem, self.hint, self.place = kind, problem, hint, place
+    def __init__(
+        self,
+        kind: str,
+        problem: str,
+        hint: str | None = None,
+        place: str | None = None,
+        *,
+        own_batch: int | None = None,
+    ) -> None:
+        self.kind, self.problem, self.hint, self.place, self.own_batch = kind, problem, hint, place, own_batch
         line = f"{place}: {problem}" if place else problem
         super().__init__(f"{line}\n  {hint}" if hint else line)
 
-    def __reduce__(self) -> tuple[type[SimulationFailed], tuple[str | None, ...]]:
+    def __reduce__(self) -> tuple[type[SimulationFailed], tuple[str | None, ...], dict[str, Any]]:
         """Let pickle call the constructor: the worker sends it, and the client raises it."""
-        return SimulationFailed, (self.kind, self.problem, self.hint, self.place)
+        return SimulationFailed, (self.kind, self.problem, self.hint, self.place), vars(self)
 
 
 # A process is forked for each request. That of an engine then takes micro batches, as ints, and answers each.

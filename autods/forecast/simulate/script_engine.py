@@ -188,7 +188,7 @@ class _SimulatedTrial(TrialPolicy):
 def _failure_of(error: BaseException, source: WorkloadSource) -> SimulationFailed:
     """The failure that an exception of a script means, with the script's line."""
     if isinstance(error, WorkloadError):
-        return SimulationFailed(kind="user_code", problem=error.problem, place=error.place, hint=error.hint)
+        return SimulationFailed("user_code", error.problem, error.hint, error.place, own_batch=error.own_batch)
     failure = failure_of(error, source.path)
     if isinstance(error, SimulationFailed):
         return failure

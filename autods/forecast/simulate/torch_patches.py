@@ -39,6 +39,7 @@ _FOREACH_TYPES = (
     declare("torch.utils._foreach_utils._foreach_supported_types", "fake tensors take the default of a GPU, foreach"),
 )
 _ONE_HOT = declare("torch.nn.functional.one_hot", "how many tokens experts get follows from routers' masks")
+_LOSS = declare("torch.nn.functional.cross_entropy", "rows that values choose were all taken, of logits and of labels")
 # Ranks in a tensor of a mesh are values.
 _MESHES = [
     declare("torch.distributed.device_mesh.init_device_mesh", "a mesh has real ranks"),
@@ -109,7 +110,15 @@ def install(ledger: Ledger) -> None:
         ledger.choices.note(mask, tensor)
         return mask
 
+    def match_rows(cross_entropy: Any, logits: Any, labels: Any, *args: Any, **kwargs: Any) -> Any:
+        """A loss of logits and labels that two masks chose: their numbers agree only where masks have values."""
+        if ledger.is_upper_bound and labels.dim() == 1 and logits.dim() == 2 and len(logits) != len(labels):
+            rows = min(len(logits), len(labels))
+            logits, labels = logits[:rows], labels[:rows]
+        return cross_entropy(logits, labels, *args, **kwargs)
+
     _ONE_HOT.wrap(make_one_hot)
+    _LOSS.wrap(match_rows)
     Distribution.set_default_validate_args(False)  # it would look at values; routers of experts draw from one
 
 

@@ -52,22 +52,25 @@ class Batches:
 
         _LOADER.wrap(init)
 
-    def check(self, arguments: Sequence[Any], micro_batch: int, *, shifts_labels: bool = False) -> bool:
+    def check(
+        self, arguments: Sequence[Any], micro_batch: int, *, shifts_labels: bool = False, takes_size: bool = True
+    ) -> bool:
         """Whether a forward's arguments are a whole micro batch; the rest at the end of the data is not.
 
-        Raises WorkloadError when the first batch has another size already. See `text_shapes` for `shifts_labels`.
+        Raises WorkloadError when the first batch has another size already. `takes_size`: the script's command line has
+        the size. See `text_shapes` for `shifts_labels`.
         """
         self.seen += 1
         self.tokens += sum(rows * tokens for rows, tokens in text_shapes(arguments, shifts_labels=shifts_labels))
         shapes = [tuple(tensor.shape) for tensor in iter_tensors(arguments) if tensor.dim()]
         if self.seen == 1:
-            self._check_first(shapes, micro_batch)
+            self._check_first(shapes, micro_batch, takes_size=takes_size)
             self._first_sizes = {shape[0] for shape in shapes}
         if not shapes or micro_batch not in self._first_sizes:
             return True  # samples are packed, or are not the first dimension
         return any(shape[0] == micro_batch for shape in shapes)
 
-    def _check_first(self, shapes: Sequence[tuple[int, ...]], micro_batch: int) -> None:
+    def _check_first(self, shapes: Sequence[tuple[int, ...]], micro_batch: int, *, takes_size: bool) -> None:
         sizes = [shape[0] for shape in shapes]
         if not sizes or micro_batch in sizes:
             return
@@ -77,13 +80,15 @@ class Batches:
         place = None if loader is None else loader.place
         if loader is None or loader.batch_size != micro_batch:
             subject = f"`{place.code}` has to" if place and place.code else "let its loader"
-            raise script_error(
+            error = script_error(
                 f"its batches hold {size} samples, where the config says {micro_batch} "
                 "(train_micro_batch_size_per_gpu)",
                 at=place,
                 hint=f"{subject} take the size from the command line, given as {{micro_batch_size}} after --; "
                 f"autods plan --micro-batch {size} forecasts it as it is",
             )
+            error.own_batch = None if takes_size else size
+            raise error
         # The loader has the right size. Packed samples are one long row, and some models put time before the batch.
         if 1 < size < micro_batch and not any(micro_batch in shape[1:2] for shape in shapes):
             problem = f"its data ends before a micro batch of {micro_batch} is full: it holds {size} samples"

@@ -54,14 +54,16 @@ def ignore_cuda_calls(stand_ins: list[str]) -> None:
     """Let calls that select a GPU or wait for one do nothing, and note each of them once with its line."""
 
     def ignore(name: str, original: Any, /, *args: Any, **kwargs: Any) -> None:
-        _note(stand_ins, f"torch.cuda.{name}")
+        note_use(stand_ins, f"torch.cuda.{name}")
 
     for name, patch in _CUDA_CALLS.items():
         patch.wrap(ignore, name)
 
 
-def _note(stand_ins: list[str], use: str) -> None:
-    if (place := f"{use} ({find_caller()})") not in stand_ins:
+def note_use(stand_ins: list[str], use: str) -> None:
+    """Note a script's use of GPUs once, with its line where it is the script's."""
+    line = find_caller()
+    if (place := use if line is None else f"{use} ({line})") not in stand_ins:
         stand_ins.append(place)
 
 
@@ -69,7 +71,7 @@ def _replace_nccl(backend: str, stand_ins: list[str], original: Any, /, *args: A
     given = inspect.signature(original).bind(*args, **kwargs)
     if "nccl" in str(given.arguments.get("backend")).lower():
         given.arguments["backend"] = backend
-        _note(stand_ins, "nccl")
+        note_use(stand_ins, "nccl")
     given.arguments.pop("device_id", None)
     return original(*given.args, **given.kwargs)
 

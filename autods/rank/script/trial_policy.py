@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from ...config.deepspeed import without_monitors
 from ...system.stacks import find_caller
 from ...types import Examined, ModelFacts, Phase, Trained
+from ...workload.script_source import has_placeholder
 from .. import pipeline
 from ..comparable_losses import GradientMeter, UpdateMeter, generator_state, make_comparable
 from ..distributed import Ranks, Traffic
@@ -198,7 +199,12 @@ class TrialPolicy(Policy):
         self.clock.begin_forward(now)
         self.traffic.begin()
         decodes = shifts_labels(self.engine.module)
-        self._whole &= self.batches.check((*args, kwargs), self.job.micro_batch, shifts_labels=decodes)
+        self._whole &= self.batches.check(
+            (*args, kwargs),
+            self.job.micro_batch,
+            shifts_labels=decodes,
+            takes_size=has_placeholder(self.job.source.argv, "micro_batch_size"),
+        )
         if self.job.exam == "worst_case" and self._exam is None:  # the exam evaluates one batch, before and after
             self.batches.keep_longest(args, kwargs)
         if self._parity is not None:

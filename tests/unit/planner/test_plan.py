@@ -414,3 +414,25 @@ def test_a_script_may_be_read_on_all_of_its_ranks() -> None:
 def test_a_model_whose_facts_fail_is_not_read_twice() -> None:
     with pytest.raises(InputError, match="devices=8"):
         plan(question(), listen=lambda event: None, start=lambda source: nullcontext(Crowd(FACTS, shrinking)))
+
+
+def fixed(ask: EngineSpec, micro_batch: int) -> Simulation:
+    """A script whose loader has a size of its own, and which takes none."""
+    if micro_batch != 2:
+        raise SimulationFailed("user_code", "its batches hold 2 samples", own_batch=2)
+    return shrinking(ask, micro_batch)
+
+
+def test_a_plan_takes_the_batch_that_a_script_fixes() -> None:
+    planned = Planned(question(), fixed)
+    site = planned.forecast.sites[0]
+    assert {rung.micro_batch for rung in site.rungs if rung.memory} == {2}
+    assert planned.forecast.status == "fits"
+    said = [sentence for sentence in planned.forecast.assumed if "micro batch" in sentence]
+    assert said == ["micro batch 2, which the script fixes (--micro-batch); a larger one was not searched"]
+    assert {micro_batch for _, micro_batch in planned.simulator.measured} == {1, 2}
+
+
+def test_a_micro_batch_that_was_asked_for_is_not_replaced() -> None:
+    with pytest.raises(InputError, match="its batches hold 2 samples"):
+        Planned(question(micro_batch=4), fixed)

@@ -21,6 +21,7 @@ from ....workload.script_source import has_placeholder
 from ...patching import declare, declare_all, find_original, when_imported
 from ..engine_config import LibraryConfig, read_config
 from ..policy import Injection, TrainerLoop
+from ..surroundings import note_use
 from ..user_errors import script_error
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def _set_arguments(injection: Injection, original: Any, arguments: Any, /, *args
     stands_in = find_device(job.device).stands_in
     if stands_in and not arguments.use_cpu:
         arguments.use_cpu = True
-        injection.stand_ins.append(f"a GPU for its TrainingArguments ({find_caller()})")
+        note_use(injection.stand_ins, "a GPU for its TrainingArguments")
     if not stands_in and arguments.use_cpu:
         problem = "its TrainingArguments train on the CPU"
         raise script_error(problem, hint="drop `--use_cpu` after --, or give --device cpu")

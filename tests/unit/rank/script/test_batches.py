@@ -29,6 +29,13 @@ def test_the_error_about_another_size_names_the_loader():
     assert "`loader = DataLoader(data, batch_size=8)`" in error.value.hint
 
 
+@pytest.mark.parametrize(("takes_size", "own"), [(True, None), (False, 8)])
+def test_a_batch_that_no_argument_changes_is_the_script_s_own(takes_size: bool, own: int | None):
+    with pytest.raises(WorkloadError) as error:
+        batches(8).check([torch.ones(8, 7)], 2, takes_size=takes_size)
+    assert error.value.own_batch == own
+
+
 def test_the_error_names_the_script_s_line_before_a_library_s():
     wrapper = Loader(batch_size=8, place=Frame("train.py", 90, "main", "loader = accelerator.prepare(loader)"))
     seen = Batches(loaders=[Loader(batch_size=8, place=PLACE), wrapper])
