@@ -61,6 +61,7 @@ from ..tuner.candidates import unusual_knobs
 from ..types import Trial
 from ..units import format_bytes
 from .ending import Call, end_with_error, resuming_command
+from .synopsis import REQUIRED
 
 Request = TypeVar("Request")
 Resolved = TypeVar("Resolved")
@@ -138,16 +139,26 @@ def run_report(
 
 
 def run_plan(
-    call: Call, request: requests.PlanRequest, *, html: str | None = None, as_json: bool = False, quiet: bool = False
+    call: Call,
+    request: requests.PlanRequest,
+    *,
+    html: str | None = None,
+    require: str | None = None,
+    as_json: bool = False,
+    quiet: bool = False,
+    verbose: bool = False,
 ) -> int:
     """Forecast every rung. A page of it is also written to the file `html`."""
+    if require not in (None, REQUIRED):
+        raise InputError(f"--require {require} is unknown", hint=f"give --require {REQUIRED}, or none")
     outputs = [] if html is None else [OutputFile("--html", html, PAGE_BEGINS)]
     check_outputs(outputs + ([] if request.timeline is None else [name_timeline(request.timeline)]))
     forecast = _work(call.use_cases.get("plan", PLAN), request, quiet, lambda settings: PlanProgress())
-    _show(forecast, as_json, plan_to_dict, make_plan_document)
+    _show(forecast, as_json, plan_to_dict, make_plan_document, verbose=verbose)
     _offer_split_build(call, forecast.sites[0].partitioned, as_json)
     failed = 0 if html is None else _write(call, lambda: write_page(make_plan_document(forecast), Path(html)))
-    return failed or (1 if forecast.status == "nothing_fits" else 0)
+    is_missed = forecast.status != REQUIRED if require else forecast.status == "nothing_fits"
+    return failed or int(is_missed)
 
 
 def run_probe(

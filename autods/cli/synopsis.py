@@ -45,6 +45,13 @@ VerboseFit = Annotated[
 ]
 Markdown = Annotated[bool, _flag("--markdown", help="Print a Markdown table, for a pull request.")]
 Html = Annotated[str | None, _flag("--html", metavar="FILE", help="Write the forecast there as a page, too.")]
+VerbosePlan = Annotated[
+    bool, _flag("--verbose", "-v", help="Also intervals, what fills the memory and the step, and alternatives.")
+]
+REQUIRED = "fits"  # the one value of --require
+Require = Annotated[
+    str | None, _flag("--require", metavar=REQUIRED, help="Exit with 1 unless something surely fits: a check for CI.")
+]
 Csv = Annotated[str | None, _flag("--csv", metavar="FILE", help="Write the table there as well; - prints it.")]
 
 
@@ -89,7 +96,7 @@ autods report autods-out/model-run      a run's attempts
     ),
     "plan": Synopsis(
         requests.PlanRequest,
-        {"html": Html, "as_json": AsJson, "quiet": Quiet},
+        {"html": Html, "require": Require, "as_json": AsJson, "quiet": Quiet, "verbose": VerbosePlan},
         examples="""\
 autods plan model.py --gpus 8 --gpu-memory 80GiB --host-memory 1TiB
 autods plan Llama-2-7b/config.json --gpus 8 --on a100-80gb --seq-len 4096
@@ -98,10 +105,11 @@ autods plan train.py --gpus 8 --on a100-80gb -- --deepspeed_config {ds_config} -
 autods plan model.py --gpus 8 --on all      which machine do I need?
 autods plan model.py --gpus 8 --on a100-80gb --html plan.html      a page to send to somebody
 autods plan model.py --gpus 8 --on a100-80gb --tokens 300B      days of a training
+autods plan model.py --gpus 8 --on a100-80gb --base-config ds.json --as-written --require fits      a check for CI
 autods plan model.py --gpus 8 --on a100-80gb --timeline step.json      a step for ui.perfetto.dev
 """,
-        exit_codes="0 something fits or may (tight, not forecast), 1 nothing fits, 2 wrong input, "
-        "3 broken environment, 130 interrupted.",
+        exit_codes="0 something fits or may (tight, not forecast), 1 nothing fits, or not surely with --require fits, "
+        "2 wrong input, 3 broken environment, 130 interrupted.",
     ),
     "probe": Synopsis(
         requests.ProbeRequest,

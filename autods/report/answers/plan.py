@@ -1,26 +1,26 @@
 """The document of `autods plan`: what each rung needs, how fast it is, which machine is enough, and what to do.
 
-A row is a `PlanRow` of a rung or a `SiteForecast` of a machine. A column of theirs is one entry of `RUNGS`, `SPEEDS`
-or `MACHINES`.
+A row is a `PlanRow` of a rung or a `SiteForecast` of a machine. A column of theirs is one entry of `list_columns`,
+`RUNGS`, `SPEEDS` or `MACHINES`.
 """
 
 from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ...config.base_config import precision_name
 from ...config.catalogue import ASKED, HERE, Site
 from ...forecast.predict.step_time import Speed, StepTime
 from ...forecast.values import PHASES, RungForecast
-from ...types import TIERS
-from ...units import format_bytes, format_count
+from ...types import TIERS, Tier
+from ...units import choose_unit, format_bytes, format_count
 from .. import document as doc
 from ..document import Cell, Column, Medium, Words, line, make_document, tabulate, titled
 from ..results.plan import PlanReport, SiteForecast, Training
-from ..text import MARKS, format_predicted, format_ranks, format_rate, format_seconds, format_share
+from ..text import MARKS, Mark, format_predicted, format_ranks, format_rate, format_seconds, format_share
 from .remedies import (
     describe_need,
     describe_partitioned_build,
@@ -49,6 +49,42 @@ class PlanRow:
 
 def _name_rung(row: PlanRow) -> Words:
     return line((row.rung.rung, "bold" if row.is_best else ""))
+
+
+def list_columns(unit: str, factor: int) -> tuple[Column[PlanRow], ...]:
+    """The columns of the table below the answer, bytes in one unit. A rung that does not fit has no speed there."""
+
+    def read_peak(tier: Tier) -> Callable[[PlanRow], Cell]:
+        return lambda row: f"{row.rung.memory[tier].peak_bytes / factor:,.1f}" if tier in row.rung.memory else ""
+
+    def read_speed(read: Callable[[Speed], str]) -> Callable[[PlanRow], Cell]:
+        has_speed = ("fits", "tight")
+        return lambda row: read(row.rung.speed) if row.rung.speed and row.rung.verdict in has_speed else "–"
+
+    def mark(row: PlanRow) -> Mark:
+        return MARKS[row.rung.verdict]
+
+    spare: Mapping[Tier, int] = {"device": 0, "host": 2, "pinned": 4, "nvme": 3}
+    memory = (
+        Column(name=f"{tier}\n{unit}", read=read_peak(tier), right=True, spare=spare[tier])
+        for tier in TIERS
+        if tier in spare
+    )
+    return (
+        Column(name="rung", read=lambda row: line(mark(row)[::2], " ", _name_rung(row))),
+        Column(name="verdict", read=lambda row: mark(row).word, spare=5),
+        *memory,
+        Column(name="largest\nbatch", read=lambda row: str(row.rung.largest_micro_batch or ""), right=True),
+        Column(name="step\n(s)", read=read_speed(lambda speed: f"{speed.step.seconds:.3g}"), right=True),
+        Column(
+            name="samples/s", read=read_speed(lambda speed: format_rate(speed.samples_per_second)), right=True, spare=6
+        ),
+        Column(name="tokens/s", read=read_speed(_format_tokens), right=True),
+        Column(
+            name="days", read=lambda row: "–" if row.training is None else format_rate(row.training.days), right=True
+        ),
+        Column(name="bound by", read=read_speed(lambda speed: speed.step.bound), spare=1),
+    )
 
 
 def _list_peaks(row: PlanRow) -> Cell:
@@ -103,6 +139,18 @@ SPEEDS: tuple[Column[PlanRow], ...] = (
 def tabulate_rungs(rungs: Iterable[RungForecast], *, best: str | None = None) -> doc.Table:
     """The verdict and the memory of each rung."""
     return tabulate(RUNGS, (PlanRow(rung=rung, is_best=rung.rung == best) for rung in rungs))
+
+
+def tabulate_answer(plan: PlanReport, site: SiteForecast) -> doc.Table:
+    """The memory of each rung, and the speed of those that may fit."""
+    peaks_bytes = (rung.memory["device"].peak_bytes for rung in site.rungs if "device" in rung.memory)
+    largest_bytes = max(peaks_bytes, default=1)
+    rows = (
+        PlanRow(rung=rung, is_best=rung is site.best, training=plan.forecast_training(site, rung))
+        for rung in site.rungs
+    )
+    table = tabulate(list_columns(*choose_unit(largest_bytes)), rows)
+    return replace(table, on=Medium.TERMINAL | Medium.MARKDOWN)  # a page has a table with the intervals
 
 
 def tabulate_speeds(plan: PlanReport, site: SiteForecast) -> doc.Table:
@@ -228,26 +276,39 @@ def _list_parts_of_machines(plan: PlanReport) -> Iterator[doc.Part]:
         name = {HERE: "this machine", ASKED: "the machine"}.get(site.site.machine.name, site.site.machine.name)
         yield doc.Heading(words=f"{name}: {describe_site_answer(site)}", on=Medium.PAGE)
         yield doc.Paragraph(words=describe_site(plan, site.site), on=Medium.PAGE)
-        parts = (*_list_tables(plan, site), doc.Bullets(items=tuple(list_suggestions(plan, site))))
+        sentences = (*list_suggestions(plan, site), *compare_speeds(site, faster=False))
+        parts = (*_list_tables(plan, site), doc.Bullets(items=sentences))
         yield from (replace(part, on=Medium.PAGE) for part in parts if not isinstance(part, doc.Legend))
 
 
 def _list_parts_of_site(plan: PlanReport, site: SiteForecast) -> Iterator[doc.Part]:
-    yield from _list_tables(plan, site)
-    answer = line((describe_site_answer(site), f"bold {_STATUS_STYLES[site.status]}"))
-    yield doc.Headline(words=answer, effort=f"forecast in {format_seconds(plan.seconds)}", gap=True)
+    answer = describe_site_answer(site)
+    words = line((answer[0].upper() + answer[1:], f"bold {_STATUS_STYLES[site.status]}"))
+    yield doc.Headline(words=words, effort=f"forecast in {format_seconds(plan.seconds)}")
+    yield tabulate_answer(plan, site)
+    yield from (replace(part, on=Medium.BRIEF | Medium.MARKDOWN) for part in _explain_figures(site))
     yield doc.Bullets(items=tuple(list_suggestions(plan, site)))
+    yield doc.Bullets(items=tuple(compare_speeds(site, faster=False)), on=Medium.DETAILS)
+    yield from (replace(part, on=part.on & Medium.DETAILS) for part in _list_tables(plan, site))
 
 
 def _list_tables(plan: PlanReport, site: SiteForecast) -> Iterator[doc.Part]:
-    rungs, speeds = tabulate_rungs(site.rungs, best=site.best_rung), tabulate_speeds(plan, site)
-    yield rungs
+    yield tabulate_rungs(site.rungs, best=site.best_rung)
     yield doc.Legend()
+    yield from _explain_figures(site)
+    if _has_times(site):
+        yield tabulate_speeds(plan, site)
+
+
+def _has_times(site: SiteForecast) -> bool:
+    return any(rung.speed for rung in site.rungs if rung.memory)
+
+
+def _explain_figures(site: SiteForecast) -> Iterator[doc.Part]:
+    """Whose memory it is, and why there is no time."""
     yield doc.Paragraph(words=line(("device and pinned: a rank's; host and nvme: a node's", "dim")))
-    if any(rung.speed for rung in site.rungs if rung.memory):
-        yield speeds
-    else:
-        yield doc.Paragraph(words=line((f"step time: –, because {explain_no_time(site)}", "dim")), gap=True)
+    if not _has_times(site):
+        yield doc.Paragraph(words=line((f"step time: –, because {explain_no_time(site)}", "dim")))
 
 
 def describe_workload(plan: PlanReport) -> str:
@@ -276,16 +337,14 @@ def describe_site(plan: PlanReport, site: Site) -> str:
 
 
 def describe_site_answer(site: SiteForecast) -> str:
-    """'zero2 is the fastest rung that fits, up to micro batch 6'."""
+    """'use zero2, micro batch 6: 15,403 tokens/s, bound by compute'."""
     best = site.best
     if best is None:
         return "nothing is forecast" if site.to_try else describe_way_out(site.partitioned) or "nothing fits"
-    size = f"at micro batch {best.micro_batch}"
-    if best.largest_micro_batch is not None:
-        size = f"up to micro batch {best.largest_micro_batch}"
-    answer = f"{best.rung} is the fastest rung that {'fits' if best.verdict == 'fits' else 'may fit'}, {size}"
+    verb = "use" if best.verdict == "fits" else "try"
+    answer = f"{verb} {best.rung}, micro batch {best.largest_micro_batch or best.micro_batch}"
     if best.speed is None:
-        return answer
+        return f"{answer}: the first that {'fits' if best.verdict == 'fits' else 'may fit'}"
     return f"{answer}: {format_speed(best.speed)}, bound by {best.speed.step.bound}"
 
 
@@ -314,7 +373,9 @@ def list_suggestions(plan: PlanReport, site: SiteForecast) -> Iterator[str]:
             f"{first.rung} comes first in the ladder, but {best.rung} is forecast {times:.2f} times as fast: a step of"
             f" {first.rung} is spent on {format_spent(first.speed.step)}"
         )
-    yield from compare_speeds(site)
+    yield from compare_speeds(site, faster=True)
+    if best.speed is not None and (unaligned := describe_unaligned(best.speed)) is not None:
+        yield unaligned
     faster = [rung for rung in site.rungs[: site.rungs.index(best)] if rung.memory and _may_be_faster(rung, best)]
     tight = [rung.rung for rung in faster if rung.verdict == "tight"]
     if tight and best.verdict == "fits":
@@ -327,6 +388,7 @@ def list_suggestions(plan: PlanReport, site: SiteForecast) -> Iterator[str]:
     if leaner is not None:
         more = f", up to micro batch {leaner.largest_micro_batch}" if leaner.largest_micro_batch else ""
         yield f"{leaner.rung} leaves more memory free: {describe_need(leaner)}{more}"
+    yield from (f"{rung.rung}: {rung.reason}" for rung in site.rungs if rung.verdict == "not_applicable")
     if best.verdict == "fits":
         yield "prove it on the machine itself: autods fit"
 
@@ -355,14 +417,21 @@ def describe_training(plan: PlanReport, site: SiteForecast) -> str | None:
     return f"{tokens} take {format_days(training)} days with {best.rung}: {hours}{cost}"
 
 
-def compare_speeds(site: SiteForecast) -> Iterator[str]:
-    """What other settings of the best rung, and other rungs, would give; nothing where the time is not known."""
+def compare_speeds(site: SiteForecast, *, faster: bool | None = None) -> Iterator[str]:
+    """What other settings of the best rung, and other rungs, would give; nothing where the time is not known.
+
+    With `faster` only what may fit and is faster than the answer, or only the rest.
+    """
     best = site.best
     if best is None or best.speed is None:
         return
     rate, measure = best.speed.samples_per_second, "samples/s" if best.speed.tokens_per_second is None else "tokens/s"
     for alternative in site.alternatives:
         forecast, size = alternative.forecast, f"micro batch {alternative.forecast.micro_batch}"
+        may_fit = forecast.verdict in ("fits", "tight")
+        is_faster = may_fit and forecast.speed is not None and forecast.speed.samples_per_second > rate
+        if faster is not None and faster is not is_faster:
+            continue
         if alternative.switched:
             manner, state = ("with", "on") if alternative.checkpointing else ("without", "off")
             size, option = f"{manner} activation checkpointing, {size}", f" (--checkpointing {state})"
@@ -372,19 +441,24 @@ def compare_speeds(site: SiteForecast) -> Iterator[str]:
         lack = describe_need(forecast) if find_fullest_tier(forecast) else "is tight"
         if known := ", but ".join(filter(None, (gain, "" if forecast.verdict == "fits" else lack))):
             yield f"{size}: {known}{option}"
-    lost = best.speed.step.unaligned_seconds / best.speed.step.seconds
-    if lost >= _WORTH_MENDING:
-        yield (
-            f"{lost:.0%} of the step goes to matmuls whose rows do not begin at multiples of 16 bytes:"
-            " make sizes such as the vocabulary's multiples of 64"
-        )
     others = [
         f"{rung.rung} {rung.speed.samples_per_second / rate:.2f} ×"
         for rung in site.rungs
         if rung is not best and rung.verdict in ("fits", "tight") and rung.speed is not None
     ]
-    if others:
+    if others and not faster:
         yield f"the other rungs beside {best.rung}, each at its micro batch: {', '.join(others)}"
+
+
+def describe_unaligned(speed: Speed) -> str | None:
+    """'12 % of the step goes to matmuls whose rows …'; None where that is little."""
+    lost = speed.step.unaligned_seconds / speed.step.seconds
+    if lost < _WORTH_MENDING:
+        return None
+    return (
+        f"{lost:.0%} of the step goes to matmuls whose rows do not begin at multiples of 16 bytes:"
+        " make sizes such as the vocabulary's multiples of 64"
+    )
 
 
 def explain_no_time(site: SiteForecast) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from .. import document as doc
 from ..document import StyledLine, line, make_document
 from ..results.doctor import CheckStatus, Checkup
 from ..results.explain import ExplainedKey, Explanation, KeyCost, NeededMemory
-from ..text import TIER_NAMES
+from ..text import TIER_NAMES, format_number_of
 
 # Explain.
 
@@ -24,12 +25,24 @@ _SEVERITY_STYLES: Mapping[Severity, str] = {"error": "red", "warning": "yellow",
 
 
 def make_explain_document(explanation: Explanation) -> doc.Document:
-    """The keys by section, then what is wrong."""
+    """What is wrong, what a rank needs, then the keys by section."""
     question = f"{explanation.config}, as DeepSpeed {explanation.deepspeed} reads it"
     return make_document(title=explanation.config, question=question, parts=_list_explained(explanation))
 
 
 def _list_explained(explanation: Explanation) -> Iterator[doc.Part]:
+    count = Counter(finding.severity for finding in explanation.findings)
+    counted = ", ".join(format_number_of(count[severity], severity) for severity in _SEVERITY_STYLES if count[severity])
+    style = "green" if not count else next(style for severity, style in _SEVERITY_STYLES.items() if count[severity])
+    yield doc.Headline(words=line((counted or "Nothing is wrong with it.", f"bold {style}")))
+    for finding in explanation.findings[:_MOST_SHOWN]:
+        severity = (finding.severity, f"bold {_SEVERITY_STYLES[finding.severity]}")
+        yield doc.Paragraph(words=line(severity, f": {_cut(finding.key)}: {finding.problem}"))
+        if finding.hint:
+            yield doc.Paragraph(words=line((finding.hint, "dim")), indent=2)
+    yield from _count_others(len(explanation.findings), "findings")
+    if explanation.memory is not None:
+        yield doc.Paragraph(words=_describe_memory(explanation.memory), gap=True)
     sections: dict[str, list[ExplainedKey]] = {"": []}  # keys at the top come first
     for key in explanation.keys:
         sections.setdefault(key.key.rpartition(".")[0], []).append(key)
@@ -41,16 +54,6 @@ def _list_explained(explanation: Explanation) -> Iterator[doc.Part]:
             yield doc.Paragraph(words=words, indent=2, gap=not section and not number)
             yield from (doc.Paragraph(words=words, indent=4) for words in _explain_key(key))
         yield from _count_others(len(keys), "keys")
-    if explanation.memory is not None:
-        yield doc.Paragraph(words=_describe_memory(explanation.memory), gap=True)
-    if not explanation.findings:
-        yield doc.Paragraph(words=line(("Nothing is wrong with it.", "green")), gap=True)
-    for number, finding in enumerate(explanation.findings[:_MOST_SHOWN]):
-        severity = (finding.severity, f"bold {_SEVERITY_STYLES[finding.severity]}")
-        yield doc.Paragraph(words=line(severity, f": {_cut(finding.key)}: {finding.problem}"), gap=not number)
-        if finding.hint:
-            yield doc.Paragraph(words=line((finding.hint, "dim")), indent=2)
-    yield from _count_others(len(explanation.findings), "findings")
 
 
 def _count_others(count: int, noun: str) -> Iterator[doc.Part]:
@@ -115,7 +118,7 @@ _CHECK_MARKS: Mapping[CheckStatus, tuple[str, str]] = {
 
 
 def make_doctor_document(checkup: Checkup) -> doc.Document:
-    """A line for each check, and below it the remedy."""
+    """A line for each check, and below it the remedy; then what the machine is ready for."""
     parts: list[doc.Part] = []
     for group, checks in itertools.groupby(checkup.checks, key=lambda check: check.group):
         parts.append(doc.Heading(words=group))
@@ -124,9 +127,10 @@ def make_doctor_document(checkup: Checkup) -> doc.Document:
             parts.append(doc.Paragraph(words=words, indent=2))
             parts += [doc.Paragraph(words=line((check.remedy, "dim")), indent=6)] if check.remedy else []
     counts = {status: sum(check.status == status for check in checkup.checks) for status in _CHECK_MARKS}
-    worst: CheckStatus = "broken" if counts["broken"] else "warning" if counts["warning"] else "ok"
-    summary = f"{counts['broken']} broken, {counts['warning']} warnings, {counts['ok']} ok"
-    parts.append(doc.Headline(words=line((summary, _CHECK_MARKS[worst][1])), gap=True))
+    counted = f"{counts['broken']} broken, {format_number_of(counts['warning'], 'warning')}, {counts['ok']} ok"
+    ready = (f"ready for {', '.join(checkup.ready_for) or 'nothing'}", "red" if checkup.is_broken else "green")
+    lacks = "; ".join(f"not for {use}: {name}" for use, name in checkup.obstacles.items())
+    parts.append(doc.Headline(words=line(ready, ("; " + lacks) if lacks else ""), effort=counted, gap=True))
     return make_document(title="doctor", question="", parts=parts)
 
 

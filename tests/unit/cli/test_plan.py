@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from autods.events import Note
 from autods.forecast.values import ForecastListener, PartitionedBuild
 from autods.report.results.plan import PlanReport
 from autods.requests import PlanRequest
-from tests.support.plans import LAPTOP, SOURCE, comparison, forecast, hopeless
+from tests.support.plans import LAPTOP, RUNGS, SOURCE, comparison, forecast, hopeless
 
 ASKED = ("plan", "llama/config.json", "--gpus", "8", "--gpu-memory", "80GiB", "--host-memory", "1TiB")
 
@@ -55,14 +56,28 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_plan_prints_its_table_to_stdout_and_exits_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert Fake(forecast)(*ASKED) == 0
     out, err = capsys.readouterr()
-    assert "zero2 is the fastest rung that fits" in out
+    assert "Use zero2, micro batch" in out
     assert "preparing the simulated device" in err
     assert "preparing" not in out
 
 
 def test_that_nothing_fits_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert Fake(hopeless)(*ASKED) == 1
-    assert "nothing fits" in capsys.readouterr().out
+    assert "Nothing fits" in capsys.readouterr().out
+
+
+def test_a_check_for_ci_fails_where_nothing_surely_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert Fake(forecast)(*ASKED, "--require", "fits") == 0
+    tight = partial(forecast, RUNGS[:2])
+    assert Fake(tight)(*ASKED) == 0
+    assert Fake(tight)(*ASKED, "--require", "fits") == 1
+    assert Fake(forecast)(*ASKED, "--require", "tight") == 2
+    assert "give --require fits" in capsys.readouterr().err
+
+
+def test_verbose_adds_the_intervals_and_the_bars(capsys: pytest.CaptureFixture[str]) -> None:
+    assert Fake(forecast)(*ASKED, "--verbose") == 0
+    assert "40.0 (36.0–44.0) / 80.0 GiB" in capsys.readouterr().out
 
 
 def test_a_split_build_is_offered_as_a_line_to_type(capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,8 +189,8 @@ def test_help_shows_examples_and_every_option(
 def test_a_plan_writes_its_page_where_it_is_asked_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "plan.html"
     assert Fake(forecast)(*ASKED, "--html", str(page)) == 0
-    assert "zero2 is the fastest rung that fits" in page.read_text()
-    assert "zero2 is the fastest rung that fits" in capsys.readouterr().out
+    assert "Use zero2, micro batch" in page.read_text()
+    assert "Use zero2, micro batch" in capsys.readouterr().out
 
 
 def test_a_page_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:

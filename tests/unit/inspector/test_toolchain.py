@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -12,7 +12,7 @@ from autods.errors import EnvironmentBroken
 from autods.inspector import examine as doctor
 from autods.inspector import toolchain
 from autods.report.answers.problems import make_doctor_document
-from autods.report.results.doctor import Check, Checkup
+from autods.report.results.doctor import Check, Checkup, Use
 from tests.support.terminal import printed
 
 BUILT = {"built": True, "problem": None}
@@ -72,11 +72,11 @@ def test_the_command_ends_with_3_where_something_is_broken(
     monkeypatch.setattr(doctor, "_run_checks", lambda settings, listen: iter(checks))
     assert main(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["checks"][0]["name"] == "cards"
-    checks.append(
-        Check(group="Software", name="ninja", status="broken", result="not installed", remedy="pip install ninja")
-    )
+    checks.append(Check.broken("Software", "libaio", "libaio.h is missing", "apt-get install libaio-dev"))
+    assert main(["doctor"]) == 0
+    checks.append(Check.broken("Software", "torch", "not installed", "pip install torch"))
     assert main(["doctor"]) == 3
-    assert "pip install ninja" in capsys.readouterr().out
+    assert "pip install torch" in capsys.readouterr().out
 
 
 def test_a_checkup_counts_its_lines() -> None:
@@ -85,8 +85,35 @@ def test_a_checkup_counts_its_lines() -> None:
         Check(group="Limits", name="open files", status="warning", result="256", remedy="ulimit -n 65536"),
     )
     lines = [line.rstrip() for line in printed(make_doctor_document(Checkup(checks=checks)), 80).splitlines()]
-    assert lines[-1] == "0 broken, 1 warnings, 1 ok"
+    assert " ".join(lines[-2:]).endswith("(0 broken, 1 warning, 1 ok)")
     assert "      ulimit -n 65536" in lines
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "ready", "obstacles", "is_broken"),
+    [
+        ("GPUs", "cards", ("plan", "CPU ranks", "offload to the CPU", "NVMe"), {"GPUs": "cards"}, True),
+        ("Software", "libaio", ("plan", "CPU ranks", "GPUs", "offload to the CPU"), {"NVMe": "libaio"}, False),
+        ("Software", "torch", (), dict.fromkeys(get_args(Use), "torch"), True),
+        ("DeepSpeed ops", "fused_adam", get_args(Use), {}, False),
+    ],
+)
+def test_a_checkup_tells_what_the_machine_is_ready_for(
+    group: str, name: str, ready: tuple[Use, ...], obstacles: dict[Use, str], is_broken: bool
+) -> None:
+    checkup = Checkup(checks=(Check.broken(group, name, "missing"),))
+    assert (checkup.ready_for, checkup.obstacles, checkup.is_broken) == (ready, obstacles, is_broken)
+
+
+def test_a_machine_without_cards_is_ready_for_the_rest() -> None:
+    checkup = Checkup(checks=(Check.warning("GPUs", "cards", "none"),))
+    assert not checkup.is_broken
+    assert "not for GPUs: cards" in printed(make_doctor_document(checkup), 80)
+
+
+def test_nvme_is_needed_where_a_folder_for_it_is_named() -> None:
+    lacks = Check.broken("Software", "libaio", "missing")
+    assert Checkup(checks=(lacks, Check.ok("NVMe", "/nvme", "1 TiB free"))).is_broken
 
 
 def test_ray_that_starts_is_ok_with_its_seconds() -> None:

@@ -21,8 +21,11 @@ EMPTY = replace(plans.forecast(), sites=())
         (reports.fitting_report(), "<FitReport: zero3 fits"),
         (reports.hopeless_report(), "<FitReport: nothing fits"),
         (plans.forecast(), "<PlanReport: "),
-        (Checkup(checks=(Check.ok("Packages", "ray", "2.50"),)), "<Checkup: 0 broken, 0 warnings, 1 ok>"),
-        (Explanation(config="ds.json", deepspeed="0.19.8", keys=(), findings=()), "<Explanation: ds.json>"),
+        (Checkup(checks=(Check.ok("Packages", "ray", "2.50"),)), "<Checkup: ready for plan, CPU ranks, GPUs"),
+        (
+            Explanation(config="ds.json", deepspeed="0.19.8", keys=(), findings=()),
+            "<Explanation: Nothing is wrong with it.>",
+        ),
         (EMPTY, "<PlanReport>"),
     ],
 )

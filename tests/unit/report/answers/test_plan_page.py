@@ -20,7 +20,7 @@ def test_the_page_of_a_plan_is_whole_and_requests_nothing(plan: PlanReport) -> N
 
 def test_the_page_of_a_plan_has_every_rung_with_its_memory() -> None:
     words = check_page(to_page(make_plan_document(forecast()))).words
-    assert "zero2 is the fastest rung that fits, up to micro batch 6" in words
+    assert "Use zero2, micro batch 6" in words
     for row in RUNGS:
         assert row.rung in words
         assert row.reason in words
