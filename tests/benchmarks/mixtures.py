@@ -1,9 +1,10 @@
-"""Forecast rungs of Mixtral 8x7B, Qwen3-30B-A3B and DeepSeek-V3 on H100s: memory and time, beside published rates.
+"""Forecast rungs of four mixtures of experts on H100s: memory and time, beside published rates (mixtures.toml).
 
-python tests/benchmarks/mixtures.py [--only qwen3] [--seq-len 4096] [--accumulation 16] [--ladder A,B]
+python tests/benchmarks/mixtures.py [--only qwen3] [--seq-len N] [--accumulation N] [--checkpointing off] [--ladder A,B]
 
-No published run of these models is a rung of DeepSpeed on H100s: those of mixtures.toml have experts in parallel.
-They judge the order of magnitude, and nothing was chosen on them.
+One published run is a rung of DeepSpeed: ZeRO-3 of a Qwen3.6-35B-A3B that was cut to 20 layers. It does not say whether
+activations were recomputed. The other runs have experts in parallel, and judge the order of magnitude. Nothing was
+chosen on any of them.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ GIB = 2**30
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="models whose name has this")
-    parser.add_argument("--seq-len", type=int, default=4096)
-    parser.add_argument("--accumulation", type=int, default=16)
+    parser.add_argument("--seq-len", type=int, help="instead of each model's")
+    parser.add_argument("--accumulation", type=int, help="instead of each model's")
+    parser.add_argument("--checkpointing", choices=["on", "off"], help="on, if left out")
     parser.add_argument("--ladder", default="zero1,zero2,zero3,zero3-offload")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -38,10 +40,13 @@ def main() -> int:
     for name, model in data["model"].items():
         if options.only not in name:
             continue
-        answers[name] = plan = forecast(model, options)
+        model["seq_len"] = options.seq_len or model.get("seq_len", 4096)
+        model["accumulation"] = options.accumulation or model.get("accumulation", 16)
+        answers[name] = plan = forecast(model, options.ladder, options.checkpointing)
         if options.json:
             continue
-        print(f"\n{name} on {model['gpus']} H100 80 GB, sequence {options.seq_len}, micro batch {model['micro_batch']}")
+        batch = f"sequence {model['seq_len']}, micro batch {model['micro_batch']}"
+        print(f"\n{name} on {model['gpus']} H100 80 GB, {batch}")
         print(f"{'rung':20} {'verdict':15} {'GiB':>6} {'step, s':>8} {'tokens/s/GPU':>12}  spent on")
         for rung in plan.sites[0].rungs:
             held, speed = rung.memory.get("device"), rung.speed
@@ -60,7 +65,7 @@ def main() -> int:
     return 0
 
 
-def forecast(model: dict[str, Any], options: argparse.Namespace) -> Any:
+def forecast(model: dict[str, Any], ladder: str, checkpointing: str | None) -> Any:
     """Return the plan of this model at its micro batch."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(model["config"]))
@@ -69,12 +74,13 @@ def forecast(model: dict[str, Any], options: argparse.Namespace) -> Any:
             gpus=model["gpus"],
             on="h100-80gb",
             nvme="2TiB",
-            seq_len=options.seq_len,
+            seq_len=model["seq_len"],
             micro_batch=model["micro_batch"],
-            global_batch=model["gpus"] * model["micro_batch"] * options.accumulation,
+            global_batch=model["gpus"] * model["micro_batch"] * model["accumulation"],
             largest=False,
             zero_init=True,
-            ladder=options.ladder,
+            ladder=ladder,
+            checkpointing=checkpointing,
         )
 
 
