@@ -1,4 +1,4 @@
-"""The model of DeepSpeedExamples' training/bf16_master_weight: nn.MultiheadAttention with weights, post-norm."""
+"""The model of DeepSpeedExamples' training/bf16_master_weight: nn.MultiheadAttention with weights, under autocast."""
 
 from __future__ import annotations
 
@@ -39,6 +39,10 @@ class PostNorm(nn.Module):
         self.recompute = True
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(input_ids.device.type, torch.bfloat16):
+            return self._compute_loss(input_ids)
+
+    def _compute_loss(self, input_ids: torch.Tensor) -> torch.Tensor:
         hidden = self.tokens(input_ids) + self.positions(torch.arange(input_ids.shape[1], device=input_ids.device))
         for block in self.blocks:
             hidden = checkpoint(block, hidden, use_reentrant=False) if self.recompute else block(hidden)
