@@ -67,6 +67,7 @@ PLAIN, RAISES, READS_A_VALUE, HAS_A_MASK = 2, 3, 4, 5
 CALLS_AN_OPERATOR, HAS_A_KERNEL, IN_PARTS, DIES = 6, 7, 8, 9
 LATENT_HEADS, ONLY_FLASH, MAKES_A_TENSOR_BACKWARD, FLEXES, FLEXES_COMPILED = 10, 11, 12, 13, 14
 RECOMPUTES, SPLITS, CHOOSES = 15, 16, 17
+MULTIPLIES_TWO_TYPES, NORMS_TWO_TYPES = 18, 19
 LINES = {
     PLAIN: "pass",
     RAISES: 'raise ValueError("my mistake")',
@@ -82,6 +83,8 @@ LINES = {
     ONLY_FLASH: "h = h + attend_by_flash(*make_heads(h.half(), 128)).mean()",
     MAKES_A_TENSOR_BACKWARD: "h = Scale.apply(h)",
     CHOOSES: "h = h + choose_places(h).reshape(h.shape)",
+    MULTIPLIES_TWO_TYPES: "h = nn.functional.linear(h.float(), self.last.weight)",
+    NORMS_TWO_TYPES: "h = nn.functional.layer_norm(h.float(), (64,), self.last.bias)",
     SPLITS: "h = torch.cat(h.split((h[:2, 0] > 0).long().tolist()))",
     RECOMPUTES: "h = torch.utils.checkpoint.checkpoint(lambda h: h[:, [-1]] + h, h, use_reentrant=False)",
 }
@@ -357,6 +360,12 @@ def test_an_index_of_numbers_is_recomputed_in_backward(lines: Lines) -> None:
 def test_a_split_by_unknown_sizes_gives_all_to_the_first(lines: Lines) -> None:
     (assumed,) = (text for text in lines.simulate(SPLITS).assumed if "split" in text)
     assert lines.place(SPLITS) in assumed
+
+
+@pytest.mark.parametrize("line", [MULTIPLIES_TWO_TYPES, NORMS_TWO_TYPES])
+def test_kernels_that_want_one_type_refuse_two_as_on_ranks(lines: Lines, line: int) -> None:
+    with pytest.raises(SimulationFailed, match=rf"{lines.place(line)}: .*expected scalar type torch.float32"):
+        lines.simulate(line)
 
 
 def test_a_mask_padded_by_its_negation_has_a_known_size(lines: Lines) -> None:

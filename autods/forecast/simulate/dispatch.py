@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...plain_text import read_text
 from ..predict.known_kernels import find_kernel
-from .kernel_buffers import BUFFERS
+from .kernel_buffers import BUFFERS, BUFFERS_ON_CPU
 from .ledger import PINNED, Ledger
 from .shape_cache import ShapeCache
 from .torch_patches import FAKE_DEVICE
@@ -74,6 +74,18 @@ _EXPERTS = "the first experts were taken to get all tokens, until every token ha
 Handler = Callable[[Any, Any, Any], Any]
 
 
+# Arguments that kernels want of one type, and fake tensors do not ask for. An input of 16 bits may have weights of 32.
+_OF_ONE_TYPE = {
+    _aten.mm.default: (0, 1), _aten.bmm.default: (0, 1), _aten.addmm.default: (1, 2), _aten.baddbmm.default: (1, 2),
+    _aten.native_layer_norm.default: (0, 2),
+}  # fmt: skip
+
+
+def _refuse_two_types(given: Any, weight: Any) -> None:
+    if weight is not None and given.dtype == torch.float32 != weight.dtype:
+        raise RuntimeError(f"expected scalar type {given.dtype} but found {weight.dtype}")
+
+
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Every operator that Python or autograd dispatches passes here on its way to FakeTensorMode."""
 
@@ -84,6 +96,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ledger, self._mode = ledger, mode
         self.masks = Masks()  # of the current batch; set by the owner of the batch
         self._cache = ShapeCache(mode, ledger, self._run)
+        self._buffers = BUFFERS_ON_CPU if ledger.one_memory else BUFFERS
         self._handlers: dict[Any, Handler] = {
             _aten._local_scalar_dense.default: self._scalar,
             _aten.equal.default: self._equal,
@@ -118,7 +131,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._skip_in_place
         if func.namespace not in BUILT_IN:
             return self._run_custom
-        if func in BUFFERS and not self.ledger.one_memory:
+        if func in self._buffers:
             return self._run_with_buffers
         if any(argument.name == "pin_memory" for argument in func._schema.arguments):
             return self._factory
@@ -135,6 +148,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out if len(out) > 1 else next(iter(out), None)  # a barrier returns nothing
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func in _OF_ONE_TYPE:
+            _refuse_two_types(*(args[place] for place in _OF_ONE_TYPE[func]))
         out = func(*args, **kwargs)
         self._enter(out)
         self.ledger.work.issue(func, args, kwargs, out)
@@ -148,7 +163,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _run_with_buffers(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator whose kernel takes buffers, which are there together with its results."""
         out = self._cache.call(func, args, kwargs)
-        self.ledger.borrow(BUFFERS[func](args))
+        self.ledger.borrow(self._buffers[func](args))
         return out
 
     def _factory(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
-"""The buffers that CUDA's attention kernels take for the time of one call: neither arguments nor results.
+"""The buffers that kernels take for the time of one call: neither arguments nor results.
 
-After torch 2.13, aten/src/ATen/native/transformers/cuda. Tensors have the shape (batch, heads, sequence, head).
-No card has confirmed the sizes.
+Attention on cards: after torch 2.13, aten/src/ATen/native/transformers/cuda. Tensors have the shape (batch, heads,
+sequence, head). No card has confirmed the sizes. Matmuls on CPU ranks: measured, torch 2.13 with oneDNN's AVX512_CORE.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 _aten = torch.ops.aten
 _FLOAT = 4  # bytes
-_ROWS = 128  # flash pads sequences to it; the efficient kernel's tiles have at most as many
+_ROWS = 128  # flash pads sequences to it; the efficient kernel's tiles, and a CPU's for a bias, have at most as many
 _TILE_COLUMNS = 64  # of the efficient kernel's gradient of the query
 _LARGEST_IN_REGISTERS = 128  # elements of a head; a longer one is summed up in memory
 
@@ -55,6 +55,23 @@ def size_efficient_forward(arguments: Sequence[Any]) -> list[int]:
     return [batch * heads * length * value.shape[-1] * _FLOAT]
 
 
+def size_matmul_on_cpu(arguments: Sequence[Any]) -> list[int]:
+    """Return bytes of the buffer in which oneDNN's kernel for processors without bf16 sums up a product in fp32.
+
+    It adds a bias to 128 rows at a time, in a buffer of their own. Of a batch, one product is made at a time.
+    """
+    *bias, left, right = arguments
+    rows, columns = left.shape[-2], right.shape[-1]
+    rows += min(rows, _ROWS) * len(bias)
+    return [rows * columns * _FLOAT] if left.dtype == torch.bfloat16 else []
+
+
+BUFFERS_ON_CPU: Mapping[Any, Callable[[Sequence[Any]], list[int]]] = {
+    _aten.mm.default: size_matmul_on_cpu,
+    _aten.bmm.default: size_matmul_on_cpu,
+    _aten.addmm.default: size_matmul_on_cpu,
+    _aten.baddbmm.default: size_matmul_on_cpu,
+}
 BUFFERS: Mapping[Any, Callable[[Sequence[Any]], list[int]]] = {
     _aten._scaled_dot_product_flash_attention_backward.default: size_flash_backward,
     _aten._scaled_dot_product_cudnn_attention_backward.default: size_flash_backward,  # in want of its sources

@@ -161,8 +161,8 @@ def failure_of(error: BaseException, user_file: str) -> SimulationFailed:
         kind, hint = "unsupported", "register a fake implementation with torch.library.register_fake"
     elif "expected scalar type" in message and kind == "engine":
         hint = (
-            "DeepSpeed leaves the model's buffers in fp32, so a matmul gets two types: give --precision fp32, or"
-            ' "data_types": {"buffer_dtype": "bf16"} in the base config'
+            "the model's buffers, which DeepSpeed leaves in fp32, or its code made an input of another type than the"
+            ' weights: give --precision fp32, or for buffers "data_types": {"buffer_dtype": "bf16"} in the base config'
         )
     problem = f"{types[0]}: {message}" if message else types[0]
     if "SystemExit" in types:
