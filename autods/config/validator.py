@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from math import gcd
 from typing import Any, Literal, TypeGuard
@@ -262,7 +262,8 @@ def _find_ill_typed(question: Question) -> Iterator[Problem]:
             yield judge(key, f'"{key}" must be an object, not {_shorten(value)}', _suggest(key, value))
     for key in ("optimizer", "scheduler"):
         if (params := question.get(f"{key}.params")) is not None and not isinstance(params, Mapping):
-            yield _error(f"{key}.params", f'"{key}.params" must be an object, not {_shorten(params)}')
+            judge = _warning if key == "scheduler" and not question.get("scheduler.type") else _error  # nobody reads it
+            yield judge(f"{key}.params", f'"{key}.params" must be an object, not {_shorten(params)}')
         if (name := question.get(f"{key}.type")) is not None and not isinstance(name, str):
             yield _error(f"{key}.type", f'"{key}.type" must be a name, not {_shorten(name)}')
     for half in (*_HALVES, "amp"):  # DeepSpeed takes "false" for False, and every other reader for True
@@ -275,7 +276,8 @@ def _find_ill_typed(question: Question) -> Iterator[Problem]:
         number = question.get(key)
         if number not in (None, "auto") and not (_is_number(number) and number >= least):
             bound = f", at least {least}" if least >= 0 else ""
-            judge = _warning if isinstance(number, bool) else _error  # DeepSpeed takes true for 1
+            divides = key == "steps_per_print" and _is_number(number) and number != 0
+            judge = _warning if divides or isinstance(number, bool) else _error  # DeepSpeed takes true for 1
             yield judge(key, f'"{key}" is {_shorten(number)}; it must be a number{bound}')
     for name in question.zero:
         if (other := documented_name(name)) != name and other in question.zero:
@@ -354,6 +356,14 @@ def _find_notes_on_groups(question: Question) -> Iterator[Problem]:
         if question.stage == 3 and all(_is_count(question.config.get(key)) for key in BATCH_KEYS):
             problem = f"stage 3 counts {each} ranks of {TENSOR_RANKS} as one, the engine each: no total suits both"
             yield _error(BATCH_KEYS[0], problem, "leave it out: DeepSpeed multiplies the other two")
+
+
+def _find_refused_groups(question: Question) -> Iterator[Problem]:
+    """The same as DeepSpeed sees it: it divides the ranks by those of a sequence, and trains with any part of one."""
+    size = question.config.get(SEQUENCE_RANKS)
+    is_taken = _is_number(size) and size > 0 and "data_parallel_size" not in question.config
+    for problem in _find_uneven_groups(question):
+        yield replace(problem, severity="warning") if is_taken and problem.key == SEQUENCE_RANKS else problem
 
 
 def _find_decided_by_trials(question: Question) -> Iterator[Problem]:
@@ -561,7 +571,7 @@ EXPLAIN_RULES: tuple[Rule, ...] = (
     _find_ill_typed,
     _find_unknown,
     _find_two_precisions,
-    _find_uneven_groups,
+    _find_refused_groups,
     _find_wrong_batch,
     _find_notes_on_groups,
     _find_contradictions,

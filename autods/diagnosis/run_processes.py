@@ -157,6 +157,10 @@ _OWN_PID = re.compile(
     r"\W*(?:(?:my|own|process|this|running|started|trainer|main)\W+){0,4}pid\W{1,3}\d+\W*", re.IGNORECASE
 )
 _MOST_PIDS = 20_000
+# vLLM before V1: rank 0 is the engine's own process, which starts those of the other ranks in their order, on its host.
+_VLLM_ENGINE = re.compile(r"tensor_parallel_size=(\d+), pipeline_parallel_size=(\d+)")
+_VLLM_WORKER = re.compile(r"\(VllmWorkerProcess pid=(\d+)\)")
+_VLLM_READY = "Worker ready; awaiting tasks"
 
 
 @dataclass(slots=True)
@@ -166,10 +170,18 @@ class RankClues:
     pids: dict[int, int] = field(default_factory=dict)
     hosts: int | None = None
     gpus: set[int] = field(default_factory=set)  # named by messages that name no rank
+    _vllm_sizes: list[int] = field(default_factory=list)  # ranks of each of vLLM's engines
+    _vllm_workers: set[int] = field(default_factory=set)  # process ids
 
     def read(self, message: Message) -> None:
         """Collect process ids and the number of hosts from one message."""
         text = message.text
+        if engine := _VLLM_ENGINE.search(text):
+            self._vllm_sizes.append(int(engine[1]) * int(engine[2]))
+        if worker := _VLLM_WORKER.search(message.prefix.stream):
+            self.hosts = self.hosts or 1
+            if _VLLM_READY in text:
+                self._vllm_workers.add(int(worker[1]))
         if self.hosts != 2:
             if _MANY_HOSTS.search(text):
                 self.hosts = 2
@@ -194,7 +206,10 @@ class RankClues:
         """The rank of the process id that the message names or comes from."""
         named = [_number(match) for match in _PID.finditer(message.text[:4000])]
         pids = (_search(_STREAM_PID, message.prefix.stream), message.pid, *named)
-        return next((self.pids[pid] for pid in pids if pid in self.pids), None)
+        known = self.pids
+        if self._vllm_sizes == [len(self._vllm_workers) + 1]:
+            known = known | {pid: rank for rank, pid in enumerate(sorted(self._vllm_workers), 1)}
+        return next((known[pid] for pid in pids if pid in known), None)
 
     def of_device(self, local: int | None) -> int | None:
         """The rank of a GPU's index. With one process per GPU on one host both are the same."""

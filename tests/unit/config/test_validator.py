@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from autods.config.deepspeed import merge, nest_key
-from autods.config.validator import EXPLAIN_RULES, Problem, Question, find_misspelt_keys, find_problems
+from autods.config.validator import EXPLAIN_RULES, SEARCH_RULES, Problem, Question, find_misspelt_keys, find_problems
 from autods.explainer.installed import describe
 from tests.support.ds_configs import GUIDE, PRETRAINING, TRAINER
+
+INSTALLED = describe({})
 
 
 def judge(config: dict[str, Any], ranks: int | None = None) -> tuple[Problem, ...]:
@@ -53,7 +55,7 @@ SIZES = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}
         ({"train_batch_size": 8, "sequence_parallel_size": 2, "data_parallel_size": 4}, 8, None),
         ({"train_batch_size": 16, "sequence_parallel_size": 2}, 8, "train_batch_size"),
         ({"train_batch_size": 8, "sequence_parallel_size": 2, "data_parallel_size": 2}, 8, "data_parallel_size"),
-        ({"sequence_parallel_size": 3}, 8, "sequence_parallel_size"),
+        ({"sequence_parallel_size": 3}, 8, None),  # with parts of a replica
         ({"sequence_parallel_size": "2"}, 8, "sequence_parallel_size"),
         ({"sequence_parallel_size": 0}, None, "sequence_parallel_size"),
         ({"train_batch_size": 16, "tensor_parallel": {"autotp_size": 2}}, 8, None),
@@ -238,6 +240,29 @@ def test_a_size_that_deepspeed_multiplies_is_a_warning(key: str, size: float) ->
     config = {"train_micro_batch_size_per_gpu": 1, key: size}
     assert errors(config, 8) == {}
     assert "must be a whole number" in next(each.problem for each in judge(config, 8) if each.key == key)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("sequence_parallel_size", 3),
+        ("sequence_parallel_size", 16),
+        ("sequence_parallel_size", 0.5),
+        ("steps_per_print", -1),
+        ("steps_per_print", 0.5),
+        ("scheduler", {"params": "x"}),
+    ],
+)
+def test_what_deepspeed_trains_with_is_a_warning(key: str, value: Any) -> None:
+    config = {"train_micro_batch_size_per_gpu": 2, key: value}
+    assert errors(config, 8) == {}
+    assert any(each.key.startswith(key) and each.severity == "warning" for each in judge(config, 8))
+
+
+@pytest.mark.parametrize("size", [3, 16])
+def test_a_search_needs_whole_groups_of_a_sequence(size: int) -> None:
+    question = Question(config={"sequence_parallel_size": size}, installed=INSTALLED, ranks=8)
+    assert any(each.severity == "error" for each in find_problems(question, SEARCH_RULES))
 
 
 def test_two_names_of_one_key_are_refused_together() -> None:

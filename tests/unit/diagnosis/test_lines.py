@@ -241,3 +241,26 @@ def test_a_time_before_many_failures_is_that_of_each() -> None:
     found = [(line.number, reader.when(line.number)) for line in reader.read([b"\n".join(lines) + b"\n"])]
     assert {when for _, when in found} == {parse_clock("2026-01-05 10:00:01")}
     assert reader.when(290) is None  # earlier than the last look-up: searched again, 200 lines at most
+
+
+VLLM_ENGINE = "INFO 03-02 19:49:01 llm_engine.py:234] Initializing a V0 LLM engine (v0.7.3) with config: model='/m', "
+
+
+@pytest.mark.parametrize(
+    ("engine", "failure", "rank"),
+    [
+        (f"{VLLM_ENGINE}tensor_parallel_size=4, pipeline_parallel_size=1, seed=0", "CUDA error: out of memory", 2),
+        ("", OOM.format(gpu=2).partition(": ")[2], 2),
+        ("", "CUDA error: out of memory", None),
+        (f"{VLLM_ENGINE}tensor_parallel_size=8, pipeline_parallel_size=1, seed=0", "CUDA error: out of memory", None),
+    ],
+    ids=["by its place among the workers", "by its card", "no engine's line", "some workers said nothing"],
+)
+def test_a_worker_of_vllm_v0_has_its_rank(engine: str, failure: str, rank: int | None) -> None:
+    said = (
+        f"(VllmWorkerProcess pid={pid}) INFO 03-02 19:49:06 [utils.py:229] Worker ready; awaiting tasks"
+        for pid in (93, 95, 97)
+    )
+    trace = (*TRACE.splitlines(), f"torch.OutOfMemoryError: {failure}")
+    lines = (f"(VllmWorkerProcess pid=95) ERROR 03-02 19:49:43 [utils.py:242] {line}" for line in trace)
+    assert autods.diagnose("\n".join((engine, *said, *lines))).rank == rank
