@@ -9,10 +9,9 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
 
 from ..config.catalogue import Site
-from ..config.deepspeed import BATCH_KEYS, TENSOR_RANKS, compose, count_sharers, get_key, without_monitors
+from ..config.deepspeed import BATCH_KEYS, compose, get_key, without_monitors
 from ..config.rungs import Rung
 from ..devices import find_device
 from ..system.host import count_cores, find_memory_groups, read_host_memory
@@ -41,10 +40,8 @@ def count_parallel_engines() -> int:
     return max(PARALLEL_ENGINES, min(count_cores(), free_bytes // _ENGINE_BYTES))
 
 
-def why_not_forecast(facts: ModelFacts, config: Mapping[str, Any]) -> str | None:
-    """Return the reason that this model's memory cannot be forecast with a config; None when it can."""
-    if count_sharers(config, TENSOR_RANKS) > 1:
-        return "AutoTP is not forecast: DeepSpeed splits layers by copying weights, and simulated ones hold no values"
+def why_not_forecast(facts: ModelFacts) -> str | None:
+    """Return the reason that this model's memory cannot be forecast; None when it can."""
     if facts.pipeline_stages:
         return "a pipeline is not forecast: its ranks hold different layers, and one rank alone is simulated"
     return None

@@ -161,7 +161,7 @@ def _run_in_parallel(run: PlanRun, jobs: Sequence[_Job], *, search: bool, until_
 
 
 def _site_forecast(run: PlanRun, site: Site) -> SiteForecast:
-    rungs, reason = run.list_forecasts(site), why_not_forecast(run.facts, site.base)
+    rungs, reason = run.list_forecasts(site), why_not_forecast(run.facts)
     return SiteForecast(
         site=site,
         rungs=rungs,

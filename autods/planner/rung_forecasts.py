@@ -85,7 +85,7 @@ def make_group_engine(
     Buckets are sized for the smallest device of the group, which suits the larger ones. DeepSpeed sees the largest
     device at init, see `holds_on`.
     """
-    reason = site.problem or unmet_need(rung, site, facts) or why_not_forecast(facts, site.base)
+    reason = site.problem or unmet_need(rung, site, facts) or why_not_forecast(facts)
     if reason is not None:
         return _not_applicable(rung.name, site, reason)
     device_bytes = [each.machine.device_bytes for each in group]

@@ -116,7 +116,7 @@ def forecast_cells(
 def _forecast_cell(
     question: ProbeSettings, trial: Trial, facts: ModelFacts, cache: SimulationCache
 ) -> CapacityForecast:
-    if (reason := why_not_forecast(facts, question.settings.base)) is not None:
+    if (reason := why_not_forecast(facts)) is not None:
         return CapacityForecast(largest=None, reason=f"cannot be simulated: {reason}", simulated=False)
     machine, settings = question.machine, settings_under_conditions(question, trial.conditions, facts)
     site = settings.site

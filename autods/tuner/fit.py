@@ -162,7 +162,7 @@ def search(context: FitContext) -> FitResult | NothingFits:
     settings, facts, listen = context.settings, context.facts, context.memory.listen
     if (warning := idle_stages_warning(facts, settings.global_batch)) is not None:
         listen(Note(text=warning))
-    if (reason := why_not_forecast(facts, settings.base)) is not None:
+    if (reason := why_not_forecast(facts)) is not None:
         context = replace(context, forecaster=NO_FORECASTER)
         if settings.forecast:
             listen(Note(text=f"{reason}; rungs are tried instead"))

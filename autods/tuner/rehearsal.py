@@ -100,7 +100,7 @@ class RehearsalRunner:
             self._facts = self._read_facts()
         except SimulationFailed as failed:
             raise _refuse(failed) from None
-        if (reason := why_not_forecast(self._facts, self.settings.base)) is not None:
+        if (reason := why_not_forecast(self._facts)) is not None:
             raise InputError(f"cannot be rehearsed: {reason}", place=self.settings.source.path)
         self.settings = apply_survey(self.settings, self._facts)
         unknown = {

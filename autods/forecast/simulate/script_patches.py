@@ -40,12 +40,9 @@ _SYNCHRONIZED_STATES = declare_all(
 )
 _WORLD = declare_all(
     "torch.distributed.distributed_c10d",
-    (
-        "init_process_group", "destroy_process_group", "new_group", "all_gather_object", "gather_object",
-        "broadcast_object_list", "scatter_object_list",
-    ),
+    ("init_process_group", "destroy_process_group", "new_group"),
     "the simulated world is joined before the script starts",
-)  # fmt: skip
+)
 
 
 def install(ledger: Ledger) -> None:
@@ -165,7 +162,7 @@ def _draw_real_indices(real: Callable[[Any], Iterator[int]], sampler: Any) -> It
 
 
 def _stay_in_the_joined_world() -> None:
-    """Let a script join the world that this process is in already; other ranks send the same objects as this one."""
+    """Let a script join the world that this process is in already."""
     real_group = torch.distributed.new_group
 
     # CPU ranks look `backend` up among the parameters of these two.
@@ -175,17 +172,6 @@ def _stay_in_the_joined_world() -> None:
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
         return real_group(ranks)
 
-    def all_gather_object(object_list: Any, obj: Any, group: Any = None) -> None:
-        object_list[:] = [obj] * len(object_list)
-
-    def gather_object(obj: Any, object_gather_list: Any = None, *args: Any, **kwargs: Any) -> None:
-        if object_gather_list is not None:
-            all_gather_object(object_gather_list, obj)
-
-    def scatter_object_list(output: Any, objects: Any = None, *args: Any, **kwargs: Any) -> None:
-        output[0] = objects[0] if objects else None
-
-    for function in (init_process_group, new_group, all_gather_object, gather_object, scatter_object_list):
+    for function in (init_process_group, new_group):
         _WORLD[function.__name__].install(function, everywhere=True)
-    for name in ("destroy_process_group", "broadcast_object_list"):
-        _WORLD[name].install(_nothing, everywhere=True)
+    _WORLD["destroy_process_group"].install(_nothing, everywhere=True)

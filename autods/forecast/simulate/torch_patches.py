@@ -40,6 +40,11 @@ _FOREACH_TYPES = (
 )
 _ONE_HOT = declare("torch.nn.functional.one_hot", "how many tokens experts get follows from routers' masks")
 _LOSS = declare("torch.nn.functional.cross_entropy", "rows that values choose were all taken, of logits and of labels")
+_OBJECTS = declare_all(
+    "torch.distributed.distributed_c10d",
+    ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
+    "objects of other ranks are not there, and tensors without values cannot be pickled",
+)
 # Ranks in a tensor of a mesh are values.
 _MESHES = [
     declare("torch.distributed.device_mesh.init_device_mesh", "a mesh has real ranks"),
@@ -102,6 +107,7 @@ def install(ledger: Ledger) -> None:
 
     _COMPILE.wrap(compile_and_note)
     _route_attention(ledger)
+    _share_objects()
     for patch in _MESHES:
         patch.wrap(_make_real, everywhere=True)
 
@@ -120,6 +126,26 @@ def install(ledger: Ledger) -> None:
     _ONE_HOT.wrap(make_one_hot)
     _LOSS.wrap(match_rows)
     Distribution.set_default_validate_args(False)  # it would look at values; routers of experts draw from one
+
+
+def _share_objects() -> None:
+    """Let other ranks send the same objects as this one."""
+
+    def all_gather_object(object_list: Any, obj: Any, group: Any = None) -> None:
+        object_list[:] = [obj] * len(object_list)
+
+    def gather_object(obj: Any, object_gather_list: Any = None, *args: Any, **kwargs: Any) -> None:
+        if object_gather_list is not None:
+            all_gather_object(object_gather_list, obj)
+
+    def broadcast_object_list(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    def scatter_object_list(output: Any, objects: Any = None, *args: Any, **kwargs: Any) -> None:
+        output[0] = objects[0] if objects else None
+
+    for function in (all_gather_object, gather_object, broadcast_object_list, scatter_object_list):
+        _OBJECTS[function.__name__].install(function, everywhere=True)
 
 
 class NoValues(Exception):

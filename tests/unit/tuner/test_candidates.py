@@ -74,7 +74,7 @@ def test_a_plan_says_of_each_rung_that_it_is_refused_or_not_forecast() -> None:
     said = {rung.rung: rung.reason for rung in planned.forecast.sites[0].rungs}
     assert set(planned.verdicts().values()) == {"not_applicable"}
     assert "DeepSpeed refuses" in said["zero2"]
-    assert said["ddp"] == why_not_forecast(facts, {})
+    assert said["ddp"] == why_not_forecast(facts)
     assert not planned.simulator.measured
     assert planned.forecast.status == "not_forecast"
     assert planned.forecast.sites[0].to_try == ("ddp", "zero1")

@@ -77,6 +77,13 @@ def test_an_unknown_operator_counts_by_its_bytes_and_is_reported(ledger: Ledger)
     assert any("some_library.mix" in sentence and "wider" in sentence for sentence in ledger.assumed)
 
 
+def test_an_operator_without_tensors_is_not_reported(ledger: Ledger) -> None:
+    torch.library.define("some_library::can_it", "(int x) -> int")
+    torch.library.impl("some_library::can_it", "CompositeExplicitAutograd", lambda x: x)
+    assert torch.ops.some_library.can_it(3) == 3
+    assert not ledger.assumed
+
+
 @pytest.fixture
 def triton(monkeypatch: pytest.MonkeyPatch, ledger: Ledger) -> Any:
     """Triton as far as launches go; without a GPU its own would fail when it asks for the driver."""
