@@ -154,7 +154,7 @@ class Simulation:
     `traces` are those of the device and of pinned memory, which the models of the allocators replay.
     `nvme_bytes` is the size of the rank's swap files.
     `optimizer_elements` counts the elements that the rank's optimizer updates.
-    `expert_groups` counts the rank's process groups for layers of experts.
+    `further_groups` counts the rank's process groups beside that of all ranks, of experts and of AutoTP.
     `communicators` counts the process groups of several ranks in which the rank communicates.
     `families` are the cards (see `attention`) that take the same kernels of attention as the simulated one.
     `summed_peak_bytes` is the peak of all tiers together, by phase: a CPU rank holds all tensors in its memory.
@@ -169,7 +169,7 @@ class Simulation:
     traces: Mapping[Tier, Trace]
     nvme_bytes: int = 0
     optimizer_elements: int = 0
-    expert_groups: int = 0
+    further_groups: int = 0
     communicators: int = 0
     families: frozenset[Capability] = frozenset(FAMILIES)
     summed_peak_bytes: Mapping[ForecastPhase, int] = field(default_factory=dict)

@@ -181,7 +181,7 @@ def test_experts_are_forecast_with_their_groups(runners, experts_simulator, rung
         device="cpu", checkpointing=False,
     )  # fmt: skip
     simulated = experts_simulator.simulate(ask, [8])[0]
-    assert simulated.expert_groups == 2
+    assert simulated.further_groups == 2
     said = judge_memory(ask, simulated, limits={"device": 2**30}).memory["device"]
     assert said.low_bytes <= ran(runner, rung, micro_batch=8, steps=ONCE).device_peak_bytes <= said.high_bytes
 

@@ -47,7 +47,7 @@ class Overhead:
     setting: str | None = None
     bytes: tuple[str, ...] = ()
     share_of: ShareOf = "tensors"
-    each: Literal["rank", "expert_group", "further_communicator"] = "rank"
+    each: Literal["rank", "further_group", "further_communicator"] = "rank"
     share: tuple[float, ...] = ()
     least_capability: str | None = None
     below_capability: str | None = None
@@ -176,7 +176,7 @@ def compute_rank_memory(
         "activations": simulation.breakdown.get("activations", 0),
         # Where clocks tell when blocks come back, the replay's cache has what is freed late.
         "reduce_bucket": 0 if clocked else bucket * (2 if enabled_half_precision(spec.ds_config) else 4),
-        "expert_groups": simulation.expert_groups,
+        "further_groups": simulation.further_groups,
         "further_communicators": max(0, simulation.communicators - 1),
     }
     inside = overheads.sum(spec, "device", "inside", amounts)

@@ -103,11 +103,17 @@ def label_persistent(ledger: Ledger, engine: Any) -> None:
             ledger.label(parameter.grad, _GRADIENTS)
 
 
-def expert_groups() -> int:
-    """The number of process groups of this rank that layers of experts made, for expert and for data parallelism."""
+def further_groups() -> int:
+    """The number of this rank's process groups beside that of all ranks.
+
+    Layers of experts make two, for expert and for data parallelism. Of AutoTP's two one is further, if there are ranks
+    with the same part of a layer.
+    """
     from deepspeed.utils import groups
 
-    return len(groups._get_expert_parallel_group_dict()) + len(groups._get_expert_data_parallel_group_dict())
+    experts = len(groups._get_expert_parallel_group_dict()) + len(groups._get_expert_data_parallel_group_dict())
+    is_split = groups._TENSOR_MODEL_PARALLEL_GROUP is not None
+    return experts + int(is_split and groups.get_data_parallel_world_size() > 1)
 
 
 def optimizer_elements(engine: Any) -> int:

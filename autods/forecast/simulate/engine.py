@@ -129,7 +129,7 @@ def read_ledger(ledger: Ledger, engine: Any, micro_batch: int, seconds: float) -
         summed_peak_bytes=ledger.summed_peaks(),
         nvme_bytes=sum(ledger.nvme.values()),
         optimizer_elements=attribution.optimizer_elements(engine),
-        expert_groups=attribution.expert_groups(),
+        further_groups=attribution.further_groups(),
         communicators=ledger.work.communicators,
         families=frozenset(ledger.families),
         breakdown={KINDS[kind]: size for kind, size in sorted(ledger.bytes_at_peak().items())},
