@@ -94,8 +94,8 @@ class _WorkloadOptions(Request):
     lora: RankOfLora | None = option(
         "Workload",
         "Freeze a Hugging Face config's weights and train adapters of this rank, by peft; 16,q_proj,v_proj names the "
-        "layers.",
-        "RANK[,NAMES]",
+        "layers, and 4bit:16 holds the frozen ones in 4 bits, by bitsandbytes (QLoRA).",
+        "[4bit:]RANK[,NAMES]",
         shown_default="all weights train; names: all-linear",
     )
     device: Text = option("Machine", "cpu: CPU ranks stand in for GPUs.", "|".join(DEVICES), default="cuda")

@@ -385,7 +385,7 @@ class WorkloadSource:
     `task` is set for every hf_config. `seq_len` and `target_len` are the tokens of a sample that the user gave.
     `build_batch` of a file or a pickle takes the first as `seq_len`. `arguments` maps 'build_model.NAME' and
     'build_batch.NAME' to values for these functions. For an hf_config, NAME is a key of its config. With `zero_init`,
-    stage 3 builds the model under `deepspeed.zero.Init`, already split. With `lora`, 'RANK,NAME,…',
+    stage 3 builds the model under `deepspeed.zero.Init`, already split. With `lora`, '[4bit:]RANK,NAME,…',
     the weights of an hf_config are frozen, and adapters train (`workload.lora`).
 
     The other fields describe a script. `argv` has the placeholders of `workload.script_source`. `script_kind` names a

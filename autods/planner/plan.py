@@ -25,6 +25,7 @@ from ..report.results.plan import PlanReport, SiteForecast, Timeline
 from ..runner.cleanup import open_session, simulator_variables
 from ..system.host import installed_versions
 from ..types import ModelFacts, WorkloadSource
+from ..workload.lora import parse_lora
 from .alternatives import list_alternatives, propose_partitioned_build
 from .rung_forecasts import PlanRun, SiteGroup, choose_checkpointing, group_sites
 from .timeline import name_timeline, write_timeline
@@ -199,8 +200,10 @@ def list_assumptions(
         if source.form.is_model_config:
             yield f"task {source.task} (--task), random weights built in fp32"
         if source.lora is not None:
-            rank, _, names = source.lora.partition(",")
-            yield f"LoRA of rank {rank} on {names.replace(',', ', ')} (--lora), without dropout; all else is frozen"
+            lora = parse_lora(source.lora)
+            frozen = ", in 4 bits (NF4, double quantization) but for the head" if lora.quantized else ""
+            adapters = f"LoRA of rank {lora.rank} on {', '.join(lora.targets)} (--lora), without dropout"
+            yield f"{adapters}; all else is frozen{frozen}"
         if not facts.checkpointing and not source.form.runs_as_main:  # a script decides that by itself
             yield "no gradient checkpointing: the model has no gradient_checkpointing_enable()"
 

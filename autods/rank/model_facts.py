@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import re
 from collections.abc import Mapping
@@ -257,6 +258,12 @@ def estimate_checkpoint_bytes(model: Any, *, share: float = 1.0) -> int:
     )
 
 
+def _count_weights(parameter: Any) -> int:
+    """Return the weights that a parameter stands for, wherever they are: also those that bitsandbytes has packed."""
+    packed = getattr(parameter, "quant_state", None)
+    return int(getattr(parameter, "ds_numel", parameter.numel()) if packed is None else math.prod(packed.shape))
+
+
 def count_parameters(model: Any, *, by: str = "build_model returned") -> dict[str, Any]:
     """Return the counts of parameters, of the largest tensor's elements, of pipeline stages and of experts.
 
@@ -268,7 +275,7 @@ def count_parameters(model: Any, *, by: str = "build_model returned") -> dict[st
         raise WorkloadError(f"{by} {type(model).__name__}", hint="it has to be a torch.nn.Module")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise WorkloadError(f"{by} a model without a parameter to train", hint="check requires_grad")
-    sizes = [getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters()]
+    sizes = [_count_weights(parameter) for parameter in model.parameters()]
     trained = sum(size for size, weights in zip(sizes, model.parameters(), strict=True) if weights.requires_grad)
     experts: list[Any] = [module.num_experts for module in model.modules() if is_moe(module)]
     return {

@@ -11,13 +11,14 @@ from typing import Any
 
 from ..config.deepspeed import enabled_half_precision, get_key, is_default_optimizer, required_ops
 from ..config.trainers import DS_CONFIG, DS_CONFIG_HF, SCRIPT_KINDS
-from ..workload.lora import parse_lora
+from ..workload.lora import FOUR_BITS, parse_lora
 from ..workload.script_source import ScriptLaunch, has_placeholder
 from .results.fit import FitReport
 
 DS_CONFIG_REHEARSED = "ds_config_rehearsed.json"  # of a rehearsal: no launcher takes it for a proven one
 ACCELERATE = "accelerate.yaml"
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", None: "float32"}
 _TRAINER_SIZES = {
     "micro_batch_size": "per_device_train_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -41,9 +42,14 @@ def launch_lines(report: FitReport) -> Iterator[tuple[str, str]]:
     folder, commands, script = Path(report.out), launch_commands(report), report.question.script
     if script is None:
         if report.question.lora is not None:
-            arguments = ", ".join(
-                f"{name}={value!r}" for name, value in parse_lora(report.question.lora).config.items()
-            )
+            lora = parse_lora(report.question.lora)
+            if lora.quantized:
+                values = {
+                    **FOUR_BITS,
+                    "bnb_4bit_compute_dtype": _DTYPES[enabled_half_precision(report.ds_config or {})],
+                }
+                yield "model", f"from_pretrained(…, quantization_config=BitsAndBytesConfig({_as_arguments(values)}))"
+            arguments = _as_arguments(lora.config)
             yield "model", f"import peft; model = peft.get_peft_model(model, peft.LoraConfig({arguments}))"
         if report.knobs.checkpointing:
             yield "model", "model.gradient_checkpointing_enable()  # as it was measured"
@@ -76,6 +82,11 @@ def launch_lines(report: FitReport) -> Iterator[tuple[str, str]]:
         yield "note", library.note_on_cpu
     if report.device.stands_in and report.question.stood_in:
         yield "note", f"on CPU ranks it fails at {', '.join(report.question.stood_in)}; trials did without"
+
+
+def _as_arguments(values: Mapping[str, Any]) -> str:
+    """'r=16, lora_alpha=32': the values as keyword arguments of a call."""
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
 
 def launch_commands(report: FitReport) -> dict[str, str]:

@@ -16,7 +16,7 @@ from ..errors import InputError
 from ..files import read_text
 from ..schema import parse_json
 from ..types import Task, WorkloadSource
-from .lora import add_lora, parse_lora
+from .lora import add_lora, import_packages, parse_lora
 from .protocol import Batch, Workload, WorkloadError
 
 TASKS: tuple[Task, ...] = get_args(Task)
@@ -109,7 +109,7 @@ def load_config(source: WorkloadSource) -> Workload:
     auto = _auto_class(config, source.task, path)
     lora = None if source.lora is None else parse_lora(source.lora)
     if lora is not None:
-        import peft  # noqa: F401  once, before ranks are forked
+        import_packages(lora)
 
     def build_model() -> Any:
         import torch

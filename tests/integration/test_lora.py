@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import subprocess
@@ -35,6 +36,8 @@ SMALL: dict[str, dict[str, Any]] = {
     },
     "llama": LLAMA,
 }  # fmt: skip
+four_bits = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is missing")
+LORA = ("4", pytest.param("4bit:4", marks=four_bits))
 RANKS = ("--gpus", "2", "--device", "cpu", "--gpu-memory", "1GiB")
 
 
@@ -102,6 +105,17 @@ def test_stage_3_alone_divides_frozen_weights(tmp_path: Path) -> None:
     assert held["zero2"] - held["zero3"] == pytest.approx(2 * parameters, rel=0.1)
 
 
+@four_bits
+def test_adapters_train_beside_4_bit_weights_of_stage_3(ray: object, tmp_path: Path) -> None:
+    report = autods.probe(
+        write(tmp_path), vary={"rung": ["zero3"]}, gpus=2, device="cpu", gpu_memory="2GiB", config="quick", repeats=1,
+        seq_len=32, out=tmp_path / "out", precision="bf16", lora="4bit:4", forecast=False,
+    )  # fmt: skip
+    fit = report.trials[0].outcome
+    assert isinstance(fit, Fit), fit
+    assert fit.losses[0] == pytest.approx(math.log(VOCABULARY), rel=0.05)
+
+
 def test_adapters_train_beside_weights_built_in_parts(ray: object, tmp_path: Path) -> None:
     report = autods.probe(
         write(tmp_path), vary={"rung": ["zero3"]}, gpus=2, device="cpu", gpu_memory="2GiB", config="quick", repeats=1,
@@ -112,10 +126,34 @@ def test_adapters_train_beside_weights_built_in_parts(ray: object, tmp_path: Pat
     assert fit.losses[0] == pytest.approx(math.log(VOCABULARY), rel=0.05)
 
 
-def test_a_run_of_adapters_goes_on_and_leaves_their_weights(tmp_path: Path) -> None:
+@four_bits
+def test_the_forecast_of_4_bit_weights_is_their_size(tmp_path: Path) -> None:
+    """And a step's matmuls take as long as those of whole weights, beside which each layer is made whole."""
+    path = write(tmp_path)
+    packed = load(make_source(path, seq_len=8, lora="4bit:8")).build()
+    size = sum(weights.nbytes for name, weights in packed.named_parameters() if "lora" not in name) / 2
+    size += sum(weights.nbytes for name, weights in packed.named_parameters() if weights.dtype == torch.uint8) / 2
+    held = {}
+    for state in (weights.quant_state for weights in packed.parameters() if weights.dtype == torch.uint8):
+        tensors = (state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code)
+        held |= {tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    size += sum(held.values())
+    options: dict[str, Any] = {"gpus": 1, "on": "rtx4090-24gb", "ladder": "ddp", "largest": False, "seq_len": 8}
+    plans = [autods.plan(path, lora=lora, **options) for lora in (8, "4bit:8")]
+    whole, four = (plan.sites[0].rungs[0] for plan in plans)
+    adapters = 2 * plans[1].facts.trained_parameters
+    assert four.breakdown["parameters"] - adapters == pytest.approx(size, rel=0.02)
+    assert plans[0].facts.parameters == plans[1].facts.parameters
+    seconds = [rung.step.breakdown["compute"] for rung in (whole, four)]
+    assert seconds[1] == pytest.approx(seconds[0], rel=0.02)
+    assert four.step.breakdown["memory"] > whole.step.breakdown["memory"]
+
+
+@pytest.mark.parametrize("lora", LORA)
+def test_a_run_of_adapters_goes_on_and_leaves_their_weights(lora: str, tmp_path: Path) -> None:
     """The fit passes its certificate, and the last checkpoint has what peft saves as an adapter."""
     config, out = write(tmp_path), tmp_path / "out"
-    options = ("--ladder", "zero2", "--config", "quick", "--seq-len", "16", "--precision", "fp32", "--lora", "4")
+    options = ("--ladder", "zero2", "--config", "quick", "--seq-len", "16", "--precision", "fp32", "--lora", lora)
     for steps in (3, 5):
         command = [sys.executable, "-m", "autods", "run", str(config), *RANKS, *options, "--global-batch", "4"]
         command += ["--steps", str(steps), "--checkpoint-every", "3", "--out", str(out)]
@@ -129,7 +167,7 @@ def test_a_run_of_adapters_goes_on_and_leaves_their_weights(tmp_path: Path) -> N
     checkpoint = out / "checkpoints" / "step-00000005"
     command = [sys.executable, "zero_to_fp32.py", ".", "weights", "-t", "state"]
     subprocess.run(command, cwd=checkpoint, capture_output=True, check=True)
-    model = load(make_source(config, lora=4)).build()
+    model = load(make_source(config, lora=lora)).build()
     weights = torch.load(checkpoint / "weights" / "pytorch_model.bin")
     assert model.load_state_dict(weights, strict=False).unexpected_keys == []
     adapters = peft.get_peft_model_state_dict(model)

@@ -24,7 +24,7 @@ class KnownKernel:
 
     names: tuple[str, ...]
     source: str
-    kind: Literal["attention", "matmul", "kernel", "reduction"]
+    kind: Literal["attention", "matmul", "kernel", "reduction", "parts"]
     passes: float = 1
     flops: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()

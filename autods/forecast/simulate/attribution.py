@@ -99,6 +99,10 @@ def label_persistent(ledger: Ledger, engine: Any) -> None:
         ledger.label(tensor, _OPTIMIZER)
     for parameter in engine.module.parameters():
         ledger.label(getattr(parameter, "ds_tensor", parameter), _PARAMETERS)
+        packed = getattr(parameter, "quant_state", None)  # the scales of 4-bit weights
+        for scales in filter(None, (packed, getattr(packed, "state2", None))):
+            for tensor in _tensors(list(vars(scales).values())):
+                ledger.label(tensor, _PARAMETERS)
         if parameter.grad is not None:
             ledger.label(parameter.grad, _GRADIENTS)
 

@@ -112,6 +112,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             _aten.max.default: self._max,
             _aten.bitwise_not.default: self._negate,
             _aten.cat.default: self._cat,
+            _aten.linear.default: self._decompose,  # below autograd, which has decomposed them elsewhere
+            _aten.matmul.default: self._decompose,
         }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -159,6 +161,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operator of functions, such as FlexAttention, as eager torch does: by operators that are recorded."""
         with self:
             return func.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd](*args, **kwargs)
+
+    def _decompose(self, func: Any, args: Any, kwargs: Any) -> Any:
+        with self:
+            return func.decompose(*args, **kwargs)
 
     def _run_with_buffers(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator whose kernel takes buffers, which are there together with its results."""
@@ -304,6 +310,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _run_custom(self, func: Any, args: Any, kwargs: Any) -> Any:
         kernel = find_kernel(func._schema.name)
+        if kernel is not None and kernel.kind == "parts":
+            with self:
+                return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
         try:
             out = func(*args, **kwargs)
             if kernel is None and any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(out)):  # else a question

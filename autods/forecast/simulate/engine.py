@@ -20,7 +20,7 @@ from ...workload.protocol import Workload
 from ..attention import UNKNOWN_FAMILY
 from ..predict.memory_model import estimate_outside_bytes
 from ..values import KINDS, EngineSpec, ForecastPhase, Simulation
-from . import attribution, custom_kernels, deepspeed_patches, fake_gpu, torch_patches, unknown_values
+from . import attribution, custom_kernels, deepspeed_patches, fake_gpu, packed_weights, torch_patches, unknown_values
 from .dispatch import Recorder, join_world
 from .ledger import DEVICE, PINNED, Ledger
 from .protocol import explain_optimizer_errors
@@ -44,6 +44,7 @@ class SimulationContext:
             fake_gpu.install(self.ledger)
             custom_kernels.install(self.ledger)
         torch_patches.install(self.ledger)
+        packed_weights.install()
         unknown_values.install(self.ledger.assume)
         deepspeed_patches.install(self.ledger)
         self.recorder = Recorder(self.ledger, self._fake)

@@ -353,7 +353,7 @@ def bind(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 def _describe_custom(name: str, arguments: Mapping[str, Any], size: int) -> Work:
     """Describe a call by the table of known kernels, and without a row by the bytes of its tensors."""
     kernel = find_kernel(name)
-    if kernel is None:
+    if kernel is None or kernel.kind == "parts":
         return Work(kind="kernel", name=name, bytes=size, sure=False)
     flops, first = kernel.count_flops(arguments), _tensors(list(arguments.values()))[:1]
     dtype = kernel.dtype or "".join(str(tensor.dtype).removeprefix("torch.") for tensor in first)

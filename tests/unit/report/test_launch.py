@@ -179,6 +179,15 @@ def test_adapters_of_a_config_are_a_line_of_code() -> None:
     )
 
 
+def test_4_bit_weights_come_with_the_line_that_loads_them_so():
+    report = fitting_report("out")
+    report = replace(report, ds_config=CONFIG, question=replace(report.question, lora="4bit:16,all-linear"))
+    load, adapt, *_ = [words for name, words in launch_lines(report) if name == "model"]
+    assert "BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4'" in load
+    assert "bnb_4bit_compute_dtype='bfloat16'" in load
+    assert adapt.endswith("peft.LoraConfig(r=16, lora_alpha=32, target_modules='all-linear'))")
+
+
 def test_accelerates_file_says_that_the_config_brings_the_optimizer():
     assert "DummyOptim" in accelerate_yaml(scripted(), "c.json")
     assert "DummyOptim" not in accelerate_yaml(fitting_report(), "c.json")

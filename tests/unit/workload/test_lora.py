@@ -1,4 +1,4 @@
-"""`--lora RANK[,NAMES]` is read before anything is built, and is part of the workload."""
+"""`--lora [4bit:]RANK[,NAMES]` is read before anything is built, and is part of the workload."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import importlib.util
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,14 +24,19 @@ def config(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("value", "canonical"),
-    [(8, "8,all-linear"), ("8", "8,all-linear"), ("16, q_proj ,v_proj,q_proj", "16,q_proj,v_proj")],
-)
+    [
+        (8, "8,all-linear"), ("8", "8,all-linear"), ("16, q_proj ,v_proj,q_proj", "16,q_proj,v_proj"),
+        ("4bit:8", "4bit:8,all-linear"), (" 4bit: 8,q_proj", "4bit:8,q_proj"),
+    ],
+)  # fmt: skip
 def test_a_rank_alone_means_all_linear_layers(value: str | int, canonical: str) -> None:
     assert str(parse_lora(value)) == canonical
     assert parse_lora(canonical) == parse_lora(value)
 
 
-@pytest.mark.parametrize("value", ["", "q_proj", "0", "-4", "8,", "1e3", "70000", 10**9, "8,all-linear,q_proj", "٣x"])
+@pytest.mark.parametrize(
+    "value", ["", "q_proj", "0", "-4", "8,", "1e3", "70000", 10**9, "8,all-linear,q_proj", "٣x", "4bit:", "8bit:8"]
+)
 def test_what_is_no_rank_is_refused_in_two_lines(value: str | int) -> None:
     with pytest.raises(InputError) as caught:
         parse_lora(value)
@@ -40,9 +44,9 @@ def test_what_is_no_rank_is_refused_in_two_lines(value: str | int) -> None:
     assert "give --lora 16" in str(caught.value).splitlines()[1]
 
 
-def test_adapters_are_part_of_the_workload(config: Path) -> None:
-    sources = [make_source(config, lora=lora) for lora in (None, 8, "8,q_proj", 16)]
-    assert len({source.digest for source in sources}) == 4
+def test_adapters_are_part_of_the_workload(config: Path, packages: set[str]) -> None:
+    sources = [make_source(config, lora=lora) for lora in (None, 8, "8,q_proj", 16, "4bit:8")]
+    assert len({source.digest for source in sources}) == 5
     for source in sources:
         assert WorkloadSource(**json.loads(json.dumps(asdict(source)))) == source
     assert make_source(config, lora="8") == make_source(config, lora="8,all-linear") == sources[1]
@@ -56,13 +60,23 @@ def test_lora_is_for_a_config_alone(text: str, tmp_path: Path) -> None:
         make_source(path, lora=8)
 
 
-def test_a_missing_peft_is_named_with_its_remedy(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = importlib.util.find_spec
+@pytest.fixture
+def packages(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The packages that seem to be installed."""
+    installed = {"peft", "bitsandbytes", "accelerate"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: name if name in installed else None)
+    return installed
 
-    def find_spec(name: str, *args: Any) -> Any:
-        return None if name == "peft" else real(name, *args)
 
-    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+@pytest.mark.parametrize(("lora", "package"), [("8", "peft"), ("4bit:8", "peft"), ("4bit:8", "bitsandbytes")])
+def test_a_missing_package_is_named_with_its_remedy(lora: str, package: str, config: Path, packages: set[str]) -> None:
+    packages.remove(package)
     with pytest.raises(EnvironmentBroken) as caught:
-        make_source(config, lora=8)
-    assert str(caught.value).splitlines()[1].strip() == "pip install peft"
+        make_source(config, lora=lora)
+    assert str(caught.value).splitlines()[1].strip() == f"pip install {package}"
+
+
+def test_4_bit_weights_are_not_built_in_parts(config: Path, packages: set[str]) -> None:
+    with pytest.raises(InputError, match="--zero-init: 4-bit weights"):
+        make_source(config, lora="4bit:8", zero_init=True)
+    assert make_source(config, lora="8", zero_init=True).zero_init

@@ -149,3 +149,26 @@ def test_mamba_s_scan_makes_its_states(monkeypatch: pytest.MonkeyPatch, ledger: 
     assert [None if made is None else made.shape for made in gradients] == [
         u.shape, u.shape, A.shape, B.shape, B.shape, None, None, u.shape, u.shape,
     ]  # fmt: skip
+
+
+def test_a_kernel_of_parts_counts_each_of_them(ledger: Ledger) -> None:
+    """A matmul of 4-bit weights makes them whole first, as bitsandbytes does on cards."""
+
+    def multiply(A: Any, B: Any, shapeB: Any, absmax: Any, blocksize: int, quant_type: str) -> Any:
+        return torch.nn.functional.linear(A, torch.zeros(shapeB, dtype=A.dtype, device=A.device))
+
+    rows, inner, columns = 48, 256, 512
+    name = "bitsandbytes::gemm_4bit"
+    multiplied = _declare(
+        name, "(Tensor A, Tensor B, int[] shapeB, Tensor absmax, int blocksize, str quant_type) -> Tensor"
+    )
+    if "bitsandbytes" not in sys.modules:
+        torch.library.register_kernel(name, None, multiply)
+    inputs = torch.empty(2, rows // 2, inner, dtype=torch.bfloat16, device="cuda")
+    packed = torch.empty(columns * inner // 2, 1, dtype=torch.uint8, device="cuda")
+    scales = torch.empty(columns * inner // 64, device="cuda")
+    held = ledger.peaks()["forward"]["device"]
+    result = multiplied(inputs, packed, [columns, inner], scales, 64, "nf4")
+    assert result.shape == (2, rows // 2, columns)
+    assert ledger.peaks()["forward"]["device"] - held >= 2 * columns * inner + 2 * rows * columns
+    assert [work.flops for work in _works(ledger) if work.kind == "matmul"] == [2 * rows * inner * columns]
