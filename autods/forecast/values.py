@@ -155,6 +155,7 @@ class Simulation:
     `nvme_bytes` is the size of the rank's swap files.
     `optimizer_elements` counts the elements that the rank's optimizer updates.
     `further_groups` counts the rank's process groups beside that of all ranks, of experts and of AutoTP.
+    `modules` counts those of the model.
     `communicators` counts the process groups of several ranks in which the rank communicates.
     `families` are the cards (see `attention`) that take the same kernels of attention as the simulated one.
     `summed_peak_bytes` is the peak of all tiers together, by phase: a CPU rank holds all tensors in its memory.
@@ -170,6 +171,7 @@ class Simulation:
     nvme_bytes: int = 0
     optimizer_elements: int = 0
     further_groups: int = 0
+    modules: int = 0
     communicators: int = 0
     families: frozenset[Capability] = frozenset(FAMILIES)
     summed_peak_bytes: Mapping[ForecastPhase, int] = field(default_factory=dict)

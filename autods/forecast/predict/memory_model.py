@@ -47,7 +47,7 @@ class Overhead:
     setting: str | None = None
     bytes: tuple[str, ...] = ()
     share_of: ShareOf = "tensors"
-    each: Literal["rank", "further_group", "further_communicator"] = "rank"
+    each: Literal["rank", "module", "further_group", "further_communicator"] = "rank"
     share: tuple[float, ...] = ()
     least_capability: str | None = None
     below_capability: str | None = None
@@ -177,6 +177,7 @@ def compute_rank_memory(
         # Where clocks tell when blocks come back, the replay's cache has what is freed late.
         "reduce_bucket": 0 if clocked else bucket * (2 if enabled_half_precision(spec.ds_config) else 4),
         "further_groups": simulation.further_groups,
+        "modules": simulation.modules,
         "further_communicators": max(0, simulation.communicators - 1),
     }
     inside = overheads.sum(spec, "device", "inside", amounts)

@@ -131,6 +131,7 @@ def read_ledger(ledger: Ledger, engine: Any, micro_batch: int, seconds: float) -
         nvme_bytes=sum(ledger.nvme.values()),
         optimizer_elements=attribution.optimizer_elements(engine),
         further_groups=attribution.further_groups(),
+        modules=sum(1 for _ in engine.module.modules()),
         communicators=ledger.work.communicators,
         families=frozenset(ledger.families),
         breakdown={KINDS[kind]: size for kind, size in sorted(ledger.bytes_at_peak().items())},
