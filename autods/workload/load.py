@@ -25,7 +25,7 @@ from ..system import private
 from ..types import WorkloadSource
 from .conditions import argument_names, bind_arguments
 from .hf_config import TASKS, find_config_file, infer_task, load_config, read_config, resolve_hf_path
-from .lora import parse_lora, require_packages
+from .lora import NOT_IN_PARTS, parse_lora, require_packages
 from .protocol import FUNCTIONS, Workload, WorkloadError, check_model_py, load_model_py, read_base_config
 from .script_source import find_module, is_script, local_files, make_script_source, module_name
 
@@ -87,8 +87,7 @@ def make_source(
         adapters = parse_lora(lora)
         require_packages(adapters)
         if zero_init and adapters.quantized:
-            problem = f"--zero-init: 4-bit weights are made of whole ones (--lora {adapters})"
-            raise InputError(problem, hint="drop --zero-init; stage 3 divides them after they are made")
+            raise InputError(NOT_IN_PARTS[0], hint=NOT_IN_PARTS[1])
         return _with_options(source, lora=str(adapters))
     for name in given:
         if name in ("--task", "--target-len", "--lora"):

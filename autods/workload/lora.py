@@ -16,6 +16,7 @@ from .protocol import WorkloadError
 
 ALL_LINEAR = "all-linear"
 FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+NOT_IN_PARTS = "--zero-init: 4-bit weights are made of whole ones", "drop it: stage 3 divides them after they are made"
 _QLORA = "4bit:"
 _MOST_RANK = 2**16
 _SHOWN = 12  # names of layers in a message
@@ -88,6 +89,8 @@ def add_lora(model: Any, *, lora: Lora, place: str) -> Any:
             f"--lora: the model has no linear layer {missing[0]!r}", place=place, hint=f"it has {listed}"
         )
     if lora.quantized:
+        if any(hasattr(weights, "ds_id") for weights in model.parameters()):  # also where a plan proposes --zero-init
+            raise WorkloadError(NOT_IN_PARTS[0], place=place, hint=NOT_IN_PARTS[1])
         _quantize(model)
     try:
         return get_peft_model(model, LoraConfig(**lora.config), autocast_adapter_dtype=False)

@@ -8,11 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
 from autods.errors import EnvironmentBroken, InputError
 from autods.types import WorkloadSource
-from autods.workload import make_source
-from autods.workload.lora import parse_lora
+from autods.workload import WorkloadError, make_source
+from autods.workload.lora import add_lora, parse_lora
 
 
 @pytest.fixture
@@ -80,3 +81,11 @@ def test_4_bit_weights_are_not_built_in_parts(config: Path, packages: set[str]) 
     with pytest.raises(InputError, match="--zero-init: 4-bit weights"):
         make_source(config, lora="4bit:8", zero_init=True)
     assert make_source(config, lora="8", zero_init=True).zero_init
+
+
+def test_weights_that_are_partitioned_are_not_quantized() -> None:
+    """A plan that proposes --zero-init tries it."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    model[0].weight.ds_id = 0  # as deepspeed.zero.Init marks it
+    with pytest.raises(WorkloadError, match="--zero-init: 4-bit weights"):
+        add_lora(model, lora=parse_lora("4bit:2"), place="config.json")
