@@ -158,7 +158,7 @@ class Simulation:
     `modules` counts those of the model.
     `communicators` counts the process groups of several ranks in which the rank communicates.
     `families` are the cards (see `attention`) that take the same kernels of attention as the simulated one.
-    `summed_peak_bytes` is the peak of all tiers together, by phase: a CPU rank holds all tensors in its memory.
+    `summed_peak_bytes` is the peak of the tensors of all tiers, by phase: a CPU rank holds all in its memory.
     `breakdown` splits the device's peak into parameters, gradients, optimizer, activations, buckets and other.
     `is_upper_bound` says that the largest size stood for one that is not known, or eager code for compiled code.
     `schedule` has the work of the last optimizer step; None for CPU ranks.

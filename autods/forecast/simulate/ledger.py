@@ -115,12 +115,14 @@ class Ledger:
             self._copied.append((len(self._tapes[DEVICE].events), size))
 
     def borrow(self, sizes: Collection[int]) -> None:
-        """Note that a kernel takes so many bytes of the device, all at once, until it ends."""
+        """Note that a kernel takes so many bytes of the device, all at once, until it ends. They are no tensors."""
+        summed = self.highest[_SUM]
         keys = [~place for place, _ in enumerate(sizes)]  # no storage has a negative address
         for key, size in zip(keys, sizes, strict=True):
             self._add(key, size, DEVICE, None)
         for key in keys:
             self._remove(key)
+        self.highest[_SUM] = summed
 
     def lock(self, tensor: Any) -> None:
         """Note that a pinned tensor does not come from torch's allocator, which would round its size."""
@@ -152,7 +154,7 @@ class Ledger:
         return {phase: dict(zip(_TIERS, tops, strict=False)) for phase, tops in self._by_phase.items()}
 
     def summed_peaks(self) -> dict[ForecastPhase, int]:
-        """Phase → peak bytes of all tiers together."""
+        """Phase → peak bytes of the tensors of all tiers together."""
         self._close()
         return {phase: tops[_SUM] for phase, tops in self._by_phase.items()}
 

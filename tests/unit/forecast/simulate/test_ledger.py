@@ -116,6 +116,14 @@ def test_on_cpu_ranks_every_tier_counts_as_the_device() -> None:
     assert ledger.peaks()["init"] == {"device": 120, "host": 0, "pinned": 0}
 
 
+def test_a_kernels_buffer_is_no_tensor_of_the_sum() -> None:
+    ledger = Ledger(one_memory=True)
+    tensor = Tensor(1, 100)
+    ledger.enter(tensor)
+    ledger.borrow([40])
+    assert (ledger.peaks()["init"]["device"], ledger.summed_peaks()["init"]) == (140, 100)
+
+
 def test_the_breakdown_is_that_of_the_peak(ledger: Ledger) -> None:
     kept, peak = Tensor(1, 100), Tensor(2, 40)
     ledger.enter(kept)
