@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -199,9 +201,11 @@ def _make_function(
         except TypeError as error:
             raise TypeError(f"{name}(): {error}") from None
         checked = request(*args, **kwargs)
-        listener = getattr(checked, "on_event", None) or (lambda event: None)
+        listener = getattr(checked, "on_event", None)
         try:
-            return command.run(command.resolve(checked), listener)
+            resolved = command.resolve(checked)
+            with _show_in_notebook(name) if listener is None else nullcontext(listener) as hear:
+                return command.run(resolved, hear)
         except AutodsError as error:
             error.keep_options([f"--{name.replace('_', '-')}" for name in signature.parameters])
             raise
@@ -210,6 +214,24 @@ def _make_function(
     function.__doc__ = f"{describe_arguments(request)}\n\nReturns the {result.__name__}{about}{_RAISES}"
     function.__dict__["__signature__"] = signature
     return function
+
+
+@contextmanager
+def _show_in_notebook(function: str) -> Iterator[Callable[[Any], None]]:
+    """What a function tells where nobody listens: lines of progress in a notebook, nothing elsewhere."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if type(shell).__name__ != "ZMQInteractiveShell":  # a notebook's kernel
+        yield lambda event: None
+        return
+    from rich.console import Console
+
+    from .report.live import PlanProgress, RunProgress, TrialProgress
+
+    views = {"plan": PlanProgress, "explain": PlanProgress, "run": RunProgress}
+    # Lines of text: what rich redraws in a notebook needs widgets.
+    console = Console(file=sys.stdout, force_jupyter=False, force_terminal=False)
+    with views.get(function, TrialProgress)(console) as listen:
+        yield listen
 
 
 def _sign(request: Callable[..., Any], result: type) -> inspect.Signature:

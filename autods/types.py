@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from .units import escape_controls
+from .units import escape_controls, format_factor
 
 Tier = Literal["device", "host", "pinned", "shm", "nvme"]
 TIERS: tuple[Tier, ...] = ("device", "host", "pinned", "nvme")  # forecast and measured; shm is watched and diagnosed
@@ -135,8 +135,9 @@ class SlowRank:
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank} is the slowest: its forward takes {self.ratio:.2f} × as long as the median rank's, and"
-            " all wait for it (see what else runs on its card or processors, and whether its samples are longer)"
+            f"rank {self.rank} is the slowest: its forward takes {format_factor(self.ratio)} × as long as the median"
+            " rank's, and all wait for it (see what else runs on its card or processors, and whether its samples are"
+            " longer)"
         )
 
 

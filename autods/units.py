@@ -79,6 +79,11 @@ def format_count(count: float) -> str:
 _REAL_TIME = (34, 64)  # SIGRTMIN and SIGRTMAX of Linux; a log may be read on another system
 
 
+def format_factor(factor: float) -> str:
+    """How many times as much: '0.83', '1.24', '2.5', '20'."""
+    return f"{factor:.2f}" if factor < 2 else f"{factor:.1f}" if factor < 10 else f"{factor:,.0f}"
+
+
 def format_signal(number: int) -> str:
     """9 → 'SIGKILL', 40 → 'SIGRTMIN+6', as `kill -l` lists them; 'signal 99' for a number without a name."""
     first, last = _REAL_TIME

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ..types import Failed, Fit, Outcome, Purpose, Record, Steps, Trial
-from ..units import format_bytes
+from ..units import format_bytes, format_factor
 from .batch_curve import LONGEST_JUMP, SURE, BatchCurve, well_below
 from .certificate import describe_exam
 from .prospects import MOST_AT_FIRST
@@ -251,7 +251,7 @@ class Growth:
             return None
         if before not in rates:
             return before
-        reason = f"micro batch {last} is only {best[last] / best[before]:.2f} times as fast as {before}"
+        reason = f"micro batch {last} is only {format_factor(best[last] / best[before])} times as fast as {before}"
         most = min(curve.line_limit() or math.inf, self.context.sizes[-1], (curve.too_large or math.inf) - 1)
         return GrowthEnd(is_limit=False, reason=f"{reason}; memory would allow about {int(max(curve.fits, most))}")
 

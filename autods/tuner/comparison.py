@@ -14,6 +14,7 @@ from statistics import mean, median, median_low, stdev
 
 from ..report.results.probe import Ratio
 from ..types import Fit, Purpose, Record, Trial
+from ..units import format_factor
 from .trials import FitContext, Score, run_with_retry, samples_per_second
 
 # Prior of a trial's relative noise: 3 %, worth two degrees of freedom. The spread of steps within trials replaces it
@@ -222,7 +223,7 @@ class _Finals:
 
 def describe_ratio(ratio: Ratio, words: str) -> str:
     """'1.20 times as fast as ddp (1.15 to 1.25)', where the words are 'times as fast as ddp'."""
-    return f"{ratio.times:.2f} {words} ({ratio.low:.2f} to {ratio.high:.2f})"
+    return f"{format_factor(ratio.times)} {words} ({format_factor(ratio.low)} to {format_factor(ratio.high)})"
 
 
 def largest_spread(records: Iterable[Record]) -> float:

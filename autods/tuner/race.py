@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..forecast.predict.step_time import CLOSE
 from ..types import Fit, Record, Steps
+from ..units import format_factor
 from .batch_curve import BatchCurve, least_sample_s
 from .batch_size import Growth, describe_misfit
 from .candidates import Candidate, config_name, first_trial, in_precision, without_checkpointing
@@ -301,7 +302,8 @@ class _Race:
         if bound.rate * world_size >= least:
             return bound.size
         if contestant is not leader:
-            limit = f"up to micro batch {int(most)} at most {bound.rate * world_size / least:.2f} times as fast as"
+            times = format_factor(bound.rate * world_size / least)
+            limit = f"up to micro batch {int(most)} at most {times} times as fast as"
             doubt = f"by its step times, give or take {self.context.noise:.0%}"
             contestant.out = f"{contestant.describe_best()}; {limit} {leader.name} {doubt}"
         return None

@@ -1,6 +1,6 @@
 import pytest
 
-from autods.units import format_bytes, format_count, format_signal, parse_amount, parse_bytes
+from autods.units import format_bytes, format_count, format_factor, format_signal, parse_amount, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -71,3 +71,10 @@ def test_what_is_no_amount_is_refused_with_the_forms(text: str) -> None:
 def test_an_absurd_amount_is_refused() -> None:
     with pytest.raises(ValueError, match="more than"):
         parse_amount("1e300")
+
+
+@pytest.mark.parametrize(
+    ("factor", "text"), [(0.826, "0.83"), (1.034, "1.03"), (2.5, "2.5"), (19.59, "20"), (1234.5, "1,234")]
+)
+def test_a_factor_has_no_more_figures_than_it_means(factor: float, text: str) -> None:
+    assert format_factor(factor) == text

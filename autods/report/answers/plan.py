@@ -16,7 +16,7 @@ from ...config.catalogue import ASKED, HERE, Site
 from ...forecast.predict.step_time import Speed, StepTime
 from ...forecast.values import PHASES, RungForecast
 from ...types import TIERS, Tier
-from ...units import choose_unit, format_bytes, format_count
+from ...units import choose_unit, format_bytes, format_count, format_factor
 from .. import document as doc
 from ..document import Cell, Column, Medium, Words, line, make_document, tabulate, titled
 from ..results.plan import PlanReport, SiteForecast, Training
@@ -368,9 +368,9 @@ def list_suggestions(plan: PlanReport, site: SiteForecast) -> Iterator[str]:
         yield training
     first = next(rung for rung in site.rungs if rung.verdict == best.verdict)
     if first is not best and first.speed is not None and best.speed is not None:
-        times = best.speed.samples_per_second / first.speed.samples_per_second
+        times = format_factor(best.speed.samples_per_second / first.speed.samples_per_second)
         yield (
-            f"{first.rung} comes first in the ladder, but {best.rung} is forecast {times:.2f} times as fast: a step of"
+            f"{first.rung} comes first in the ladder, but {best.rung} is forecast {times} times as fast: a step of"
             f" {first.rung} is spent on {format_spent(first.speed.step)}"
         )
     yield from compare_speeds(site, faster=True)
@@ -437,12 +437,16 @@ def compare_speeds(site: SiteForecast, *, faster: bool | None = None) -> Iterato
             size, option = f"{manner} activation checkpointing, {size}", f" (--checkpointing {state})"
         else:
             size, option = f"{size} instead of {best.speed.micro_batch}", ""
-        gain = "" if forecast.speed is None else f"{forecast.speed.samples_per_second / rate:.2f} × the {measure}"
+        gain = (
+            ""
+            if forecast.speed is None
+            else f"{format_factor(forecast.speed.samples_per_second / rate)} × the {measure}"
+        )
         lack = describe_need(forecast) if find_fullest_tier(forecast) else "is tight"
         if known := ", but ".join(filter(None, (gain, "" if forecast.verdict == "fits" else lack))):
             yield f"{size}: {known}{option}"
     others = [
-        f"{rung.rung} {rung.speed.samples_per_second / rate:.2f} ×"
+        f"{rung.rung} {format_factor(rung.speed.samples_per_second / rate)} ×"
         for rung in site.rungs
         if rung is not best and rung.verdict in ("fits", "tight") and rung.speed is not None
     ]

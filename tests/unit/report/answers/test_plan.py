@@ -247,7 +247,7 @@ OFFLOAD_FIRST = (
 def test_the_rung_with_the_least_time_is_recommended() -> None:
     text = sentence(printed(forecast(OFFLOAD_FIRST)))
     assert "Use zero3, micro batch 1: 40,960 tokens/s, bound by compute" in text
-    assert "zero2-offload comes first in the ladder, but zero3 is forecast 2.50 times as fast" in text
+    assert "zero2-offload comes first in the ladder, but zero3 is forecast 2.5 times as fast" in text
     assert "a step of zero2-offload is spent on host 80 %, launch 20 %" in text
 
 
