@@ -14,7 +14,7 @@ from ..files import as_folder_name
 from ..requests import FitRequest, PlanRequest, ProbeRequest
 from ..system.host import Hardware
 from ..types import ModelFacts, WorkloadSource
-from ..units import parse_amount
+from ..units import format_bytes, parse_amount
 from .base_config import (
     check_ranks,
     merge_script_config,
@@ -261,7 +261,10 @@ def _check_only_site(sites: Sequence[Site]) -> None:
 
 
 def spread_ranks(gpus: int | None, nodes: int | None, machine: Machine, device: Device) -> tuple[int, int]:
-    """Return world size and ranks of a node. More cards than any node has are spread over nodes of eight."""
+    """Return world size and ranks of a node. More cards than any node has are spread over nodes of eight.
+
+    A machine of the catalogue whose cards are linked by PCIe is sold with up to eight, whatever its usual node has.
+    """
     if nodes is not None and nodes < 1:
         raise InputError(f"--nodes {nodes}: at least one node is needed")
     if gpus is None:
@@ -270,10 +273,12 @@ def spread_ranks(gpus: int | None, nodes: int | None, machine: Machine, device: 
         return check_ranks(machine.gpus * (nodes or 1)), machine.gpus
     check_ranks(gpus, nodes or 1)
     if nodes is None:
-        catalogued = machine.links is not None and machine.gpus is not None and machine.name != HERE
-        if not catalogued and device.has_cards and gpus > _MOST_IN_A_NODE:
+        if machine.links is not None and machine.gpus is not None and machine.name != HERE:
+            most = max(machine.gpus, _USUAL_IN_A_NODE) if machine.links.over_pcie else machine.gpus
+            return gpus, min(gpus, most)
+        if device.has_cards and gpus > _MOST_IN_A_NODE:
             return gpus, machine.gpus or _USUAL_IN_A_NODE
-        return gpus, min(gpus, machine.gpus or gpus) if catalogued else gpus
+        return gpus, gpus
     return gpus, gpus // nodes
 
 
@@ -295,6 +300,12 @@ def _list_assumptions(sites: Sequence[Site], device: Device, request: PlanReques
         for site in sites
         if site.nodes > 1 and request.nodes is None and site.machine.links is None
     ]
+    for site in sites:
+        machine = site.machine
+        if machine.links is not None and machine.gpus is not None and site.ranks_per_node > machine.gpus:
+            host = "" if machine.host_bytes is None else f" with {format_bytes(machine.host_bytes)} of host memory"
+            box = f"{site.ranks_per_node} cards of {machine.name} in one node{host}"
+            assumptions.append(f"{box} (--nodes, --on FILE.toml)")
     for network in dict.fromkeys(map(_get_network, sites)):
         if network is not None and network.endswith(_ASSUMED):
             names = ", ".join(site.machine.name for site in sites if _get_network(site) == network)

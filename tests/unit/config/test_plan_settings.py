@@ -77,12 +77,21 @@ def test_ranks_beyond_a_node_of_the_catalogue_take_more_nodes() -> None:
 
 
 def test_the_network_between_workstations_is_an_assumption() -> None:
-    question = asked(on="rtx3090-24gb,rtx4090-24gb,a100-80gb", gpus=8, micro_batch=1)
-    assert [site.nodes for site in question.sites] == [4, 4, 1]
+    question = asked(on="rtx3090-24gb,rtx4090-24gb,a100-80gb", gpus=16, micro_batch=1)
+    assert [site.nodes for site in question.sites] == [2, 2, 2]
     names = "rtx4090-24gb, rtx3090-24gb"
-    assert question.assumed == (f"10 Gbit/s Ethernet between the nodes of {names} (--on FILE.toml)",)
+    assert question.assumed[-1] == f"10 Gbit/s Ethernet between the nodes of {names} (--on FILE.toml)"
     assert asked(on="rtx4090-24gb", gpus=2, micro_batch=1).assumed == ()
     assert asked(on="a100-80gb", gpus=16, micro_batch=1).assumed == ()
+
+
+def test_cards_on_pcie_are_assumed_to_share_one_box() -> None:
+    question = asked(on="rtx4090-24gb", gpus=4, micro_batch=1)
+    assert (question.sites[0].nodes, question.sites[0].ranks_per_node) == (1, 4)
+    assert question.assumed == (
+        "4 cards of rtx4090-24gb in one node with 128.0 GiB of host memory (--nodes, --on FILE.toml)",
+    )
+    assert asked(on="rtx4090-24gb", gpus=4, nodes=2, micro_batch=1).sites[0].nodes == 2
 
 
 def test_many_cards_are_assumed_to_be_on_nodes_of_eight() -> None:
