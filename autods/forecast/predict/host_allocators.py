@@ -61,15 +61,16 @@ def replay_process(trace: Trace) -> Replay:
     forward pass. Large blocks are mappings of whole pages, which go when they are freed.
     """
     sizes: list[int] = []
-    mapped = small = peak_small = peak_reserved = operators = 0
+    mapped = small = peak_small = peak_reserved = 0
+    operators: dict[ForecastPhase, int] = {}
     allocated: dict[ForecastPhase, int] = {}
     # Collectives copy before an event; several before the same event run one after the other.
     copied: dict[int, int] = {}
     for count, size in trace.copied:
         copied[count] = max(copied.get(count, 0), size)
     for first, stop, phase in phases(trace):
-        if phase == "forward" and trace.issued and stop > first:
-            operators = max(operators, trace.issued[stop - 1] - trace.issued[first])
+        if trace.issued and stop > first:
+            operators[phase] = max(operators.get(phase, 0), trace.issued[stop - 1] - trace.issued[first])
         peak = mapped + small
         peak_reserved = max(peak_reserved, mapped + peak_small)
         for index, event in enumerate(trace.events[first:stop], first):
@@ -89,8 +90,11 @@ def replay_process(trace: Trace) -> Replay:
                 peak_small = max(peak_small, small)
             peak, peak_reserved = max(peak, mapped + small), max(peak_reserved, mapped + peak_small)
         allocated[phase] = max(allocated.get(phase, 0), peak)
+    # An operator without a gradient has no node. With one it takes two or more to go back, beside the recomputed one.
+    forward, backward = operators.get("forward", 0), operators.get("backward", 0)
+    nodes = min(forward, max(0, backward - forward) // 2)
     return Replay(
-        peak_reserved_bytes=peak_reserved + operators * _GRAPH_BYTES,
+        peak_reserved_bytes=peak_reserved + nodes * _GRAPH_BYTES,
         peak_allocated_bytes=max(allocated.values(), default=0),
         allocated_by_phase=allocated,
     )

@@ -59,8 +59,10 @@ def test_the_copy_of_a_collective_counts_while_it_runs() -> None:
     assert replayed.peak_reserved_bytes == replayed.allocated_by_phase["step"]
 
 
-def test_the_graph_of_a_forward_pass_takes_room_on_the_heap() -> None:
-    """A layer that loops over tokens has many operators, and few bytes in tensors."""
-    trace = Trace(events=(MIB, MIB, MIB), marks=((0, "init"), (1, "forward")), issued=(0, 10, 20_010))
-    beside_tensors = replay_process(trace).peak_reserved_bytes - 3 * (MIB + 4 * KIB)
-    assert 28e6 < beside_tensors < 38e6  # 20,000 operators of the measured 1,400 to 1,900 bytes
+@pytest.mark.parametrize(("backward", "nodes"), [(60_000, 20_000), (30_000, 5_000), (10_000, 0)])
+def test_the_graph_of_a_forward_pass_takes_room_on_the_heap(backward: int, nodes: int) -> None:
+    """A layer that loops over tokens has many operators, and few bytes in tensors; some are without a gradient."""
+    marks = ((0, "init"), (1, "forward"), (3, "backward"))
+    trace = Trace(events=(MIB,) * 5, marks=marks, issued=(0, 10, 20_010, 20_020, 20_020 + backward))
+    beside_tensors = replay_process(trace).peak_reserved_bytes - 5 * (MIB + 4 * KIB)
+    assert 1400 * nodes <= beside_tensors <= 1900 * nodes  # as measured
