@@ -1,13 +1,15 @@
 """Does `autods explain` refuse exactly the configs that DeepSpeed refuses? Generated configs, judged by both.
 
-python tests/benchmarks/explain_agreement.py [--configs 300] [--seed 0] [--ranks 8] [--json]. No GPU and no Ray.
+python tests/benchmarks/explain_agreement.py [--configs 300] [--seed 0] [--ranks 8] [--each-key] [--json]. No GPU and no
+Ray.
 
 A config is a usual one with one to three changes: values of every accepted and of wrong types for the keys that
 DeepSpeed reads, by field name and by alias, optimizers, schedules, sizes of the batch, offloads, precisions, ranks that
 share a sample, misspelt and misplaced keys. DeepSpeed's verdict is that of its real engine, in a process of its own on
 CPU: it is built with a small model, and trains two optimizer steps; collectives of the other ranks do nothing.
 explain's is whether it shows an error. A row is a disagreement: `false error` or `unnoticed`. Exit code 1 if there is
-one.
+one. With --each-key the configs are a usual one with each key at each value, as far as DeepSpeedConfig takes it and a
+rule of explain does not: only then may the error be false.
 
 Left out, because this machine or the model decides it and not the config: monitors whose package is missing, NVMe,
 quantized communication, tensor parallelism, and that CPUs have no fp16. "auto" is a library's to fill in. Elasticity
@@ -17,8 +19,11 @@ and DeepSpeed Autotuning are launchers, not engines.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
+import itertools
 import json
+import logging
 import os
 import random
 import signal
@@ -206,6 +211,21 @@ CHANGES: tuple[Callable[[Config, random.Random, Mapping[str, Any]], None], ...] 
 )  # fmt: skip
 
 
+def walk_keys(keys: Mapping[str, Any], ranks: int) -> Iterator[Config]:
+    """Yield configs with one value each that DeepSpeedConfig takes and a rule of explain refuses."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    os.environ["WORLD_SIZE"] = str(ranks)
+    logging.disable()  # DeepSpeed prints its advice
+    for name, value in itertools.product(keys, (*VALUES, 2.0, 3, "false", "cpu", "fp32")):
+        config = usual(random.Random(0))
+        put(config, name, value)
+        if find_errors(config, ranks):
+            with contextlib.suppress(Exception):  # its checks raise anything
+                DeepSpeedConfig(copy.deepcopy(config))
+                yield config
+
+
 def make_config(number: int, seed: int, keys: Mapping[str, Any]) -> Config:
     chance = random.Random(f"{seed} {number}")
     config = usual(chance)
@@ -267,15 +287,20 @@ def ask_engine(config: Config, ranks: int) -> str:
     return ""
 
 
-def ask_explain(simulator: Any, config: Config, ranks: int) -> list[str]:
-    """The errors that explain shows."""
+def find_errors(config: Config, ranks: int) -> list[Any]:
+    """The errors that explain's rules find."""
     from autods.config.validator import EXPLAIN_RULES, Question, find_problems
     from autods.explainer.installed import describe
-    from autods.explainer.toy_engine import ask_engine as ask_toy
 
     question = Question(config=config, installed=describe(config), ranks=ranks)
-    found = find_problems(question, EXPLAIN_RULES)
-    errors = [each for each in found if each.severity == "error"]
+    return [each for each in find_problems(question, EXPLAIN_RULES) if each.severity == "error"]
+
+
+def ask_explain(simulator: Any, config: Config, ranks: int) -> list[str]:
+    """The errors that explain shows."""
+    from autods.explainer.toy_engine import ask_engine as ask_toy
+
+    errors = find_errors(config, ranks)
     if not errors and (refusal := ask_toy(simulator, config, ranks)) is not None:
         errors = [refusal]
     return [f"{each.key}: {each.problem}" for each in errors]
@@ -320,6 +345,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--each-key", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     import deepspeed
@@ -331,7 +357,10 @@ def main() -> int:
     keys = {name: default for name, default in described.items() if name.split(".")[0] not in LEFT_OUT}
     keys = {name: default for name, default in keys.items() if not any(word in name for word in NEED_OPS)}
     numbers = range(options.first, options.first + options.configs)
-    configs = {number: make_config(number, options.seed, keys) for number in numbers}
+    if options.each_key:
+        configs = dict(enumerate(walk_keys(keys, options.ranks)))
+    else:
+        configs = {number: make_config(number, options.seed, keys) for number in numbers}
     rows = []
     for row in judge(configs, options.ranks):
         rows.append(row)

@@ -26,12 +26,21 @@ class Tokens(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": tokens}
 
 
+class LogsItself(Trainer):
+    """Logs before the Trainer does, as ms-swift's does: then nothing is left to log."""
+
+    def _maybe_log_save_evaluate(self, tr_loss, *args, **kwargs):
+        if self.control.should_log:
+            tr_loss -= tr_loss
+        super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
+
+
 def main():
     if "AUTODS_SESSION" in os.environ:  # a rank of autods's own
         check_sources()
     (arguments,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
     model = GPT2LMHeadModel(GPT2Config(vocab_size=128, n_positions=32, n_embd=64, n_layer=2, n_head=2))
-    trainer = Trainer(model=model, args=arguments, train_dataset=Tokens(), eval_dataset=Tokens())
+    trainer = LogsItself(model=model, args=arguments, train_dataset=Tokens(), eval_dataset=Tokens())
     trainer.train()
     trainer.save_model()
     state = trainer.state

@@ -32,13 +32,14 @@ _STATES = "state"  # in a checkpoint: the link to DeepSpeed's files in it
 _EXTRA = "extra"  # in a checkpoint: the script has not asked for it
 _UNFINISHED = ".autods-unfinished"  # in the Trainer's folder, until all ranks have saved
 
+_END_STEP = "_maybe_log_save_evaluate"  # the Trainer's method
 _CONFIG = declare(
     "transformers.integrations.deepspeed.HfTrainerDeepSpeedConfig.__init__", "the Trainer gets the chosen config"
 )
 _ARGUMENTS = declare("transformers.TrainingArguments.__post_init__", "the Trainer's batch size is the chosen one")
 _TRAINERS = declare_all(
     "transformers.Trainer",
-    ("train", "_maybe_log_save_evaluate", "_save_checkpoint", "set_initial_training_values", "_run_epoch",
+    ("train", _END_STEP, "_save_checkpoint", "set_initial_training_values", "_run_epoch",
      "_load_rng_state", "prediction_step"),
     "a trial only trains; a run keeps the order of samples, saves and resumes",
 )  # fmt: skip
@@ -69,7 +70,7 @@ def _install_patches(injection: Injection, config: LibraryConfig) -> None:
     )  # fmt: skip
     if injection.policy.host is None:
         _TRAINERS["train"].wrap(_train_from_start)
-        _TRAINERS["_maybe_log_save_evaluate"].wrap(lambda original, *args, **kwargs: None)
+        _TRAINERS[_END_STEP].wrap(lambda original, *args, **kwargs: None)
     else:
         HfTrainerLoop(injection.policy.host).install()
 
@@ -111,7 +112,10 @@ def _set_arguments(injection: Injection, original: Any, arguments: Any, /, *args
         setattr(arguments, name, needed)
     if policy.loads_in_ranks:
         arguments.dataloader_num_workers = 0
-        arguments.dataloader_prefetch_factor, arguments.dataloader_persistent_workers = None, False
+        arguments.dataloader_prefetch_factor = None
+    if policy.loads_in_ranks or policy.host is not None:
+        # Workers that stay draw their seed once, and anew where a run goes on: then dropout differs in later epochs.
+        arguments.dataloader_persistent_workers = False
     original(arguments, *args, **kwargs)
 
 
@@ -164,7 +168,7 @@ class HfTrainerLoop(TrainerLoop):
             "set_initial_training_values": self.deal_samples,
             "_run_epoch": self.run_epoch,
             "prediction_step": self.evaluate,
-            "_maybe_log_save_evaluate": self.end_step,
+            _END_STEP: self.end_step,
             "_save_checkpoint": self.save_checkpoint,
             "_load_rng_state": self.load_random_states,
         }
@@ -208,6 +212,9 @@ class HfTrainerLoop(TrainerLoop):
         """Train from the run's checkpoint. Without one, from where the script says."""
         _check_has_config(trainer)
         self._wrap_replaced()
+        # A subclass may log first, as ms-swift's does: the sum of losses is 0 when it calls the Trainer's own method.
+        ends_step = functools.partial(self._wrappers[_END_STEP], getattr(type(trainer), _END_STEP), trainer)
+        setattr(trainer, _END_STEP, ends_step)
         self.trainer, arguments = trainer, trainer.args
         folder = self.host.begin_loop(self)
         if folder is not None:
