@@ -121,6 +121,11 @@ def _quantize(model: Any) -> None:
         weight, bias = f"{name}.weight", whole[name].bias
         made = operation.convert({weight: whole.pop(name).weight.detach().to(device, torch.bfloat16)}, weight, model)
         layer.weight, layer.bias = made[weight], bias
+        scales = made[weight].quant_state
+        for tensor in (
+            (scales.absmax, scales.offset, scales.state2.absmax) if torch.distributed.is_initialized() else ()
+        ):
+            torch.distributed.broadcast(tensor, 0)  # DeepSpeed does so with parameters alone
         layer.support_avx512bf16_for_cpu = False  # an evaluation would repack weights, and no gradient pass them then
         layer.register_load_state_dict_pre_hook(_load_scales)
     model.is_loaded_in_4bit = True  # as peft asks
