@@ -53,7 +53,7 @@ class EnvironmentBroken(AutodsError):
     kind = "environment"
 
 
-class NoRoom(EnvironmentBroken):
+class DiskFull(EnvironmentBroken):
     """A disk is full, or a quota is used up."""
 
 
@@ -97,11 +97,11 @@ _NO_THREAD = re.compile("can't start new thread|Resource temporarily unavailable
 def make_write_error(path: Path, error: OSError, *, hint: str = "give another place") -> AutodsError:
     """Return the error about a path that cannot be written.
 
-    It is NoRoom for a full disk, EnvironmentBroken for a broken one, else InputError, with `hint`.
+    It is DiskFull for a full disk, EnvironmentBroken for a broken one, else InputError, with `hint`.
     """
     problem = f"cannot be written: {error.strerror or error}"
     if error.errno in _MACHINE_FIXES:
-        kind = NoRoom if error.errno in NO_ROOM else EnvironmentBroken
+        kind = DiskFull if error.errno in NO_ROOM else EnvironmentBroken
         return kind(f"{path}: {problem}\n  {_MACHINE_FIXES[error.errno]}; the same command goes on")
     return InputError(problem, place=str(path), hint=hint)
 

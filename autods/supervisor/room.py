@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..errors import NoRoom
+from ..errors import DiskFull
 from ..events import Note, RunListener
 from ..report.text import format_seconds
 
@@ -23,16 +23,16 @@ class Room:
     wait_for_s: float = _WAIT_FOR_S
 
     def await_for(self, write: Callable[[], object]) -> None:
-        """Call `write`, again and again while it raises NoRoom. It may be called any number of times.
+        """Call `write`, again and again while it raises DiskFull. It may be called any number of times.
 
-        Raises NoRoom where the disk is full for `wait_for_s`, or when the user asks the run to end meanwhile.
+        Raises DiskFull where the disk is full for `wait_for_s`, or when the user asks the run to end meanwhile.
         """
         began_s, is_waiting = time.monotonic(), False
         while True:
             try:
                 write()
                 break
-            except NoRoom as error:
+            except DiskFull as error:
                 if self.is_stopping() or time.monotonic() - began_s >= self.wait_for_s:
                     raise
                 if not is_waiting:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import InputError, NoRoom
+from ..errors import DiskFull, InputError
 from ..journal import RUN_JOURNAL, Journal
 from ..report.results.run import AttemptRow
 from ..report.text import format_outcome
@@ -223,7 +223,7 @@ class RunJournal:
     def _note(self, row: dict[str, Any]) -> None:
         """Write a row down, now or with the next one."""
         self._add(row)
-        with contextlib.suppress(NoRoom):
+        with contextlib.suppress(DiskFull):
             self._flush()
 
     def _add(self, row: dict[str, Any]) -> None:

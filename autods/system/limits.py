@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import NO_ROOM, EnvironmentBroken, NoRoom, make_write_error
+from ..errors import NO_ROOM, DiskFull, EnvironmentBroken, make_write_error
 from ..units import format_bytes
 from .host import find_pids_left
 
@@ -99,11 +99,11 @@ def find_lack(folder: Path, size: int) -> str | None:
 
 
 def check_space(folder: Path, least_bytes: int, user: str) -> None:
-    """Raise NoRoom where less is free on the disk of the folder than `user`, such as 'a trial', needs."""
+    """Raise DiskFull where less is free on the disk of the folder than `user`, such as 'a trial', needs."""
     try:
         free = shutil.disk_usage(folder).free
     except OSError as error:
         raise make_write_error(folder, error) from None
     if free < least_bytes:
         need = f"{user} needs {format_bytes(least_bytes)}, and {format_bytes(free)} are free"
-        raise NoRoom(f"{folder}: the disk is full: {need}\n  free some space there; the same command goes on")
+        raise DiskFull(f"{folder}: the disk is full: {need}\n  free some space there; the same command goes on")

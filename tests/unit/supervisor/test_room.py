@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autods.errors import NoRoom, make_write_error
+from autods.errors import DiskFull, make_write_error
 from autods.journal import Journal
 from autods.supervisor import room as room_module
 from autods.supervisor.room import Room
@@ -59,7 +59,7 @@ def test_a_write_that_has_room_says_nothing() -> None:
 
 @pytest.mark.parametrize(("wait_for_s", "is_stopping"), [(0.0, False), (60.0, True)])
 def test_waiting_ends_with_its_time_and_on_request(wait_for_s: float, is_stopping: bool) -> None:
-    with pytest.raises(NoRoom, match="the same command goes on"):
+    with pytest.raises(DiskFull, match="the same command goes on"):
         make_room([], wait_for_s=wait_for_s, is_stopping=is_stopping).await_for(FullDisk(9).write)
 
 

@@ -44,7 +44,7 @@ def test_a_call_without_a_size_that_decides_is_not_counted() -> None:
     assert _count("_chunk_state_fwd_kernel", states_ptr=_PACKED, chunk_size=64) == 2 * _PACKED.numel() * 64
 
 
-def test_the_backward_pass_of_flash_attention_holds_a_gradient_in_fp32() -> None:
+def test_flash_attention_s_backward_pass_holds_a_gradient_in_fp32() -> None:
     kernel = find_kernel("flash_attn::_flash_attn_backward")
     assert kernel is not None
     assert kernel.count_buffers({"q": _QUERY}) == 4 * _QUERY.numel()
