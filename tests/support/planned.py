@@ -29,8 +29,8 @@ FACTS = ModelFacts(
 
 
 NEEDS = {
-    "ddp": 60, "zero1": 30, "zero2": 26, "zero2-offload": 14, "zero3": 10, "zero3-offload-param": 9,
-    "zero3-offload": 5, "zero3-nvme": 5,
+    "ddp": 60, "zero1": 30, "zero2": 26, "zero2-offload": 14, "zero3": 10, "zero3-offload-optimizer": 8,
+    "zero3-offload-param": 9, "zero3-offload": 5, "zero3-nvme": 5,
 }  # fmt: skip
 
 

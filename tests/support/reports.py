@@ -23,7 +23,17 @@ from autods.types import (
 
 MIB = 2**20
 LIMIT = 416 * MIB
-LADDER = ("ddp", "zero1", "zero2", "zero2-offload", "zero3", "zero3-offload-param", "zero3-offload", "zero3-nvme")
+LADDER = (
+    "ddp",
+    "zero1",
+    "zero2",
+    "zero2-offload",
+    "zero3",
+    "zero3-offload-optimizer",
+    "zero3-offload-param",
+    "zero3-offload",
+    "zero3-nvme",
+)
 HARDWARE = Hardware(cpu="EPYC", cores=2, host_bytes=24 * 2**30, host_free_bytes=20 * 2**30, cards=())
 WINNING = Knobs(
     micro_batch=4,

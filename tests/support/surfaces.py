@@ -1,4 +1,4 @@
-"""Made-up machines and models for the search: eight rungs whose speed and memory behave as real ones do, with noise.
+"""Made-up machines and models for the search: nine rungs whose speed and memory behave as real ones do, with noise.
 
 What is known: a step costs a fixed part (communication, the optimizer, offloading) and a part per sample; memory is a
 line in the micro batch over a floor; some rungs fall off a cliff at large micro batches; the ladder is not monotone.
@@ -32,6 +32,7 @@ from tests.support.machines import a_machine
 
 GIB = 2**30
 RUNGS = read_rungs()
+_LATER = "zero3-offload-optimizer"  # is drawn by itself, so that the others are as they were without it
 _STEP_NOISE, _TRIAL_NOISE = 0.05, 0.01
 _START_S = 4.0  # of a trial, until its first step
 _FORECAST_ERROR = 0.03
@@ -81,7 +82,8 @@ class Surface:
         self.sample_s = {True: one, False: one * draw.uniform(0.74, 0.85)}
         with_ = self.limit_bytes * math.exp(draw.uniform(math.log(0.004), math.log(0.15)))
         self.sample_bytes = {True: with_, False: with_ * draw.uniform(2.0, 6.0)}
-        self.rungs = {name: self._rung(name, draw, states, one) for name in RUNGS}
+        own = random.Random(f"{self.seed} {_LATER}")
+        self.rungs = {name: self._rung(name, own if name == _LATER else draw, states, one) for name in RUNGS}
         self.tastes = {}
         for rung in RUNGS.values():
             for key in rung.tune:
@@ -94,11 +96,13 @@ class Surface:
         world, fixed = self.world_size, one * draw.uniform(0.3, 4.0)
         share = {"ddp": 1.0, "zero1": (4 + 12 / world) / 16, "zero2": (2 + 14 / world) / 16}
         share |= {"zero2-offload": 2 / 16 + 0.02, "zero3": 1 / world, "zero3-offload-param": 14 / 16 / world}
+        share[_LATER] = 0.02 + 4 / 16 / world
         share |= {"zero3-offload": 0.02 + 2 / 16 / world, "zero3-nvme": 0.015 + 1 / 16 / world}
         slower = {"ddp": 1.0, "zero1": draw.uniform(0.85, 1.2), "zero2": draw.uniform(0.85, 1.3)}
         slower |= {"zero2-offload": draw.uniform(1.5, 8), "zero3": draw.uniform(1.0, 2.5)}
         slower |= {"zero3-offload-param": draw.uniform(1.3, 5), "zero3-offload": draw.uniform(1.5, 8)}
         slower |= {"zero3-nvme": draw.uniform(8, 60)}
+        slower[_LATER] = draw.uniform(1.4, 6) if name == _LATER else math.inf
         cliff = draw.random() < 0.3
         return RungSurface(
             state_bytes=states * share[name] * draw.uniform(1.0, 1.15),

@@ -45,7 +45,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_installed_autods_finds_rungs_and_configs(installed: Path, tmp_path: Path) -> None:
     # -I: neither the current folder nor PYTHONPATH is searched; the editable install comes after the one given.
     rungs, configs, machines = python("-I", "-c", SHOW, installed, cwd=tmp_path).splitlines()
-    assert rungs == "ddp zero1 zero2 zero2-offload zero3 zero3-offload-param zero3-offload zero3-nvme"
+    assert (
+        rungs
+        == "ddp zero1 zero2 zero2-offload zero3 zero3-offload-optimizer zero3-offload-param zero3-offload zero3-nvme"
+    )
     assert configs == "default quick thorough"
     assert machines.split()[0] == "t4-16gb"
     assert "a100-80gb" in machines

@@ -10,7 +10,17 @@ from autods.system.host import data_folder
 from autods.types import ModelFacts
 from tests.support.composed import make_site
 
-SHIPPED = ["ddp", "zero1", "zero2", "zero2-offload", "zero3", "zero3-offload-param", "zero3-offload", "zero3-nvme"]
+SHIPPED = [
+    "ddp",
+    "zero1",
+    "zero2",
+    "zero2-offload",
+    "zero3",
+    "zero3-offload-optimizer",
+    "zero3-offload-param",
+    "zero3-offload",
+    "zero3-nvme",
+]
 FACTS = ModelFacts(
     parameters=32_638_976, largest_parameter=1_048_576, checkpointing=True, tokens_per_sample=64, has_optimizer=False
 )
@@ -31,7 +41,7 @@ def rung_file(folder: Path, *, name: str = "mine", old: str = "", new: str = "")
     return path
 
 
-def test_the_ladder_is_the_eight_rungs_fastest_first(rungs: Mapping[str, Rung]) -> None:
+def test_the_ladder_is_the_nine_rungs_fastest_first(rungs: Mapping[str, Rung]) -> None:
     assert list(rungs) == SHIPPED
 
 
@@ -40,8 +50,10 @@ def test_each_step_down_the_shipped_ladder_shards_or_moves_more(rungs: Mapping[s
         away = {"device": 0, "host": 1, "nvme": 2}
         return len(rung.shards), sum(away[tier] for tier in rung.places.values())
 
-    steps = [leanness(rungs[name]) for name in SHIPPED]
+    # Parameters on the host move in each micro batch, the optimizer's states in each step alone: so they come later.
+    steps = [leanness(rungs[name]) for name in SHIPPED if name != "zero3-offload-param"]
     assert steps == sorted(steps)
+    assert SHIPPED.index("zero3-offload-optimizer") < SHIPPED.index("zero3-offload-param")
 
 
 def test_at_416_mib_buckets_start_at_a_million_elements(rungs: Mapping[str, Rung]) -> None:
@@ -49,7 +61,7 @@ def test_at_416_mib_buckets_start_at_a_million_elements(rungs: Mapping[str, Rung
     sizes = [
         rung.start[key].elements(device_bytes=416 * MIB, facts=FACTS) for rung in rungs.values() if key in rung.start
     ]
-    assert len(sizes) == 7
+    assert len(sizes) == 8
     assert all(1.0e6 <= size <= 1.2e6 for size in sizes)
 
 
@@ -90,7 +102,7 @@ def test_every_range_that_is_tuned_has_a_start_value(rungs: Mapping[str, Rung]) 
 
 def test_pinned_memory_is_tuned_where_a_rung_offloads(rungs: Mapping[str, Rung]) -> None:
     pinned = {name for name, rung in rungs.items() if any("pin_memory" in key for key in rung.tune)}
-    assert pinned == {"zero2-offload", "zero3-offload-param", "zero3-offload"}
+    assert pinned == {"zero2-offload", "zero3-offload-optimizer", "zero3-offload-param", "zero3-offload"}
 
 
 def test_selected_rungs_come_fastest_first(rungs: Mapping[str, Rung]) -> None:
@@ -108,7 +120,7 @@ def test_an_empty_ladder_is_refused(rungs: Mapping[str, Rung]) -> None:
 
 
 def test_a_users_rung_joins_the_ladder_at_its_place(tmp_path: Path) -> None:
-    rung_file(tmp_path, old="order = 50", new="order = 55")
+    rung_file(tmp_path, old="order = 50", new="order = 52")
     names = list(read_rungs((tmp_path,)))
     assert names[names.index("zero3") + 1] == "mine"
 

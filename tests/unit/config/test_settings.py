@@ -331,7 +331,7 @@ def test_each_shipped_config_walks_the_whole_ladder(name: str) -> None:
     profile = read_profile(name)
     assert profile.name == name
     assert [rung.name for rung in asked(config=name).ladder] == list(read_rungs())
-    assert len(read_rungs()) == 8
+    assert len(read_rungs()) == 9
 
 
 def test_the_config_of_the_resume_benchmark_can_be_read() -> None:

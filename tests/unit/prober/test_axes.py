@@ -113,7 +113,7 @@ def test_what_nobody_says_is_the_plainest_rung_and_is_said_to_be(tmp_path: Path)
 
 def test_capacity_asks_every_rung_of_the_ladder(tmp_path: Path) -> None:
     question = ask(tmp_path, capacity=True)
-    assert len(question.axes[0].values) == 8
+    assert len(question.axes[0].values) == 9
     assert question.repeats == 1
 
 

@@ -100,7 +100,7 @@ def test_a_rung_has_a_row_with_its_state_and_its_memory(width: int) -> None:
 def test_no_line_of_the_view_is_wider_than_the_terminal(width: int) -> None:
     lines = draw(state_after(*MIDWAY, forecasted("zero3-offload-param", 100, host_mib=2000)), 19.0, width)
     assert max(map(cell_len, lines)) <= width
-    assert len(lines) <= len(LADDER) + 8
+    assert len(lines) <= len(LADDER) + (8 if width >= 80 else 12)  # sizes break below 80 columns
 
 
 def test_the_view_of_a_rehearsal_says_that_nothing_is_proven() -> None:
