@@ -27,6 +27,9 @@ _WORKER_GONE = (
 )
 _LAST_LINES = 40  # of a log: read for what a dying process wrote
 CONFIG = "DeepSpeed config"
+# What libstdc++ prints where a library starts some threads, as gloo does, and the stack of one finds no memory: the
+# exception unwinds past those that run, and std::terminate ends the process.
+_THREADS_ABANDONED, _NO_THREAD = "terminate called without an active exception", "pthread_create failed"
 # faulthandler's dump, innermost frame first: this rank is in a collective, or in DeepSpeed awaiting one.
 _AWAITING = re.compile(
     r"Current thread [^\n]*\n  File \"[^\"\n]*/(torch/distributed|deepspeed/comm|deepspeed/runtime)/"
@@ -147,7 +150,11 @@ def _row_of_last_lines(evidence: Evidence) -> Signature | None:
     """A row for memory that ran out, whatever follows it; for an abort else the peer that was waited for in vain."""
     rows = _rows_of(evidence.text)
     peer = next((row for row in rows if row.weight == "secondary"), None)
-    return _memory_row(rows) or (peer if evidence.signal_name == "SIGABRT" else None)
+    if (memory := _memory_row(rows)) is not None or evidence.signal_name != "SIGABRT":
+        return memory
+    if evidence.limit_bytes is not None and _THREADS_ABANDONED in evidence.text:
+        return find_signature(_NO_THREAD)
+    return peer
 
 
 def _rows_of(text: str) -> list[Signature]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,15 @@ def closed_by_peer(rank: int, at_s: float) -> Evidence:
 def out_of_memory(rank: int, at_s: float) -> Evidence:
     message = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1024 bytes."
     return evidence(rank, at_s, exit_code=1, types=("RuntimeError",), message=message)
+
+
+def test_threads_that_find_no_memory_in_a_budget_are_out_of_memory() -> None:
+    log = "terminate called without an active exception\nFatal Python error: Aborted\n"
+    aborted = evidence(0, 1.0, phase="build", exit_code=-signal.SIGABRT, log_tail=log)
+    limited = explain_failure([replace(aborted, limit_bytes=16 * 2**20)])
+    assert isinstance(limited, OutOfMemory)
+    assert (limited.tier, limited.action) == ("device", "leaner_rung")
+    assert isinstance(explain_failure([aborted]), Failed)  # without a budget anything may have ended them
 
 
 def test_an_emulated_card_lacks_what_is_left_of_its_limit() -> None:
