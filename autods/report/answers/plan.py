@@ -32,6 +32,7 @@ from .remedies import (
 _WORTH_NAMING = 0.1  # of a step
 _WORTH_MENDING = 0.03
 _CLEARLY_LEANER = 0.8  # of the best rung's device memory
+_MAY_FIT = ("fits", "tight")
 _STATUS_STYLES = {"fits": "green", "tight": "yellow", "not_forecast": "yellow", "nothing_fits": "red"}
 
 
@@ -58,8 +59,8 @@ def list_columns(unit: str, factor: int) -> tuple[Column[PlanRow], ...]:
         return lambda row: f"{row.rung.memory[tier].peak_bytes / factor:,.1f}" if tier in row.rung.memory else ""
 
     def read_speed(read: Callable[[Speed], str]) -> Callable[[PlanRow], Cell]:
-        has_speed = ("fits", "tight")
-        return lambda row: read(row.rung.speed) if row.rung.speed and row.rung.verdict in has_speed else "–"
+        read_cell = _read_speed(read)
+        return lambda row: read_cell(row) if row.rung.verdict in _MAY_FIT else "–"
 
     def mark(row: PlanRow) -> Mark:
         return MARKS[row.rung.verdict]
@@ -428,8 +429,9 @@ def compare_speeds(site: SiteForecast, *, faster: bool | None = None) -> Iterato
     rate, measure = best.speed.samples_per_second, "samples/s" if best.speed.tokens_per_second is None else "tokens/s"
     for alternative in site.alternatives:
         forecast, size = alternative.forecast, f"micro batch {alternative.forecast.micro_batch}"
-        may_fit = forecast.verdict in ("fits", "tight")
-        is_faster = may_fit and forecast.speed is not None and forecast.speed.samples_per_second > rate
+        is_faster = (
+            forecast.verdict in _MAY_FIT and forecast.speed is not None and forecast.speed.samples_per_second > rate
+        )
         if faster is not None and faster is not is_faster:
             continue
         if alternative.switched:
@@ -448,7 +450,7 @@ def compare_speeds(site: SiteForecast, *, faster: bool | None = None) -> Iterato
     others = [
         f"{rung.rung} {format_factor(rung.speed.samples_per_second / rate)} ×"
         for rung in site.rungs
-        if rung is not best and rung.verdict in ("fits", "tight") and rung.speed is not None
+        if rung is not best and rung.verdict in _MAY_FIT and rung.speed is not None
     ]
     if others and not faster:
         yield f"the other rungs beside {best.rung}, each at its micro batch: {', '.join(others)}"

@@ -9,18 +9,8 @@ from autods.errors import InputError
 from autods.system.host import data_folder
 from autods.types import ModelFacts
 from tests.support.composed import make_site
+from tests.support.reports import LADDER
 
-SHIPPED = [
-    "ddp",
-    "zero1",
-    "zero2",
-    "zero2-offload",
-    "zero3",
-    "zero3-offload-optimizer",
-    "zero3-offload-param",
-    "zero3-offload",
-    "zero3-nvme",
-]
 FACTS = ModelFacts(
     parameters=32_638_976, largest_parameter=1_048_576, checkpointing=True, tokens_per_sample=64, has_optimizer=False
 )
@@ -42,7 +32,7 @@ def rung_file(folder: Path, *, name: str = "mine", old: str = "", new: str = "")
 
 
 def test_the_ladder_is_the_nine_rungs_fastest_first(rungs: Mapping[str, Rung]) -> None:
-    assert list(rungs) == SHIPPED
+    assert tuple(rungs) == LADDER
 
 
 def test_each_step_down_the_shipped_ladder_shards_or_moves_more(rungs: Mapping[str, Rung]) -> None:
@@ -51,9 +41,9 @@ def test_each_step_down_the_shipped_ladder_shards_or_moves_more(rungs: Mapping[s
         return len(rung.shards), sum(away[tier] for tier in rung.places.values())
 
     # Parameters on the host move in each micro batch, the optimizer's states in each step alone: so they come later.
-    steps = [leanness(rungs[name]) for name in SHIPPED if name != "zero3-offload-param"]
+    steps = [leanness(rungs[name]) for name in LADDER if name != "zero3-offload-param"]
     assert steps == sorted(steps)
-    assert SHIPPED.index("zero3-offload-optimizer") < SHIPPED.index("zero3-offload-param")
+    assert LADDER.index("zero3-offload-optimizer") < LADDER.index("zero3-offload-param")
 
 
 def test_at_416_mib_buckets_start_at_a_million_elements(rungs: Mapping[str, Rung]) -> None:
