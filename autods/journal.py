@@ -56,25 +56,32 @@ class Journal:
 
     path: Path
 
-    def open(self, *, fingerprint: str, device_bytes: int = 0) -> History:
+    def open(self, *, fingerprint: str, device_bytes: int = 0, options: Mapping[str, str] | None = None) -> History:
         """Start a journal with the memory of a rank's device, or read the existing one.
 
         A torn last line is cut off: the driver died while it wrote, and the trial of that line will run again. A
         journal of another fit that has begun no trial is started anew. Raises InputError when the journal belongs to
-        another fit, cannot be read, or is damaged, and names the line.
+        another fit, which names the `options` that differ, cannot be read, or is damaged, which names the line.
         """
         header = {"kind": "header", "version": VERSION, "fingerprint": fingerprint, "device_bytes": device_bytes}
+        header |= {"options": dict(options)} if options else {}
         rows = self.begin(header, _OF_TRIALS)
         match rows[0]:
             case {"kind": "header", "version": int(version), "fingerprint": str(known)} if (version, known) != (
                 VERSION,
                 fingerprint,
             ):
-                raise make_other_fit_error(self.path)
+                raise make_other_fit_error(self.path, rows[0].get("options"), options)
             case {"kind": "header", "version": int(), "fingerprint": str(), "device_bytes": int(began_with)}:
                 return replace(self._replay(rows[1:]), device_bytes=began_with)
             case _:
                 raise self._damaged(1)
+
+    def read_options(self) -> Mapping[str, str] | None:
+        """Return the options of the fit whose journal this is; None where it does not tell them."""
+        with contextlib.suppress(InputError, IndexError):
+            return self.read_rows()[0].get("options")
+        return None
 
     def begin(self, header: Mapping[str, Any], kept: Container[str]) -> list[dict[str, Any]]:
         """Return the rows, `header` alone for a new journal, and for one with another header and no row of `kept`."""
@@ -211,10 +218,19 @@ class OtherFitError(InputError):
     """A file was written for another question, so that it does not answer this one."""
 
 
-def make_other_fit_error(path: Path) -> OtherFitError:
-    """Return the error about a file of another fit."""
+def make_other_fit_error(
+    path: Path, there: Mapping[str, str] | None = None, here: Mapping[str, str] | None = None
+) -> OtherFitError:
+    """Return the error about a file of another fit. It names the options that differ `there` from `here`."""
+    differing = "the workload, the settings, the device or a version differs"
+    if isinstance(there, Mapping) and here:
+        names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+        changes = (
+            f"{name}: {there.get(name, 'not given')} there, {here.get(name, 'not given')} here" for name in names
+        )
+        differing = "; ".join(changes) or "a setting of the search differs"
     return OtherFitError(
-        "belongs to another fit (the workload, the settings, the device or a version differs)",
+        f"belongs to another fit ({differing})",
         place=str(path),
         hint="give another --out, or --fresh to start over",
     )

@@ -1,15 +1,18 @@
 """A plain DeepSpeed training loop for a config that autods found; it knows nothing of autods.
 
-deepspeed --num_gpus 2 examples/train.py --deepspeed_config autods-out/demo/ds_config.json
+deepspeed --num_gpus 2 examples/train.py --model model.py --deepspeed_config autods-out/model/ds_config.json
 torchrun --nproc_per_node 2 examples/train.py --deepspeed_config autods-out/demo/ds_config.json --memory-budget 416MiB
 
 The second line trains on CPU ranks where there is no GPU, each with a hard memory budget, like the trials of a fit.
+--model is a model.py as autods reads it, or a Hugging Face config.json, whose model learns random tokens or images.
 """
 
 import argparse
 import contextlib
+import functools
 import importlib
 import importlib.util
+import json
 import os
 import pathlib
 import random
@@ -39,6 +42,13 @@ IMPORTED_LATE = (
     "transformers.integrations.deepspeed",
 )
 
+AUTO = {
+    "causal-lm": "AutoModelForCausalLM",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+    "masked-lm": "AutoModelForMaskedLM",
+    "image-classification": "AutoModelForImageClassification",
+}
+
 
 def main() -> None:
     asked = arguments()
@@ -51,16 +61,22 @@ def main() -> None:
     deepspeed.init_distributed(verbose=False)
     torch.manual_seed(torch.distributed.get_rank())
     random.seed(torch.distributed.get_rank())
-    workload = load(asked.model)
+    workload = load_model_py(asked) if asked.model.suffix == ".py" else load_hugging_face(asked)
     if asked.memory_budget:
         limit_memory(asked.memory_budget)
-    model = workload.build_model()
+    config = json.loads(asked.deepspeed_config.read_text())
+    with deepspeed.zero.Init(config_dict_or_path=config) if asked.zero_init else contextlib.nullcontext():
+        model = workload.build_model()
+    if asked.lora:
+        import peft
+
+        model = peft.get_peft_model(model, peft.LoraConfig(**asked.lora), autocast_adapter_dtype=False)
     if asked.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=str(asked.deepspeed_config)
-    )
-    losses = [train_step(engine, workload.build_batch) for _ in range(asked.steps)]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = workload.build_optimizer(parameters) if hasattr(workload, "build_optimizer") else None
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, optimizer=optimizer, config=config)
+    losses = [train_step(engine, workload) for _ in range(asked.steps)]
     if torch.distributed.get_rank() == 0:
         print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps", flush=True)
     if asked.memory_budget:
@@ -75,6 +91,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=pathlib.Path, default=pathlib.Path(__file__).with_name("gpt.py"))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--gradient-checkpointing", action="store_true")
+    parser.add_argument("--zero-init", action="store_true", help="build the model already divided over the ranks")
+    parser.add_argument("--seq-len", type=int, help="tokens of a sample, where they are not what the model says")
+    parser.add_argument("--target-len", type=int, help="tokens of its target, of a seq2seq model")
+    parser.add_argument("--task", choices=AUTO, default="causal-lm", help="of a config.json")
+    parser.add_argument("--lora", type=json.loads, metavar="JSON", help="arguments of peft.LoraConfig")
     parser.add_argument("--memory-budget", type=size, help="of each CPU rank, such as 416MiB")
     parser.add_argument("--local_rank", type=int, help="the deepspeed launcher passes it; LOCAL_RANK says the same")
     return parser.parse_args()
@@ -103,11 +124,44 @@ def import_deepspeed():
     return deepspeed
 
 
-def load(path: pathlib.Path):
-    spec = importlib.util.spec_from_file_location("workload", path)
+def load_model_py(asked: argparse.Namespace):
+    sys.path.insert(0, str(asked.model.parent))
+    spec = importlib.util.spec_from_file_location("workload", asked.model)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    if asked.seq_len is not None:
+        module.build_batch = functools.partial(module.build_batch, seq_len=asked.seq_len)
     return module
+
+
+def load_hugging_face(asked: argparse.Namespace):
+    """The model of a config.json with random weights, and random data of the longest shape."""
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(asked.model)
+    config.use_cache = False
+    for name in ("pad_token_id", "decoder_start_token_id") if asked.task == "seq2seq" else ():
+        if getattr(config, name, None) is None:
+            setattr(config, name, 0)
+    text = config.get_text_config()
+
+    def build_model():
+        return getattr(transformers, AUTO[asked.task]).from_config(config, dtype=torch.float32)
+
+    def build_batch(size: int):
+        if asked.task == "image-classification":
+            side = getattr(config, "image_size", None) or 224
+            sides = (side, side) if isinstance(side, int) else tuple(side)[-2:]
+            images = torch.rand(size, getattr(config, "num_channels", 3), *sides)
+            return {"pixel_values": images, "labels": torch.randint(config.num_labels, (size,))}
+        tokens = torch.randint(text.vocab_size, (size, asked.seq_len or 2048))
+        if asked.task == "seq2seq":
+            labels = torch.randint(text.vocab_size, (size, asked.target_len or tokens.shape[1]))
+            return {"input_ids": tokens, "labels": labels}
+        return {"input_ids": tokens, "labels": tokens.clone()}
+
+    return argparse.Namespace(build_model=build_model, build_batch=build_batch)
 
 
 def limit_memory(budget_bytes: int | None) -> None:
@@ -118,13 +172,12 @@ def limit_memory(budget_bytes: int | None) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (most, resource.RLIM_INFINITY))
 
 
-def train_step(engine, build_batch) -> float:
+def train_step(engine, workload) -> float:
     """One optimizer step; the mean loss of its micro batches."""
     total = 0.0
     for _ in range(engine.gradient_accumulation_steps()):
-        batch = build_batch(engine.train_micro_batch_size_per_gpu())
-        out = engine(**{name: placed(tensor, engine) for name, tensor in batch.items()})
-        loss = getattr(out, "loss", out)
+        batch = workload.build_batch(engine.train_micro_batch_size_per_gpu())
+        loss = forward(engine, workload, batch)
         engine.backward(loss)
         engine.step()
         total += float(loss.detach())
@@ -134,8 +187,22 @@ def train_step(engine, build_batch) -> float:
     return mean
 
 
+def forward(engine, workload, batch):
+    """The loss of a batch: what the model.py's own `loss` makes of it, or what the model returns."""
+    if isinstance(batch, dict):
+        batch = {name: placed(value, engine) for name, value in batch.items()}
+    else:
+        batch = tuple(placed(value, engine) for value in batch)
+    if hasattr(workload, "loss"):
+        return workload.loss(engine, batch)
+    out = engine(**batch) if isinstance(batch, dict) else engine(*batch)
+    return out["loss"] if isinstance(out, dict) else getattr(out, "loss", out)
+
+
 def placed(tensor, engine):
     """On the engine's device; numbers with a fraction in the precision that the config says."""
+    if not hasattr(tensor, "to"):
+        return tensor
     dtype = next(engine.module.parameters()).dtype if tensor.is_floating_point() else None
     return tensor.to(engine.device, dtype)
 

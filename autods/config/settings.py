@@ -143,6 +143,7 @@ def describe_platform(device: Device, cards: Sequence[Card], hardware: Hardware)
 
 
 _SEEDS = 2**32  # numpy takes no larger ones
+_NAMED = ("global_batch", "nvme_path", "seed", "objective", "nodes", "threads")  # options that decide a trial
 # What a fit optimises: samples or tokens a second, or device memory.
 Objective = Literal["samples", "tokens", "memory"]
 
@@ -219,7 +220,33 @@ class Settings:
 
         It leaves out what only decides how many of these trials are run: the budget, and whether rungs are forecast.
         """
-        decisive = {
+        return hashlib.sha256(json.dumps(self._decisive, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def options(self) -> dict[str, str]:
+        """The parts of the fingerprint by the names that a user knows them by, as they are compared and shown.
+
+        A fit of another fingerprint differs in one of them, or in a setting of the search that has no name here.
+        """
+        decisive, software = self._decisive, tuple(f"{name} " for name in _MEASURING_SOFTWARE)
+        versions = {name: version for name, _, version in (each.partition(" ") for each in self.platform)}
+        return {
+            "workload": self.source.digest[:6],
+            "--gpus": str(self.gpus),
+            "--device": self.device,
+            "--gpu-memory": format_bytes(self.device_bytes) if self.device_bytes_asked else "all",
+            "--config": self.profile.name,
+            "--stop": self.profile.race.stop,
+            "--ladder": ",".join(rung.name for rung in self.ladder),
+            "DeepSpeed config": hashlib.sha256(json.dumps(self.base, sort_keys=True).encode()).hexdigest()[:6],
+            "hardware": ", ".join(each for each in self.platform if not each.startswith(software)),
+            **{name: versions[name] for name in _MEASURING_SOFTWARE if name in versions},
+            **{f"--{name.replace('_', '-')}": str(decisive[name]) for name in _NAMED if decisive.get(name) is not None},
+        }
+
+    @property
+    def _decisive(self) -> dict[str, Any]:
+        return {
             "workload": self.source.digest,
             "gpus": self.gpus,
             "device": self.device,
@@ -237,7 +264,6 @@ class Settings:
             **({} if self.threads is None else {"threads": self.threads}),
             **({"rehearsed_on": repr(self.machine)} if self.rehearsed else {}),
         }
-        return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def resolve_fit(request: SearchRequest, source: WorkloadSource, *, hardware: Hardware) -> Settings:

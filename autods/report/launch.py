@@ -17,6 +17,7 @@ from .results.fit import FitReport
 
 DS_CONFIG_REHEARSED = "ds_config_rehearsed.json"  # of a rehearsal: no launcher takes it for a proven one
 ACCELERATE = "accelerate.yaml"
+_OWN_SCRIPT = "YOUR_SCRIPT.py"
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", None: "float32"}
 _TRAINER_SIZES = {
@@ -54,7 +55,8 @@ def launch_lines(report: FitReport) -> Iterator[tuple[str, str]]:
         if report.knobs.checkpointing:
             yield "model", "model.gradient_checkpointing_enable()  # as it was measured"
         yield "code", f"deepspeed.initialize(model=model, config={str(folder / DS_CONFIG)!r})"
-        yield "launch", commands["deepspeed"]
+        yield "launch", commands["torchrun"]
+        yield "or", commands["deepspeed"]
         yield "Trainer", shlex.join(trainer_arguments(report, str(folder / DS_CONFIG_HF)))
         yield "accelerate", commands["accelerate"]
         return
@@ -90,7 +92,9 @@ def _as_arguments(values: Mapping[str, Any]) -> str:
 
 
 def launch_commands(report: FitReport) -> dict[str, str]:
-    """The whole command line of each launcher. `train.py` stands for the user's script where the workload is none.
+    """The whole command line of each launcher.
+
+    Where the workload is no script, `examples/train.py` trains it, or else a script that the user has to write.
 
     The placeholders of a script's command line are filled. DS_ACCELERATOR=cpu keeps DeepSpeed on CPU ranks where there
     are GPUs. OMP_NUM_THREADS gives each rank as many threads as it had in trials. TORCH_EXTENSIONS_DIR names the folder
@@ -128,11 +132,14 @@ def _deepspeed_resources(report: FitReport, per_node: str) -> tuple[str, ...]:
 
 def _program(report: FitReport, launcher: str) -> tuple[str, ...]:
     """The script with its arguments filled in."""
-    script = report.question.script
-    if script is None:  # accelerate's own file names the config
-        config = () if launcher == "accelerate" else ("--deepspeed_config", str(Path(report.out) / DS_CONFIG))
-        return ("train.py", *config)
-    values = _placeholder_values(report)
+    script, values = report.question.script, _placeholder_values(report)
+    if script is None:
+        trainer = report.question.trainer
+        if trainer is None:  # accelerate's own file names the config
+            config = () if launcher == "accelerate" else ("--deepspeed_config", str(values["ds_config"]))
+            return (_OWN_SCRIPT, *config)
+        checkpointing = ["--gradient-checkpointing"] if report.knobs and report.knobs.checkpointing else []
+        return (trainer.path, *fill_placeholders(trainer.argv, values), *checkpointing)
     module_option = "--module" if launcher == "deepspeed" else "-m"
     program = (module_option, script.module) if script.module else (script.path,)
     sizes: list[str] = []

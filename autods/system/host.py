@@ -150,7 +150,7 @@ def requested_threads() -> int | None:
 
 
 def data_folder(name: str) -> Path:
-    """Return the folder `strategies` or `configs`: inside the installed package, else beside it in a checkout."""
+    """Return `strategies`, `configs` or `examples`: inside the installed package, else beside it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / name, package.parent / name):
         if folder.is_dir():

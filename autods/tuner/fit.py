@@ -21,7 +21,7 @@ from ..diagnosis.trial_outcome import make_input_error
 from ..errors import EnvironmentBroken, InputError
 from ..events import Listener, Note, SearchStarted
 from ..forecast.simulation_cache import why_not_forecast
-from ..journal import JOURNAL, STUDY, TrialStore, make_other_fit_error, record_warnings, workspace
+from ..journal import JOURNAL, STUDY, Journal, TrialStore, make_other_fit_error, record_warnings, workspace
 from ..report import serialize
 from ..report.answers.fit import make_fit_document
 from ..report.render_html import PAGE, write_page
@@ -149,7 +149,7 @@ def _read_finished(settings: Settings, fingerprint: str, listen: Listener) -> Fi
         return None
     question = report.question
     if question.fingerprint != fingerprint:
-        raise make_other_fit_error(path)
+        raise make_other_fit_error(path, Journal(journal).read_options(), settings.options)
     if question.budget.covers(settings.budget) and question.forecast == settings.forecast:
         listen(Note(text=f"this fit is finished; this is its report (--fresh measures again): {settings.out}"))
         return report

@@ -13,7 +13,7 @@ from ..report import text
 from ..report.results.fit import ClosestRung, FitQuestion, FitReport, Throughput
 from ..system.host import installed_versions, threads_per_rank
 from ..types import Fit, Knobs, Record
-from ..workload.script_source import describe_launch
+from ..workload.script_source import describe_launch, describe_trainer
 from .certify import CertifyResult
 from .ladder_walk import WalkResult
 from .optuna_search import TuneResult
@@ -137,6 +137,7 @@ def _make_question(context: FitContext, fingerprint: str) -> FitQuestion:
         ladder=tuple(rung.name for rung in settings.ladder),
         lacks_nvme=tuple(rung.name for rung in settings.ladder if rung.uses_nvme and settings.nvme_path is None),
         script=describe_launch(settings.source) if settings.source.form.runs_as_main else None,
+        trainer=describe_trainer(settings.source, facts.seq_len),
         recomputes=facts.recomputes if settings.source.form.runs_as_main and facts.checkpointing else None,
         stood_in=facts.stood_in,
         writes_confined=facts.writes_confined,

@@ -47,7 +47,7 @@ def open_journal(settings: Settings, fingerprint: str, listen: Listener) -> tupl
     be asked for again. Raises InputError where the journal is another's, and where much less memory is free now.
     """
     journal = Journal(settings.out / JOURNAL)
-    past = journal.open(fingerprint=fingerprint, device_bytes=settings.device_bytes)
+    past = journal.open(fingerprint=fingerprint, device_bytes=settings.device_bytes, options=settings.options)
     spare = SPARE_HOST if find_device(settings.device).shares_host_memory else settings.profile.memory.headroom
     then, now = past.device_bytes, settings.device_bytes
     if now < (1 - spare) * then:

@@ -8,6 +8,7 @@ import hashlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import sys
@@ -18,7 +19,9 @@ from pathlib import Path
 from ..config.trainers import SCRIPT_KINDS, find_library
 from ..errors import InputError
 from ..files import LARGEST_CODE, LARGEST_TEXT, read_file
+from ..system.host import data_folder
 from ..types import WorkloadSource
+from .lora import parse_lora
 from .protocol import FUNCTIONS, bound_names, parse_python
 
 _AUTODS = __name__.partition(".")[0]
@@ -131,6 +134,30 @@ def describe_launch(source: WorkloadSource) -> ScriptLaunch:
         takes_local_rank=takes_local_rank,
         module=source.module,
     )
+
+
+def describe_trainer(source: WorkloadSource, seq_len: int | None) -> ScriptLaunch | None:
+    """How `examples/train.py` trains a workload that is no script; None where it cannot.
+
+    It reads no pickle, it makes no 4-bit weights, and no arguments of the workload's functions reach it.
+    `seq_len` are the tokens of a sample of a Hugging Face config.
+    """
+    lora = None if source.lora is None else parse_lora(source.lora)
+    if not source.form.has_file or source.form.runs_as_main or source.arguments or (lora and lora.quantized):
+        return None
+    lengths = {
+        "--seq-len": seq_len if source.form.is_model_config else source.seq_len,
+        "--target-len": source.target_len,
+    }
+    options = {"--model": source.path, "--task": source.task, **lengths}
+    if source.task == "image-classification":
+        del options["--seq-len"]
+    if lora is not None:
+        options["--lora"] = json.dumps(lora.config)
+    words = [word for name, value in options.items() if value is not None for word in (name, str(value))]
+    words += ["--zero-init"] if source.zero_init else []
+    path = data_folder("examples") / "train.py"
+    return ScriptLaunch(kind="deepspeed", path=str(path), argv=(*words, "--deepspeed_config", "{ds_config}"))
 
 
 def has_local_rank_parameter(source: WorkloadSource) -> bool:

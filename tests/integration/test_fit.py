@@ -12,12 +12,14 @@ import torch
 
 import autods
 from autods.events import Note
+from autods.report.launch import launch_lines
 from autods.report.serialize import to_dict
 from autods.runner.runner import RayRunner
 from autods.tuner.fit import fit
 from autods.types import Fit
 from tests.support import sibling
 from tests.support.fits import ignore, question
+from tests.support.launchers import run_line
 
 # Nothing but pytest's own path finds this module or `sibling`: the ranks have to get them from here.
 WIDTH = 16
@@ -71,6 +73,16 @@ def test_with_memory_to_spare_only_the_first_rung_is_tried(run, tmp_path):
     assert (report.status, report.rung) == ("fit", "ddp")
     assert {record.trial.rung for record in report.trials} == {"ddp"}
     assert report.reasons["zero3"] == "not tried: a rung before it fits"
+
+
+def test_the_printed_lines_of_a_model_py_train_as_they_are(run, tmp_path):
+    report = run(question("tiny.py", tmp_path / "out"))
+    lines = dict(launch_lines(report))
+    for name, launcher in (("launch", "torchrun"), ("or", "deepspeed")):
+        assert f" {launcher} " in lines[name]
+        done = run_line(f"{lines[name]} --steps 2", tmp_path)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert "step 2: loss" in done.stdout
 
 
 def test_report_json_keeps_the_contract(run, tmp_path):

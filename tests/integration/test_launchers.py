@@ -16,8 +16,8 @@ from autods.report.results.fit import FitQuestion
 from autods.types import Knobs, ModelFacts
 from autods.workload.script_source import ScriptLaunch
 from tests.support.composed import compose_config
-from tests.support.fits import HERE, free_port
-from tests.support.launchers import cpu_env
+from tests.support.fits import HERE
+from tests.support.launchers import run_line
 
 SCRIPTS = HERE / "scripts_hf"
 EXAMPLES = HERE.parents[1] / "examples"
@@ -60,13 +60,9 @@ def found(
 
 
 def run(report: FitReport, launcher: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """The printed line in a shell. Only the port differs: other tests may hold the usual one."""
-    line = to_dict(report)["launch"][launcher]
-    for usual, option in (("deepspeed --num", "--master_port"), ("accelerate launch --config", "--main_process_port")):
-        start, _, rest = usual.rpartition(" ")
-        line = line.replace(usual, f"{start} {option} {free_port()} {rest}")
+    """The printed line in a shell."""
     folder.mkdir()
-    return subprocess.run(line, shell=True, cwd=folder, env=cpu_env(), capture_output=True, text=True, timeout=400)
+    return run_line(to_dict(report)["launch"][launcher], folder)
 
 
 def train(folder: Path, launcher: str, *more: str) -> tuple[subprocess.CompletedProcess[str], list[float]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -33,3 +34,11 @@ def deepspeeds_own() -> list[str]:
         "--master_addr=127.0.0.1",
         f"--master_port={free_port()}",
     ]
+
+
+def run_line(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A printed command line in a shell. Only the port differs: other tests may hold the usual one."""
+    for usual, option in (("deepspeed --num", "--master_port"), ("accelerate launch --config", "--main_process_port")):
+        start, _, rest = usual.rpartition(" ")
+        line = line.replace(usual, f"{start} {option} {free_port()} {rest}")
+    return subprocess.run(line, shell=True, cwd=folder, env=cpu_env(), capture_output=True, text=True, timeout=400)

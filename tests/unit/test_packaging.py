@@ -54,6 +54,12 @@ def test_an_installed_autods_finds_rungs_and_configs(installed: Path, tmp_path: 
     assert "a100-80gb" in machines
 
 
+def test_the_training_script_that_launch_lines_name_is_installed(installed: Path) -> None:
+    assert (installed / "autods" / "examples" / "train.py").read_bytes() == (
+        ROOT / "examples" / "train.py"
+    ).read_bytes()
+
+
 def test_no_package_but_autods_is_installed(installed: Path) -> None:
     folders = {path.name for path in installed.iterdir() if path.is_dir() and path.suffix != ".dist-info"}
     assert folders - {"bin"} == {"autods"}

@@ -202,8 +202,9 @@ def _list_parts(report: FitReport, folder: Path | None, columns: Sequence[Column
         yield doc.Headline(words=answer, effort=describe_effort(report))
         yield doc.Pairs(items=tuple(list_answer(report)))
         launch = tuple(launch_lines(report))
-        use = next((command for name, command in launch if name in ("launch", "or")), "")
-        yield doc.Pairs(items=(("use it", use),), whole=True, on=Medium.TERMINAL)
+        lines = [command for name, command in launch if name in ("launch", "or")][:2]
+        use = tuple(zip(("use it", "or"), lines, strict=False))
+        yield doc.Pairs(items=use, whole=True, on=Medium.TERMINAL)
         yield from titled("Train with it", doc.Pairs(items=launch, whole=True, on=Medium.PAGE))
         if report.ds_config is not None:
             yield doc.Details(items=(doc.Detail(summary=DS_CONFIG, text=json.dumps(report.ds_config, indent=2)),))

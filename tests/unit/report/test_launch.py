@@ -10,7 +10,7 @@ from autods.config.deepspeed import DEFAULT_OPTIMIZER, get_key, to_trainer_confi
 from autods.report import FitReport, to_dict, write
 from autods.report.launch import accelerate_yaml, fill_placeholders, launch_commands, launch_lines, trainer_arguments
 from autods.workload import make_source
-from autods.workload.script_source import ScriptLaunch, describe_launch
+from autods.workload.script_source import ScriptLaunch, describe_launch, describe_trainer
 from tests.support.reports import fitting_report, hopeless_report
 
 ADAM = {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}}
@@ -186,6 +186,33 @@ def test_4_bit_weights_come_with_the_line_that_loads_them_so():
     assert "BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4'" in load
     assert "bnb_4bit_compute_dtype='bfloat16'" in load
     assert adapt.endswith("peft.LoraConfig(r=16, lora_alpha=32, target_modules='all-linear'))")
+
+
+def test_a_model_py_is_launched_by_the_training_script_that_is_there(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("def build_model(): ...\ndef build_batch(micro_batch_size): ...\n")
+    trainer = describe_trainer(make_source(tmp_path / "model.py"), None)
+    report = fitting_report("out")
+    report = replace(report, question=replace(report.question, trainer=trainer))
+    lines = dict(launch_lines(report))
+    for launcher, name in (("torchrun", "launch"), ("deepspeed", "or")):
+        _, program = lines[name].split(launcher, 1)
+        words = shlex.split(program)
+        (script,) = [Path(word) for word in words if word.endswith("train.py")]
+        assert script == Path(__file__).parents[3] / "examples" / "train.py"
+        assert f"--model {tmp_path}/model.py --deepspeed_config out/ds_config.json" in program
+        assert ("--gradient-checkpointing" in words) is report.knobs.checkpointing
+
+
+def test_a_models_config_is_launched_with_its_lengths_and_adapters(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
+    argv = describe_trainer(make_source(tmp_path / "config.json", lora="8,c_attn", zero_init=True), 512).argv
+    pairs = dict(itertools.pairwise(argv))
+    assert (pairs["--model"], pairs["--task"], pairs["--seq-len"]) == (f"{tmp_path}/config.json", "causal-lm", "512")
+    assert json.loads(pairs["--lora"]) == {"r": 8, "lora_alpha": 16, "target_modules": ["c_attn"]}
+    assert "--zero-init" in argv
+    quantized = replace(make_source(tmp_path / "config.json"), lora="4bit:8")
+    assert describe_trainer(quantized, 512) is None
 
 
 def test_accelerates_file_says_that_the_config_brings_the_optimizer():

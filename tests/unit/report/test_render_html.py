@@ -38,7 +38,7 @@ def test_the_page_has_answer_ladder_and_every_trial() -> None:
     parsed = Parsed(to_page(make_fit_document(fitting_report())))
     text = " ".join(parsed.text.split())
     assert "zero3 fits, the first rung tried that does" in text
-    assert "deepspeed --num_accelerators 2 train.py" in text
+    assert "deepspeed --num_accelerators 2 YOUR_SCRIPT.py" in text
     for rung in ("ddp", "zero1", "zero2", "zero2-offload", "zero3", "zero3-nvme"):
         assert rung in text
     assert sum(tag == "details" for tag, _ in parsed.tags) == len(fitting_report().trials) + 1

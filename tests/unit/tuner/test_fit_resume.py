@@ -100,6 +100,15 @@ def test_other_forecasts_do_not_get_the_old_report(tmp_path: Path) -> None:
     assert second.ran == []  # this forecaster knows nothing, so that the journal has every trial
 
 
+def test_another_fit_is_refused_by_the_option_that_differs(tmp_path: Path) -> None:
+    fitted(asked(tmp_path, max_trials=5), Machine())
+    with pytest.raises(InputError, match=r"report\.json: belongs to another fit \(--seed: 0 there, 1 here\)"):
+        fitted(asked(tmp_path, max_trials=5, seed=1), Machine())
+    (tmp_path / "report.json").unlink()
+    with pytest.raises(InputError, match=r"journal\.jsonl: belongs to another fit \(--seed: 0 there, 1 here\)"):
+        fitted(asked(tmp_path, max_trials=5, seed=1), Machine())
+
+
 @pytest.mark.parametrize("kept", [None, b""], ids=["missing", "empty"])
 def test_a_report_without_its_journal_answers_its_question_alone(tmp_path: Path, kept: bytes | None) -> None:
     first = fitted(asked(tmp_path, max_trials=5), Machine())

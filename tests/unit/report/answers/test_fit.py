@@ -229,7 +229,7 @@ def test_trials_that_run_side_by_side_have_a_line_each() -> None:
 
 @pytest.mark.parametrize(
     ("visible", "option"),
-    [((0, 1), "deepspeed --num_gpus 2 train.py"), ((2, 5), "deepspeed --include localhost:2,5 train.py")],
+    [((0, 1), "deepspeed --num_gpus 2 YOUR_SCRIPT.py"), ((2, 5), "deepspeed --include localhost:2,5 YOUR_SCRIPT.py")],
 )
 def test_the_launcher_takes_the_cards_that_were_measured(visible: tuple[int, ...], option: str) -> None:
     report = fitting_report()
@@ -248,7 +248,8 @@ def test_the_answer_comes_first_in_four_lines() -> None:
         "config micro batch 4 × accumulation 2, gradient checkpointing",
         "speed 41.7 samples/s, 2,668 tokens/s: 3.38 × the first that fitted (zero3, micro batch 1)",
         "memory device memory 393.4 / 416.0 MiB, host memory 1.3 / 64.0 GiB",
-        "use it DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 train.py",
+        "use it DS_ACCELERATOR=cpu torchrun --standalone --nproc_per_node 2 YOUR_SCRIPT.py",
+        "or DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 YOUR_SCRIPT.py",
     ):
         assert words in answer
 
