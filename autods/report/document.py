@@ -225,7 +225,7 @@ class Legend(Part):
 class Chart(Part):
     """Values by their x, from 0 up, by the name of their line; nothing where all have one x.
 
-    x is above 0 if `logarithmic`. The line `dots` has points alone.
+    x is above 0 if `logarithmic`. The line `dots` has points alone. `limit` is a value that the lines must not exceed.
     """
 
     title: str
@@ -234,6 +234,7 @@ class Chart(Part):
     x_name: str = "micro batch"
     logarithmic: bool = True
     dots: str | None = None
+    limit: float | None = None
     on: Medium = Medium.PAGE
 
     @property

@@ -6,7 +6,7 @@ Jinja escapes all text: logs and errors are the user's. The template `page.html`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,15 +15,16 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from ..files import write_whole
-from ..units import format_bytes
+from ..units import choose_unit, format_bytes
 from . import document as doc
 from .document import MEMORY_KINDS, Chart, Medium, MemoryStack, Words, list_pieces, list_spans
 
 PAGE, RUN_PAGE = "report.html", "run.html"
 PAGE_BEGINS = (b"<!doctype html",)
 _CLASSES = {"green": "good", "yellow": "fair", "red": "bad", "dim": "dim", "bold": "strong"}  # by style of a line
-_LEFT, _RIGHT, _TOP, _BOTTOM = 84, 624, 12, 200  # where the axes of a chart lie in its 640 × 240 units
-_BEYOND = 1.2  # a bar's whole length, as a multiple of the limit
+_LEFT, _RIGHT, _TOP, _BOTTOM = 110, 940, 14, 250  # where the axes of a chart lie in its 960 × 300 units
+_Y_TICKS, _X_TICKS, _X_APART = 5, 12, 40  # at most; and the least distance of two places of measurements
+_BEYOND, _FARTHEST = 1.2, 6.0  # a bar's whole length as a multiple of the limit: at least, and at most
 
 
 def write_page(document: doc.Document, path: Path) -> Path:
@@ -64,8 +65,9 @@ def _environment() -> Environment:
         "pieces": list_pieces,
         "draw": draw_chart,
         "describe_stack": describe_stack,
-        "measure_stack": measure_stack,
+        "reach": find_reach,
         "place": place_on_bar,
+        "has_bar": _has_bar,
         "bytes": format_bytes,
     }
     return environment
@@ -74,6 +76,14 @@ def _environment() -> Environment:
 def _name_kind(value: doc.Part | doc.Piece) -> str:
     """'Table', 'Gauge': which macro shows it."""
     return type(value).__name__
+
+
+def _has_bar(cell: doc.Cell) -> bool:
+    """Whether a cell shows a share of a limit as a bar."""
+    return any(
+        isinstance(piece, MemoryStack) or (isinstance(piece, doc.Gauge) and piece.share is not None)
+        for piece in list_pieces(cell)
+    )
 
 
 def _list_spans(words: Words) -> list[tuple[str, str]]:
@@ -92,9 +102,21 @@ def _make_printable(value: object) -> object:
 # Drawings.
 
 
-def place_on_bar(share: float) -> float:
-    """The place of a share of the limit, in percent of a bar; what exceeds the limit goes a little beyond it."""
-    return round(100 * min(max(share, 0.0), _BEYOND) / _BEYOND, 1)
+def find_reach(part: doc.Table) -> float:
+    """What the whole length of each bar of a table stands for, as a multiple of the limit: one scale for all."""
+    shares = [_BEYOND]
+    for piece in (piece for row in part.items for cell in row.cells for piece in list_pieces(cell)):
+        if isinstance(piece, doc.Gauge) and piece.share is not None:
+            shares.append(piece.share)
+        elif isinstance(piece, MemoryStack):
+            most = max(piece.forecast.memory["device"].high_bytes, piece.measured_bytes or 0)
+            shares.append(most / piece.limit_bytes)
+    return min(max(shares), _FARTHEST)
+
+
+def place_on_bar(share: float, reach: float) -> float:
+    """The place of a share of the limit, in percent of a bar of that `reach`; what is beyond it lies at its end."""
+    return round(100 * min(max(share, 0.0), reach) / reach, 1)
 
 
 def describe_stack(stack: MemoryStack) -> str:
@@ -108,24 +130,33 @@ def describe_stack(stack: MemoryStack) -> str:
     return f"{text}, measured {format_bytes(measured)}, a difference of {difference}"
 
 
-def measure_stack(stack: MemoryStack) -> float:
-    """The bytes that a rung's whole bar stands for: 1.2 times the limit, or what holds all."""
-    return max(_BEYOND * stack.limit_bytes, stack.forecast.memory["device"].high_bytes, stack.measured_bytes or 0)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    """A chart in its own units: (x, y, words) of each point, in the order of x, and (place, words) along both axes."""
+    """A chart in its own units: (x, y, words) of each point, in the order of x, and (place, words) along both axes.
+
+    `limit` is the (y, words) of a limit, if there is one.
+    """
 
     points: Mapping[str, tuple[tuple[float, float, str], ...]]
     x_ticks: tuple[tuple[float, str], ...]
     y_ticks: tuple[tuple[float, str], ...]
+    limit: tuple[float, str] | None = None
+
+
+def choose_step(span: float, most: int) -> float:
+    """The distance of round ticks, 1, 2 or 5 times a power of ten, of which at most so many fit into a span above 0."""
+    power: float = 10.0 ** math.floor(math.log10(span / most))
+    return next(step * power for step in (1, 2, 5, 10) if span <= most * step * power * (1 + 1e-9))
 
 
 def draw_chart(chart: Chart) -> Drawing:
-    """Place the lines of a chart, which have two places or more."""
+    """Place the lines of a chart, which have two places or more. The ticks are round, those of bytes in their unit."""
     places = sorted({place for points in chart.lines.values() for place in points})
-    highest = max(value for points in chart.lines.values() for value in points.values()) or 1.0
+    highest = max((value for points in chart.lines.values() for value in points.values()), default=0.0)
+    highest = max(highest, chart.limit or 0.0) or 1.0
+    unit = choose_unit(highest)[1] if chart.format_value is format_bytes else 1
+    height = choose_step(highest / unit, _Y_TICKS) * unit
+    rows = math.ceil(highest / height - 1e-9)
     scale: Callable[[float], float] = math.log2 if chart.logarithmic else float
     low, high = scale(places[0]), scale(places[-1])
 
@@ -133,7 +164,7 @@ def draw_chart(chart: Chart) -> Drawing:
         return round(_LEFT + (_RIGHT - _LEFT) * (scale(place) - low) / (high - low), 1)
 
     def y(value: float) -> float:
-        return round(_BOTTOM - (_BOTTOM - _TOP) * value / highest, 1)
+        return round(_BOTTOM - (_BOTTOM - _TOP) * value / (rows * height), 1)
 
     points = {
         name: tuple(
@@ -142,10 +173,23 @@ def draw_chart(chart: Chart) -> Drawing:
         )
         for name, line in chart.lines.items()
     }
-    shown = places if len(places) <= 8 else [*places[:: math.ceil(len(places) / 7)], places[-1]]
-    heights = [highest * part / 4 for part in range(5)]
     return Drawing(
         points=points,
-        x_ticks=tuple((x(place), str(place)) for place in dict.fromkeys(shown)),
-        y_ticks=tuple((y(height), chart.format_value(height) if height else "0") for height in heights),
+        x_ticks=tuple(
+            (x(place), f"{place:,}") for place in _choose_x_ticks(places, x, round_ones=not chart.logarithmic)
+        ),
+        y_ticks=tuple((y(row * height), chart.format_value(row * height) if row else "0") for row in range(rows + 1)),
+        limit=None if chart.limit is None else (y(chart.limit), f"limit {chart.format_value(chart.limit)}"),
     )
+
+
+def _choose_x_ticks(places: Sequence[int], x: Callable[[int], float], *, round_ones: bool) -> list[int]:
+    """Round numbers, or the places of measurements that do not lie too close to the one before."""
+    if round_ones:
+        step = max(1, int(choose_step(places[-1] - places[0], _X_TICKS)))
+        return list(range(-(-places[0] // step) * step, places[-1] + 1, step))
+    shown = [places[0]]
+    for place in places[1:]:
+        if x(place) - x(shown[-1]) >= _X_APART:
+            shown.append(place)
+    return shown

@@ -29,7 +29,7 @@ from ..report.answers.remedies import describe_way_out
 from ..report.answers.run import make_run_document
 from ..report.render_html import RUN_PAGE, write_page
 from ..report.results.fit import FitReport
-from ..report.results.run import RunReport, parse_steps
+from ..report.results.run import RunReport, parse_steps, read_steps, summarize_steps
 from ..report.serialize import RUN, write_run
 from ..report.text import format_outcome
 from ..runner.placement import count_ranks
@@ -416,6 +416,7 @@ class Supervisor:
             }  # fmt: skip
         with contextlib.suppress(WorkloadError):
             of_config["ds_config"] = read_job(self._attempt_folder(len(history.attempts)) / JOB_FILE).ds_config
+        attempts = list_rows(history)
         return RunReport(
             status=status,
             exit_code=exit_code,
@@ -423,7 +424,11 @@ class Supervisor:
             advice=advice,
             step=self._saved_step,
             steps=self.settings.steps,
-            attempts=list_rows(history),
+            workload=self.settings.fit.source.name,
+            parameters=self.report.question.parameters,
+            device_bytes=self.settings.fit.device_bytes,
+            attempts=attempts,
+            **summarize_steps(read_steps(self.settings.out), attempts),
             rescues=len(history.rescues),
             warnings=tuple(history.warnings),
             checkpoint=str(saved.path) if saved is not None else None,

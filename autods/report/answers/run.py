@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...units import format_bytes
+from ...units import format_bytes, format_count
 from .. import document as doc
 from ..document import Column, Medium, line, make_document, tabulate
 from ..results.run import AttemptRow, RunReport, read_steps
-from ..text import format_number_of, format_seconds
+from ..text import format_number_of, format_rate, format_seconds
 
 _TO_WEIGHTS = "zero_to_fp32.py"  # DeepSpeed puts it into a checkpoint of ZeRO
 _MOST_POINTS = 60  # of a chart
@@ -49,7 +49,11 @@ def _describe_end(row: AttemptRow) -> str:
 def make_run_document(report: RunReport, folder: Path | None = None) -> doc.Document:
     """What a run shows. Its page has charts of the steps that its folder has on record; None leaves them out."""
     title = Path(report.out).resolve().name
-    return make_document(title=title, question="", parts=_list_parts(report, folder))
+    size = f", {format_count(report.parameters)} parameters" if report.parameters else ""
+    question = (
+        f"{report.workload}{size}, trained by {format_number_of(report.world_size, 'rank')}" if report.rung else ""
+    )
+    return make_document(title=title, question=question, parts=_list_parts(report, folder))
 
 
 def _list_parts(report: RunReport, folder: Path | None) -> Iterator[doc.Part]:
@@ -60,6 +64,7 @@ def _list_parts(report: RunReport, folder: Path | None) -> Iterator[doc.Part]:
         words=line((answer, f"bold {_STYLES.get(report.status, 'red')}")),
         effort=f"{format_seconds(report.seconds)}, {effort}",
     )
+    yield doc.Pairs(items=tuple(_list_facts(report)))
     if report.reason:
         yield doc.Paragraph(words=report.reason, whole=True)
     if report.advice:
@@ -70,7 +75,7 @@ def _list_parts(report: RunReport, folder: Path | None) -> Iterator[doc.Part]:
     for warning in report.warnings:
         yield doc.Paragraph(words=f"warning: {warning}", whole=True)
     if folder is not None:
-        yield from _list_charts(folder)
+        yield from _list_charts(folder, report.device_bytes)
     yield doc.Pairs(items=tuple(_list_folders(report)), whole=True)
     if report.status in ("stopped", "failed") and report.attempts:
         before = "" if report.status == "stopped" else "once that is mended, "
@@ -78,6 +83,18 @@ def _list_parts(report: RunReport, folder: Path | None) -> Iterator[doc.Part]:
     if report.ds_config:
         text = json.dumps(dict(report.ds_config), indent=2)
         yield doc.Details(items=(doc.Detail(summary="The last DeepSpeed config", text=text),))
+
+
+def _list_facts(report: RunReport) -> Iterator[tuple[str, str]]:
+    """The config of the last attempt, how the loss went, and the speed."""
+    if report.rung is not None and report.knobs is not None:
+        checkpointing = "gradient checkpointing" if report.knobs.checkpointing else "no gradient checkpointing"
+        sizes = f"micro batch {report.knobs.micro_batch} × accumulation {report.knobs.accumulation}"
+        yield "config", f"{report.rung}, {sizes}, global batch {report.global_batch}, {checkpointing}"
+    if report.losses is not None:
+        yield "loss", f"{report.losses[1]:.4g} at the end, {report.losses[0]:.4g} at the start"
+    if (rate := report.samples_per_second) is not None and report.step_s is not None:
+        yield "speed", f"{format_rate(rate)} samples/s: {format_seconds(report.step_s)} for an optimizer step (median)"
 
 
 def _list_folders(report: RunReport) -> Iterator[tuple[str, str]]:
@@ -90,13 +107,16 @@ def _list_folders(report: RunReport) -> Iterator[tuple[str, str]]:
         yield "fit", report.fit
 
 
-def _list_charts(folder: Path) -> Iterator[doc.Chart]:
+def _list_charts(folder: Path, device_bytes: int | None) -> Iterator[doc.Chart]:
     """What each optimizer step took and reached."""
     steps = read_steps(folder)
     for title, key, format_value in _MEASURES:
         if points := _choose_points({step: getattr(done, key) for step, done in steps.items()}):
             lines, x_name = {title: points}, "optimizer step"
-            yield doc.Chart(title=title, lines=lines, format_value=format_value, x_name=x_name, logarithmic=False)
+            limit = device_bytes if format_value is format_bytes else None
+            yield doc.Chart(
+                title=title, lines=lines, format_value=format_value, x_name=x_name, logarithmic=False, limit=limit
+            )
 
 
 def _choose_points(values: Mapping[int, Any]) -> dict[int, float]:

@@ -66,7 +66,7 @@ def describe_machine(hardware: Hardware | None, versions: Mapping[str, str]) -> 
 # What they measured.
 
 
-def chart_trials(records: Sequence[Record]) -> Iterator[doc.Chart]:
+def chart_trials(records: Sequence[Record], limit_bytes: int | None = None) -> Iterator[doc.Chart]:
     """Samples a second and the device's peak by micro batch, a line for each rung with and without checkpointing."""
     speeds: dict[str, dict[int, float]] = {}
     peaks: dict[str, dict[int, float]] = {}
@@ -77,7 +77,7 @@ def chart_trials(records: Sequence[Record]) -> Iterator[doc.Chart]:
             speeds.setdefault(name, {})[knobs.micro_batch] = fit.samples_per_second
             peaks.setdefault(name, {})[knobs.micro_batch] = float(fit.device_peak_bytes)
     yield doc.Chart(title="samples/s by micro batch", lines=speeds, format_value=format_rate)
-    yield doc.Chart(title="device memory by micro batch", lines=peaks, format_value=format_bytes)
+    yield doc.Chart(title="device memory by micro batch", lines=peaks, format_value=format_bytes, limit=limit_bytes)
 
 
 def chart_tuning(report: FitReport) -> doc.Chart:
@@ -92,6 +92,7 @@ def chart_tuning(report: FitReport) -> doc.Chart:
     return doc.Chart(
         title=f"Tuning: {'device memory' if by_memory else 'samples/s'} by trial",
         lines={"best so far": best, "trial": measured},
+        limit=report.question.device_bytes if by_memory else None,
         format_value=format_bytes if by_memory else format_rate,
         x_name="trial",
         logarithmic=False,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -42,16 +44,23 @@ class AttemptRow:
 class RunReport(Shown):
     """The result of a run. `exit_code` is that of the command. `reason` says why a run failed, `advice` what helps.
 
-    `step` is the last optimizer step that a checkpoint holds. `rung`, `knobs`, `world_size` and `ds_config` are those
-    of the last attempt.
+    `workload` is the name of what is trained, and `device_bytes` what a rank may use.
+    `step` is the last optimizer step that a checkpoint holds. `losses` are the first and the last one that a step had,
+    and `step_s` is the median time of a step of the last attempt; None where no step is on record.
+    `rung`, `knobs`, `world_size` and `ds_config` are those of the last attempt.
     """
 
     status: Literal["done", "stopped", "failed", "nothing_fits"]
     exit_code: int
     reason: str = ""
     advice: str = ""
+    workload: str = ""
+    parameters: int | None = None
+    device_bytes: int | None = None
     step: int = 0
     steps: int | None = None
+    losses: tuple[float, float] | None = None
+    step_s: float | None = None
     global_batch: int = 0
     rung: str | None = None
     knobs: Knobs | None = None
@@ -74,9 +83,30 @@ class RunReport(Shown):
         """The time of all attempts."""
         return sum(attempt.seconds for attempt in self.attempts)
 
+    @property
+    def samples_per_second(self) -> float | None:
+        """The samples of an optimizer step by its median time."""
+        return self.global_batch / self.step_s if self.step_s else None
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {**asdict(self), "steps_repeated": self.repeated, "seconds": self.seconds}
+        return {
+            **asdict(self),
+            "steps_repeated": self.repeated,
+            "seconds": self.seconds,
+            "samples_per_second": self.samples_per_second,
+        }
+
+
+def summarize_steps(steps: Mapping[int, StepDone], attempts: Sequence[AttemptRow]) -> dict[str, Any]:
+    """Return the fields of a report that the steps on record tell."""
+    losses = [done.loss for _, done in sorted(steps.items()) if done.loss is not None and math.isfinite(done.loss)]
+    begin = attempts[-1].first_step if attempts else 0
+    times = [done.seconds for step, done in steps.items() if step > begin]
+    return {
+        "losses": (losses[0], losses[-1]) if losses else None,
+        "step_s": statistics.median(times) if times else None,
+    }
 
 
 def parse_steps(lines: Iterable[str]) -> Iterator[StepDone]:

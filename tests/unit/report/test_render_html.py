@@ -11,10 +11,12 @@ import pytest
 from autods.forecast.values import RungForecast, TierForecast
 from autods.report import FitReport
 from autods.report.answers.fit import make_comparison, make_fit_document
-from autods.report.render_html import PAGE, to_page, write_page
+from autods.report.document import Chart, Column, Gauge, tabulate
+from autods.report.render_html import PAGE, draw_chart, find_reach, place_on_bar, to_page, write_page
 from autods.report.render_markdown import to_markdown
 from autods.report.results.fit import Certificate
-from autods.types import Failed, Tier
+from autods.types import Failed, Knobs, Tier
+from autods.units import format_bytes
 from tests.support.pages import HOSTILE, Parsed, check_page
 from tests.support.reports import LIMIT, MIB, WINNING, failed, fit, fitting_report, hopeless_report, oom, record
 
@@ -87,7 +89,7 @@ def test_a_rungs_bar_is_its_forecast_by_kind_and_the_measured_mark() -> None:
         "forecast at micro batch 1: 300.0 MiB (270.0 to 330.0) of 416.0 MiB, measured 380.0 MiB, a difference of −21.1%"
         in parsed.words
     )
-    assert f"left: {round(100 * 380 / 416 / 1.2, 1)}%" in [attributes.get("style") for _, attributes in parsed.tags]
+    assert f"left: {round(100 * 380 / 505.4, 1)}%" in [attributes.get("style") for _, attributes in parsed.tags]
 
 
 def test_a_bar_of_another_trials_size_has_no_mark() -> None:
@@ -123,4 +125,63 @@ def test_a_bar_far_beyond_the_limit_holds_all_kinds() -> None:
     styles = [attributes.get("style", "") for tag, attributes in parsed.tags if tag in ("span", "b", "u")]
     drawn = [style.partition("; background")[0] for style in styles if style.startswith("left")]
     kinds_drawn = ["left: 0.0%; width: 20.0%", "left: 20.0%; width: 20.0%", "left: 40.0%; width: 40.0%"]
-    assert drawn == [*kinds_drawn, "left: 60.0%; width: 40.0%", "left: 20.0%"]
+    assert {*drawn} == {*kinds_drawn, "left: 60.0%; width: 40.0%", "left: 20.0%"}
+
+
+def test_all_bars_of_a_table_have_one_scale_and_limit() -> None:
+    device = TierForecast(peak_bytes=2 * LIMIT, low_bytes=2 * LIMIT, high_bytes=2 * LIMIT, limit_bytes=LIMIT)
+    foreseen = replace(forecast(300, {"parameters": LIMIT}), memory={"device": device})
+    parsed = check_page(to_page(make_fit_document(replace(fitting_report(), forecast=(foreseen,)))))
+    limits = {attributes["style"] for tag, attributes in parsed.tags if tag == "b"}
+    assert limits == {"left: 50.0%"}
+    lines = {
+        attributes["style"] for tag, attributes in parsed.tags if (tag, attributes.get("class")) == ("span", "limit")
+    }
+    assert lines == {"--at: 0.5"}
+    styles = [attributes.get("style") for tag, attributes in parsed.tags if tag == "span"]
+    assert f"width: {round(100 * 393.4 / 416 / 2, 1)}%" in styles
+
+
+def test_the_scale_of_bars_has_an_end() -> None:
+    gauges = [Gauge(words="", share=share) for share in (0.5, 40.0)]
+    table = tabulate([Column(name="memory", read=lambda gauge: (gauge,))], gauges)
+    assert find_reach(table) == 6.0
+    assert [place_on_bar(gauge.share, 6.0) for gauge in gauges] == [8.3, 100.0]
+
+
+@pytest.mark.parametrize(
+    ("highest", "ticks"),
+    [
+        (2.47, ["0", "0.5", "1", "1.5", "2", "2.5"]),
+        (7.51, ["0", "2", "4", "6", "8"]),
+        (0.0123, ["0", "0.005", "0.01", "0.015"]),
+        (5.0, ["0", "1", "2", "3", "4", "5"]),
+    ],
+)
+def test_ticks_are_round(highest: float, ticks: list[str]) -> None:
+    chart = Chart(title="", lines={"a": {1: highest, 4: 0.0}}, format_value=lambda value: f"{value:g}")
+    assert [words for _, words in draw_chart(chart).y_ticks] == ticks
+
+
+def test_ticks_of_memory_are_round_in_its_unit_and_hold_the_limit() -> None:
+    chart = Chart(title="", lines={"a": {1: 200.0 * MIB, 2: 354.0 * MIB}}, format_value=format_bytes, limit=416.0 * MIB)
+    drawing = draw_chart(chart)
+    sizes = ("100.0", "200.0", "300.0", "400.0", "500.0")
+    assert [words for _, words in drawing.y_ticks] == ["0", *(f"{size} MiB" for size in sizes)]
+    assert drawing.limit is not None
+    assert drawing.limit[1] == "limit 416.0 MiB"
+    highest_point = min(y for _, y, _ in drawing.points["a"])
+    assert drawing.y_ticks[-1][0] < drawing.limit[0] < highest_point
+
+
+def test_steps_have_round_ticks_and_sizes_do_not_overlap() -> None:
+    steps = Chart(title="", lines={"loss": dict.fromkeys(range(1, 240), 1.0)}, format_value=str, logarithmic=False)
+    assert [words for _, words in draw_chart(steps).x_ticks] == [str(20 * number) for number in range(1, 12)]
+    sizes = Chart(title="", lines={"a": dict.fromkeys((1, 2, 4, 8, 60, 62, 64), 1.0)}, format_value=str)
+    assert [words for _, words in draw_chart(sizes).x_ticks] == ["1", "2", "4", "8", "60"]
+
+
+def test_the_memory_chart_of_a_fit_has_the_limit() -> None:
+    trials = [record(number, "zero3", fit(300 + number), knobs=Knobs(micro_batch=number)) for number in (1, 2)]
+    words = check_page(to_page(make_fit_document(replace(fitting_report(), trials=tuple(trials))))).words
+    assert "limit 416.0 MiB" in words

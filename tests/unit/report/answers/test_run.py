@@ -10,8 +10,9 @@ import pytest
 
 from autods.report.answers.run import make_run_document
 from autods.report.render_html import RUN_PAGE, to_page, write_page
-from autods.report.results.run import AttemptRow, RunReport, read_steps
+from autods.report.results.run import AttemptRow, RunReport, read_steps, summarize_steps
 from autods.report.serialize import read_run, write_run
+from autods.types import Knobs
 from tests.support.pages import HOSTILE, check_page
 
 
@@ -47,6 +48,19 @@ def test_the_page_has_attempts_charts_and_the_config(report: RunReport, tmp_path
     assert "micro batch 2 instead of 4" in parsed.words
     assert sum(tag == "svg" for tag, _ in parsed.tags) == 3
     assert '"train_batch_size": 8' in parsed.words
+
+
+def test_the_page_says_model_config_final_loss_and_rate(report: RunReport, tmp_path: Path) -> None:
+    known = replace(
+        report, workload="gpt", parameters=32_600_000, device_bytes=2**30, rung="zero2", world_size=2,
+        knobs=Knobs(micro_batch=2, accumulation=2), **summarize_steps(read_steps(tmp_path), report.attempts),
+    )  # fmt: skip
+    words = check_page(to_page(make_run_document(known, tmp_path))).words
+    assert "gpt, 32.6M parameters, trained by 2 ranks" in words
+    assert "zero2, micro batch 2 × accumulation 2, global batch 8" in words
+    assert "0.8 at the end, 0.1 at the start" in words
+    assert "16 samples/s: 0.5 s for an optimizer step" in words
+    assert "limit 1.0 GiB" in words
 
 
 def test_a_repeated_step_is_shown_as_it_was_done_last(report: RunReport, tmp_path: Path) -> None:
