@@ -160,6 +160,7 @@ def _make_source(request: WorkloadRequest, *, out: PathText | None = None, **opt
         seq_len=request.seq_len,
         target_len=request.target_len,
         lora=request.lora,
+        weights=request.weights,
         kind=request.kind,
         argv=request.script_args,
         **options,

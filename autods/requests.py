@@ -98,6 +98,12 @@ class _WorkloadOptions(Request):
         "[4bit:]RANK[,NAMES]",
         shown_default="all weights train; names: all-linear",
     )
+    weights: Switch = option(
+        "Workload",
+        "Start from the safetensors beside a Hugging Face config, not from random weights; stage 3 loads them already "
+        "split, as with --zero-init.",
+        default=False,
+    )
     device: Text = option("Machine", "cpu: CPU ranks stand in for GPUs.", "|".join(DEVICES), default="cuda")
 
 
@@ -140,7 +146,7 @@ class WorkloadRequest(_WorkloadOptions):
         kw_only=False,
         metadata=argument(
             "A model.py with build_model and build_batch, a Hugging Face config.json or its folder "
-            "(hf:./DIR; random weights), or a training script.",
+            "(hf:./DIR), or a training script.",
             "WORKLOAD",
         ),
     )

@@ -387,7 +387,8 @@ class WorkloadSource:
     `build_batch` of a file or a pickle takes the first as `seq_len`. `arguments` maps 'build_model.NAME' and
     'build_batch.NAME' to values for these functions. For an hf_config, NAME is a key of its config. With `zero_init`,
     stage 3 builds the model under `deepspeed.zero.Init`, already split. With `lora`, '[4bit:]RANK,NAME,…',
-    the weights of an hf_config are frozen, and adapters train (`workload.lora`).
+    the weights of an hf_config are frozen, and adapters train (`workload.lora`). With `weights` its ranks start from
+    the safetensors of its folder (`workload.hf_weights`), and forecasts from random ones.
 
     The other fields describe a script. `argv` has the placeholders of `workload.script_source`. `script_kind` names a
     row of `config.trainers`, None if its imports do not show it. It runs in `folder`. If it starts with
@@ -411,6 +412,7 @@ class WorkloadSource:
     arguments: Mapping[str, Scalar] = field(default_factory=dict)
     zero_init: bool = False
     lora: str | None = None
+    weights: bool = False
     keeps_checkpointing: bool = False
 
     @property

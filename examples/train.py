@@ -19,6 +19,7 @@ import random
 import re
 import resource
 import sys
+import warnings
 
 # How the ranks of a trial run: one thread, freed memory goes back at once. malloc reads these when a process begins.
 ENVIRONMENT = {
@@ -55,6 +56,7 @@ def main() -> None:
     if asked.memory_budget and any(os.environ.get(key) != value for key, value in ENVIRONMENT.items()):
         os.environ.update(ENVIRONMENT)
         os.execv(sys.executable, [sys.executable, *sys.argv])
+    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # DeepSpeed calls what torch renamed
     deepspeed = import_deepspeed()
     import torch
 
@@ -94,6 +96,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--zero-init", action="store_true", help="build the model already divided over the ranks")
     parser.add_argument("--seq-len", type=int, help="tokens of a sample, where they are not what the model says")
     parser.add_argument("--target-len", type=int, help="tokens of its target, of a seq2seq model")
+    parser.add_argument("--weights", action="store_true", help="start from the safetensors beside config.json")
     parser.add_argument("--task", choices=AUTO, default="causal-lm", help="of a config.json")
     parser.add_argument("--lora", type=json.loads, metavar="JSON", help="arguments of peft.LoraConfig")
     parser.add_argument("--memory-budget", type=size, help="of each CPU rank, such as 416MiB")
@@ -135,7 +138,7 @@ def load_model_py(asked: argparse.Namespace):
 
 
 def load_hugging_face(asked: argparse.Namespace):
-    """The model of a config.json with random weights, and random data of the longest shape."""
+    """The model of a config.json, with random weights or those of its folder, and random data of the longest shape."""
     import torch
     import transformers
 
@@ -147,7 +150,17 @@ def load_hugging_face(asked: argparse.Namespace):
     text = config.get_text_config()
 
     def build_model():
-        return getattr(transformers, AUTO[asked.task]).from_config(config, dtype=torch.float32)
+        auto = getattr(transformers, AUTO[asked.task])
+        if not asked.weights:
+            return auto.from_config(config, dtype=torch.float32)
+        deepspeed_config = json.loads(asked.deepspeed_config.read_text())
+        # While it lives, from_pretrained loads in parts: each rank keeps its share. It needs accelerate.
+        in_parts = deepspeed_config.get("zero_optimization", {}).get("stage") == 3
+        known = transformers.integrations.HfDeepSpeedConfig(deepspeed_config) if in_parts else None
+        folder = asked.model if asked.model.is_dir() else asked.model.parent
+        model = auto.from_pretrained(folder, config=config, dtype=torch.float32, local_files_only=True)
+        del known
+        return model.train()
 
     def build_batch(size: int):
         if asked.task == "image-classification":

@@ -124,7 +124,7 @@ def resolve_plan(request: PlanRequest, source: WorkloadSource, *, hardware: Hard
         checkpointing=checkpointing == "on" if isinstance(checkpointing, str) else checkpointing,
         largest=request.largest,
         adopts_batch=request.micro_batch is None,
-        zero_init=request.zero_init,
+        zero_init=request.zero_init or source.zero_init,
         as_written=request.as_written,
         stall_s=None if request.stall_limit is None else parse_time(request.stall_limit, "--stall-limit"),
         tokens=tokens,

@@ -198,7 +198,8 @@ def list_assumptions(
             )
             yield f"sequences of {facts.seq_len} tokens, {why} (--seq-len)"
         if source.form.is_model_config:
-            yield f"task {source.task} (--task), random weights built in fp32"
+            weights = "the folder's weights" if source.weights else "random weights"
+            yield f"task {source.task} (--task), {weights} built in fp32"
         if source.lora is not None:
             lora = parse_lora(source.lora)
             frozen = ", in 4 bits (NF4, double quantization) but for the head" if lora.quantized else ""

@@ -166,8 +166,10 @@ class RankContext:
         return bind_options(self.workload, self.job.source) if self.job.rebind else self.workload
 
     def load_for_training(self) -> Workload:
-        """Return the workload as it trains: with `--zero-init`, stage 3 builds the model in parts."""
+        """Return the workload as it trains: with its weights; with `--zero-init`, stage 3 builds the model in parts."""
         workload, job = self.load_workload(), self.job
+        if workload.load_model is not None:
+            workload = replace(workload, build_model=workload.load_model)
         if job.source.zero_init and get_key(job.ds_config, "zero_optimization.stage") == 3:
             return partition_at_build(workload, job.ds_config)
         return workload

@@ -107,12 +107,12 @@ def _find_reference(winner: Trial, reference: Record, context: FitContext) -> Tr
 
     With `--zero-init` only stage 3 is built in parts, with other random weights than a whole model has. There a
     reference of another build is replaced by the first config that is built as the winner is, and fits with other
-    knobs. None where there is none.
+    knobs. None where there is none. The weights of a checkpoint are the same in each build.
     """
     settings = context.settings
 
     def is_split(trial: Trial) -> bool:
-        return settings.source.zero_init and settings.rung(trial.rung).stage == 3
+        return settings.source.zero_init and not settings.source.weights and settings.rung(trial.rung).stage == 3
 
     usual = [record for record in context.memory.records if record.trial.exam is None and record.trial.limited]
     fitting = [record for record in usual if context.fits(record)]

@@ -1,7 +1,7 @@
-"""A Hugging Face config as a workload: the model that a `config.json` describes, with random weights.
+"""A Hugging Face config as a workload: the model that a `config.json` describes.
 
-Nothing is downloaded and no weights are loaded. The architecture comes from the installed transformers; code that a
-config refers to is never run.
+Its weights are random, or with `--weights` those of the folder. Nothing is downloaded. The architecture comes from the
+installed transformers; code that a config refers to is never run.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ..errors import InputError
 from ..files import read_text
 from ..schema import parse_json
 from ..types import Task, WorkloadSource
+from .hf_weights import load_weights
 from .lora import add_lora, import_packages, parse_lora
 from .protocol import Batch, Workload, WorkloadError
 
@@ -119,6 +120,7 @@ def load_config(source: WorkloadSource) -> Workload:
     return Workload(
         build_model=build_model,
         build_batch=_batch_builder(config, source),
+        load_model=functools.partial(load_weights, auto, config, path.parent) if source.weights else None,
         adapt_model=None if lora is None else functools.partial(add_lora, lora=lora, place=str(path)),
     )
 

@@ -25,6 +25,7 @@ from ..system import private
 from ..types import WorkloadSource
 from .conditions import argument_names, bind_arguments
 from .hf_config import TASKS, find_config_file, infer_task, load_config, read_config, resolve_hf_path
+from .hf_weights import describe_weights
 from .lora import NOT_IN_PARTS, parse_lora, require_packages
 from .protocol import FUNCTIONS, Workload, WorkloadError, check_model_py, load_model_py, read_base_config
 from .script_source import find_module, is_script, local_files, make_script_source, module_name
@@ -41,6 +42,7 @@ def make_source(
     argv: Sequence[str] = (),
     zero_init: bool = False,
     lora: str | int | None = None,
+    weights: bool = False,
     keep_checkpointing: bool = False,
 ) -> WorkloadSource:
     """Return a reference to the workload, from which every rank can load it.
@@ -53,7 +55,7 @@ def make_source(
     """
     _check_form(workload, kind)
     options = {"--task": task, "--seq-len": seq_len, "--target-len": target_len, "--lora": lora}
-    options["--zero-init"] = zero_init or None
+    options |= {"--zero-init": zero_init or None, "--weights": weights or None}
     given = [name for name, value in options.items() if value is not None]
     for name, tokens in (("--seq-len", seq_len), ("--target-len", target_len)):
         if tokens is not None and tokens < 1:
@@ -81,16 +83,19 @@ def make_source(
         hint = "only a training script takes arguments after --"
         raise InputError(f"takes no arguments: {' '.join(argv)}", place=str(path) if path else None, hint=hint)
     if config is not None:
-        source = _make_config_source(config, task, seq_len, target_len, zero_init)
-        if lora is None:
-            return source
-        adapters = parse_lora(lora)
-        require_packages(adapters)
-        if zero_init and adapters.quantized:
-            raise InputError(NOT_IN_PARTS[0], hint=NOT_IN_PARTS[1])
-        return _with_options(source, lora=str(adapters))
+        adapters = None if lora is None else parse_lora(lora)
+        if adapters is not None:
+            require_packages(adapters)
+            if zero_init and adapters.quantized:
+                raise InputError(NOT_IN_PARTS[0], hint=NOT_IN_PARTS[1])
+        in_parts = zero_init or (weights and not (adapters is not None and adapters.quantized))
+        source = _make_config_source(config, task, seq_len, target_len, in_parts)
+        if weights:
+            described = describe_weights(config.parent)
+            source = replace(source, weights=True, digest=_digest(source.digest.encode() + described))
+        return source if adapters is None else _with_options(source, lora=str(adapters))
     for name in given:
-        if name in ("--task", "--target-len", "--lora"):
+        if name in ("--task", "--target-len", "--lora", "--weights"):
             raise InputError(f"{name} is for a Hugging Face config; a model.py decides that itself")
     if isinstance(workload, Workload):
         source = _pickle_source(workload, folder or Path())
@@ -231,7 +236,13 @@ def _pickle_source(workload: Workload, folder: Path) -> WorkloadSource:
 def _pickle_by_value(workload: Workload) -> bytes:
     """Pickle functions of the user's modules by value, and those of installed packages by name."""
     installed = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
-    builders = (workload.build_model, workload.build_batch, workload.build_longest_batch, workload.adapt_model)
+    builders = (
+        workload.build_model,
+        workload.build_batch,
+        workload.build_longest_batch,
+        workload.adapt_model,
+        workload.load_model,
+    )
     of_data = (workload.build_dataset, workload.collate)
     functions = (*builders, workload.build_optimizer, workload.loss, *of_data)
     names = {getattr(function, "__module__", None) or "" for function in functions} - {"__main__", "builtins"}

@@ -49,6 +49,9 @@ class Workload:
     `adapt_model(model)` returns the model that trains, such as one with adapters beside frozen weights. With
     `--zero-init` it gets a model that is partitioned already, and what it adds is not.
 
+    `load_model()` returns the same model with trained weights. Training begins with it; forecasts and surveys, which
+    need no values, build the other.
+
     `build_batch(micro_batch_size)` returns CPU tensors of the worst shape.
     A dict is passed as keywords, a tuple in order.
     The first dimension of each tensor is micro_batch_size.
@@ -75,6 +78,7 @@ class Workload:
     build_dataset: Callable[[str | None], Any] | None = None
     collate: Callable[[Sequence[Any]], Batch] | None = None
     adapt_model: Callable[[Any], Any] | None = None
+    load_model: Callable[[], Any] | None = None
 
     def build(self) -> Any:
         """Build the model that trains."""
