@@ -67,8 +67,7 @@ def main() -> None:
     if asked.memory_budget:
         limit_memory(asked.memory_budget)
     config = json.loads(asked.deepspeed_config.read_text())
-    with deepspeed.zero.Init(config_dict_or_path=config) if asked.zero_init else contextlib.nullcontext():
-        model = workload.build_model()
+    model = build_partitioned(workload, config) if asked.zero_init else workload.build_model()
     if asked.lora:
         import peft
 
@@ -109,6 +108,18 @@ def size(text: str) -> int:
     if found is None:
         raise argparse.ArgumentTypeError("give a size such as 416MiB")
     return int(found[1]) << {"K": 10, "M": 20, "G": 30}[found[2]]
+
+
+def build_partitioned(workload, config: dict):
+    """The model built already divided over the ranks; transformers, told of that, gathers each weight that it sets."""
+    import deepspeed
+    import transformers
+
+    known = transformers.integrations.HfDeepSpeedConfig(config)  # transformers only has a weak reference
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = workload.build_model()
+    del known
+    return model
 
 
 def import_deepspeed():

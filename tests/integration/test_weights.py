@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -85,3 +86,20 @@ def test_plain_training_starts_from_the_weights(stage: int, checkpoint: Path, tm
     tokens = torch.randint(VOCABULARY, (2, LENGTH))
     shown = re.findall(r"step 1: loss ([\d.]+)", done.stdout)
     assert float(shown[0]) == pytest.approx(plain_loss(checkpoint, tokens), abs=1e-3)
+
+
+def test_a_model_built_in_parts_starts_from_its_usual_weights(checkpoint: Path, tmp_path: Path) -> None:
+    """By the printed line with --zero-init: the first loss is that of a model that knows nothing yet."""
+    config = tmp_path / "ds_config.json"
+    config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}, "optimizer": {
+        "type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}}))  # fmt: skip
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
+    command += [str(ROOT / "examples/train.py"), "--deepspeed_config", str(config), "--model", str(checkpoint)]
+    done = subprocess.run(
+        [*command, "--zero-init", "--seq-len", str(LENGTH), "--steps", "1"],
+        capture_output=True, text=True, timeout=300, check=False,
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    shown = re.findall(r"step 1: loss ([\d.]+)", done.stdout)
+    assert float(shown[0]) == pytest.approx(math.log(VOCABULARY), rel=0.1)
