@@ -84,6 +84,8 @@ def main() -> None:
         limit_memory(None)  # training is over; taking gloo down starts threads
     torch.distributed.barrier()  # a rank that leaves early takes the others' connections with it
     torch.distributed.destroy_process_group()
+    if asked.memory_budget:
+        os._exit(0)  # gloo's threads may still run, and would end in std::terminate with the interpreter
 
 
 def arguments() -> argparse.Namespace:
