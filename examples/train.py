@@ -67,7 +67,8 @@ def main() -> None:
     if asked.memory_budget:
         limit_memory(asked.memory_budget)
     config = json.loads(asked.deepspeed_config.read_text())
-    model = build_partitioned(workload, config) if asked.zero_init else workload.build_model()
+    in_parts = (asked.zero_init or asked.weights) and config.get("zero_optimization", {}).get("stage") == 3
+    model = build_partitioned(workload, config) if in_parts else workload.build_model()
     if asked.lora:
         import peft
 
@@ -94,10 +95,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=pathlib.Path, default=pathlib.Path(__file__).with_name("gpt.py"))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--gradient-checkpointing", action="store_true")
-    parser.add_argument("--zero-init", action="store_true", help="build the model already divided over the ranks")
+    parser.add_argument(
+        "--zero-init", action="store_true", help="stage 3 builds the model already divided over the ranks"
+    )
     parser.add_argument("--seq-len", type=int, help="tokens of a sample, where they are not what the model says")
     parser.add_argument("--target-len", type=int, help="tokens of its target, of a seq2seq model")
-    parser.add_argument("--weights", action="store_true", help="start from the safetensors beside config.json")
+    parser.add_argument(
+        "--weights",
+        action="store_true",
+        help="start from the safetensors beside config.json, which stage 3 loads in parts",
+    )
     parser.add_argument("--task", choices=AUTO, default="causal-lm", help="of a config.json")
     parser.add_argument("--lora", type=json.loads, metavar="JSON", help="arguments of peft.LoraConfig")
     parser.add_argument("--memory-budget", type=size, help="of each CPU rank, such as 416MiB")
@@ -113,7 +120,10 @@ def size(text: str) -> int:
 
 
 def build_partitioned(workload, config: dict):
-    """The model built already divided over the ranks; transformers, told of that, gathers each weight that it sets."""
+    """The model built already divided over the ranks; transformers, told of that, gathers each weight that it sets.
+
+    transformers loads weights in parts with accelerate alone.
+    """
     import deepspeed
     import transformers
 
@@ -166,13 +176,8 @@ def load_hugging_face(asked: argparse.Namespace):
         auto = getattr(transformers, AUTO[asked.task])
         if not asked.weights:
             return auto.from_config(config, dtype=torch.float32)
-        deepspeed_config = json.loads(asked.deepspeed_config.read_text())
-        # While it lives, from_pretrained loads in parts: each rank keeps its share. It needs accelerate.
-        in_parts = deepspeed_config.get("zero_optimization", {}).get("stage") == 3
-        known = transformers.integrations.HfDeepSpeedConfig(deepspeed_config) if in_parts else None
         folder = asked.model if asked.model.is_dir() else asked.model.parent
         model = auto.from_pretrained(folder, config=config, dtype=torch.float32, local_files_only=True)
-        del known
         return model.train()
 
     def build_batch(size: int):

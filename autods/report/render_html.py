@@ -48,6 +48,7 @@ def to_page(document: doc.Document) -> str:
             medium=Medium.PAGE,
             kinds=MEMORY_KINDS,
             axes={"left": _LEFT, "right": _RIGHT, "bottom": _BOTTOM},
+            least_reach=_BEYOND,
         )
     )
     return page

@@ -156,6 +156,7 @@ def describe_trainer(source: WorkloadSource, seq_len: int | None) -> ScriptLaunc
         options["--lora"] = json.dumps(lora.config)
     words = [word for name, value in options.items() if value is not None for word in (name, str(value))]
     words += ["--zero-init"] if source.zero_init else []
+    words += ["--weights"] if source.weights else []
     path = data_folder("examples") / "train.py"
     return ScriptLaunch(kind="deepspeed", path=str(path), argv=(*words, "--deepspeed_config", "{ds_config}"))
 

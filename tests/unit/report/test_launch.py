@@ -211,6 +211,9 @@ def test_a_models_config_is_launched_with_its_lengths_and_adapters(tmp_path: Pat
     assert (pairs["--model"], pairs["--task"], pairs["--seq-len"]) == (f"{tmp_path}/config.json", "causal-lm", "512")
     assert json.loads(pairs["--lora"]) == {"r": 8, "lora_alpha": 16, "target_modules": ["c_attn"]}
     assert "--zero-init" in argv
+    assert "--weights" not in argv
+    weights = replace(make_source(tmp_path / "config.json"), weights=True)
+    assert "--weights" in describe_trainer(weights, 512).argv
     quantized = replace(make_source(tmp_path / "config.json"), lora="4bit:8")
     assert describe_trainer(quantized, 512) is None
 
