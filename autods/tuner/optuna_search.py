@@ -64,6 +64,9 @@ def tune(
     again, and the journal answers those that were run. A proposal that cannot fit by its forecast is not run. The
     search ends once it gains less than `stop_gain`, see `has_converged`; 0 spends all trials of the profile. The best
     settings are measured again with the start. `sampler` is called with a seed for each proposal.
+
+    Nothing is tried where the card computes for nearly all of the start's step, so that no setting can gain what the
+    profile asks for.
     """
     settings, score = context.settings, context.score
     if settings.profile.tune.trials < 1:
@@ -74,6 +77,8 @@ def tune(
     space = space_of(rung, start.trial.knobs.settings, current)
     if not space.dimensions:
         return TuneResult(best=start, importances={}, reason=f"{rung.name} has nothing to tune")
+    if (reason := _why_pointless(start, context)) is not None:
+        return TuneResult(best=start, importances={}, reason=reason)
     knobs = start.trial.knobs
     name = config_name(rung.name, knobs, recomputes=True)
     study = _open_study(context.study, f"{name}, micro batch {knobs.micro_batch} × {knobs.accumulation}", space)
@@ -96,6 +101,24 @@ def tune(
     leaders = [record for record in ranked if score(record) * (1 + PRIOR_NOISE * sqrt(2)) >= score(ranked[0])]
     best, reason = confirm_gain(start, leaders, context)
     return TuneResult(best=best, importances=importances, reason=f"{summary}; {reason}")
+
+
+def _why_pointless(start: Record, context: FitContext) -> str | None:
+    """The reason that no setting can gain enough by the forecast; None where one may, or no time is forecast.
+
+    Settings decide when the card waits for links, the host and launches, and hardly what it computes.
+    """
+    forecast, gain = context.forecaster.step_time(start.trial), context.settings.profile.tune.gain
+    if context.score is not samples_per_second or forecast is None or not forecast.computed_seconds:
+        return None
+    step_s = max(median_step_s(start), forecast.seconds)
+    if step_s >= gain * forecast.computed_seconds:
+        return None
+    waits = max(0.0, 1 - forecast.computed_seconds / step_s)
+    return (
+        f"skipped: by the forecast, links, host and launches hold up {waits:.1%} of a step, and a gain counts from"
+        f" {gain - 1:.0%} on"
+    )
 
 
 @dataclass(slots=True, kw_only=True)

@@ -23,8 +23,8 @@ Ranked = TypeVar("Ranked")
 class Prospect:
     """The forecast of a config at the micro batch to begin with, and at the largest that fits by the forecast.
 
-    `rate` is that of `micro_batch`, in samples a second of all ranks. `most_rate` is the one of `largest` at the peak
-    rates of the machine's data sheet: no micro batch is faster, because a larger one shares a step's fixed costs.
+    `rate` is that of `micro_batch`, in samples a second of all ranks. `most_rate` is the one of `largest`, if its step
+    takes as little as the forecast's interval allows: a larger micro batch shares a step's fixed costs.
     """
 
     micro_batch: int
@@ -51,8 +51,8 @@ def find_prospect(candidate: Candidate, context: FitContext) -> Prospect | None:
     micro_batch = largest
     if context.settings.global_batch is None:
         micro_batch = max(context.sizes[0], min(largest, MOST_AT_FIRST))
-    step, at_most = context.forecaster.step_time(trial_at(micro_batch)), context.forecaster.step_time(trial_at(largest))
-    if step is None or at_most is None or step.seconds <= 0:
+    step, longest = context.forecaster.step_time(trial_at(micro_batch)), context.forecaster.step_time(trial_at(largest))
+    if step is None or longest is None or step.seconds <= 0:
         return None
 
     def samples(size: int) -> int:
@@ -62,7 +62,7 @@ def find_prospect(candidate: Candidate, context: FitContext) -> Prospect | None:
         micro_batch=micro_batch,
         largest=largest,
         rate=samples(micro_batch) / step.seconds,
-        most_rate=samples(largest) / at_most.least_seconds if at_most.least_seconds else math.inf,
+        most_rate=samples(largest) / longest.low_seconds if longest.low_seconds else math.inf,
     )
 
 

@@ -44,7 +44,7 @@ def run_race(first: Record, walked: WalkResult, rungs: Sequence[Candidate], cont
     """Grow the walk's winner `first`, and race the untried rungs against it, unless the profile says "first-fit".
 
     Rivals enter in the order of forecast time, with one short trial at the micro batch that should be their best, or at
-    the leader's where no time is forecast. A rival that could not lead at the machine's peak rates gets no
+    the leader's where no time is forecast. A rival that could not lead by the best end of its forecast gets no
     trial. One whose step times show that no micro batch would make it the fastest leaves. The failure of another rung
     never decides. Those that stay in grow.
 
@@ -234,12 +234,20 @@ class _Race:
         return rivals
 
     def _why_hopeless(self, rival: Contestant) -> str | None:
-        """The reason that a contestant cannot lead even at the machine's peak rates; None where it may."""
+        """The reason that a contestant should not be tried by its forecast; None where it may lead.
+
+        It may not where the leader is faster than the best end of its forecast, or where the forecast finds its rung
+        faster with the other checkpointing, which has been tried.
+        """
         prospect, leader = rival.prospect, self.leader()
+        for other in self.contestants:
+            is_alike = other.candidate.rung == rival.candidate.rung and other.best() is not None
+            if is_alike and _favours(other.candidate, rival.candidate, self.context):
+                return f"not tried: the forecast finds {other.name} faster"
         if prospect is None or prospect.most_rate >= self.score_to_beat():
             return None
         most = f"at most {prospect.most_rate:.3g} samples/s, with micro batch {prospect.largest}"
-        return f"not tried: the machine's peak rates allow {most}; {leader.name} has {leader.describe_best()}"
+        return f"not tried: the forecast allows {most}; {leader.name} has {leader.describe_best()}"
 
     def leader(self) -> Contestant:
         """The best so far; of equals the first."""

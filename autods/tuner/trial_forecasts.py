@@ -42,13 +42,15 @@ from ..types import Fit, ModelFacts, Outcome, Record, Tier, Trial
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepForecast:
-    """The seconds of a trial's optimizer step: what is expected, and the least that the machine's peak rates allow.
+    """The seconds of a trial's optimizer step: what is expected, and the low end of the forecast's interval.
 
-    The least is 0 where the simulation is an upper bound.
+    `low_seconds` is no less than the machine's peak rates allow, and 0 where the simulation is an upper bound.
+    `computed_seconds` are those in which the card computes; in the others it waits for links, the host or launches.
     """
 
     seconds: float
-    least_seconds: float
+    low_seconds: float
+    computed_seconds: float
 
 
 class Forecaster:
@@ -173,9 +175,14 @@ class TrialForecaster(Forecaster):
         parts = self._step_parts(trial)
         if parts is None:
             return None
-        step, least_s = parts
-        seconds = self.step_factors().correct(step)
-        return StepForecast(seconds=max(seconds, least_s), least_seconds=least_s)
+        step, low_share, least_s = parts
+        factors = self.step_factors()
+        seconds = factors.correct(step)
+        return StepForecast(
+            seconds=max(seconds, least_s),
+            low_seconds=max(low_share * seconds, least_s),
+            computed_seconds=factors.compute * step.computed_s,
+        )
 
     def propose_partitioned_build(
         self, trials: Iterable[Trial], ran_out: Mapping[str, Tier]
@@ -214,8 +221,8 @@ class TrialForecaster(Forecaster):
             return None
         return StepObservation(parts=parts[0], measured_s=statistics.median(outcome.step_s))
 
-    def _step_parts(self, trial: Trial) -> tuple[StepParts, float] | None:
-        """The step before calibration, and its seconds at peak rates."""
+    def _step_parts(self, trial: Trial) -> tuple[StepParts, float, float] | None:
+        """The step before calibration, the low end of its interval as a share of it, and its seconds at peak rates."""
         if self.settings.machine.rates is None or self.forecast(trial) is None:
             return None
         trial = self._with_least(trial)
@@ -226,8 +233,9 @@ class TrialForecaster(Forecaster):
         speed = forecast_speed(spec, simulation, accumulation=knobs.accumulation)
         if speed is None:
             return None
-        least_s = 0.0
+        least_s = low_share = 0.0
         if not simulation.is_upper_bound:
+            low_share = speed.step.low_seconds / speed.step.seconds
             least_s = least_step_s(
                 simulation.schedule,
                 self.settings.machine,
@@ -239,7 +247,7 @@ class TrialForecaster(Forecaster):
         computed_s = speed.step.seconds - launched_s - moved_s
         issued_s = speed.step.issued_seconds
         parts = StepParts(computed_s=computed_s, launched_s=launched_s, moved_s=moved_s, issued_s=issued_s)
-        return parts, least_s
+        return parts, low_share, least_s
 
     def _simulate(self, trial: Trial) -> Simulation:
         """Simulate the trial, at most once: what it raised then is raised again."""

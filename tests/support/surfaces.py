@@ -22,6 +22,7 @@ from autods.config.deepspeed import start_settings
 from autods.config.profiles import Budget, Profile, read_profile
 from autods.config.rungs import Dimension, Rung, read_rungs
 from autods.config.settings import Settings
+from autods.forecast.predict.prices import read_constants
 from autods.forecast.values import RungForecast, TierForecast
 from autods.journal import Journal, TrialStore, trial_key
 from autods.runner.testing import fit, out_of_memory
@@ -36,6 +37,7 @@ _LATER = "zero3-offload-optimizer"  # is drawn by itself, so that the others are
 _STEP_NOISE, _TRIAL_NOISE = 0.05, 0.01
 _START_S = 4.0  # of a trial, until its first step
 _FORECAST_ERROR = 0.03
+_LOW = read_constants().low
 _UNLIMITED = Budget()
 _EXAMINED = Examined(
     batch_shape=(1, 1024), draws=16, evaluated=True, checkpoint_bytes=GIB, save_s=1.0, load_s=1.0, restored=True
@@ -244,8 +246,9 @@ def _spread(times: Sequence[float]) -> float:
 class SurfaceForecaster(Forecaster):
     """Forecasts a surface's peaks, each rung's off by a few percent.
 
-    time_error: the standard error of each rung's step time, as a logarithm; None: no time is forecast. The least time
-    that it gives lies truly below each step, at 40 to 70 % of it.
+    time_error: the standard error of each rung's step time, as a logarithm; None: no time is forecast. The low end of
+    its interval is as far below it as a real forecast's, but not below what peak rates allow, 40 to 70 % of the truth.
+    What settings gain is not forecast.
     """
 
     def __init__(self, surface: Surface, time_error: float | None = None) -> None:
@@ -282,7 +285,8 @@ class SurfaceForecaster(Forecaster):
             return None
         step_s = self.surface.step_s(trial)
         least_s = step_s * self._at_peak[trial.rung]
-        return StepForecast(seconds=max(least_s, step_s * self._time_off[trial.rung]), least_seconds=least_s)
+        seconds = max(least_s, step_s * self._time_off[trial.rung])
+        return StepForecast(seconds=seconds, low_seconds=max(least_s, _LOW * seconds), computed_seconds=0.0)
 
     def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:
         low, high = 0, len(sizes)

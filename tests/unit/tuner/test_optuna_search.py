@@ -33,7 +33,7 @@ from autods.tuner.optuna_search import (
     space_of,
     tune,
 )
-from autods.tuner.trial_forecasts import Forecaster
+from autods.tuner.trial_forecasts import Forecaster, StepForecast
 from autods.tuner.trials import FitContext, memory_score
 from autods.types import Fit, Knobs, Outcome, OutOfMemory, Record, Run, Scalar, Steps, Trial
 from tests.support.contexts import make_context
@@ -142,6 +142,33 @@ def test_tuning_finds_a_faster_setting_and_confirms_it_in_turn(path: Path) -> No
     for turn in turns:
         assert [trial.knobs == START.knobs for trial in turn] == [True] + [False] * (len(turn) - 1)
     assert "measured again in turn" in tuned.reason
+
+
+class Computing(Forecaster):
+    """Forecasts a step of one second, of which the card computes a share."""
+
+    def __init__(self, computes: float) -> None:
+        self.step = StepForecast(seconds=1.0, low_seconds=0.0, computed_seconds=computes)
+
+    def step_time(self, trial: Trial) -> StepForecast:
+        return self.step
+
+
+@pytest.mark.parametrize(
+    ("computes", "measured_s", "is_skipped"),
+    [(0.99, 1.0, True), (0.9, 1.0, False), (0.0, 1.0, False), (0.99, 1.1, False)],
+)
+def test_tuning_is_skipped_where_no_setting_can_gain(
+    path: Path, computes: float, measured_s: float, is_skipped: bool
+) -> None:
+    """What the forecast does not explain of a longer step may be what a setting mends."""
+    run = Journaled(lambda trial: fit(peak_bytes=500_000_000, step_s=measured_s))
+    tuned = tuning(run, path, forecaster=Computing(computes), sampler=by_chance, trials=2)
+    assert (not run.tuned) is is_skipped
+    if is_skipped:
+        assert tuned.reason == (
+            "skipped: by the forecast, links, host and launches hold up 1.0% of a step, and a gain counts from 3% on"
+        )
 
 
 def test_the_start_is_told_without_being_run_again(path: Path) -> None:

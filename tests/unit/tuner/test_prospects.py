@@ -22,7 +22,7 @@ NAMES = [candidate.rung.name for candidate in CANDIDATES]
 
 @dataclass
 class Timed(Forecaster):
-    """Forecasts seconds of a sample by rung, and the largest micro batch; twice as fast at peak rates."""
+    """Forecasts seconds of a sample by rung, at best half of them, and the largest micro batch."""
 
     sample_s: dict[str, float]
     most: int | None = 8
@@ -34,7 +34,7 @@ class Timed(Forecaster):
             return None
         share = 1.0 if trial.knobs.checkpointing else self.plain
         step_s = share * sample_s * trial.knobs.micro_batch * trial.knobs.accumulation
-        return StepForecast(seconds=step_s, least_seconds=self.least * step_s)
+        return StepForecast(seconds=step_s, low_seconds=self.least * step_s, computed_seconds=0.0)
 
     def largest(self, trial: Trial, sizes: Any, usable_bytes: float) -> int | None:
         return self.most

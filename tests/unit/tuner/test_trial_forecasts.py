@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autods.config.catalogue import Machine, Rates, Tflops, read_catalogue
-from autods.forecast.predict.prices import Work
+from autods.forecast.predict.prices import Work, read_constants
 from autods.forecast.predict.step_time import BITS, RUN, Schedule
 from autods.forecast.simulation_cache import SimulationCache
 from autods.forecast.testing import Script, ScriptedSimulator, fail_with, simulate_peaks
@@ -58,14 +58,15 @@ def lasts_as_many_seconds_as_samples(spec: EngineSpec, micro_batch: int) -> Simu
     return replace(grows(spec, micro_batch), schedule=Schedule(events=events, works=(_SECOND,)))
 
 
-def test_a_step_is_forecast_with_its_least_time() -> None:
+def test_a_step_is_forecast_with_the_low_end() -> None:
     forecaster, _, _ = make_forecaster(lasts_as_many_seconds_as_samples)
     assert forecaster.step_time(trial()) is None  # the machine is not known
     forecaster.settings = replace(LARGE, machine=MACHINE)
     step = forecaster.step_time(trial(micro_batch=4))
     assert step is not None
-    assert step.least_seconds == pytest.approx(4.0)
     assert 4.2 < step.seconds < 8
+    assert step.low_seconds == pytest.approx(max(4.0, read_constants().low * step.seconds))
+    assert step.computed_seconds <= step.seconds
 
 
 def test_a_timed_trial_corrects_the_step_times_after_it() -> None:
@@ -80,7 +81,7 @@ def test_a_timed_trial_corrects_the_step_times_after_it() -> None:
     after = forecaster.step_time(trial(micro_batch=2))
     assert after is not None
     assert after.seconds == pytest.approx(1.5 * before.seconds, rel=0.03)
-    assert after.least_seconds == before.least_seconds
+    assert after.low_seconds == pytest.approx(read_constants().low * after.seconds)
 
 
 @pytest.mark.parametrize(("micro_batch", "verdict"), [(1, "fits"), (40, "cannot_fit")])
