@@ -73,9 +73,13 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneLimits:
-    """How many trials Optuna may run, and by which factor its answer has to win."""
+    """How many trials Optuna may run, and by which factor its answer has to win.
+
+    `priced` settings are priced instead where step times are forecast, and only the best of them are run; 0: none.
+    """
 
     trials: int
+    priced: int = 0
     gain: float
     turns: int  # at most, in which leader and start are measured again, side by side
 

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..config.deepspeed import get_key
 from ..config.rungs import Rung
+from ..events import Note
 from ..forecast.values import RungForecast
-from ..types import Failed, Fit, OutOfMemory, Record, Scalar
+from ..types import Failed, Fit, OutOfMemory, Record, Scalar, Trial
+from ..units import format_factor
 from .candidates import config_name, without_fixed_keys
 from .comparison import PRIOR_NOISE, TURNS_WITHOUT_BUDGET, confirm_gain
 from .trial_forecasts import lacking_bytes
@@ -29,6 +31,7 @@ _STOP_GAIN = 0.01  # what they have to gain together
 _RANDOM_UNTIL = 3  # trials: the start, the usual settings and a random one; then the GP knows more than chance
 _MOST_LEADERS = 2  # that are measured again: a third costs more than it brings
 _FEWEST_FOR_IMPORTANCE = 5  # trials that fitted
+_PRICED_TRIALS = 3  # of the priced settings, the best by the forecast
 _LEAST_EXCESS = 0.01  # share of the limit by which an out-of-memory counts as too large, where the amount is unknown
 
 
@@ -66,7 +69,8 @@ def tune(
     settings are measured again with the start. `sampler` is called with a seed for each proposal.
 
     Nothing is tried where the card computes for nearly all of the start's step, so that no setting can gain what the
-    profile asks for.
+    profile asks for. Where step times are forecast and the profile says so, proposals are priced by forecasts, and only
+    the few that promise most are run.
     """
     settings, score = context.settings, context.score
     if settings.profile.tune.trials < 1:
@@ -83,7 +87,8 @@ def tune(
     name = config_name(rung.name, knobs, recomputes=True)
     study = _open_study(context.study, f"{name}, micro batch {knobs.micro_batch} × {knobs.accumulation}", space)
     search = _Search(study=study, space=space, start=start, context=context)
-    end = search.run_until(stop_gain, sampler)
+    is_priced = settings.profile.tune.priced > 0 and context.forecaster.step_time(start.trial) is not None
+    end = search.run_priced() if is_priced else search.run_until(stop_gain, sampler)
     records = [answer for answer in search.answers.values() if isinstance(answer, Record) and answer is not start]
     not_run = sum(isinstance(answer, RungForecast) for answer in search.answers.values())
     importances = _parameter_importances(study)
@@ -146,15 +151,64 @@ class _Search:
             self._tell(proposal, self._answer(proposal.params))
         return ""
 
+    def run_priced(self) -> str:
+        """Run the best of the profile's proposals by the forecast of their step. Returns the end of a sentence.
+
+        They come from chance, so that all are simulated side by side. One is run if it promises half of the gain that
+        counts, since the forecast of what a setting saves may be too low by as much.
+        """
+        import optuna
+
+        context, limits = self.context, self.context.settings.profile.tune
+        self.answers = {json.dumps(dict(self.space.start), sort_keys=True): self.start}
+        context.memory.listen(Note(text=f"pricing {limits.priced} settings by forecasts of their step", passing=True))
+        self.study.sampler = optuna.samplers.RandomSampler(seed=context.settings.seed)
+        proposals = [self.study.ask(dict(self.space.dimensions)) for _ in range(1 + limits.priced)]
+        self._tell(proposals[0], self.start)
+        context.forecaster.prepare([self._trial(proposal.params) for proposal in proposals[1:]])
+        gains = {proposal.number: self._promised_gain(proposal.params) for proposal in proposals[1:]}
+        worthwhile = 1 + (limits.gain - 1) / 2
+        proposals = sorted(proposals[1:], key=lambda proposal: gains[proposal.number], reverse=True)
+        for place, proposal in enumerate(proposals):
+            gain = gains[proposal.number]
+            is_promising = place < _PRICED_TRIALS and gain >= worthwhile
+            if is_promising and context.may_run(1 + 2 * min(limits.turns, TURNS_WITHOUT_BUDGET)):
+                self._tell(proposal, self._answer(proposal.params))
+            else:
+                proposal.set_user_attr("outcome", f"not run: {gain:.3f} times as fast as the start by the forecast")
+                self.study.tell(proposal, state=optuna.trial.TrialState.PRUNED)
+        most = max(gains.values(), default=0.0)
+        if most >= worthwhile:
+            return f", the best of {len(gains)} by the forecast"
+        if not most:
+            return f": none of {len(gains)} leaves headroom by the forecast"
+        times = f"{format_factor(most)} times as fast as the start by the forecast"
+        return f": the best of {len(gains)} is {times}, and a gain counts from {limits.gain - 1:.0%} on"
+
+    def _promised_gain(self, params: Mapping[str, Any]) -> float:
+        """How many times as fast as the start a proposal is by the forecast; 0 where it leaves no headroom."""
+        context, trial = self.context, self._trial(params)
+        forecast, step = context.forecaster.forecast(trial), context.forecaster.step_time(trial)
+        start = context.forecaster.step_time(self.start.trial)
+        if forecast is None or step is None or start is None:
+            return 0.0
+        if forecast.verdict == "cannot_fit" or forecast.memory["device"].peak_bytes > context.usable_bytes:
+            return 0.0
+        return start.seconds / step.seconds
+
+    def _trial(self, params: Mapping[str, Any]) -> Trial:
+        """The trial of a proposal."""
+        first, timed = self.start.trial, self.context.settings.profile.timed
+        knobs = replace(first.knobs, settings={**first.knobs.settings, **self.space.settings(params)})
+        steps = fit_steps_to_budget(timed, median_step_s(self.start))
+        return replace(first, knobs=knobs, purpose="tune", steps=steps, repeat=0)
+
     def _answer(self, params: Mapping[str, Any]) -> Record | RungForecast:
         """The record of a proposal, or its forecast where that cannot fit. Equal proposals are run once."""
         settings = self.space.settings(params)
         key = json.dumps(settings, sort_keys=True)
         if key not in self.answers:
-            first, timed = self.start.trial, self.context.settings.profile.timed
-            knobs = replace(first.knobs, settings={**first.knobs.settings, **settings})
-            steps = fit_steps_to_budget(timed, median_step_s(self.start))
-            trial = replace(first, knobs=knobs, purpose="tune", steps=steps, repeat=0)
+            trial = self._trial(params)
             forecast = self.context.forecaster.forecast(trial)
             cannot_fit = forecast is not None and forecast.verdict == "cannot_fit"
             self.answers[key] = forecast if forecast is not None and cannot_fit else self.context.run(trial)

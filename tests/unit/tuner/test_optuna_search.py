@@ -19,7 +19,7 @@ from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock, Jou
 
 from autods.config.profiles import Budget, TuneLimits
 from autods.config.rungs import read_rungs
-from autods.forecast.values import RungForecast, Verdict
+from autods.forecast.values import RungForecast, TierForecast, Verdict
 from autods.journal import trial_key
 from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
 from autods.tuner.comparison import confirm_gain
@@ -98,10 +98,11 @@ def tuning(
     start: Trial = START,
     stop_gain: float = 0.01,
     sampler: Sampler = gp_sampler,
+    priced: int = 0,
     **options: Any,
 ) -> TuneResult:
     """`options` are settings, or the forecaster."""
-    context = tuning_context(run, path, trials=trials, headroom=headroom, **options)
+    context = tuning_context(run, path, trials=trials, headroom=headroom, priced=priced, **options)
     return tune(context.run(start), context, stop_gain=stop_gain, sampler=sampler)
 
 
@@ -111,10 +112,10 @@ def by_chance(seed: int) -> optuna.samplers.BaseSampler:
 
 
 def tuning_context(
-    run: Run, path: Path, *, trials: int = 8, turns: int = 2, headroom: float = 0.05, **options: Any
+    run: Run, path: Path, *, trials: int = 8, priced: int = 0, turns: int = 2, headroom: float = 0.05, **options: Any
 ) -> FitContext:
     profile = {
-        "tune": TuneLimits(trials=trials, gain=1.03, turns=turns),
+        "tune": TuneLimits(trials=trials, priced=priced, gain=1.03, turns=turns),
         "timed": TIMED,
         "certify": replace(SETTINGS.profile.certify, most_trials=0),
     }
@@ -169,6 +170,50 @@ def test_tuning_is_skipped_where_no_setting_can_gain(
         assert tuned.reason == (
             "skipped: by the forecast, links, host and launches hold up 1.0% of a step, and a gain counts from 3% on"
         )
+
+
+class Pricing(Forecaster):
+    """Forecasts a machine's steps: `seconds(trial)`, and a peak of 500 MB."""
+
+    def __init__(self, seconds: Callable[[Trial], float]) -> None:
+        self.seconds = seconds
+
+    def forecast(self, trial: Trial) -> RungForecast:
+        use = TierForecast(peak_bytes=500_000_000, low_bytes=0, high_bytes=0, limit_bytes=LIMIT)
+        return RungForecast(rung=trial.rung, verdict="fits", reason="", micro_batch=4, memory={"device": use})
+
+    def step_time(self, trial: Trial) -> StepForecast:
+        return StepForecast(seconds=self.seconds(trial), low_seconds=0.0, computed_seconds=0.0)
+
+
+def lasts(trial: Trial) -> float:
+    """A second where the bucket is best, and a twentieth more for each halving or doubling of it."""
+    return 1.0 + 0.05 * abs(math.log2(bucket_of(trial) / 40e6))
+
+
+def test_settings_that_are_priced_are_run_if_they_promise(path: Path) -> None:
+    run = Journaled(lambda trial: fit(peak_bytes=500_000_000, step_s=lasts(trial), samples_per_second=1 / lasts(trial)))
+    tuned = tuning(run, path, forecaster=Pricing(lasts), priced=24)
+    assert len(run.tuned) == 3
+    assert all(lasts(trial) < lasts(START) / 1.015 for trial in run.tuned)
+    assert tuned.best.trial.knobs.settings != START.knobs.settings
+    assert tuned.reason.startswith("3 other settings of zero2 were tried, the best of 24 by the forecast; measured ")
+
+
+def test_settings_that_promise_too_little_are_not_run(path: Path) -> None:
+    run = Journaled(lambda trial: fit(peak_bytes=500_000_000))
+    tuned = tuning(run, path, forecaster=Pricing(lambda trial: 1 + 0.01 * (lasts(trial) - 1)), priced=24)
+    assert run.tuned == []
+    assert tuned.reason == (
+        "no other settings of zero2 were tried: the best of 24 is 1.00 times as fast as the start by the forecast,"
+        " and a gain counts from 3% on"
+    )
+
+
+def test_without_times_no_setting_is_priced(path: Path) -> None:
+    run = Journaled(hill)
+    tuning(run, path, priced=24)
+    assert len(run.tuned) > 3
 
 
 def test_the_start_is_told_without_being_run_again(path: Path) -> None:
