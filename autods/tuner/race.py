@@ -244,7 +244,7 @@ class _Race:
             is_alike = other.candidate.rung == rival.candidate.rung and other.best() is not None
             if is_alike and _favours(other.candidate, rival.candidate, self.context):
                 return f"not tried: the forecast finds {other.name} faster"
-        if prospect is None or prospect.most_rate >= self.score_to_beat():
+        if prospect is None or prospect.most_rate >= leader.score:  # its interval is wider than the noise of a timing
             return None
         most = f"at most {prospect.most_rate:.3g} samples/s, with micro batch {prospect.largest}"
         return f"not tried: the forecast allows {most}; {leader.name} has {leader.describe_best()}"
