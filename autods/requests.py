@@ -240,10 +240,10 @@ class SearchRequest(TrialRequest):
         shown_default="the config's",
     )
     max_trials: Count | None = option(
-        "Search", "After N trials nothing more is raced or tuned.", "N", shown_default="the config's"
+        "Search", "End within N trials, the certificate's included.", "N", shown_default="the config's"
     )
     max_time: Duration | None = option(
-        "Search", "The same after so much time in trials: 90s, 20m, 2h.", "TIME", shown_default="none"
+        "Search", "End within so much time, with what was found and proven: 90s, 20m, 2h.", "TIME", shown_default="none"
     )
 
 

@@ -60,7 +60,7 @@ class CertifyLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Limits after which nothing more is raced or tuned, counted from the start of the fit; 0: no limit."""
+    """Limits of a fit, its certificate included: what they leave no room for is not tried. 0: no limit."""
 
     trials: int = 0
     seconds: float = 0.0

@@ -58,8 +58,8 @@ class Growth:
     # Trials
 
     def run(self) -> Growth:
-        """Grow until `stop` is set. Then time the smallest size where no other left the headroom."""
-        while self.stop is None and self.try_next():
+        """Grow until `stop` is set or the budget is spent. Then time the smallest size where no other left headroom."""
+        while self.stop is None and (not self.records or self.context.may_run(1)) and self.try_next():
             pass
         if not any(self.context.fits(record) for record in self.records):
             self.measure(self.context.sizes[0])

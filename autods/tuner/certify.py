@@ -120,9 +120,15 @@ def _find_reference(winner: Trial, reference: Record, context: FitContext) -> Tr
     plain = next((record for record in candidates if is_split(record.trial) == is_split(winner)), None)
     if plain is None:
         return None
-    # At micro batch 1 the winner's samples take far longer.
-    same = [record for record in fitting if is_same_maths(record.trial, plain.trial)]
-    return max([plain, *same], key=lambda record: record.trial.knobs.micro_batch).trial
+    # At micro batch 1 the winner's samples take far longer. What fits with its activations kept fits without them, too.
+    recomputes = plain.trial.knobs.checkpointing
+    trials = [
+        replace(record.trial, knobs=replace(record.trial.knobs, checkpointing=recomputes))
+        for record in fitting
+        if recomputes or not record.trial.knobs.checkpointing
+    ]
+    same = [trial for trial in trials if is_same_maths(trial, plain.trial)]
+    return max([plain.trial, *same], key=lambda trial: trial.knobs.micro_batch)
 
 
 def make_exam(config: Trial, context: FitContext, step_s: float) -> Trial:

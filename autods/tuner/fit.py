@@ -106,6 +106,7 @@ def fit(
                     study=out / STUDY,
                     final_config=runner.final_config,
                     save_best=partial(_save_best, runner, settings),
+                    elapsed_s=None if settings.rehearsed else lambda: time.monotonic() - began + earlier_s,
                 )
                 result = search(context)
                 if isinstance(result, NothingFits):

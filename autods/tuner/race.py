@@ -320,7 +320,7 @@ class _Race:
         """Grow the leader once more with longer trials, and compare the leaders."""
         limits = self.context.settings.profile.race
         is_timed = limits.turns > 0 and self.context.settings.objective != "memory"
-        if is_timed and self.context.may_run(_LAST_TRIALS + limits.finalists * limits.turns):
+        if is_timed and self.context.may_run(_LAST_TRIALS + limits.finalists * limits.turns, limits.finals):
             self.leader().extend(limits.finals, _LAST_TRIALS)
         return self.compare()
 
@@ -392,11 +392,12 @@ class _Race:
         context, limits, finalists = self.context, self.context.settings.profile.race, []
         close, earlier = self._close_to_leader(), tuple(context.memory.records)
         repeat = max((record.trial.repeat for record in earlier if record.trial.purpose == "race"), default=0)
-        for record, _ in close[: max(1, sum(context.may_run(count) for count in range(1, limits.finalists + 1)))]:
+        most = sum(context.may_run(count, limits.finals) for count in range(1, limits.finalists + 1))
+        for record, _ in close[: max(1, most)]:
             steps = fit_steps_to_budget(limits.finals, median_step_s(record), least=_FEWEST_FINAL_STEPS)
             trial = replace(record.trial, steps=steps)
             finalists.append(replace(record, trial=replace(trial, purpose="race", repeat=repeat) if repeat else trial))
-        affordable = sum(context.may_run(count * len(finalists)) for count in range(1, turns + 1))
+        affordable = sum(context.may_run(count * len(finalists), limits.finals) for count in range(1, turns + 1))
         final = finals(finalists, context, turns=affordable, purpose="race")
         for finalist, (_, owner) in zip(finalists, close, strict=False):
             config, new = (finalist.trial.rung, finalist.trial.knobs), context.memory.records[len(earlier) :]

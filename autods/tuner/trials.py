@@ -66,6 +66,9 @@ def open_journal(settings: Settings, fingerprint: str, listen: Listener) -> tupl
     return journal, past, replace(settings, device_bytes=then)
 
 
+_EXAM = 2  # so many times as long as another trial one of the certificate may take
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitContext:
     """The inputs that all steps share.
@@ -76,6 +79,7 @@ class FitContext:
     `final_config` returns a trial's DeepSpeed config as the user gets it.
     `save_best` gets the best config after each step, so that it is on disk should the fit be killed.
     `least_micro_batch` is the smallest that the model can be trained with, as far as is known.
+    `elapsed_s` returns the seconds that the fit has taken; None: those of its trials count.
     """
 
     settings: Settings
@@ -87,6 +91,7 @@ class FitContext:
     op_problems: Mapping[str, str] = field(default_factory=dict)
     save_best: Callable[[Record], None] = lambda record: None
     least_micro_batch: int = 1
+    elapsed_s: Callable[[], float] | None = None
 
     @property
     def usable_bytes(self) -> float:
@@ -160,14 +165,25 @@ class FitContext:
         """Whether the trial fitted well and left the headroom free on the device."""
         return fits_within(record, self.usable_bytes)
 
-    def may_run(self, trials: int) -> bool:
-        """Whether the budget allows race and tuning so many more trials, besides those of the certificate."""
+    def may_run(self, trials: int, steps: Steps | None = None) -> bool:
+        """Whether the budget allows growth, race and tuning so many more trials, besides those of the certificate.
+
+        Each may take as long as the longest that fitted, and as long as these `steps`. Those of the certificate take
+        longer, because they save a checkpoint or run the reference.
+        """
         budget, records = self.settings.budget, self.memory.records
         certify = self.settings.profile.certify
         reserved = 0 if certify.most_trials < 1 else 1 if certify.parity is None else 3
         if budget.trials and len(records) + trials + reserved > budget.trials:
             return False
-        return not (budget.seconds and sum(record.seconds for record in records) >= budget.seconds)
+        if not budget.seconds:
+            return True
+        fitted = [(record.seconds, record.outcome) for record in records if isinstance(record.outcome, Fit)]
+        exam_s = _EXAM * max((seconds for seconds, _ in fitted), default=0.0)
+        start_s = max((seconds - sum(fit.step_s) for seconds, fit in fitted), default=0.0)
+        trial_s = max(exam_s / _EXAM, 0.0 if steps is None else start_s + steps.budget_s)
+        elapsed_s = sum(record.seconds for record in records) if self.elapsed_s is None else self.elapsed_s()
+        return elapsed_s + trials * trial_s + reserved * exam_s <= budget.seconds
 
 
 def run_with_retry(trial: Trial, run: Run) -> tuple[Record, ...]:

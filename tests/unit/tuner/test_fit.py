@@ -30,7 +30,7 @@ from autods.workload import make_source
 from tests.support.contexts import make_context
 from tests.support.forecasters import ScriptedForecaster
 from tests.support.machines import a_machine
-from tests.support.surfaces import Surface, searching
+from tests.support.surfaces import Surface, SurfaceForecaster, searching
 from tests.support.true_answers import RoughSurface, contradictions, slower_than_measured
 from tests.support.walks import FACTS, SETTINGS
 
@@ -165,6 +165,16 @@ def test_a_search_killed_again_and_again_comes_to_the_same_answer() -> None:
         resumed, rest = searched(search, seed)
     assert keys(ran + rest) == keys(trials)
     assert answer(resumed) == answer(whole)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_fit_ends_within_its_time_with_its_certificate(seed: int) -> None:
+    surface = Surface(seed)
+    with searching(surface, budget=Budget(seconds=200.0), forecaster=SurfaceForecaster(surface, 0.1)) as context:
+        found = run_search(context)
+    assert not isinstance(found, NothingFits)
+    assert found.certified is not None
+    assert sum(record.seconds for record in context.memory.records) <= 200
 
 
 @pytest.mark.parametrize("budget", [Budget(trials=9), Budget(seconds=75.0)])

@@ -79,6 +79,15 @@ def test_both_run_on_as_many_samples() -> None:
     assert ours.knobs.train_batch(2) == theirs.knobs.train_batch(2) == 24
 
 
+@pytest.mark.parametrize(("recomputes", "size"), [(True, 12), (False, 2)])
+def test_the_reference_recomputes_at_the_size_that_kept_all(recomputes: bool, size: int) -> None:
+    """At micro batch 2 it would take far longer; one that keeps its activations may need more memory than it has."""
+    winner = timed(trial("zero1", 12, checkpointing=not recomputes), 60)
+    reference = timed(trial("zero1", 2, checkpointing=recomputes), 1)
+    run = certifying(losing(never), winner, reference=reference, seen=(reference, winner))
+    assert parities(run)[1].knobs.micro_batch == size
+
+
 @pytest.mark.parametrize(
     ("plain", "winner", "size"), [((1, 1), (12, 1), 1), ((5, 1), (12, 1), 4), ((8, 4), (3, 1), 3), ((2, 1), (7, 3), 1)]
 )
