@@ -15,11 +15,11 @@ from rich.text import Text
 from ..events import Event, Note, SearchStarted, TrialFinished, TrialForecasted, TrialMoved, TrialStarted
 from ..types import Fit, Phase, Record, Skipped, Trial
 from ..units import escape_controls
-from .answers.fit import LADDER, LadderRow, gauge_use, list_ladder
+from .answers.fit import LADDER, LadderRow, find_telling_trials, gauge_use, list_ladder
 from .document import Gauge, Medium, tabulate
 from .render_terminal import fit_table
 from .results.fit import FitQuestion, FitReport
-from .text import Mark, format_number_of, format_phase, format_rate, format_seconds
+from .text import MARKS, Mark, format_number_of, format_phase, format_rate, format_seconds
 
 LabelTrial = Callable[[Trial], str]
 _STEP_PHASES: tuple[Phase, ...] = ("forward", "backward", "step")
@@ -83,6 +83,17 @@ def advance(state: FitState, event: Event, now_s: float) -> FitState:
 # What a state says.
 
 
+def leaves_headroom(record: Record, search: SearchStarted | None) -> bool:
+    """Whether the memory of a trial lets it count: False for one that ran and left no headroom.
+
+    Exams and trials without a limit are not asked for headroom, nor is any trial of a probe, which has no search.
+    """
+    fit, trial = record.outcome, record.trial
+    if search is None or not isinstance(fit, Fit) or trial.exam is not None or not trial.limited:
+        return True
+    return fit.leaves_headroom(search.usable_bytes)
+
+
 def find_best(state: FitState) -> Record | None:
     """The best trial so far that ran within the limit, by the objective of the fit; None before one fitted.
 
@@ -108,23 +119,35 @@ def list_rows(state: FitState) -> list[LadderRow]:
     """A row for each rung of the ladder, as the answer has it; with the forecast where nothing was measured."""
     search, best = state.search, find_best(state)
     assert search is not None
+    counting = {record.trial.rung for record in state.records if _fits(record) and leaves_headroom(record, search)}
+    # What does not count stands in the row of a rung that has nothing better.
+    trials = [
+        record for record in state.records if record.trial.rung not in counting or leaves_headroom(record, search)
+    ]
     so_far = FitReport(
         status="nothing_fits" if best is None else "fit",
         rung=None if best is None else best.trial.rung,
         knobs=None if best is None else best.trial.knobs,
-        trials=state.records,
+        trials=tuple(trials),
         skipped=state.skipped,
         question=FitQuestion(ladder=search.ladder),
     )
     known = {row.rung: row for row in list_ladder(so_far)}
+    telling = find_telling_trials(so_far)
     running = {each.trial.rung for each in state.running.values()}
     rows = []
     for rung in search.ladder:
         row = known.get(rung) or LadderRow(rung=rung, wins=False, mark=_WAITING, reason="")
         memory = row.memory[:1] if isinstance(row.memory, tuple) else ()
-        mark = _RUNNING if rung in running else row.mark
+        trial = telling.get(rung)
+        counts = not isinstance(trial, Record) or leaves_headroom(trial, search)
+        mark = _RUNNING if rung in running else row.mark if counts else MARKS["no_headroom"]
         rows.append(replace(row, mark=mark, memory=memory or _gauge_forecast(state.forecasts.get(rung))))
     return rows
+
+
+def _fits(record: Record) -> bool:
+    return isinstance(record.outcome, Fit) and record.trial.limited
 
 
 def _gauge_forecast(forecast: TrialForecasted | None) -> tuple[Gauge, ...]:

@@ -32,7 +32,7 @@ from ..types import Skipped, Trial
 from ..units import escape_controls, format_bytes
 from .answers.plan import tabulate_rungs
 from .document import Medium
-from .fit_progress import FitState, advance, describe_status, render_search
+from .fit_progress import FitState, advance, describe_status, leaves_headroom, render_search
 from .rank_logs import RankLogs
 from .render_terminal import fit_table
 from .text import MARKS, Mark, format_record, format_seconds
@@ -146,8 +146,10 @@ class TrialProgress(LiveView):
             case Skipped(rung=rung, reason=reason):
                 self._print(f"skipped {rung}: {reason}", mark=MARKS["skipped"], style="dim")
             case TrialFinished(record=record, replayed=replayed):
-                line = format_record(record, replayed=replayed, label=self._label(record.trial))
-                self._print(line, mark=MARKS[record.outcome.kind], style="dim" if replayed else "")
+                counts = leaves_headroom(record, self._state.search)
+                line = format_record(record, replayed=replayed, label=self._label(record.trial), counts=counts)
+                mark = MARKS[record.outcome.kind if counts else "no_headroom"]
+                self._print(line, mark=mark, style="dim" if replayed else "")
             case SearchStarted() | TrialForecasted() | TrialStarted() | TrialMoved():
                 pass  # the view below shows them
 

@@ -11,15 +11,19 @@ from ..units import choose_unit, format_bytes
 from .document import StyledLine, line
 
 
-def format_outcome(outcome: Outcome) -> str:
-    """'out of memory on device, rank 1, init: wanted 124.5 MiB, 35.1 MiB free of 416.0 MiB'."""
+def format_outcome(outcome: Outcome, *, counts: bool = True) -> str:
+    """'out of memory on device, rank 1, init: wanted 124.5 MiB, 35.1 MiB free of 416.0 MiB'.
+
+    One that ran but does not count, since it left no headroom, does not read 'fits'.
+    """
     match outcome:
         case Fit():
             device = outcome.memory.get("device")
             peak = f"{format_use(device)}, " if device else ""
             retries = f", its allocator ran full {outcome.alloc_retries} times" if outcome.alloc_retries else ""
             examined = ", examined" if outcome.examined is not None else ""
-            return f"fits: {peak}{format_rate(outcome.samples_per_second)} samples/s{retries}{examined}"
+            word = "fits" if counts else MARKS["no_headroom"].word
+            return f"{word}: {peak}{format_rate(outcome.samples_per_second)} samples/s{retries}{examined}"
         case OutOfMemory():
             return f"out of memory on {outcome.tier}, {_format_place(outcome)}: {format_shortage(outcome)}"
         case Failed():
@@ -111,7 +115,7 @@ def format_phase(phase: Phase, step: int) -> str:
     return f"{phase}, step {step}" if phase in ("forward", "backward", "step") and step else phase
 
 
-def format_record(record: Record, *, replayed: bool = False, label: str = "") -> str:
+def format_record(record: Record, *, replayed: bool = False, label: str = "", counts: bool = True) -> str:
     """A finished trial as one plain line. `label` has the conditions of a probe's trial."""
     trial = record.trial
     end = "from the journal" if replayed else format_seconds(record.seconds)
@@ -119,7 +123,7 @@ def format_record(record: Record, *, replayed: bool = False, label: str = "") ->
     unlimited = "" if trial.limited else " without limit"
     batch = f"micro batch {trial.knobs.micro_batch}{steps} ({trial.purpose}{unlimited})"
     details = f"{batch}, {label}" if label else batch
-    return f"trial {record.id}: {trial.rung}, {details}: {format_outcome(record.outcome)} [{end}]"
+    return f"trial {record.id}: {trial.rung}, {details}: {format_outcome(record.outcome, counts=counts)} [{end}]"
 
 
 def _format_place(outcome: OutOfMemory | Failed) -> str:
@@ -144,6 +148,7 @@ class Mark(NamedTuple):
 MARKS: Mapping[str, Mark] = {
     "fit": Mark("✓", "fits", "green"),
     "fits": Mark("✓", "fits", "green"),
+    "no_headroom": Mark("~", "no headroom", "yellow"),  # it ran, and does not count
     "tight": Mark("~", "tight", "yellow"),
     "out_of_memory": Mark("✗", "out of memory", "yellow"),
     "cannot_fit": Mark("✗", "cannot fit", "red"),

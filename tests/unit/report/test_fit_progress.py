@@ -145,6 +145,19 @@ def test_the_best_so_far_leaves_the_headroom() -> None:
     assert best.outcome == roomy
 
 
+def test_a_rung_that_left_no_headroom_says_so() -> None:
+    tight, roomy = fit(410, 20.0), fit(300, 10.0)
+    state = state_after(SEARCH, finished(1, "zero2", tight))
+    row = next(line for line in draw(state, 5.0) if " zero2 " in f"{line} ")
+    assert "no headroom" in row
+    assert "fits" not in row
+    # What counts stands in the row, also where what does not was faster.
+    state = state_after(SEARCH, finished(1, "zero2", tight), finished(2, "zero2", roomy, Knobs(micro_batch=2)))
+    row = next(line for line in draw(state, 5.0) if " zero2 " in f"{line} ")
+    assert "fits" in row
+    assert "300.0 / 416.0 MiB" in row
+
+
 def test_the_best_by_memory_has_the_lowest_peak() -> None:
     lean = replace(SEARCH, least_memory=True)
     state = state_after(lean, finished(1, "zero2", fit(390, 20.0)), finished(2, "zero3", fit(300, 10.0)))

@@ -8,9 +8,10 @@ import time
 import pytest
 from rich.console import Console
 
-from autods.events import Note
+from autods.events import Note, SearchStarted, TrialFinished
 from autods.report import live
 from autods.report.live import CheckProgress, TrialProgress
+from tests.support.reports import LADDER, LIMIT, fit, record
 
 
 def wait_for_lines(read: object, count: int) -> list[str]:
@@ -47,3 +48,15 @@ def test_a_long_check_of_the_request_is_shown(capsys: pytest.CaptureFixture[str]
     with CheckProgress("checking the workload"):
         lines = wait_for_lines(read, 1)
     assert lines[0].startswith("… checking the workload ")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_trial_that_left_no_headroom_is_no_fit(terminal: bool) -> None:
+    console = Console(file=io.StringIO(), width=200, force_terminal=terminal)
+    with TrialProgress(console) as progress:
+        progress(SearchStarted(ladder=LADDER, device_bytes=LIMIT, usable_bytes=0.95 * LIMIT))
+        progress(TrialFinished(record=record(1, "zero2", fit(410))))
+        progress(TrialFinished(record=record(2, "zero2", fit(300))))
+    lines = [line for line in console.file.getvalue().splitlines() if "trial " in line]  # type: ignore[attr-defined]
+    assert ["no headroom: 410.0" in line for line in lines] == [True, False]
+    assert ["fits: 300.0" in line for line in lines] == [False, True]
