@@ -19,6 +19,7 @@ from .answers.fit import LADDER, LadderRow, find_telling_trials, gauge_use, list
 from .document import Gauge, Medium, tabulate
 from .render_terminal import fit_table
 from .results.fit import FitQuestion, FitReport
+from .results.measured import Measured, measure_configs
 from .text import MARKS, Mark, format_number_of, format_phase, format_rate, format_seconds
 
 LabelTrial = Callable[[Trial], str]
@@ -94,25 +95,19 @@ def leaves_headroom(record: Record, search: SearchStarted | None) -> bool:
     return fit.leaves_headroom(search.usable_bytes)
 
 
-def find_best(state: FitState) -> Record | None:
-    """The best trial so far that ran within the limit, by the objective of the fit; None before one fitted.
+def find_best(state: FitState) -> Measured | None:
+    """The best config so far that ran within the limit, by the objective of the fit; None before one fitted.
 
     Those that leave the headroom free and never flushed the allocator's cache go before others.
     """
     search = state.search
     assert search is not None
 
-    def rank(item: tuple[Record, Fit]) -> tuple[bool, float]:
-        fit = item[1]
-        value = -fit.device_peak_bytes if search.least_memory else fit.samples_per_second
-        return fit.leaves_headroom(search.usable_bytes), value
+    def rank(config: Measured) -> tuple[bool, float]:
+        value = -config.device_peak_bytes if search.least_memory else config.samples_per_second
+        return all(fit.leaves_headroom(search.usable_bytes) for fit in config.fits), value
 
-    fits = [
-        (record, record.outcome)
-        for record in state.records
-        if isinstance(record.outcome, Fit) and record.trial.exam is None and record.trial.limited
-    ]
-    return max(fits, key=rank, default=(None, None))[0]
+    return max(measure_configs(state.records), key=rank, default=None)
 
 
 def list_rows(state: FitState) -> list[LadderRow]:
@@ -195,9 +190,9 @@ def render_search(state: FitState, now_s: float, console: Console) -> Renderable
 def _describe_best(state: FitState, search: SearchStarted) -> Text:
     best = find_best(state)
     so_far = "best so far, not proven" if search.rehearsed else "best so far"
-    if best is None or not isinstance(best.outcome, Fit):
+    if best is None:
         return Text(f"{so_far}: nothing has fitted", style="dim")
-    knobs, rate = best.trial.knobs, format_rate(best.outcome.samples_per_second)
+    knobs, rate = best.trial.knobs, format_rate(best.samples_per_second)
     checkpointing = "" if knobs.checkpointing else ", without checkpointing"
     config = f" {knobs.micro_batch}×{knobs.accumulation}{checkpointing}, {rate} samples/s"
     return Text.assemble(f"{so_far}: ", (best.trial.rung, "bold green"), config)

@@ -130,15 +130,6 @@ class Growth:
         """The eligible trial with the highest score."""
         return max(self.eligible(), key=self.context.score, default=None)
 
-    def describe_best(self) -> str:
-        """Its best throughput; its peak memory where that is the objective."""
-        best = self.best()
-        if best is None or not isinstance(best.outcome, Fit):
-            return "never fitted"
-        if self.context.settings.objective == "memory":
-            return f"needs {format_bytes(best.outcome.device_peak_bytes)}"
-        return f"{best.outcome.samples_per_second:.3g} samples/s with micro batch {best.trial.knobs.micro_batch}"
-
     def explain_end(self) -> GrowthEnd:
         """Why its growth ended: the reason to stop, or the micro batch that came too late."""
         choice = self._choose()

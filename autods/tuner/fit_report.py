@@ -11,9 +11,11 @@ from ..forecast.values import PartitionedBuild
 from ..rank.ops import ops_folder
 from ..report import text
 from ..report.results.fit import ClosestRung, FitQuestion, FitReport, Throughput
+from ..report.results.measured import Measured, find_measured
 from ..system.host import installed_versions, threads_per_rank
 from ..types import Fit, Knobs, Record
 from ..workload.script_source import describe_launch, describe_trainer
+from .candidates import config_name
 from .certify import CertifyResult
 from .ladder_walk import WalkResult
 from .optuna_search import TuneResult
@@ -67,18 +69,15 @@ def build_report(
     if isinstance(result, NothingFits):
         return replace(report, closest=result.closest, partitioned=result.partitioned)
 
-    outcome, growth, certified = result.best.outcome, result.raced.growth, result.certified
-    assert isinstance(outcome, Fit)
+    growth, certified, measured = result.raced.growth, result.certified, _measure(result.best, context)
     return replace(
         report,
         status="fit",
         rung=result.best.trial.rung,
         knobs=result.best.trial.knobs,
         ds_config=result.ds_config,
-        throughput=Throughput(
-            samples_per_second=outcome.samples_per_second, tokens_per_second=outcome.tokens_per_second
-        ),
-        memory=outcome.memory,
+        throughput=Throughput.of(measured),
+        memory=measured.memory,
         largest_micro_batch=growth.curve.fits,
         certificate=None if certified is None else certified.certificate,
         importances=result.tuned.importances,
@@ -86,12 +85,39 @@ def build_report(
             **reasons,
             **_explain_untried(context, reasons),
             **result.raced.reasons,
+            **_compare_others(result, measured, context),
             "batch": _explain_batch(result.best.trial.knobs, context),
             "grow": growth.stop.reason if growth.stop is not None else "",
             "tune": result.tuned.reason,
             **({} if certified is None else {"certify": certified.reason}),
         },
     )
+
+
+def _measure(config: Record, context: FitContext) -> Measured:
+    """What the record's config measured in all its trials."""
+    trial, outcome = config.trial, config.outcome
+    assert isinstance(outcome, Fit)
+    measured = find_measured(context.memory.records, trial.rung, trial.knobs)
+    return measured or Measured(trial=trial, fits=(outcome,))  # the walk's trial, at the fit's global batch
+
+
+def _compare_others(result: FitResult, best: Measured, context: FitContext) -> dict[str, str]:
+    """How each other config that fitted compares with the winner, and why the race left it, by its name."""
+    recomputes, by_memory = context.facts.checkpointing, context.settings.objective == "memory"
+    winner = config_name(best.trial.rung, best.trial.knobs, recomputes=recomputes)
+    reasons: dict[str, str] = {}
+    for record in result.raced.others:
+        name = config_name(record.trial.rung, record.trial.knobs, recomputes=recomputes)
+        measured = _measure(record, context)
+        if by_memory:
+            times = f"{measured.device_peak_bytes / best.device_peak_bytes:.2f} times the memory of {winner}"
+        else:
+            ratio = measured.samples_per_second / best.samples_per_second
+            times = f"{ratio:.2f} times as fast as {winner}{', within noise' if ratio > 1 else ''}"
+        left = result.raced.reasons.get(name)
+        reasons[name] = f"{times} with micro batch {measured.trial.knobs.micro_batch}" + (f"; {left}" if left else "")
+    return reasons
 
 
 def _explain_untried(context: FitContext, reasons: Mapping[str, str]) -> dict[str, str]:

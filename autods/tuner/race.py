@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..forecast.predict.step_time import CLOSE
 from ..types import Fit, Record, Steps
-from ..units import format_factor
 from .batch_curve import BatchCurve, least_sample_s
 from .batch_size import Growth, describe_misfit
 from .candidates import Candidate, config_name, first_trial, in_precision, without_checkpointing
@@ -31,7 +30,7 @@ class RaceResult:
 
     `best` is the winner's deciding trial, `growth` the growth of its micro batch.
     `others` has the best trial of each other config that fitted, best first.
-    `reasons` tells why each config, by name, won or lost.
+    `reasons` tells why each config, by name, won or lost; of others that stayed in, only how fast they are tells.
     """
 
     best: Record
@@ -168,7 +167,7 @@ def _make_contestant(candidate: Candidate, context: FitContext, most_trials: int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Decision:
-    """The winner of the last comparison, its deciding trial, and the best scores there by contestants' names.
+    """The winner of the last comparison, and its deciding trial.
 
     `is_any_dropped`: one that was measured again no longer left the headroom.
     """
@@ -176,15 +175,7 @@ class _Decision:
     winner: Contestant
     best: Record
     reason: str
-    scores: Mapping[str, float]
     is_any_dropped: bool = False
-
-
-def _best_scores(scores: Iterable[tuple[Contestant, float]]) -> dict[str, float]:
-    best: dict[str, float] = {}
-    for contestant, score in scores:
-        best[contestant.name] = max(best.get(contestant.name, 0.0), score)
-    return best
 
 
 @dataclass(slots=True, kw_only=True)
@@ -247,7 +238,7 @@ class _Race:
         if prospect is None or prospect.most_rate >= leader.score:  # its interval is wider than the noise of a timing
             return None
         most = f"at most {prospect.most_rate:.3g} samples/s, with micro batch {prospect.largest}"
-        return f"not tried: the forecast allows {most}; {leader.name} has {leader.describe_best()}"
+        return f"not tried: the forecast allows {most}, and {leader.name} is faster"
 
     def leader(self) -> Contestant:
         """The best so far; of equals the first."""
@@ -310,10 +301,8 @@ class _Race:
         if bound.rate * world_size >= least:
             return bound.size
         if contestant is not leader:
-            times = format_factor(bound.rate * world_size / least)
-            limit = f"up to micro batch {int(most)} at most {times} times as fast as"
             doubt = f"by its step times, give or take {self.context.noise:.0%}"
-            contestant.out = f"{contestant.describe_best()}; {limit} {leader.name} {doubt}"
+            contestant.out = f"no micro batch up to {int(most)} makes it as fast {doubt}"
         return None
 
     def decide(self) -> RaceResult:
@@ -356,28 +345,24 @@ class _Race:
             return decision
         name = f"{best.trial.rung} with micro batch {best.trial.knobs.micro_batch}"
         reason = f"{name} has the fastest timing; those of one config differ by up to {context.noise:.0%}"
-        scores = _best_scores((owner, context.score(record)) for record, owner in timed) if is_calm else {}
-        return _Decision(winner=winner, best=best, reason=reason, scores=scores)
+        return _Decision(winner=winner, best=best, reason=reason)
 
     def _explain(self, decision: _Decision) -> RaceResult:
         """The result with a reason for each contestant."""
-        winner, scores = decision.winner, decision.scores
+        winner = decision.winner
         winner.stop = winner.explain_end()  # the last comparison may have measured more
-        best_word, times = comparison_words(self.context.score)
+        best_word, _ = comparison_words(self.context.score)
         fitting = self._fitting()
         reasons = {winner.name: f"{best_word} of {len(fitting)} that fit: {decision.reason}"}
         if self.context.settings.profile.race.stop == "first-fit":
             reasons = {winner.name: "the first rung tried that fits"}
+        names = {contestant.name for contestant in self.contestants}
         for contestant in self.contestants:
-            speed, ratio = contestant.describe_best(), contestant.score / winner.score
-            if contestant.name in scores and scores.get(winner.name):
-                speed = f"{speed} at best; measured again in turn"
-                ratio = scores[contestant.name] / scores[winner.name]
-            slower = f"{speed}, {ratio:.2f} {times} as {winner.name}"
-            reasons.setdefault(contestant.name, contestant.out or slower)
-        for contestant in self.contestants:  # some rungs were raced only without checkpointing
+            if contestant.out is not None or contestant.best() is None:
+                reasons.setdefault(contestant.name, contestant.out or "never fitted")
             rung = contestant.candidate.rung.name
-            reasons.setdefault(rung, f"checkpointing would only cost it time: see {contestant.name}")
+            if rung not in names:  # it was raced only without checkpointing
+                reasons.setdefault(rung, f"checkpointing would only cost it time: see {contestant.name}")
         behind = (contestant.best() for contestant in fitting if contestant is not winner)
         others = tuple(record for record in behind if record is not None)
         return RaceResult(best=decision.best, growth=winner, others=others, reasons=reasons)
@@ -402,12 +387,9 @@ class _Race:
         for finalist, (_, owner) in zip(finalists, close, strict=False):
             config, new = (finalist.trial.rung, finalist.trial.knobs), context.memory.records[len(earlier) :]
             owner.records.extend(record for record in new if (record.trial.rung, record.trial.knobs) == config)
-        scores = _best_scores((close[place][1], final.scores[place]) for place in final.measured)
         is_any_dropped = turns > 0 and len(final.measured) < len(final.scores)
         winner = close[final.winner][1]
-        return _Decision(
-            winner=winner, best=final.best, reason=final.reason, scores=scores, is_any_dropped=is_any_dropped
-        )
+        return _Decision(winner=winner, best=final.best, reason=final.reason, is_any_dropped=is_any_dropped)
 
     def _measure_all_again(self) -> None:
         """Measure those again that may lead, give or take the noise that was seen, and grow them where that pays."""

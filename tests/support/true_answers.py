@@ -92,7 +92,7 @@ def contradictions(surface: RoughSurface, context: FitContext, result: FitResult
         if reason.startswith("fastest of"):
             if float(ratio[1]) < 1 and "within noise" not in reason:
                 found.append(f"{name}: a slower one won: {reason}")
-        elif float(ratio[1]) > 1:
+        elif float(ratio[1]) > 1 and "within noise" not in reason:
             found.append(f"{name}: a faster one lost: {reason}")
     return found
 

@@ -10,11 +10,12 @@ from typing import TypeVar
 
 from ...system.host import Hardware
 from ...system.processes import read_tail
-from ...types import Fit, Record
+from ...types import Fit, Record, Scalar
 from ...units import format_bytes
 from .. import document as doc
 from ..document import Medium, Words, line
 from ..results.fit import FitReport
+from ..results.measured import measure_configs
 from ..text import MARKS, format_number_of, format_outcome, format_rate, format_seconds
 
 _TAIL_BYTES = 4000  # of each log; a page stays small whatever a script prints
@@ -67,15 +68,24 @@ def describe_machine(hardware: Hardware | None, versions: Mapping[str, str]) -> 
 
 
 def chart_trials(records: Sequence[Record], limit_bytes: int | None = None) -> Iterator[doc.Chart]:
-    """Samples a second and the device's peak by micro batch, a line for each rung with and without checkpointing."""
+    """Samples a second and the device's peak by micro batch, a line for each rung with and without checkpointing.
+
+    Configs with other settings than a rung's first one, such as those of tuning, have a line of their own. Of several
+    with one micro batch it has the fastest.
+    """
     speeds: dict[str, dict[int, float]] = {}
     peaks: dict[str, dict[int, float]] = {}
-    for record in records:
-        if isinstance(fit := record.outcome, Fit) and record.trial.exam is None and record.trial.limited:
-            knobs = record.trial.knobs
-            name = f"{record.trial.rung}{'' if knobs.checkpointing else ', no checkpointing'}"
-            speeds.setdefault(name, {})[knobs.micro_batch] = fit.samples_per_second
-            peaks.setdefault(name, {})[knobs.micro_batch] = float(fit.device_peak_bytes)
+    configs = measure_configs(records)
+    usual: dict[str, Mapping[str, Scalar]] = {}
+    for config in configs:
+        usual.setdefault(config.trial.rung, config.trial.knobs.settings)
+    for config in configs:
+        rung, knobs, rate = config.trial.rung, config.trial.knobs, config.samples_per_second
+        name = f"{rung}{'' if knobs.checkpointing else ', no checkpointing'}"
+        name += "" if knobs.settings == usual[rung] else ", other settings"
+        if rate > speeds.setdefault(name, {}).get(knobs.micro_batch, 0.0):
+            speeds[name][knobs.micro_batch] = rate
+            peaks.setdefault(name, {})[knobs.micro_batch] = float(config.device_peak_bytes)
     yield doc.Chart(title="samples/s by micro batch", lines=speeds, format_value=format_rate)
     yield doc.Chart(title="device memory by micro batch", lines=peaks, format_value=format_bytes, limit=limit_bytes)
 

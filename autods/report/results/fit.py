@@ -12,15 +12,33 @@ from ...forecast.values import PartitionedBuild, RungForecast
 from ...system.host import Hardware
 from ...types import Knobs, Record, Skipped, Tier, TierUse
 from ...workload.script_source import ScriptLaunch
+from .measured import Measured
 from .shown import Shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Throughput:
-    """The rate over whole optimizer steps, all ranks together. Tokens are None when a sample has no fixed length."""
+    """The rate over whole optimizer steps, all ranks together: the median of so many `trials`, between low and high.
+
+    Tokens are None when a sample has no fixed length. Low and high are None in reports of before they were kept.
+    """
 
     samples_per_second: float
     tokens_per_second: float | None = None
+    low_samples_per_second: float | None = None
+    high_samples_per_second: float | None = None
+    trials: int = 1
+
+    @classmethod
+    def of(cls, config: Measured) -> Throughput:
+        """The rate of a config."""
+        return cls(
+            samples_per_second=config.samples_per_second,
+            tokens_per_second=config.tokens_per_second,
+            low_samples_per_second=config.low_samples_per_second,
+            high_samples_per_second=config.high_samples_per_second,
+            trials=len(config.fits),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

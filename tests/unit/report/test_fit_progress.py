@@ -139,10 +139,10 @@ def test_the_best_so_far_leaves_the_headroom() -> None:
     tight, roomy = fit(410, 20.0), fit(300, 10.0)
     state = state_after(SEARCH, finished(1, "zero2", tight))
     assert (best := find_best(state)) is not None
-    assert best.outcome == tight
+    assert best.fits == (tight,)
     state = state_after(SEARCH, finished(1, "zero2", tight), finished(2, "zero3", roomy))
     assert (best := find_best(state)) is not None
-    assert best.outcome == roomy
+    assert best.fits == (roomy,)
 
 
 def test_a_rung_that_left_no_headroom_says_so() -> None:

@@ -246,7 +246,7 @@ def test_the_answer_comes_first_in_four_lines() -> None:
     answer = " ".join(" ".join(lines[3:]).split())
     for words in (
         "config micro batch 4 × accumulation 2, gradient checkpointing",
-        "speed 41.7 samples/s, 2,668 tokens/s: 3.38 × the first that fitted (zero3, micro batch 1)",
+        "speed 41.7 samples/s, 2,668 tokens/s: 3.4 × the first that fitted (zero3, micro batch 1)",
         "memory device memory 393.4 / 416.0 MiB, host memory 1.3 / 64.0 GiB",
         "use it DS_ACCELERATOR=cpu torchrun --standalone --nproc_per_node 2 YOUR_SCRIPT.py",
         "or DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 YOUR_SCRIPT.py",

@@ -1,0 +1,81 @@
+"""What a config measured: one value over all its timed trials, which every place that speaks of it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median
+
+from ...types import TIERS, Fit, Knobs, Record, Tier, TierUse, Trial
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """All timed trials of one config, in order. Other settings, such as those of tuning, make another config.
+
+    Rates are those of all ranks together. `trial` is the first one.
+    """
+
+    trial: Trial
+    fits: tuple[Fit, ...]
+
+    @property
+    def samples_per_second(self) -> float:
+        """The median."""
+        return median(fit.samples_per_second for fit in self.fits)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The median; None when a sample has no fixed length."""
+        rates = [fit.tokens_per_second for fit in self.fits if fit.tokens_per_second is not None]
+        return median(rates) if len(rates) == len(self.fits) else None
+
+    @property
+    def low_samples_per_second(self) -> float:
+        """The least."""
+        return min(fit.samples_per_second for fit in self.fits)
+
+    @property
+    def high_samples_per_second(self) -> float:
+        """The most."""
+        return max(fit.samples_per_second for fit in self.fits)
+
+    @property
+    def memory(self) -> Mapping[Tier, TierUse]:
+        """The largest peak of each tier."""
+        uses = {tier: [fit.memory[tier] for fit in self.fits if tier in fit.memory] for tier in TIERS}
+        return {tier: max(each, key=lambda use: use.peak_bytes) for tier, each in uses.items() if each}
+
+    @property
+    def device_peak_bytes(self) -> int:
+        """The largest peak of the device, as `Fit.device_peak_bytes` counts it."""
+        return max(fit.device_peak_bytes for fit in self.fits)
+
+
+def measure_configs(records: Iterable[Record]) -> list[Measured]:
+    """Each config that fitted within the limit, in the order of its first trial.
+
+    Exams train on other samples, and the walk's trials are short: these count only where a config has no other.
+    """
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        if isinstance(record.outcome, Fit) and record.trial.exam is None and record.trial.limited:
+            groups.setdefault(_key(record.trial.rung, record.trial.knobs), []).append(record)
+    found = []
+    for group in groups.values():
+        timed = [record for record in group if record.trial.purpose != "walk"] or group
+        fits = tuple(record.outcome for record in timed if isinstance(record.outcome, Fit))
+        found.append(Measured(trial=group[0].trial, fits=fits))
+    return found
+
+
+def find_measured(records: Iterable[Record], rung: str, knobs: Knobs) -> Measured | None:
+    """The config of this rung with these knobs; None where it never fitted."""
+    key = _key(rung, knobs)
+    same = [record for record in records if _key(record.trial.rung, record.trial.knobs) == key]
+    return next(iter(measure_configs(same)), None)
+
+
+def _key(rung: str, knobs: Knobs) -> str:
+    settings = sorted(knobs.settings.items())
+    return f"{rung} {knobs.micro_batch} {knobs.accumulation} {knobs.checkpointing} {settings}"
