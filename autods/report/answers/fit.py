@@ -121,12 +121,19 @@ def _make_row(report: FitReport, rung: str, trial: Record | str) -> LadderRow:
         rung=rung,
         wins=wins,
         mark=mark,
-        reason=report.reasons.get(rung) or (trial if isinstance(trial, str) else format_outcome(trial.outcome)),
+        reason=report.reasons.get(rung) or _describe_end(trial),
         memory=tuple(memory),
         rate=rate,
         forecast=forecast,
         measured=None if forecast is None else _find_measured(report, forecast),
     )
+
+
+def _describe_end(trial: Record | str) -> str:
+    """Why a rung did not fit; nothing where it did, because its row has the figures."""
+    if isinstance(trial, str):
+        return trial
+    return "" if isinstance(trial.outcome, Fit) else format_outcome(trial.outcome)
 
 
 def gauge_use(tier: Tier, peak_bytes: int, limit_bytes: int | None, sign: str = " ") -> doc.Gauge:
@@ -329,10 +336,12 @@ def _describe_speed(report: FitReport) -> str:
     text = f"{_format_measured_rate(report.throughput)}"
     text += f", {format_rate(tokens)} tokens/s" if tokens is not None else ""
     for record in report.trials:
-        fit = record.outcome
-        if record.trial.purpose == "walk" and isinstance(fit, Fit):
+        if record.trial.purpose == "walk" and isinstance(record.outcome, Fit):
+            config = find_measured(report.trials, record.trial.rung, record.trial.knobs)
+            if config is None:
+                break
             first = f"{record.trial.rung}, micro batch {record.trial.knobs.micro_batch}"
-            return f"{text}: {rate / fit.samples_per_second:.2g} × the first that fitted ({first})"
+            return f"{text}: {rate / config.samples_per_second:.2g} × the first that fitted ({first})"
     return text
 
 
