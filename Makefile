@@ -1,4 +1,4 @@
-# Everything happens in .venv; `make setup` is instant once it is there.
+# Everything happens in .venv; `make setup` is instant once it is there. PYTHON=… is the Python that makes it.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
@@ -12,12 +12,8 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # Tests start hundreds of processes that import autods; without bytecode each of them, and each pytest, compiles it anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-# The Pythons that can make a .venv, the tested ones first; PYTHON=… overrides.
-PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do \
-	$$name -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && break; done)
-
 help:
-	@echo "make setup   .venv with the tested versions of constraints.txt"
+	@echo "make setup   system packages that are missing, and .venv with the tested versions"
 	@echo "make demo    set-up, then a whole fit on two CPU ranks"
 	@echo "make unit    set-up, then the unit tests"
 	@echo "make test    set-up, then all tests"
@@ -32,8 +28,7 @@ setup: $(STAMP)
 # torch comes first and by itself, so that an index or folder with a CPU build of the pinned version is used as it is;
 # DeepSpeed comes as source and must not build its ops here: each is built when a rung first needs it.
 $(STAMP): pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "No Python >= 3.11 with venv was found: install python3 and python3-venv." >&2; exit 1; }
-	@test -x $(BIN)/python || { echo "Making .venv with $(PYTHON)"; $(PYTHON) -m venv .venv; }
+	@python=$$(.ci/packages); test -x $(BIN)/python || { echo "Making .venv with $$python"; $$python -m venv .venv; }
 	@echo "Installing pip and $$(grep '^torch==' constraints.txt) (the largest download)"
 	@$(PIP) install 'pip>=25.1'
 	@$(PIP) install "$$(grep '^torch==' constraints.txt)"
