@@ -11,7 +11,7 @@ from typing import Any
 
 from ..schema import read_toml_as
 from ..system.host import data_folder
-from ..types import Knobs, ModelFacts, Scalar
+from ..types import Knobs, ModelFacts, Scalar, WorkloadForm
 from .catalogue import Site
 from .rungs import Rung, fill_in
 
@@ -166,14 +166,39 @@ def count_replicas(config: Mapping[str, Any], world_size: int, facts: ModelFacts
     return world_size // count_sharers(config)
 
 
-def accumulation_for(global_batch: int | None, micro_batch: int, world_size: int) -> int:
-    """Return the micro batches of an optimizer step, by DeepSpeed's identity; 1 without a global batch.
+# A step's micro batches where nobody says how many. Memory is that of any longer accumulation: from the second on,
+# each runs with kept gradients. With one alone ZeRO-1 would hide the whole gradients that it keeps.
+ENOUGH_ACCUMULATION = 2
+
+
+def says_accumulation(site: Site) -> bool:
+    """Whether the user decides how many micro batches a step has, by its global batch or the config."""
+    return site.global_batch is not None or isinstance(site.base.get(BATCH_KEYS[2]), int)
+
+
+def choose_accumulation(site: Site, micro_batch: int, form: WorkloadForm) -> int:
+    """Return the micro batches of a step of a forecast at a site. Raises ValueError as `accumulation_for` does."""
+    replicas = count_replicas(site.base, site.world_size)
+    return accumulation_for(site.global_batch, micro_batch, replicas, default_accumulation(site.base, form))
+
+
+def default_accumulation(base: Mapping[str, Any], form: WorkloadForm) -> int:
+    """Return the micro batches of a step without a global batch: those of the config, else enough to show any more.
+
+    A script that names none has one: it decides that by itself, and need not have an argument for it.
+    """
+    users = base.get(BATCH_KEYS[2])
+    return users if isinstance(users, int) else 1 if form.runs_as_main else ENOUGH_ACCUMULATION
+
+
+def accumulation_for(global_batch: int | None, micro_batch: int, world_size: int, default: int = 1) -> int:
+    """Return the micro batches of an optimizer step, by DeepSpeed's identity; `default` without a global batch.
 
     It is micro batch × accumulation × world size = global batch. Raises ValueError when no whole number does it:
     callers take micro batches from `micro_batches` only.
     """
     if global_batch is None:
-        return 1
+        return default
     accumulation, rest = divmod(global_batch, micro_batch * world_size)
     if rest or not accumulation:
         raise ValueError(f"a global batch of {global_batch} is no multiple of {micro_batch} × {world_size} ranks")

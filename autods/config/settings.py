@@ -28,7 +28,7 @@ from .base_config import (
     resolve_global_batch,
 )
 from .catalogue import Machine, Site, describe_this_machine
-from .deepspeed import count_replicas
+from .deepspeed import count_replicas, default_accumulation
 from .profiles import Budget, Profile, Stop, read_profile
 from .releases import find_wrong_stages
 from .rungs import Rung, read_rungs, select_rungs
@@ -212,6 +212,11 @@ class Settings:
             wrong_stages=find_wrong_stages(precision_name(self.base)),
         )
 
+    @property
+    def default_accumulation(self) -> int:
+        """The micro batches of a step where no global batch decides."""
+        return default_accumulation(self.base, self.source.form)
+
     def rung(self, name: str) -> Rung:
         return next(rung for rung in self.ladder if rung.name == name)
 
@@ -253,6 +258,7 @@ class Settings:
             "device_bytes": self.device_bytes if self.device_bytes_asked else "all",
             "base": self.base,
             "global_batch": self.global_batch,
+            **({"accumulation": each} if self.global_batch is None and (each := self.default_accumulation) > 1 else {}),
             "nvme_path": str(self.nvme_path),
             "ladder": [repr(rung) for rung in self.ladder],
             "profile": repr(replace(self.profile, budget=Budget())),

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 
 from ..config.catalogue import Site
-from ..config.deepspeed import BATCH_KEYS, compose, get_key, without_monitors
+from ..config.deepspeed import BATCH_KEYS, ENOUGH_ACCUMULATION, compose, get_key, without_monitors
 from ..config.rungs import Rung
 from ..devices import find_device
 from ..system.host import count_cores, find_memory_groups, read_host_memory
@@ -24,7 +24,7 @@ from .values import Engine, EngineSpec, PartitionedBuild, RungForecast, Simulati
 
 PARALLEL_ENGINES = 2  # at least, and while trials run
 _ENGINE_BYTES = 2**30  # an engine of 8 billion parameters and its process hold half of it
-_ENOUGH_ACCUMULATION, _ENOUGH_ON_THE_HOST = 2, 3  # micro batches of a step
+_ENOUGH_ON_THE_HOST = 3  # micro batches of a step
 _LEAST_OF_A_WEIGHT = 2  # bytes, of a model that is built in half precision
 _IN_A_SCRIPT = (
     "the script builds the model: build it inside `with deepspeed.zero.Init(config_dict_or_path=ds_config):`, or a"
@@ -78,7 +78,7 @@ def enough_accumulation(rung: Rung, accumulation: int) -> int:
     The second is the first that runs with kept gradients. Where these lie on the host, it also reads them back, and
     a third one tells that apart from the optimizer's step.
     """
-    return min(accumulation, _ENOUGH_ACCUMULATION if rung.places["gradients"] == "device" else _ENOUGH_ON_THE_HOST)
+    return min(accumulation, ENOUGH_ACCUMULATION if rung.places["gradients"] == "device" else _ENOUGH_ON_THE_HOST)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

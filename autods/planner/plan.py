@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from ..config.catalogue import Site
+from ..config.deepspeed import ENOUGH_ACCUMULATION, count_replicas, says_accumulation
 from ..config.plan_settings import PlanSettings, adopt_script_batch, apply_script_config_to_plan
 from ..config.rungs import Rung
 from ..diagnosis.trial_outcome import wants_larger_batch
@@ -163,12 +164,15 @@ def _run_in_parallel(run: PlanRun, jobs: Sequence[_Job], *, search: bool, until_
 
 def _site_forecast(run: PlanRun, site: Site) -> SiteForecast:
     rungs, reason = run.list_forecasts(site), why_not_forecast(run.facts)
+    sharded = {rung.name for rung in run.settings.ladder if rung.stage == 3}
+    built_whole = tuple(each.rung for each in rungs if each.decides == "init" and each.rung in sharded)
     return SiteForecast(
         site=site,
         rungs=rungs,
         best=choose_best(rungs),
         to_try=tuple(rung.rung for rung in rungs if reason is not None and rung.reason == reason),
         lacks_nvme=tuple(rung.name for rung in run.settings.ladder if rung.uses_nvme and site.nvme_path is None),
+        built_whole=() if run.settings.zero_init or run.settings.source.form.runs_as_main else built_whole,
     )
 
 
@@ -191,6 +195,16 @@ def list_assumptions(
 ) -> tuple[str, ...]:
     """Return each assumption once: those of the settings, the workload's, then those of the rungs."""
 
+    def about_steps() -> Iterator[str]:
+        if source.form.runs_as_main or all(says_accumulation(each.site) for each in sites):
+            return
+        each = sites[0].site
+        none = each.micro_batch * count_replicas(each.base, each.world_size)
+        yield (
+            f"accumulation {ENOUGH_ACCUMULATION}: a step keeps gradients, as any longer one"
+            f" (--global-batch, and --global-batch {none} for none)"
+        )
+
     def about_workload() -> Iterator[str]:
         if source.seq_len is None and facts.seq_len is not None:
             why = (
@@ -209,7 +223,7 @@ def list_assumptions(
             yield "no gradient checkpointing: the model has no gradient_checkpointing_enable()"
 
     of_rungs = (sentence for site in sites for rung in site.rungs for sentence in rung.assumed)
-    return tuple(dict.fromkeys((*settled, *about_workload(), *of_rungs)))
+    return tuple(dict.fromkeys((*settled, *about_steps(), *about_workload(), *of_rungs)))
 
 
 def _write_timeline(run: PlanRun, site: SiteForecast) -> tuple[Timeline | None, tuple[str, ...]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config.catalogue import Machine, Site
-from ..config.deepspeed import accumulation_for, count_replicas, get_key, micro_batches, start_settings
+from ..config.deepspeed import choose_accumulation, count_replicas, get_key, micro_batches, start_settings
 from ..config.plan_settings import PlanSettings
 from ..config.rungs import Rung, unmet_need
 from ..errors import InputError
@@ -91,7 +91,7 @@ def make_group_engine(
     device_bytes = [each.machine.device_bytes for each in group]
     knobs = Knobs(
         micro_batch=site.micro_batch,
-        accumulation=_choose_accumulation(site, site.micro_batch),
+        accumulation=choose_accumulation(site, site.micro_batch, settings.source.form),
         checkpointing=choose_checkpointing(settings, facts),
         settings=start_settings(
             rung, base=site.base, device_bytes=min(device_bytes), facts=facts, as_written=settings.as_written
@@ -99,14 +99,6 @@ def make_group_engine(
     )
     spec = make_engine(site, rung, knobs, facts, zero_init=settings.zero_init)
     return replace(move_engine(spec, group[0]), device_bytes=max(device_bytes))
-
-
-def _choose_accumulation(site: Site, micro_batch: int) -> int:
-    """Return the micro batches of a step: the config's, unless the global batch decides."""
-    accumulation = site.base.get("gradient_accumulation_steps")
-    if site.global_batch is not None or not isinstance(accumulation, int):
-        return accumulation_for(site.global_batch, micro_batch, count_replicas(site.base, site.world_size))
-    return accumulation
 
 
 def _not_applicable(rung: str, site: Site, reason: str) -> RungForecast:
@@ -230,7 +222,7 @@ class PlanRun:
         return forecast_speed(
             move_engine(engine.spec, site),
             engine.simulate(micro_batch),
-            accumulation=_choose_accumulation(site, micro_batch),
+            accumulation=choose_accumulation(site, micro_batch, self.settings.source.form),
             tokens_per_sample=self.facts.tokens_per_sample,
             replicas=count_replicas(site.base, site.world_size),
         )

@@ -80,7 +80,7 @@ def _fill_cell(question: ProbeSettings, cell: Cell, survey: Survey) -> Cell:
     given = values.get("micro_batch", base.get("train_micro_batch_size_per_gpu"))
     micro_batch = given if isinstance(given, int) else 1
     given = values.get("accumulation", base.get("gradient_accumulation_steps"))
-    accumulation = given if isinstance(given, int) else 1
+    accumulation = given if isinstance(given, int) else settings.default_accumulation
     refused = None
     if settings.global_batch is not None:
         try:

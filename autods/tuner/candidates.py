@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..config.deepspeed import (
+    ENOUGH_ACCUMULATION,
     accumulation_for,
     compose,
     count_replicas,
@@ -32,11 +33,11 @@ def without_fixed_keys(rung: Rung, facts: ModelFacts) -> Rung:
 
 
 def idle_stages_warning(facts: ModelFacts, global_batch: int | None) -> str | None:
-    """A warning for a pipeline without a global batch: with one micro batch a step its stages wait for each other."""
+    """A warning for a pipeline without a global batch: with few micro batches a step its stages wait for each other."""
     if facts.pipeline_stages < 2 or global_batch is not None:
         return None
     return (
-        "a pipeline's micro batches are its accumulation, and without --global-batch that is 1:"
+        f"a pipeline's micro batches are its accumulation, and without --global-batch those are {ENOUGH_ACCUMULATION}:"
         f" {facts.pipeline_stages} stages then wait for each other; give the global batch that you train with"
     )
 
@@ -60,9 +61,9 @@ class Candidate:
 def list_candidates(settings: Settings, facts: ModelFacts, op_problems: Mapping[str, str]) -> tuple[Candidate, ...]:
     """One candidate per rung of the ladder, fastest first. `op_problems`: op → why it cannot be built here."""
     site, replicas = settings.site, count_replicas(settings.base, settings.gpus, facts)
-    # Accumulation above 2 needs no more memory: from the second micro batch on, each runs with kept gradients.
-    # Growth sets the accumulation of the global batch.
-    accumulation = min(2, accumulation_for(settings.global_batch, 1, replicas))
+    # More accumulation needs no more memory. Growth sets that of the global batch.
+    accumulation = accumulation_for(settings.global_batch, 1, replicas, settings.default_accumulation)
+    accumulation = min(ENOUGH_ACCUMULATION, accumulation)
     candidates = []
     for rung in settings.ladder:
         start = start_settings(rung, base=settings.base, device_bytes=settings.device_bytes, facts=facts)

@@ -117,7 +117,10 @@ class FitContext:
 
     def resize(self, knobs: Knobs, micro_batch: int) -> Knobs:
         """The knobs with this micro batch, at the fit's global batch."""
-        accumulation = accumulation_for(self.settings.global_batch, micro_batch, self.world_size)
+        settings = self.settings
+        accumulation = accumulation_for(
+            settings.global_batch, micro_batch, self.world_size, settings.default_accumulation
+        )
         return replace(knobs, micro_batch=micro_batch, accumulation=accumulation)
 
     @property

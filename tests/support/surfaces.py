@@ -320,7 +320,8 @@ def searching(
             device="cuda", device_bytes=surface.limit_bytes, device_bytes_asked=True, out=out, profile=chosen,
             ladder=tuple(ladder) or tuple(RUNGS.values()), hardware=hardware,
             machine=describe_this_machine(hardware.cards, hardware),
-            base={"bf16": {"enabled": True}}, seed=surface.seed, budget=budget,
+            # A surface has the rate and memory of one micro batch.
+            base={"bf16": {"enabled": True}, "gradient_accumulation_steps": 1}, seed=surface.seed, budget=budget,
         )  # fmt: skip
         journal = Journal(out / "journal.jsonl")
         past = journal.open(fingerprint="surface")

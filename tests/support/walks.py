@@ -29,7 +29,8 @@ SETTINGS = Settings(
     ladder=tuple(read_rungs().values()),
     hardware=a_machine(0),
     machine=describe_this_machine((), a_machine(0)),
-    base={"bf16": {"enabled": True}},
+    # Scripted trials and surfaces have the rate and memory of one micro batch.
+    base={"bf16": {"enabled": True}, "gradient_accumulation_steps": 1},
     nvme_path=Path("/scratch"),
 )
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ...config.deepspeed import BATCH_KEYS, DEFAULT_OPTIMIZER, merge, strip_rung_keys
+from ...config.deepspeed import BATCH_KEYS, DEFAULT_OPTIMIZER, ENOUGH_ACCUMULATION, merge, strip_rung_keys
 from ...rank.job import RankJob
 from ...rank.memory import Meter
 from ...rank.record import ScriptEnd
@@ -43,7 +43,6 @@ from .protocol import (
 )
 
 _STEPS = Steps(warmup=1, timed=1, most_timed=1)  # the second step differs, see `engine`
-_ENOUGH_ACCUMULATION = 2  # a third micro batch of a step allocates what the second does, and needs more data
 _ANSWERED = 93  # exit code of a run that has sent its answer; unlikely to be a script's own
 _HINT = "real trials measure it: autods fit"
 DRAWN = "the batches of the script's first two optimizer steps were simulated: longer samples need more"
@@ -120,7 +119,7 @@ class _ScriptRun:
     def _job(self) -> RankJob:
         """The job as a trial's rank would get it."""
         config = swap_into(self.scratch, self.spec.ds_config)
-        accumulation = min(_ENOUGH_ACCUMULATION, int(config.get(BATCH_KEYS[2], 1)))
+        accumulation = min(ENOUGH_ACCUMULATION, int(config.get(BATCH_KEYS[2], 1)))
         config |= {BATCH_KEYS[1]: self.micro_batch, BATCH_KEYS[2]: accumulation}
         return RankJob(
             job="survey" if self.only_looks else "train",

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from ...config.base_config import precision_name
 from ...config.catalogue import ASKED, HERE, Site
+from ...config.deepspeed import choose_accumulation, count_replicas, says_accumulation
 from ...forecast.predict.step_time import Speed, StepTime
 from ...forecast.values import PHASES, RungForecast
 from ...types import TIERS, Tier
@@ -20,7 +21,16 @@ from ...units import choose_unit, format_bytes, format_count, format_factor
 from .. import document as doc
 from ..document import Cell, Column, Medium, Words, line, make_document, tabulate, titled
 from ..results.plan import PlanReport, SiteForecast, Training
-from ..text import MARKS, Mark, format_predicted, format_ranks, format_rate, format_seconds, format_share
+from ..text import (
+    MARKS,
+    Mark,
+    format_number_of,
+    format_predicted,
+    format_ranks,
+    format_rate,
+    format_seconds,
+    format_share,
+)
 from .remedies import (
     describe_need,
     describe_partitioned_build,
@@ -318,7 +328,9 @@ def describe_workload(plan: PlanReport) -> str:
     target = f" to {source.target_len}" if source.target_len else ""
     sequence = f", sequence {facts.seq_len}{target}" if facts.seq_len else ""
     checkpointing = "on" if plan.checkpointing else "off"
-    split = ", zero.Init" if plan.zero_init else ""
+    split = ", built split (zero.Init)" if plan.zero_init else ""
+    if not plan.zero_init and not source.form.runs_as_main:
+        split = ", built whole in each rank"
     parameters = f"{format_count(facts.parameters)} parameters"
     if facts.trained_parameters is not None:
         parameters += f", {format_count(facts.trained_parameters)} of them trained"
@@ -326,12 +338,25 @@ def describe_workload(plan: PlanReport) -> str:
 
 
 def describe_site(plan: PlanReport, site: Site) -> str:
-    """'micro batch 1, bf16: 8 cuda ranks × 80.0 GiB (a100-80gb)'."""
-    nodes = f" on {site.nodes} nodes" if site.nodes > 1 else ""
+    """'micro batch 1 × accumulation 2 × 8 = global batch 16, bf16: 8 cuda ranks on 1 node × 80.0 GiB (a100-80gb)'."""
+    nodes = f" on {format_number_of(site.nodes, 'node')}"
     name = site.machine.title if site.machine.name == HERE else site.machine.name
     card = f" ({name})" if site.machine.links else ""
     ranks = f"{format_ranks(site.world_size, plan.device)}{nodes} × {format_bytes(site.machine.device_bytes)}{card}"
-    return f"micro batch {site.micro_batch}, {precision_name(site.base)}: {ranks}"
+    replicas = count_replicas(site.base, site.world_size)
+    accumulation = choose_accumulation(site, site.micro_batch, plan.source.form)
+    batch = f"micro batch {site.micro_batch} × accumulation {accumulation} × {replicas}"
+    batch += f" = global batch {site.micro_batch * accumulation * replicas}"
+    links = "" if site.machine.links is None or site.ranks_per_node < 2 else f", {_describe_links(site)}"
+    return f"{batch}, {precision_name(site.base)}: {ranks}{links}"
+
+
+def _describe_links(site: Site) -> str:
+    """'NVLink 3', 'NVLink 3, 8 × HDR InfiniBand between nodes'."""
+    links = site.machine.links
+    assert links is not None
+    inside = links.between_gpus
+    return f"{inside}, {links.network} between nodes" if site.nodes > 1 and links.network else inside
 
 
 # What it advises in sentences.
@@ -375,6 +400,10 @@ def list_suggestions(plan: PlanReport, site: SiteForecast) -> Iterator[str]:
             f" {first.rung} is spent on {format_spent(first.speed.step)}"
         )
     yield from compare_speeds(site, faster=True)
+    if (cost := describe_accumulation(plan, site)) is not None:
+        yield cost
+    if (building := describe_building(plan, site)) is not None:
+        yield building
     if best.speed is not None and (unaligned := describe_unaligned(best.speed)) is not None:
         yield unaligned
     faster = [rung for rung in site.rungs[: site.rungs.index(best)] if rung.memory and _may_be_faster(rung, best)]
@@ -392,6 +421,35 @@ def list_suggestions(plan: PlanReport, site: SiteForecast) -> Iterator[str]:
     yield from (f"{rung.rung}: {rung.reason}" for rung in site.rungs if rung.verdict == "not_applicable")
     if best.verdict == "fits":
         yield "prove it on the machine itself: autods fit"
+
+
+def describe_accumulation(plan: PlanReport, site: SiteForecast) -> str | None:
+    """What accumulation costs the best rung at most; None where the user said how many micro batches a step has."""
+    best, where = site.best, site.site
+    if best is None or plan.source.form.runs_as_main or says_accumulation(where):
+        return None
+    gradients = best.breakdown.get("gradients", 0)
+    if gradients < _WORTH_MENDING * best.memory["device"].peak_bytes:
+        return None
+    batch = best.micro_batch * count_replicas(where.base, where.world_size)
+    return (
+        f"accumulation costs {best.rung} at most {format_bytes(gradients)} of device memory, its gradients:"
+        f" they are kept between micro batches; --global-batch {batch} asks for a step without"
+    )
+
+
+def describe_building(plan: PlanReport, site: SiteForecast) -> str | None:
+    """The stage-3 rungs whose memory is decided while each rank builds the whole model, and the line that splits it."""
+    if not site.built_whole:
+        return None
+    rungs = ", ".join(site.built_whole)
+    command = f"autods plan {shlex.quote(plan.source.path)} --gpus {site.site.world_size}"
+    machine = site.site.machine
+    command += f" --gpu-memory {machine.device_bytes}" if machine.name in (ASKED, HERE) else f" --on {machine.name}"
+    return (
+        f"building the whole model in each rank decides the memory of {rungs}; the HF Trainer builds it split,"
+        f" as --zero-init does: {command} --zero-init"
+    )
 
 
 def _may_be_faster(rung: RungForecast, best: RungForecast) -> bool:

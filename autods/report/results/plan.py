@@ -47,6 +47,7 @@ class SiteForecast:
     `best` is the rung to take: see `planner.plan.choose_best`. It is None where no rung fits or may fit.
     `to_try` are the rungs that could not be forecast and may fit; a fit tries them.
     `lacks_nvme` are the rungs that need NVMe, which was not named.
+    `built_whole` are the stage-3 rungs whose peak is where each rank builds the whole model; `--zero-init` mends it.
     `alternatives` are other settings of the best rung, and `partitioned` is a rung that `--zero-init` would make fit;
     there are none where several machines are compared.
     """
@@ -56,6 +57,7 @@ class SiteForecast:
     best: RungForecast | None = None
     to_try: tuple[str, ...] = ()
     lacks_nvme: tuple[str, ...] = ()
+    built_whole: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     partitioned: PartitionedBuild | None = None
 

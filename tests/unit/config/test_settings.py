@@ -285,6 +285,13 @@ def test_the_fingerprint_changes_with_the_software(monkeypatch: pytest.MonkeyPat
     assert asked().fingerprint() != before
 
 
+def test_a_journal_of_one_micro_batch_a_step_is_of_another_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    accumulating, with_batch = asked().fingerprint(), asked(global_batch=64).fingerprint()
+    monkeypatch.setattr("autods.config.deepspeed.ENOUGH_ACCUMULATION", 1)
+    assert asked().fingerprint() != accumulating
+    assert asked(global_batch=64).fingerprint() == with_batch
+
+
 def test_the_fingerprint_changes_with_torchs_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     before = asked().fingerprint()
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

@@ -16,8 +16,10 @@ from autods.forecast.testing import ScriptedSimulator, fail_with, simulate_peaks
 from autods.forecast.values import EngineSpec, RungFinished, RungForecast, Simulation
 from autods.planner.plan import plan
 from autods.planner.rung_forecasts import group_sites, make_group_engine
+from autods.report.answers.plan import make_plan_document
 from autods.types import ModelFacts
 from tests.support.planned import FACTS, GIB, NEEDS, SOURCE, Planned, question, shrinking
+from tests.support.terminal import printed
 
 
 def test_the_fastest_rung_that_fits_is_the_best() -> None:
@@ -158,7 +160,7 @@ def test_a_rung_has_the_speed_of_its_largest_micro_batch() -> None:
     assert rung.speed is not None
     assert rung.speed.micro_batch == rung.largest_micro_batch
     assert rung.speed.tokens_per_second == pytest.approx(1024 * rung.speed.samples_per_second)
-    samples = rung.speed.micro_batch * 8
+    samples = rung.speed.micro_batch * rung.speed.accumulation * 8
     assert rung.speed.samples_per_second == pytest.approx(samples / rung.speed.step.seconds)
 
 
@@ -357,6 +359,50 @@ def test_machines_of_other_ranks_or_precision_are_simulated_apart() -> None:
     ]  # fmt: skip
 
 
+def accumulated(ask: EngineSpec, micro_batch: int) -> Simulation:
+    """A rung with 4 GiB more where a step accumulates."""
+    kept = 4 if ask.ds_config["gradient_accumulation_steps"] > 1 else 0
+    return simulate_peaks(micro_batch, init=GIB, backward=int((NEEDS[ask.rung] + kept + micro_batch / 2) * GIB))
+
+
+def test_memory_is_judged_with_accumulation_until_none_is_asked() -> None:
+    def peak(**said: Any) -> int:
+        (site,) = Planned(question(ladder=("zero2",), largest=False, **said), accumulated).forecast.sites
+        return site.rungs[0].memory["device"].peak_bytes
+
+    unsaid, none, one, four = (
+        peak(), peak(global_batch=8), peak(base_config={"gradient_accumulation_steps": 1}), peak(global_batch=32),
+    )  # fmt: skip
+    assert unsaid == four
+    assert none == one < unsaid
+
+
+def test_a_plan_says_what_accumulation_costs() -> None:
+    def kept(ask: EngineSpec, micro_batch: int) -> Simulation:
+        return replace(accumulated(ask, micro_batch), breakdown={"gradients": 4 * GIB, "activations": 26 * GIB})
+
+    planned = Planned(question(ladder=("zero1", "zero2"), largest=False), kept)
+    text = printed(make_plan_document(planned.forecast), 200)
+    assert "accumulation costs zero2 at most 4.0 GiB of device memory, its gradients" in text
+    assert "--global-batch 8 asks for a step without" in text
+    assert "micro batch 1 × accumulation 2 × 8 = global batch 16" in text
+    assert any(sentence.startswith("accumulation 2: ") for sentence in planned.forecast.assumed)
+    for said in ({"global_batch": 8}, {"global_batch": 16}, {"base_config": {"gradient_accumulation_steps": 2}}):
+        asked = Planned(question(ladder=("zero2",), largest=False, **said), kept).forecast
+        assert "accumulation costs" not in printed(make_plan_document(asked), 200)
+        assert not any(sentence.startswith("accumulation") for sentence in asked.assumed)
+
+
+def test_a_plan_says_where_building_decides() -> None:
+    def built(ask: EngineSpec, micro_batch: int) -> Simulation:
+        return simulate_peaks(micro_batch, init=20 * GIB, backward=10 * GIB)
+
+    text = printed(make_plan_document(Planned(question(ladder=("zero3",), largest=False), built).forecast), 400)
+    assert "building the whole model in each rank decides the memory of zero3" in text
+    assert "--zero-init: autods plan" not in text
+    assert "autods plan /home/me/model.py --gpus 8 --gpu-memory 42949672960 --zero-init" in text
+
+
 def test_an_engine_spec_holds_the_whole_config() -> None:
     asked = question(nvme="1TiB", zero_init=True, checkpointing="off")
     group = asked.sites
@@ -365,7 +411,7 @@ def test_an_engine_spec_holds_the_whole_config() -> None:
     nvme = asks[-1]
     assert isinstance(nvme, EngineSpec)
     assert nvme.ds_config["zero_optimization"]["offload_param"]["nvme_path"] == "/local_nvme"
-    assert nvme.ds_config["train_batch_size"] == 8
+    assert nvme.ds_config["train_batch_size"] == 16  # two micro batches on each of 8 ranks
     assert (nvme.zero_init, nvme.checkpointing, nvme.device_bytes) == (True, False, 40 * GIB)
     ddp = asks[0]
     assert isinstance(ddp, EngineSpec)

@@ -39,7 +39,8 @@ REPORT = FitReport(
 
 
 def settings(folder, **more):
-    fit = replace(SETTINGS, ladder=LADDER, nvme_path=None, out=folder / "fit", global_batch=8)
+    base = {"bf16": {"enabled": True}}  # without sizes, which a script's would have to agree with
+    fit = replace(SETTINGS, ladder=LADDER, nvme_path=None, out=folder / "fit", global_batch=8, base=base)
     return RunSettings(**{"fit": fit, "out": folder, "steps": 10, "checkpoint_every": 2, **more})
 
 

@@ -119,7 +119,7 @@ def test_a_trial_counts_the_seconds_of_a_real_one(tmp_path: Path) -> None:
 
 
 def test_stage_3_warms_up_for_longer_as_on_real_ranks(tmp_path: Path) -> None:
-    report, _ = run(tmp_path, ladder="zero3")
+    report, _ = run(tmp_path, ladder="zero3", base_config={"gradient_accumulation_steps": 1})
     record = next(record for record in report.trials if record.trial.steps.timed > 1)
     assert isinstance(record.outcome, Fit)
     assert (record.trial.steps.warmup, record.trial.knobs.accumulation) == (1, 1)

@@ -45,7 +45,8 @@ def sentence(text: str) -> str:
 
 def test_the_head_says_what_was_asked() -> None:
     assert (
-        "llama, 6.74B parameters, sequence 2048, checkpointing on, micro batch 1, bf16: 8 cuda ranks × 80.0 GiB"
+        "llama, 6.74B parameters, sequence 2048, checkpointing on, built whole in each rank, micro batch 1"
+        " × accumulation 2 × 8 = global batch 16, bf16: 8 cuda ranks on 1 node × 80.0 GiB"
         in sentence(printed(forecast()))
     )
 
