@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..config.deepspeed import ENOUGH_ACCUMULATION
 from ..config.rungs import unmet_need
 from ..forecast.values import PartitionedBuild
 from ..rank.ops import ops_folder
@@ -136,7 +137,8 @@ def _explain_batch(knobs: Knobs, context: FitContext) -> str:
     holders = "ranks"
     if context.facts.pipeline_stages:
         holders = "replica" if context.world_size == 1 else "replicas"
-    chosen = "chosen for throughput: give --global-batch to keep yours"
+    longer = ", with the memory of any longer accumulation" if knobs.accumulation >= ENOUGH_ACCUMULATION else ""
+    chosen = f"chosen for throughput{longer}: give --global-batch to keep yours"
     if context.settings.global_batch is not None:
         chosen = "as requested"
     return f"{text.format_batch(knobs, context.world_size, holders)}, {chosen}"

@@ -118,6 +118,16 @@ def test_a_trial_counts_the_seconds_of_a_real_one(tmp_path: Path) -> None:
         assert record.seconds > 8 + sum(record.outcome.step_s)
 
 
+def test_a_fit_accumulates_unless_the_user_asks_for_none(tmp_path: Path) -> None:
+    for accumulation, said in ((2, {}), *((number, {"gradient_accumulation_steps": number}) for number in (1, 4))):
+        report, _ = run(tmp_path / str(accumulation), ladder="zero2", base_config=said)
+        assert report.knobs is not None
+        assert report.knobs.accumulation == accumulation
+        assert report.ds_config is not None
+        assert report.ds_config["gradient_accumulation_steps"] == accumulation
+        assert ("memory of any longer accumulation" in report.reasons["batch"]) == (accumulation > 1)
+
+
 def test_stage_3_warms_up_for_longer_as_on_real_ranks(tmp_path: Path) -> None:
     report, _ = run(tmp_path, ladder="zero3", base_config={"gradient_accumulation_steps": 1})
     record = next(record for record in report.trials if record.trial.steps.timed > 1)
