@@ -25,6 +25,14 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A stage of a fit, and about how many `trials` it takes."""
+
+    name: str
+    trials: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SearchStarted:
     """A fit begins to try its rungs, which `ladder` names in their order.
 
@@ -40,6 +48,14 @@ class SearchStarted:
     most_trials: int = 0
     most_seconds: float = 0.0
     rehearsed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageStarted:
+    """The stage at `place` of the search's `stages` begins; their trials are estimated by what is known by now."""
+
+    stages: tuple[Stage, ...]
+    place: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +121,7 @@ class StepDone:
     steps: int | None = None
 
 
-Event = Note | SearchStarted | TrialForecasted | TrialStarted | TrialMoved | TrialFinished | Skipped
+Event = Note | SearchStarted | StageStarted | TrialForecasted | TrialStarted | TrialMoved | TrialFinished | Skipped
 RunEvent = Event | AttemptStarted | RankPrinted | StepDone
 Listener = Callable[[Event], None]
 RunListener = Callable[[RunEvent], None]

@@ -23,7 +23,8 @@ from rich.console import Console
 from rich.text import Text
 
 from autods.cli.commands import DifferenceFromFirst
-from autods.events import Event, SearchStarted, TrialFinished, TrialForecasted, TrialMoved, TrialStarted
+from autods.config.profiles import read_profile
+from autods.events import Event, SearchStarted, StageStarted, TrialFinished, TrialForecasted, TrialMoved, TrialStarted
 from autods.report import FitReport, serialize
 from autods.report.answers.fit import make_fit_document
 from autods.report.answers.problems import make_explain_document
@@ -32,6 +33,7 @@ from autods.report.live import TrialProgress
 from autods.report.render_terminal import print_document
 from autods.report.results.explain import Explanation
 from autods.schema import read_known
+from autods.tuner.fit import plan_stages
 from autods.types import Knobs, Record, Skipped, TierUse, Trial
 from autods.units import format_bytes
 
@@ -88,10 +90,13 @@ def draw_progress() -> str:
     grown = next(record.trial for record in report.trials if record.trial.purpose != "walk")
     question = report.question
     assert question.device_bytes is not None
-    limit = question.device_bytes
+    limit, profile = question.device_bytes, read_profile(question.profile)
     events: list[Event] = [
         SearchStarted(
-            ladder=question.ladder, device_bytes=limit, usable_bytes=limit, most_trials=question.budget.trials
+            ladder=question.ladder,
+            device_bytes=limit,
+            usable_bytes=limit,
+            most_trials=question.budget.trials,
         )
     ]
     for forecast in report.forecast:
@@ -103,6 +108,8 @@ def draw_progress() -> str:
     state = FitState(since_s=0.0)
     for event in events:
         state = advance(state, event, 0.0)
+    stages = plan_stages(profile, rungs=len(question.ladder), is_forecast=True, is_timed=True, recomputes=True)
+    state = advance(state, StageStarted(stages=tuple(stages), place=1), 0.0)
     state = advance(state, TrialStarted(id=len(walk) + 1, trial=grown), 0.0)
     for step in range(2):
         state = advance(state, TrialMoved(id=len(walk) + 1, phase="backward", step=step), 4.0 + 3.0 * step)

@@ -6,13 +6,24 @@ the ladder of the answer, as far as it is known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from ..events import Event, Note, SearchStarted, TrialFinished, TrialForecasted, TrialMoved, TrialStarted
+from ..events import (
+    Event,
+    Note,
+    SearchStarted,
+    Stage,
+    StageStarted,
+    TrialFinished,
+    TrialForecasted,
+    TrialMoved,
+    TrialStarted,
+)
 from ..types import Fit, Phase, Record, Skipped, Trial
 from ..units import escape_controls
 from .answers.fit import LADDER, LadderRow, find_telling_trials, gauge_use, list_ladder
@@ -20,14 +31,15 @@ from .document import Gauge, Medium, tabulate
 from .render_terminal import fit_table
 from .results.fit import FitQuestion, FitReport
 from .results.measured import Measured, measure_configs
-from .text import MARKS, Mark, format_number_of, format_phase, format_rate, format_seconds
+from .text import MARKS, Mark, format_about, format_number_of, format_phase, format_rate, format_seconds
 
 LabelTrial = Callable[[Trial], str]
 _STEP_PHASES: tuple[Phase, ...] = ("forward", "backward", "step")
 _WAITING, _RUNNING = Mark(" ", "waiting", "dim"), Mark("▸", "running", "cyan")
 _COLUMNS = tuple(column for column in LADDER if not column.below)
 _LEAST_COLUMNS = 76  # of a terminal, from which the rows fit into a line each
-_OTHER_LINES = 8  # of the view, besides a row for each rung and a line for each trial
+_EXAM = 1.5  # so many times as long as another trial one of the certificate takes: 0.9 to 2 on 2 CPU ranks
+_OTHER_LINES = 9  # of the view, besides a row for each rung and a line for each trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +57,9 @@ class FitState:
     """What is known of a fit or a probe that works.
 
     `search` is None for a probe, and until a fit knows its rungs. `note` is the last sentence about progress, empty
-    while trials run. `forecasts` has the last one of each rung.
+    while trials run. `forecasts` has the last one of each rung. `stages` began after `earlier` trials. The trials that
+    ran since the search began, and were not replayed, are `fresh`; `between_s` are the seconds
+    before each of them, in which forecasts are made; the last one ended at `ended_s`.
     """
 
     since_s: float
@@ -55,6 +69,11 @@ class FitState:
     skipped: tuple[Skipped, ...] = ()
     running: Mapping[int, RunningTrial] = field(default_factory=dict)
     note: str = ""
+    stages: StageStarted | None = None
+    earlier: int = 0
+    fresh: int = 0
+    between_s: float = 0.0
+    ended_s: float = 0.0
 
 
 def advance(state: FitState, event: Event, now_s: float) -> FitState:
@@ -63,25 +82,88 @@ def advance(state: FitState, event: Event, now_s: float) -> FitState:
         case Note(passing=False):
             return replace(state, note=escape_controls(str(event)), since_s=now_s)
         case SearchStarted():
-            return replace(state, search=event)
+            return replace(state, search=event, ended_s=now_s)
+        case StageStarted():
+            return replace(state, stages=event, earlier=len(state.records))
         case TrialForecasted():
             return replace(state, forecasts={**state.forecasts, event.trial.rung: event})
         case Skipped():
             return replace(state, skipped=(*state.skipped, event))
         case TrialStarted():
+            between_s = state.between_s
+            if not state.running and state.search is not None:
+                between_s += now_s - state.ended_s
             started = RunningTrial(trial=event.trial, since_s=now_s)
-            return replace(state, running={**state.running, event.id: started})
+            return replace(state, running={**state.running, event.id: started}, between_s=between_s)
         case TrialMoved() if event.id in state.running:
             moved = replace(state.running[event.id], phase=event.phase, step=event.step)
             return replace(state, running={**state.running, event.id: moved})
-        case TrialFinished(record=record):
+        case TrialFinished(record=record, replayed=replayed):
             running = {id: trial for id, trial in state.running.items() if id != record.id}
-            return replace(state, running=running, records=(*state.records, record), note="", since_s=now_s)
+            state = replace(state, running=running, records=(*state.records, record), note="", since_s=now_s)
+            return state if replayed else replace(state, fresh=state.fresh + 1, ended_s=now_s)
         case _:
             return state
 
 
 # What a state says.
+
+
+def describe_progress(state: FitState, now_s: float) -> str:
+    """'race, 2 of 4: trial 7 of about 14, about 3 min left'; '' before the search.
+
+    The trials left are those that each stage usually takes, less those it has had. Their seconds are those of trials
+    that timed steps in this fit. Before there is one no time is named: a walk's trial takes a fourth of it, or all.
+    Nor is there one in a rehearsal, where nobody waits for trials.
+    """
+    search = state.search
+    if search is None or state.stages is None:
+        return ""
+    stages, place = state.stages.stages, state.stages.place
+    left = _count_left(state, stages[place:])
+    number = len(state.records) + bool(state.running)
+    total = len(state.records) + sum(left)
+    if search.most_trials:
+        total = min(total, max(search.most_trials, number))
+    words = f"{stages[place].name}, {place + 1} of {len(stages)}"
+    if number:
+        words += f": trial {number} of about {total}"
+    left_s = _estimate_left(state, search, list(zip(stages[place:], left, strict=True)), now_s)
+    return words if left_s is None else f"{words}, {format_about(left_s)} left"
+
+
+def _count_left(state: FitState, stages: Sequence[Stage]) -> list[int]:
+    """The trials that this stage and those after it are to take; one that runs is among them."""
+    current, *later = stages
+    had = len(state.records) - state.earlier
+    return [max(current.trials - had, len(state.running)), *(stage.trials for stage in later)]
+
+
+def _estimate_left(
+    state: FitState, search: SearchStarted, left: Sequence[tuple[Stage, int]], now_s: float
+) -> float | None:
+    """The seconds that the trials left take, with what lies between them; None where none was timed."""
+    timed = [
+        record.seconds
+        for record in state.records
+        if isinstance(record.outcome, Fit) and record.trial.purpose != "walk" and record.trial.exam is None
+    ]
+    if search.rehearsed or not timed:
+        return None
+    between_s = state.between_s / state.fresh if state.fresh else 0.0
+    trial_s = [(_EXAM if stage.name == "certify" else 1.0) * fmean(timed) for stage, _ in left]
+    seconds = sum(trials * (between_s + each_s) for (_, trials), each_s in zip(left, trial_s, strict=True))
+    # One that takes longer than that does not shorten those after it.
+    seconds -= sum(min(trial_s[0], now_s - running.since_s) for running in state.running.values())
+    if search.most_seconds:
+        seconds = min(seconds, search.most_seconds - _count_spent(state, now_s))
+    return max(0.0, seconds)
+
+
+def _count_spent(state: FitState, now_s: float) -> float:
+    """The seconds of all trials, with those that run."""
+    running_s = sum(now_s - running.since_s for running in state.running.values())
+    return sum(record.seconds for record in state.records) + running_s
 
 
 def leaves_headroom(record: Record, search: SearchStarted | None) -> bool:
@@ -178,13 +260,15 @@ def _describe_place(running: RunningTrial) -> str:
 
 
 def render_search(state: FitState, now_s: float, console: Console) -> RenderableType | None:
-    """A row for each rung, the best so far and the budget; None before the search, or where they leave no room."""
+    """A row for each rung, the best so far, the progress and the budget; None before the search, or without room."""
     if state.search is None or console.width < _LEAST_COLUMNS:
         return None
     if console.height < len(state.search.ladder) + len(state.running) + _OTHER_LINES:
         return None
     table, _ = fit_table(tabulate(_COLUMNS, list_rows(state)), console, Medium.BRIEF)
-    return Group(table, _describe_best(state, state.search), _describe_budget(state, state.search, now_s))
+    progress = describe_progress(state, now_s)
+    parts = [Text(progress, style="bold")] if progress else []
+    return Group(table, _describe_best(state, state.search), *parts, _describe_budget(state, state.search, now_s))
 
 
 def _describe_best(state: FitState, search: SearchStarted) -> Text:
@@ -200,8 +284,7 @@ def _describe_best(state: FitState, search: SearchStarted) -> Text:
 
 def _describe_budget(state: FitState, search: SearchStarted, now_s: float) -> Text:
     """'budget used: 7 of 40 trials, 3 min 20 s of 20 min 0 s'. What runs without regard to it may go beyond."""
-    spent_s = sum(record.seconds for record in state.records)
-    spent_s += sum(now_s - running.since_s for running in state.running.values())
+    spent_s = _count_spent(state, now_s)
     trials = f"{len(state.records)} of " if search.most_trials else ""
     trials += format_number_of(search.most_trials or len(state.records), "trial")
     limit = f" of {format_seconds(search.most_seconds)}" if search.most_seconds else ""

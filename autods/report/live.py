@@ -21,6 +21,7 @@ from ..events import (
     RankPrinted,
     RunEvent,
     SearchStarted,
+    StageStarted,
     StepDone,
     TrialFinished,
     TrialForecasted,
@@ -32,7 +33,7 @@ from ..types import Skipped, Trial
 from ..units import escape_controls, format_bytes
 from .answers.plan import tabulate_rungs
 from .document import Medium
-from .fit_progress import FitState, advance, describe_status, leaves_headroom, render_search
+from .fit_progress import FitState, advance, describe_progress, describe_status, leaves_headroom, render_search
 from .rank_logs import RankLogs
 from .render_terminal import fit_table
 from .text import MARKS, Mark, format_record, format_seconds
@@ -41,6 +42,7 @@ _QUIET_S, _QUIET_AGAIN_S = 25.0, 60.0  # without a line, where nothing is redraw
 _LOOK_EVERY_S = 1.0
 _DRAWS_PER_S = 4  # a drawing takes 9 ms, which trials on CPU ranks must not feel
 _LOGS_EVERY_S = 0.5
+_PROGRESS_EVERY_S = 60.0  # at the end of a trial, where nothing is redrawn
 _STEP_LINE_EVERY_S = 10.0  # of a real run
 
 
@@ -127,6 +129,7 @@ class TrialProgress(LiveView):
         self._label = label
         self._logs = RankLogs(logs) if logs is not None else None
         self._state = FitState(since_s=time.monotonic())
+        self._progress_said_s = time.monotonic()
         self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -150,8 +153,18 @@ class TrialProgress(LiveView):
                 line = format_record(record, replayed=replayed, label=self._label(record.trial), counts=counts)
                 mark = MARKS[record.outcome.kind if counts else "no_headroom"]
                 self._print(line, mark=mark, style="dim" if replayed else "")
-            case SearchStarted() | TrialForecasted() | TrialStarted() | TrialMoved():
+                if self._live is None and not replayed and time.monotonic() - self._progress_said_s > _PROGRESS_EVERY_S:
+                    self._print_progress()
+            case StageStarted() if self._live is None:
+                self._print_progress()
+            case SearchStarted() | StageStarted() | TrialForecasted() | TrialStarted() | TrialMoved():
                 pass  # the view below shows them
+
+    def _print_progress(self) -> None:
+        """Print the stage and how long it takes still, where nothing is redrawn."""
+        if progress := describe_progress(self._state, now_s := time.monotonic()):
+            self._progress_said_s = now_s
+            self._print_plain(progress)
 
     def _follow_logs(self) -> None:
         while not self._over.wait(_LOGS_EVERY_S):
@@ -177,7 +190,10 @@ class TrialProgress(LiveView):
         return super()._current() if search is None else Group("", search, super()._current())
 
     def _status(self) -> Text:
-        return describe_status(self._state, time.monotonic(), self._label)
+        now_s = time.monotonic()
+        status = describe_status(self._state, now_s, self._label)
+        progress = "" if self._live is not None else describe_progress(self._state, now_s)
+        return Text(f"{progress}\n").append_text(status) if progress else status
 
 
 class PlanProgress(LiveView):

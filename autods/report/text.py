@@ -80,6 +80,15 @@ def format_seconds(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
+def format_about(seconds: float) -> str:
+    """'about 40 s', 'about 3 min', 'about 2 h 10 min': no more digits than an estimate has."""
+    if seconds < 95:
+        return f"about {max(1, round(seconds / 10)) * 10} s"
+    minutes = round(seconds / 60)
+    hours, rest = divmod(round(minutes, -1), 60)
+    return f"about {hours} h {rest} min" if minutes >= 60 else f"about {minutes} min"
+
+
 def format_share(share: float) -> str:
     """0.0041 → '0.41 %'."""
     return f"{format_rate(100 * share)} %" if share else "0 %"

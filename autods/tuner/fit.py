@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..config.base_config import precision_name
+from ..config.profiles import Profile
 from ..config.settings import Settings, apply_survey
 from ..config.validator import find_misspelt_keys
 from ..devices import DEVICES, find_device
 from ..diagnosis.trial_outcome import make_input_error
 from ..errors import EnvironmentBroken, InputError
-from ..events import Listener, Note, SearchStarted
+from ..events import Listener, Note, SearchStarted, Stage, StageStarted
 from ..forecast.simulation_cache import why_not_forecast
 from ..journal import JOURNAL, STUDY, Journal, TrialStore, make_other_fit_error, record_warnings, workspace
 from ..report import serialize
@@ -39,6 +40,8 @@ from .trials import FitContext, open_journal
 
 # Variables that are read before a rank runs its script: the cards are in use then, and the threads are counted.
 _READ_BEFORE = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", *(device.visible_variable for device in DEVICES.values()))
+
+_USUAL_GROWTH, _LIKELY_RIVALS = 3, 2  # trials of the leader's growth, configs that come close to it
 
 
 class Runner(Protocol):
@@ -170,6 +173,7 @@ def search(context: FitContext) -> FitResult | NothingFits:
     rungs = list_candidates(settings, facts, context.op_problems)
     listen(_describe_search(context))
 
+    _begin_stage("walk", context)
     walked = walk_ladder(rungs, context)
     if walked.winner is None:
         return NothingFits(
@@ -179,10 +183,13 @@ def search(context: FitContext) -> FitResult | NothingFits:
         )
     context = replace(context, least_micro_batch=walked.winner.trial.knobs.micro_batch)
     context.save_best(walked.winner)
+    _begin_stage("race", context, walked.winner)
     raced = run_race(walked.winner, walked, rungs, context)  # grows the micro batch of each rung that it tries
     context.save_best(raced.best)
+    _begin_stage("tune", context, walked.winner)
     tuned = tune(raced.best, context)
     context.save_best(tuned.best)
+    _begin_stage("certify", context, walked.winner)
     certified = certify(
         tuned.best,
         context,
@@ -206,6 +213,49 @@ def _describe_search(context: FitContext) -> SearchStarted:
         most_seconds=settings.budget.seconds,
         rehearsed=settings.rehearsed,
     )
+
+
+def _begin_stage(name: str, context: FitContext, first: Record | None = None) -> None:
+    """Tell listeners which stage begins; `first` is the trial of the walk that fitted."""
+    settings = context.settings
+    is_forecast = context.forecaster is not NO_FORECASTER
+    stages = tuple(
+        plan_stages(
+            settings.profile,
+            rungs=len(settings.ladder),
+            is_forecast=is_forecast,
+            # Before the walk it is not known whether step times can be forecast.
+            is_timed=is_forecast and (first is None or context.forecaster.step_time(first.trial) is not None),
+            recomputes=context.facts.checkpointing,
+            rehearsed=settings.rehearsed,
+        )
+    )
+    place = next((place for place, stage in enumerate(stages) if stage.name == name), None)
+    if place is not None:
+        context.memory.listen(StageStarted(stages=stages, place=place))
+
+
+def plan_stages(
+    profile: Profile, *, rungs: int, is_forecast: bool, is_timed: bool, recomputes: bool, rehearsed: bool = False
+) -> Iterator[Stage]:
+    """Yield the stages of a search over so many rungs, with about as many trials as fits of its profile take.
+
+    `is_forecast` says whether the memory of rungs is forecast, `is_timed` whether their step times are, too.
+    `recomputes` says whether the model can recompute activations.
+    """
+    race, tuning, certify = profile.race, profile.tune, profile.certify
+    yield Stage(name="walk", trials=1 if is_forecast else (rungs + 1) // 2)
+    rivals = rungs - 1 if race.stop == "fastest" else 0
+    if is_timed or not rivals:
+        rivals = min(_LIKELY_RIVALS, rivals + (race.checkpointing and recomputes))
+        entering = rivals * (1 + race.turns)
+    else:  # each is tried, with its activations recomputed and kept
+        entering = 2 * rivals + _LIKELY_RIVALS * race.turns
+    yield Stage(name="race", trials=min(_USUAL_GROWTH, profile.grow.most_trials) + entering)
+    if tuning.trials:
+        yield Stage(name="tune", trials=1 if is_timed and tuning.priced else tuning.trials + tuning.turns)
+    if certify.most_trials and not rehearsed:
+        yield Stage(name="certify", trials=1 if certify.parity is None else 3)
 
 
 def _start_ray_runner(settings: Settings, listen: Listener) -> AbstractContextManager[Runner]:

@@ -13,6 +13,8 @@ from autods.events import (
     Event,
     Note,
     SearchStarted,
+    Stage,
+    StageStarted,
     TrialFinished,
     TrialForecasted,
     TrialMoved,
@@ -21,11 +23,12 @@ from autods.events import (
 from autods.report.fit_progress import (
     FitState,
     advance,
+    describe_progress,
     describe_status,
     find_best,
     render_search,
 )
-from autods.types import Knobs, Outcome, Phase, Skipped, Steps, TierUse, Trial
+from autods.types import Knobs, Outcome, Phase, Purpose, Skipped, Steps, TierUse, Trial
 from tests.support.reports import LADDER, LIMIT, MIB, fit, memory, oom, record
 
 SEARCH = SearchStarted(ladder=LADDER, device_bytes=LIMIT, usable_bytes=0.95 * LIMIT, most_trials=40, most_seconds=1200)
@@ -36,6 +39,10 @@ def forecasted(rung: str, mib: float, knobs: Knobs | None = None, host_mib: floa
     trial = Trial(rung=rung, knobs=knobs or Knobs(), purpose="walk")
     host = TierUse(peak_bytes=int(host_mib * MIB), limit_bytes=1000 * MIB)
     return TrialForecasted(trial=trial, memory={**memory(mib), "host": host})
+
+
+def timed(number: int, purpose: Purpose, seconds: float) -> TrialFinished:
+    return TrialFinished(record=replace(record(number, "zero2", fit(), purpose=purpose), seconds=seconds))
 
 
 def finished(number: int, rung: str, outcome: Outcome, knobs: Knobs | None = None) -> TrialFinished:
@@ -100,7 +107,7 @@ def test_a_rung_has_a_row_with_its_state_and_its_memory(width: int) -> None:
 def test_no_line_of_the_view_is_wider_than_the_terminal(width: int) -> None:
     lines = draw(state_after(*MIDWAY, forecasted("zero3-offload-param", 100, host_mib=2000)), 19.0, width)
     assert max(map(cell_len, lines)) <= width
-    assert len(lines) <= len(LADDER) + (8 if width >= 80 else 12)  # sizes break below 80 columns
+    assert len(lines) <= len(LADDER) + (9 if width >= 80 else 13)  # sizes break below 80 columns
 
 
 def test_the_view_of_a_rehearsal_says_that_nothing_is_proven() -> None:
@@ -163,6 +170,74 @@ def test_the_best_by_memory_has_the_lowest_peak() -> None:
     state = state_after(lean, finished(1, "zero2", fit(390, 20.0)), finished(2, "zero3", fit(300, 10.0)))
     assert (best := find_best(state)) is not None
     assert best.trial.rung == "zero3"
+
+
+TRIALS = {"walk": 1, "race": 6, "tune": 3, "certify": 1}
+STAGED = replace(SEARCH, most_seconds=0.0)
+STAGES = tuple(Stage(name=name, trials=trials) for name, trials in TRIALS.items())
+
+
+def begun(name: str) -> StageStarted:
+    return StageStarted(stages=STAGES, place=[*TRIALS].index(name))
+
+
+WALKED = (
+    (0.0, STAGED),
+    (0.0, begun("walk")),
+    (0.0, started(1, "zero2")),
+    (5.0, timed(1, "walk", 5.0)),
+    (5.0, begun("race")),
+    (5.0, started(2, "zero2")),
+)
+
+
+def test_no_time_is_named_before_a_trial_was_timed() -> None:
+    assert describe_progress(state_after(), 0.0) == ""
+    assert describe_progress(state_after(*WALKED[:2]), 0.0) == "walk, 1 of 4"
+    assert describe_progress(state_after(*WALKED), 9.0) == "race, 2 of 4: trial 2 of about 11"
+
+
+def test_the_time_left_is_that_of_the_trials_left() -> None:
+    raced = (*WALKED, (25.0, timed(2, "grow", 20.0)), (25.0, started(3, "zero2")))
+    # 5 of the race, 3 of tuning, and a certificate of one and a half
+    assert describe_progress(state_after(*raced), 25.0) == "race, 2 of 4: trial 3 of about 11, about 3 min left"
+    assert describe_progress(state_after(*raced), 40.0) == "race, 2 of 4: trial 3 of about 11, about 3 min left"
+    # One that takes longer than the others takes nothing from those after it.
+    assert describe_progress(state_after(*raced), 400.0) == "race, 2 of 4: trial 3 of about 11, about 3 min left"
+    certifying = (
+        *raced,
+        (45.0, timed(3, "grow", 20.0)),
+        (45.0, begun("certify")),
+        (45.0, started(4, "zero2")),
+    )
+    assert describe_progress(state_after(*certifying), 50.0) == "certify, 4 of 4: trial 4 of about 4, about 20 s left"
+
+
+def test_what_lies_between_trials_counts_as_time_left() -> None:
+    raced = (*WALKED[:-1], (35.0, started(2, "zero2")), (55.0, timed(2, "grow", 20.0)))  # simulations took 30 s
+    assert describe_progress(state_after(*raced), 55.0).endswith("about 5 min left")
+
+
+def test_a_stage_that_takes_longer_counts_on() -> None:
+    records = [timed(number, "grow", 20.0) for number in range(2, 12)]
+    text = describe_progress(state_after(*WALKED[:-1], *records, started(12, "zero2")), 99.0)
+    assert text.startswith("race, 2 of 4: trial 12 of about 16, ")
+
+
+def test_no_more_is_left_than_the_budget() -> None:
+    for limits, words in (({"most_trials": 4}, "of about 4,"), ({"most_seconds": 60.0}, "about 40 s left")):
+        search = replace(STAGED, **{"most_trials": 0, **limits})  # type: ignore[arg-type]
+        assert words in describe_progress(state_after((0.0, search), *WALKED[1:], (25.0, timed(2, "grow", 20.0))), 25.0)
+
+
+def test_a_rehearsal_names_no_time() -> None:
+    rehearsed = (replace(STAGED, rehearsed=True), *WALKED[1:], (25.0, timed(2, "grow", 20.0)))
+    assert "left" not in describe_progress(state_after(*rehearsed), 25.0)
+
+
+def test_the_view_shows_stage_and_time_left() -> None:
+    lines = draw(state_after(*WALKED, (25.0, timed(2, "grow", 20.0))), 25.0)
+    assert "race, 2 of 4: trial 2 of about 11, about 3 min left" in lines
 
 
 def test_a_low_terminal_shows_only_what_runs() -> None:

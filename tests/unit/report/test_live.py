@@ -8,7 +8,7 @@ import time
 import pytest
 from rich.console import Console
 
-from autods.events import Note, SearchStarted, TrialFinished
+from autods.events import Note, SearchStarted, Stage, StageStarted, TrialFinished
 from autods.report import live
 from autods.report.live import CheckProgress, TrialProgress
 from tests.support.reports import LADDER, LIMIT, fit, record
@@ -48,6 +48,20 @@ def test_a_long_check_of_the_request_is_shown(capsys: pytest.CaptureFixture[str]
     with CheckProgress("checking the workload"):
         lines = wait_for_lines(read, 1)
     assert lines[0].startswith("… checking the workload ")
+
+
+def test_stage_and_time_left_are_said_where_nothing_is_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "_PROGRESS_EVERY_S", 0.0)
+    monkeypatch.setattr(live, "_LOOK_EVERY_S", 9.0)
+    console = Console(file=io.StringIO(), width=100)
+    stages = (Stage(name="race", trials=3), Stage(name="certify", trials=1))
+    with TrialProgress(console) as progress:
+        progress(SearchStarted(ladder=LADDER, device_bytes=LIMIT, usable_bytes=LIMIT))
+        progress(StageStarted(stages=stages, place=0))
+        progress(TrialFinished(record=record(1, "zero2", fit(300), purpose="grow")))  # of 2.9 s
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines[0] == "race, 1 of 2"
+    assert lines[2] == "race, 1 of 2: trial 1 of about 4, about 10 s left"
 
 
 @pytest.mark.parametrize("terminal", [False, True])

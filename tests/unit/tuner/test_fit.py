@@ -16,7 +16,7 @@ import pytest
 from autods.config.profiles import Budget, read_profile
 from autods.config.settings import Settings
 from autods.errors import InputError
-from autods.events import Listener, Note
+from autods.events import Event, Listener, Note, StageStarted, TrialFinished
 from autods.journal import TrialStore, trial_key
 from autods.report import read
 from autods.tuner.fit import fit
@@ -125,6 +125,20 @@ def test_no_trial_runs_twice_in_a_search(seed: int) -> None:
     with folder(seed) as search:
         _, ran = searched(search, seed)
         assert [count for count in Counter(keys(ran)).values() if count > 1] == []
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_listeners_hear_each_stage_and_about_its_trials(seed: int) -> None:
+    heard: list[Event] = []
+    with folder(seed) as search:
+        search = started(search, Killable(Surface(seed)))
+        search.memory.listen = heard.append
+        run_search(search)
+    begun = [event for event in heard if isinstance(event, StageStarted)]
+    assert [event.stages[event.place].name for event in begun] == ["walk", "race", "tune", "certify"]
+    trials = sum(isinstance(event, TrialFinished) for event in heard)
+    planned = sum(stage.trials for stage in begun[1].stages)  # by what is known after the walk
+    assert 0.4 <= planned / trials <= 2.5
 
 
 @pytest.mark.parametrize("seed", SEEDS)
