@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,6 +40,7 @@ from ..report.live import CheckProgress, PlanProgress, RunProgress, TrialProgres
 from ..report.render_html import PAGE, PAGE_BEGINS, RUN_PAGE, write_page
 from ..report.render_markdown import to_markdown
 from ..report.render_terminal import print_document
+from ..report.results.fit import FitReport
 from ..report.results.run import RunReport
 from ..report.serialize import (
     CSV_BEGINS,
@@ -71,10 +72,18 @@ Result = TypeVar("Result")
 def run_fit(
     call: Call, request: requests.FitRequest, *, as_json: bool = False, quiet: bool = False, verbose: bool = False
 ) -> int:
-    """Find the fastest config."""
+    """Find the fastest config. The answer does not repeat warnings that were printed while it was found."""
+    progress: TrialProgress | None = None
 
     def show_progress(settings: Settings) -> TrialProgress:
-        return TrialProgress(label=DifferenceFromFirst(), logs=settings.out / "logs" if verbose else None)
+        nonlocal progress
+        progress = TrialProgress(label=DifferenceFromFirst(), logs=settings.out / "logs" if verbose else None)
+        return progress
+
+    def make(report: FitReport) -> Document:
+        warned = progress.warned if progress is not None else set()
+        new = tuple(text for text in report.warnings if text not in warned)
+        return make_fit_document(replace(report, warnings=new))
 
     def begin(settings: Settings) -> str:
         call.out = settings.out
@@ -82,7 +91,7 @@ def run_fit(
         return f"{_describe_subject(settings)}{nodes}, {settings.profile.name} config → {settings.out}"
 
     report = _work(call.use_cases.get("fit", FIT), request, quiet, show_progress, begin)
-    _show(report, as_json, to_dict, make_fit_document, verbose=verbose)
+    _show(report, as_json, to_dict, make, verbose=verbose)
     _offer_split_build(call, report.partitioned, as_json, "--fresh")  # its folder is that of another fit
     return 0 if report.status == "fit" else 1
 

@@ -131,6 +131,7 @@ class TrialProgress(LiveView):
         self._state = FitState(since_s=time.monotonic())
         self._progress_said_s = time.monotonic()
         self._lock = threading.Lock()
+        self.warned: set[str] = set()  # the warnings that were printed
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -146,6 +147,8 @@ class TrialProgress(LiveView):
         match event:
             case Note():
                 self._print(str(event), style="yellow" if event.warns else "dim")
+                if event.warns:
+                    self.warned.add(event.text)
             case Skipped(rung=rung, reason=reason):
                 self._print(f"skipped {rung}: {reason}", mark=MARKS["skipped"], style="dim")
             case TrialFinished(record=record, replayed=replayed):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from io import BufferedWriter, TextIOWrapper
 from pathlib import Path
@@ -47,7 +47,10 @@ class Fake:
         (settings.out / "journal.jsonl").write_text('{"kind": "finished"}\n')
         listen(Note(text="starting Ray"))
         listen(TrialFinished(record=record(1, "ddp", fit())))
-        return self.end()
+        report = self.end()
+        for text in report.warnings:
+            listen(Note(text=text, warns=True))
+        return report
 
     def __call__(self, *argv: str) -> int:
         return main(argv, fit=UseCase(self.resolve, self.run_fit))
@@ -94,6 +97,15 @@ def test_quiet_shows_the_result_only(capsys: pytest.CaptureFixture[str]) -> None
     out, err = capsys.readouterr()
     assert "zero3 fits" in out
     assert err == ""
+
+
+@pytest.mark.parametrize(("options", "stream"), [((), "err"), (("--quiet",), "out")])
+def test_a_warning_is_printed_once(options: Sequence[str], stream: str, capsys: pytest.CaptureFixture[str]) -> None:
+    warned = replace(fitting_report(), warnings=("the card is throttled",))
+    assert Fake(lambda: warned)(*CPU, *options) == 0
+    printed = capsys.readouterr()
+    assert getattr(printed, stream).count("warning: the card is throttled\n") == 1
+    assert (printed.out + printed.err).count("throttled") == 1
 
 
 def test_every_option_reaches_the_fit() -> None:
