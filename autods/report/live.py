@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleRenderable, Group, RenderableType
+from rich.control import Control
 from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
@@ -42,8 +44,40 @@ _QUIET_S, _QUIET_AGAIN_S = 25.0, 60.0  # without a line, where nothing is redraw
 _LOOK_EVERY_S = 1.0
 _DRAWS_PER_S = 4  # a drawing takes 9 ms, which trials on CPU ranks must not feel
 _LOGS_EVERY_S = 0.5
+_LINES_KEPT = 200  # to be printed again on a terminal that got smaller
 _PROGRESS_EVERY_S = 60.0  # at the end of a trial, where nothing is redrawn
 _STEP_LINE_EVERY_S = 10.0  # of a real run
+
+
+class _ResizableLive(Live):
+    """A Live that leaves no ghost on a terminal that got smaller.
+
+    Some terminals break the lines of the last drawing anew, and some cut them, so that nobody knows how many rows it
+    has then. The screen is cleared, and the last of `printed`, the lines above the drawing, are printed again.
+    """
+
+    def __init__(self, console: Console, draw: Callable[[], RenderableType]) -> None:
+        super().__init__(console=console, get_renderable=draw, refresh_per_second=_DRAWS_PER_S, transient=True)
+        self.printed: deque[Text] = deque(maxlen=_LINES_KEPT)
+        self._size = console.size
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        before, self._size = self._size, self.console.size
+        processed = super().process_renderables(renderables)
+        if self._size.width >= before.width and self._size.height >= before.height:
+            return processed
+        back, *rest = processed
+        return [back, Control.home(), Control.clear(), *self._list_lines_above(), *rest]
+
+    def _list_lines_above(self) -> list[Text]:
+        """The last of the printed lines that have room above the drawing."""
+        rows, lines = self._size.height - len(self.console.render_lines(self.get_renderable(), pad=False)), list[Text]()
+        for line in reversed(self.printed):
+            rows -= max(1, -(-line.cell_len // self._size.width))
+            if rows < 1:
+                break
+            lines.insert(0, line)
+        return lines
 
 
 class LiveView:
@@ -58,13 +92,11 @@ class LiveView:
         self._quiet_until_s = self._since + _QUIET_S
         self._over = threading.Event()
         self._spinner = Spinner("dots", style="cyan")
-        self._live: Live | None = None  # None where lines are printed instead
+        self._live: _ResizableLive | None = None  # None where lines are printed instead
 
     def __enter__(self) -> Self:
         if self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._live = Live(
-                console=self._console, get_renderable=self._current, refresh_per_second=_DRAWS_PER_S, transient=True
-            )
+            self._live = _ResizableLive(self._console, self._current)
             self._live.start()
         else:
             threading.Thread(target=self._break_silence, name="progress", daemon=True).start()
@@ -91,6 +123,12 @@ class LiveView:
             if time.monotonic() > self._quiet_until_s:
                 lines = (" ".join(line.split()) for line in self._status().plain.splitlines())
                 self._print_plain("\n".join(f"… {line}" for line in lines), _QUIET_AGAIN_S)
+
+    def _print_above(self, line: Text) -> None:
+        """Print a line above the drawing, whole, so that it can be copied."""
+        if self._live is not None:
+            self._live.printed.append(line)
+        self._console.print(line, soft_wrap=True)
 
     def _print_plain(self, line: str, quiet_s: float | None = None) -> None:
         self._quiet_until_s = time.monotonic() + (_QUIET_S if quiet_s is None else quiet_s)
@@ -176,8 +214,8 @@ class TrialProgress(LiveView):
 
     def _print_logs(self, id: int, trial: Trial, *, ended: bool = False) -> None:
         for line in self._logs.read_new_lines(id, trial, ended=ended) if self._logs is not None else ():
-            if self._live is not None:  # whole lines, so that they can be copied
-                self._console.print(Text(escape_controls(line), style="dim"), soft_wrap=True)
+            if self._live is not None:
+                self._print_above(Text(escape_controls(line), style="dim"))
             else:
                 self._print_plain(line)
 
@@ -186,7 +224,7 @@ class TrialProgress(LiveView):
             self._print_plain(line)
             return
         sign = (f"{mark.sign} ", mark.style) if mark is not None else ""
-        self._console.print(Text.assemble(sign, (escape_controls(line), style)))
+        self._print_above(Text.assemble(sign, (escape_controls(line), style)))
 
     def _current(self) -> RenderableType:
         search = render_search(self._state, time.monotonic(), self._console)
@@ -219,7 +257,7 @@ class PlanProgress(LiveView):
                     if self._live is None:
                         self._print_plain(event.text)
                     elif event.passing:  # the line below shows what goes on
-                        self._console.print(Text(escape_controls(event.text), style="dim"))
+                        self._print_above(Text(escape_controls(event.text), style="dim"))
                 case SimulationStarted():
                     self._doing[event.rung] = f"{event.rung} at micro batch {event.micro_batch}"
                 case RungFinished(forecast=forecast):

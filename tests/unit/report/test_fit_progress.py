@@ -103,6 +103,13 @@ def test_a_rung_has_a_row_with_its_state_and_its_memory(width: int) -> None:
     assert by_rung["zero3-nvme"] == "zero3-nvme waiting"
 
 
+def test_the_widest_rows_keep_their_state_at_80_columns() -> None:
+    rung, full = "zero3-offload-optimizer", replace(oom("step", 0, 2**20), limit_bytes=1000 * MIB)
+    rows = draw(state_after(SEARCH, finished(1, rung, fit(300, 1234.5)), finished(2, "zero3-nvme", full)), 5.0)
+    assert any(" zero3-nvme               ✗ out of memory  device " in row for row in rows)
+    assert any(f" {rung}  ✓ fits           device " in row for row in rows)
+
+
 @pytest.mark.parametrize("width", [60, 76, 80, 120])
 def test_no_line_of_the_view_is_wider_than_the_terminal(width: int) -> None:
     lines = draw(state_after(*MIDWAY, forecasted("zero3-offload-param", 100, host_mib=2000)), 19.0, width)

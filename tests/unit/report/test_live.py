@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 import time
 
 import pytest
@@ -12,6 +13,7 @@ from autods.events import Note, SearchStarted, Stage, StageStarted, TrialFinishe
 from autods.report import live
 from autods.report.live import CheckProgress, TrialProgress
 from tests.support.reports import LADDER, LIMIT, fit, record
+from tests.support.screen import run_on_terminal
 
 
 def wait_for_lines(read: object, count: int) -> list[str]:
@@ -74,3 +76,31 @@ def test_a_trial_that_left_no_headroom_is_no_fit(terminal: bool) -> None:
     lines = [line for line in console.file.getvalue().splitlines() if "trial " in line]  # type: ignore[attr-defined]
     assert ["no headroom: 410.0" in line for line in lines] == [True, False]
     assert ["fits: 300.0" in line for line in lines] == [False, True]
+
+
+FIT_THAT_GOES_ON = """
+import time
+from autods.events import SearchStarted, TrialFinished, TrialStarted
+from autods.report.live import TrialProgress
+from autods.types import Knobs, Trial
+from tests.support.reports import LADDER, LIMIT, fit, record
+
+with TrialProgress() as progress:
+    progress(SearchStarted(ladder=LADDER, device_bytes=LIMIT, usable_bytes=0.95 * LIMIT))
+    progress(TrialFinished(record=record(1, "zero2", fit(300))))
+    progress(TrialStarted(id=2, trial=Trial(rung="zero2", knobs=Knobs(), purpose="grow")))
+    time.sleep(2)
+    for number in range(3, 60):
+        progress(TrialFinished(record=record(number, "zero3", fit(200))))
+        time.sleep(0.4)
+"""
+
+
+def test_a_terminal_made_narrower_keeps_no_ghost() -> None:
+    command = [sys.executable, "-c", FIT_THAT_GOES_ON]
+    wide, narrow = run_on_terminal(command, widths=[120, 60], until=["zero2  grow", "trial 5"])
+    assert "zero3-nvme" in "\n".join(wide)
+    text = "\n".join(narrow)
+    assert "zero3-nvme" not in text  # there is no room for the rungs now
+    assert "──" not in text
+    assert [text.count(f"trial {number}: ") for number in (1, 3, 4, 5)] == [1, 1, 1, 1]
