@@ -164,16 +164,34 @@ def _run_in_parallel(run: PlanRun, jobs: Sequence[_Job], *, search: bool, until_
 
 def _site_forecast(run: PlanRun, site: Site) -> SiteForecast:
     rungs, reason = run.list_forecasts(site), why_not_forecast(run.facts)
-    sharded = {rung.name for rung in run.settings.ladder if rung.stage == 3}
-    built_whole = tuple(each.rung for each in rungs if each.decides == "init" and each.rung in sharded)
     return SiteForecast(
         site=site,
         rungs=rungs,
         best=choose_best(rungs),
         to_try=tuple(rung.rung for rung in rungs if reason is not None and rung.reason == reason),
         lacks_nvme=tuple(rung.name for rung in run.settings.ladder if rung.uses_nvme and site.nvme_path is None),
-        built_whole=() if run.settings.zero_init or run.settings.source.form.runs_as_main else built_whole,
+        built_whole=_list_built_whole(run, site),
     )
+
+
+def _list_built_whole(run: PlanRun, site: Site) -> tuple[str, ...]:
+    """The stage-3 rungs whose device or host holds the most while each rank builds the whole model."""
+    settings = run.settings
+    if settings.zero_init or settings.source.form.runs_as_main:
+        return ()
+
+    def is_decided(rung: str) -> bool:
+        spec = run.find_engine(site, rung)
+        simulation = None if spec is None else run.cache.get(spec, site.micro_batch)
+        if simulation is None:
+            return False
+        host_bytes = {phase: held.get("host", 0) for phase, held in simulation.live_bytes.items()}
+        building_bytes = host_bytes.pop("init", 0)
+        return building_bytes > max(host_bytes.values(), default=0)
+
+    names = [rung.name for rung in settings.ladder if rung.stage == 3]
+    forecasts = [each for each in run.list_forecasts(site) if each.rung in names and each.memory]
+    return tuple(each.rung for each in forecasts if each.decides == "init" or is_decided(each.rung))
 
 
 def choose_best(rungs: Sequence[RungForecast]) -> RungForecast | None:

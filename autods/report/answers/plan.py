@@ -439,10 +439,11 @@ def describe_accumulation(plan: PlanReport, site: SiteForecast) -> str | None:
 
 
 def describe_building(plan: PlanReport, site: SiteForecast) -> str | None:
-    """The stage-3 rungs whose memory is decided while each rank builds the whole model, and the line that splits it."""
-    if not site.built_whole:
+    """Where building decides the memory of the best rung or of those that may lack it, and the line that splits it."""
+    named = (each for each in site.rungs if each is site.best or each.verdict != "fits")
+    rungs = ", ".join(each.rung for each in named if each.rung in site.built_whole)
+    if not rungs or site.partitioned is not None:
         return None
-    rungs = ", ".join(site.built_whole)
     command = f"autods plan {shlex.quote(plan.source.path)} --gpus {site.site.world_size}"
     machine = site.site.machine
     command += f" --gpu-memory {machine.device_bytes}" if machine.name in (ASKED, HERE) else f" --on {machine.name}"

@@ -12,7 +12,7 @@ from autods.errors import EnvironmentBroken, InputError, Interrupted
 from autods.forecast.predict.prices import Work
 from autods.forecast.predict.step_time import Schedule
 from autods.forecast.simulate import SimulationFailed
-from autods.forecast.testing import ScriptedSimulator, fail_with, simulate_peaks
+from autods.forecast.testing import Script, ScriptedSimulator, fail_with, simulate_peaks
 from autods.forecast.values import EngineSpec, RungFinished, RungForecast, Simulation
 from autods.planner.plan import plan
 from autods.planner.rung_forecasts import group_sites, make_group_engine
@@ -394,13 +394,28 @@ def test_a_plan_says_what_accumulation_costs() -> None:
 
 
 def test_a_plan_says_where_building_decides() -> None:
-    def built(ask: EngineSpec, micro_batch: int) -> Simulation:
+    def on_device(ask: EngineSpec, micro_batch: int) -> Simulation:
         return simulate_peaks(micro_batch, init=20 * GIB, backward=10 * GIB)
 
-    text = printed(make_plan_document(Planned(question(ladder=("zero3",), largest=False), built).forecast), 400)
-    assert "building the whole model in each rank decides the memory of zero3" in text
-    assert "--zero-init: autods plan" not in text
-    assert "autods plan /home/me/model.py --gpus 8 --gpu-memory 42949672960 --zero-init" in text
+    def on_host(ask: EngineSpec, micro_batch: int) -> Simulation:
+        lives = {"init": {"device": GIB, "host": 2 * GIB}, "backward": {"device": 10 * GIB, "host": GIB}}
+        return replace(simulate_peaks(micro_batch, host=2 * GIB, init=GIB, backward=10 * GIB), live_bytes=lives)
+
+    def later(ask: EngineSpec, micro_batch: int) -> Simulation:
+        return simulate_peaks(micro_batch, host=GIB, init=GIB, backward=10 * GIB)
+
+    def plan_of(script: Script, *ladder: str, **said: Any) -> str:
+        return printed(
+            make_plan_document(Planned(question(ladder=ladder, largest=False, **said), script).forecast), 400
+        )
+
+    for script in (on_device, on_host):
+        text = plan_of(script, "zero3")
+        assert "building the whole model in each rank decides the memory of zero3" in text
+        assert "autods plan /home/me/model.py --gpus 8 --gpu-memory 42949672960 --zero-init" in text
+        assert "building" not in plan_of(script, "zero2", "zero3")  # zero2 is recommended, and zero3 fits
+        assert "building" not in plan_of(script, "zero3", zero_init=True)
+    assert "building" not in plan_of(later, "zero3")
 
 
 def test_an_engine_spec_holds_the_whole_config() -> None:
