@@ -8,12 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..config.catalogue import Site
+from ..config.deepspeed import BATCH_KEYS, choose_accumulation, says_accumulation
 from ..events import Note
 from ..forecast.simulate.protocol import SimulationFailed
 from ..forecast.simulation_cache import CachedEngine, find_partitioned_build
 from ..forecast.values import EngineSpec, PartitionedBuild, RungForecast
 from ..report.results.plan import Alternative
-from .rung_forecasts import PlanRun, choose_checkpointing
+from .rung_forecasts import PlanRun, choose_checkpointing, make_group_engine
 
 
 def list_alternatives(run: PlanRun, site: Site, best: RungForecast) -> tuple[Alternative, ...]:
@@ -25,6 +26,26 @@ def list_alternatives(run: PlanRun, site: Site, best: RungForecast) -> tuple[Alt
     if run.facts.checkpointing:
         alternatives += _switch_checkpointing(run, site, spec, best)
     return tuple(alternatives)
+
+
+def forecast_unaccumulated(run: PlanRun, site: Site, best: RungForecast) -> RungForecast | None:
+    """Return the best rung's forecast with one micro batch a step; None where the user says how many there are.
+
+    The breakdown of the best forecast would not tell: without accumulation the peak may lie elsewhere.
+    """
+    alone, form = replace(site, base={**site.base, BATCH_KEYS[2]: 1}), run.settings.source.form
+    if says_accumulation(site) or choose_accumulation(site, best.micro_batch, form) == 1:
+        return None
+    row = next(row for row in run.settings.ladder if row.name == best.rung)
+    spec = make_group_engine(row, alone, run.settings, run.facts, (alone,))
+    if not isinstance(spec, EngineSpec):
+        return None
+    run.listen(Note(text=f"{best.rung} without accumulation", passing=True))
+    try:
+        with run.cache.open(spec) as engine:
+            return run.forecast_at(alone, engine, best.micro_batch)
+    except SimulationFailed:
+        return None
 
 
 def propose_partitioned_build(run: PlanRun, site: Site) -> PartitionedBuild | None:

@@ -27,7 +27,7 @@ from ..runner.cleanup import open_session, simulator_variables
 from ..system.host import installed_versions
 from ..types import ModelFacts, WorkloadSource
 from ..workload.lora import parse_lora
-from .alternatives import list_alternatives, propose_partitioned_build
+from .alternatives import forecast_unaccumulated, list_alternatives, propose_partitioned_build
 from .rung_forecasts import PlanRun, SiteGroup, choose_checkpointing, group_sites
 from .timeline import name_timeline, write_timeline
 
@@ -80,7 +80,9 @@ def plan(settings: PlanSettings, *, listen: ForecastListener, start: StartSimula
                 _forecast_all(run)
             sites = tuple(_site_forecast(run, site) for site in settings.sites)
             if len(sites) == 1 and (best := sites[0].best) is not None:
-                sites = (replace(sites[0], alternatives=list_alternatives(run, sites[0].site, best)),)
+                alternatives = list_alternatives(run, sites[0].site, best)
+                unaccumulated = forecast_unaccumulated(run, sites[0].site, best)
+                sites = (replace(sites[0], alternatives=alternatives, unaccumulated=unaccumulated),)
             if len(sites) == 1 and sites[0].status in ("nothing_fits", "tight"):
                 sites = (replace(sites[0], partitioned=propose_partitioned_build(run, sites[0].site)),)
             timeline, notes = _write_timeline(run, sites[0])

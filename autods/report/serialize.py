@@ -235,12 +235,14 @@ def _site(plan: PlanReport, forecast: SiteForecast) -> dict[str, Any]:
         }
         for each in forecast.alternatives
     ]
+    alone = forecast.unaccumulated
     return {
         "status": forecast.status,
         "best": forecast.best_rung,
         "rungs": rungs,
         "alternatives": alternatives,
         "partitioned": None if forecast.partitioned is None else asdict(forecast.partitioned),
+        "unaccumulated": None if alone is None else rung_to_dict(alone, site.ranks_per_node),
         "hardware": hardware | {"price_per_gpu_hour": site.price_per_gpu_hour},
     }
 

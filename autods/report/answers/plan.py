@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from ...config.base_config import precision_name
 from ...config.catalogue import ASKED, HERE, Site
-from ...config.deepspeed import choose_accumulation, count_replicas, says_accumulation
+from ...config.deepspeed import choose_accumulation, count_replicas
 from ...forecast.predict.step_time import Speed, StepTime
 from ...forecast.values import PHASES, RungForecast
 from ...types import TIERS, Tier
@@ -400,7 +400,7 @@ def list_suggestions(plan: PlanReport, site: SiteForecast) -> Iterator[str]:
             f" {first.rung} is spent on {format_spent(first.speed.step)}"
         )
     yield from compare_speeds(site, faster=True)
-    if (cost := describe_accumulation(plan, site)) is not None:
+    if (cost := describe_accumulation(site)) is not None:
         yield cost
     if (building := describe_building(plan, site)) is not None:
         yield building
@@ -423,18 +423,21 @@ def list_suggestions(plan: PlanReport, site: SiteForecast) -> Iterator[str]:
         yield "prove it on the machine itself: autods fit"
 
 
-def describe_accumulation(plan: PlanReport, site: SiteForecast) -> str | None:
-    """What accumulation costs the best rung at most; None where the user said how many micro batches a step has."""
-    best, where = site.best, site.site
-    if best is None or plan.source.form.runs_as_main or says_accumulation(where):
+def describe_accumulation(site: SiteForecast) -> str | None:
+    """What accumulation costs the best rung; None where the user said how many micro batches a step has."""
+    best, alone = site.best, site.unaccumulated
+    if best is None or alone is None or "device" not in best.memory or "device" not in alone.memory:
         return None
-    gradients = best.breakdown.get("gradients", 0)
-    if gradients < _WORTH_MENDING * best.memory["device"].peak_bytes:
+    need_bytes, batch = (
+        alone.memory["device"].peak_bytes,
+        best.micro_batch * count_replicas(site.site.base, site.site.world_size),
+    )
+    cost_bytes = best.memory["device"].peak_bytes - need_bytes
+    if cost_bytes < _WORTH_MENDING * need_bytes:
         return None
-    batch = best.micro_batch * count_replicas(where.base, where.world_size)
     return (
-        f"accumulation costs {best.rung} at most {format_bytes(gradients)} of device memory, its gradients:"
-        f" they are kept between micro batches; --global-batch {batch} asks for a step without"
+        f"accumulation costs {best.rung} {format_bytes(cost_bytes)} of device memory for gradients: one micro batch a"
+        f" step needs {format_bytes(need_bytes)} at micro batch {best.micro_batch} (--global-batch {batch})"
     )
 
 

@@ -49,7 +49,8 @@ class SiteForecast:
     `lacks_nvme` are the rungs that need NVMe, which was not named.
     `built_whole` are the stage-3 rungs whose device or host is fullest while each rank builds the whole model.
     `alternatives` are other settings of the best rung, and `partitioned` is a rung that `--zero-init` would make fit;
-    there are none where several machines are compared.
+    there are none where several machines are compared. `unaccumulated` is the best rung with one micro batch a step;
+    None also where the user says how many there are.
     """
 
     site: Site
@@ -60,6 +61,7 @@ class SiteForecast:
     built_whole: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     partitioned: PartitionedBuild | None = None
+    unaccumulated: RungForecast | None = None
 
     @property
     def rate(self) -> float:

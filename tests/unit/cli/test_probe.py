@@ -47,7 +47,7 @@ def test_the_table_is_on_stdout_and_progress_on_stderr(tmp_path: Path, capsys: p
     out, err = capsys.readouterr()
     assert "fastest: cell" in out
     assert "model: 2 cells, each 3 times, in turns" in err
-    assert "trial 1: zero1, micro batch 1 (probe): fits" in err
+    assert "trial 1: zero1, micro batch 1 × 2 (probe): fits" in err
     assert "trial 1" not in out
 
 
