@@ -1,6 +1,6 @@
 """The documented jobs of Slurm, submitted to a Slurm of two nodes on this machine: do they save, and go on?
 
-python tests/benchmarks/slurm_jobs.py [run.md] [nodes.md] [--track cgroup|linuxproc]. Needs root, and Slurm (Debian:
+python tests/benchmarks/slurm_jobs.py [one] [several] [--track cgroup|linuxproc]. Needs root, and Slurm (Debian:
 apt-get install slurmctld slurmd slurm-client munge).
 
 The nodes are namespaces with addresses, names, processes and a /tmp of their own. Each job gets the signal of its time
@@ -31,6 +31,7 @@ from tests.support.watching import wait_for
 
 ROOT = Path(__file__).parents[2]
 STEPS, GLOBAL_BATCH, LONG_S = 144, 8, 900
+JOBS = ["one", "several"]  # nodes, in the order of docs/slurm.md
 RUN = "--device cpu --gpus 2 --gpu-memory 1GiB --ladder zero2 --no-forecast --config quick --checkpoint-every 1000"
 CONFIG = """
 ClusterName=lab
@@ -105,22 +106,22 @@ class SlurmLab(Lab):
         return done.stdout.strip()
 
 
-def read_job(page: str) -> str:
-    """The job of a page, with the small run of this benchmark."""
-    blocks = (ROOT / "docs" / page).read_text().split("```")[1::2]
-    job = next(block.lstrip() for block in blocks if "#SBATCH" in block)
+def read_job(nodes: str) -> str:
+    """The job of docs/slurm.md for one node or several, with the small run of this benchmark."""
+    blocks = (ROOT / "docs" / "slurm.md").read_text().split("```")[1::2]
+    job = blocks[JOBS.index(nodes)].lstrip()
     job = re.sub(r"--gpus-per-node=\d", "", job).replace("--time=24:00:00", "--time=60")
     cluster = "--nodes 2 --address auto " if "--nodes 2 " in job else ""
     size = f"--global-batch {GLOBAL_BATCH} --steps {STEPS} --out run"
     return re.sub(r"autods run .* &\n", f"autods run slow_steps.py {RUN} {cluster}{size} &\n", job)
 
 
-def try_job(lab: SlurmLab, page: str) -> bool:
-    """Submit, interrupt and finish the job of a page; return whether it held its claims."""
-    folder = lab.folder / page.removesuffix(".md")
+def try_job(lab: SlurmLab, nodes: str) -> bool:
+    """Submit, interrupt and finish the job of so many nodes; return whether it held its claims."""
+    folder = lab.folder / nodes
     folder.mkdir()
     shutil.copy(ROOT / "tests/benchmarks/workloads/slow_steps.py", folder)
-    (folder / "job.sh").write_text(read_job(page))
+    (folder / "job.sh").write_text(read_job(nodes))
     out = folder / "run"
     saved = interrupt(
         lab, out, job := submit(lab, folder), ["--signal=USR1", "--batch"], lambda: restarts(lab, job) > 0
@@ -134,7 +135,7 @@ def try_job(lab: SlurmLab, page: str) -> bool:
     epochs = [sorted(order[first : first + SAMPLES]) for first in range(0, len(order), SAMPLES)]
     once = sum(len(attempt.lines) for attempt in attempts) == len(seen) == STEPS
     same = all(epoch == list(range(SAMPLES)) for epoch in epochs)
-    print(f"{page}: {state(lab, job)}, each step once: {once}, each sample once an epoch: {same}", flush=True)
+    print(f"{nodes}: {state(lab, job)}, each step once: {once}, each sample once an epoch: {same}", flush=True)
     good = 0 < saved < again and state(lab, job) == "COMPLETED" and once and same
     if not good:
         print("\n".join(file.read_text(errors="replace")[-3000:] for file in folder.glob("slurm-*.out")))
@@ -178,7 +179,7 @@ def read_field(lab: SlurmLab, job: str, name: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pages", nargs="*", default=["run.md", "nodes.md"])
+    parser.add_argument("jobs", nargs="*", default=JOBS)
     parser.add_argument("--track", choices=["cgroup", "linuxproc"], default="cgroup")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -189,7 +190,7 @@ def main() -> int:
     if not asked.inside:
         return subprocess.run(in_new_namespace([sys.executable, __file__, "--inside", *sys.argv[1:]])).returncode
     with SlurmLab(asked.track) as lab:
-        bad = [page for page in asked.pages if not try_job(lab, page)]
+        bad = [nodes for nodes in asked.jobs if not try_job(lab, nodes)]
     return 1 if bad else 0
 
 

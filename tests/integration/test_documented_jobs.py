@@ -22,7 +22,7 @@ import yaml
 from tests.support.watching import wait_for
 
 DOCS = Path(__file__).parents[2] / "docs"
-_PAGES = ("run.md", "nodes.md")
+_NODES = ("one", "several")  # the jobs of slurm.md, in its order
 _COMMAND = f"""#!{sys.executable}
 import os, pathlib, signal, sys, time
 def end(number, frame):
@@ -47,10 +47,10 @@ _PROGRAMS: Mapping[str, str] = {
 
 
 @contextlib.contextmanager
-def job(folder: Path, page: str, *, seconds: float = 60.0) -> Iterator[subprocess.Popen[bytes]]:
-    """The shell of the page's job, after its command has begun. The command takes so many seconds and ends with 5."""
-    blocks = (DOCS / page).read_text().split("```")[1::2]
-    script = next(block.lstrip() for block in blocks if "#SBATCH" in block)
+def job(folder: Path, nodes: str, *, seconds: float = 60.0) -> Iterator[subprocess.Popen[bytes]]:
+    """The shell of the job, after its command has begun. The command takes so many seconds and ends with 5."""
+    blocks = (DOCS / "slurm.md").read_text().split("```")[1::2]
+    script = blocks[_NODES.index(nodes)].lstrip()
     (folder / "job.sh").write_text(script.replace("/tmp/ray-", f"{folder}/ray-"))
     (folder / "bin").mkdir()
     for name, text in _PROGRAMS.items():
@@ -68,18 +68,18 @@ def job(folder: Path, page: str, *, seconds: float = 60.0) -> Iterator[subproces
         shell.wait()
 
 
-@pytest.mark.parametrize("page", _PAGES)
-def test_a_slurm_job_saves_and_is_requeued_after_usr1(page: str, tmp_path: Path) -> None:
-    with job(tmp_path, page) as shell:
+@pytest.mark.parametrize("nodes", _NODES)
+def test_a_slurm_job_saves_and_is_requeued_after_usr1(nodes: str, tmp_path: Path) -> None:
+    with job(tmp_path, nodes) as shell:
         shell.send_signal(signal.SIGUSR1)
         assert shell.wait(30) == 138
     assert (tmp_path / "saved").exists()
     assert (tmp_path / "asked").read_text() == "requeue 7\n"
 
 
-@pytest.mark.parametrize("page", _PAGES)
-def test_a_slurm_job_passes_every_sigterm_on(page: str, tmp_path: Path) -> None:
-    with job(tmp_path, page) as shell:
+@pytest.mark.parametrize("nodes", _NODES)
+def test_a_slurm_job_passes_every_sigterm_on(nodes: str, tmp_path: Path) -> None:
+    with job(tmp_path, nodes) as shell:
         for _ in range(4):  # scancel, given again and again
             shell.send_signal(signal.SIGTERM)
             time.sleep(0.1)
@@ -88,15 +88,15 @@ def test_a_slurm_job_passes_every_sigterm_on(page: str, tmp_path: Path) -> None:
     assert not (tmp_path / "asked").exists()
 
 
-@pytest.mark.parametrize("page", _PAGES)
-def test_a_slurm_job_ends_as_its_command_does(page: str, tmp_path: Path) -> None:
-    with job(tmp_path, page, seconds=0.0) as shell:
+@pytest.mark.parametrize("nodes", _NODES)
+def test_a_slurm_job_ends_as_its_command_does(nodes: str, tmp_path: Path) -> None:
+    with job(tmp_path, nodes, seconds=0.0) as shell:
         assert shell.wait(30) == 5
     assert not (tmp_path / "asked").exists()
 
 
 def test_ray_of_a_slurm_job_comes_first_and_keeps_sigterm(tmp_path: Path) -> None:
-    with job(tmp_path, "nodes.md", seconds=0.0) as shell:
+    with job(tmp_path, "several", seconds=0.0) as shell:
         shell.wait(30)
     assert "--address auto" in (tmp_path / "command").read_text()
     assert (tmp_path / "command").read_text().endswith("ready\n")
@@ -105,7 +105,7 @@ def test_ray_of_a_slurm_job_comes_first_and_keeps_sigterm(tmp_path: Path) -> Non
 
 
 def ray_job() -> dict[str, Any]:
-    return dict(yaml.safe_load((DOCS / "nodes.md").read_text().split("```yaml\n")[1].split("```")[0]))
+    return dict(yaml.safe_load((DOCS / "kubernetes.md").read_text().split("```yaml\n")[1].split("```")[0]))
 
 
 def pod_specs() -> tuple[dict[str, Any], dict[str, Any]]:
