@@ -164,7 +164,9 @@ def run_plan(
     check_outputs(outputs + ([] if request.timeline is None else [name_timeline(request.timeline)]))
     forecast = _work(call.use_cases.get("plan", PLAN), request, quiet, lambda settings: PlanProgress())
     _show(forecast, as_json, plan_to_dict, make_plan_document, verbose=verbose)
-    _offer_split_build(call, forecast.sites[0].partitioned, as_json)
+    site = forecast.sites[0]
+    builds = len(forecast.sites) == 1 and site.partitioned is None and bool(site.built_whole)
+    _offer_split_build(call, site.partitioned, as_json, asks=builds)
     failed = 0 if html is None else _write(call, lambda: write_page(make_plan_document(forecast), Path(html)))
     is_missed = forecast.status != REQUIRED if require else forecast.status == "nothing_fits"
     return failed or int(is_missed)
@@ -260,9 +262,11 @@ def _write(call: Call, write: Callable[[], object]) -> int:
     return 0
 
 
-def _offer_split_build(call: Call, build: PartitionedBuild | None, as_json: bool, *options: str) -> None:
-    """Print the line with which the model is built in parts, where that makes a rung fit."""
-    if build is not None and build.split_bytes is not None:
+def _offer_split_build(
+    call: Call, build: PartitionedBuild | None, as_json: bool, *options: str, asks: bool = False
+) -> None:
+    """Print the line with which the model is built in parts, where that makes a rung fit or the answer speaks of it."""
+    if asks or (build is not None and build.split_bytes is not None):
         line = resuming_command(call.argv, "--zero-init", *options)
         print(f"with --zero-init: {line}", file=sys.stderr if as_json else sys.stdout)
 

@@ -166,20 +166,21 @@ def _run_in_parallel(run: PlanRun, jobs: Sequence[_Job], *, search: bool, until_
 
 def _site_forecast(run: PlanRun, site: Site) -> SiteForecast:
     rungs, reason = run.list_forecasts(site), why_not_forecast(run.facts)
+    best = choose_best(rungs)
     return SiteForecast(
         site=site,
         rungs=rungs,
-        best=choose_best(rungs),
+        best=best,
         to_try=tuple(rung.rung for rung in rungs if reason is not None and rung.reason == reason),
         lacks_nvme=tuple(rung.name for rung in run.settings.ladder if rung.uses_nvme and site.nvme_path is None),
-        built_whole=_list_built_whole(run, site),
+        built_whole=_list_built_whole(run, site, best),
     )
 
 
-def _list_built_whole(run: PlanRun, site: Site) -> tuple[str, ...]:
-    """The stage-3 rungs whose device or host holds the most while each rank builds the whole model."""
+def _list_built_whole(run: PlanRun, site: Site, best: RungForecast | None) -> tuple[str, ...]:
+    """The best rung and those that may not fit, where device or host is fullest while each rank builds the model."""
     settings = run.settings
-    if settings.zero_init or settings.source.form.runs_as_main:
+    if best is None or settings.zero_init or settings.source.form.runs_as_main:
         return ()
 
     def is_decided(rung: str) -> bool:
@@ -193,7 +194,8 @@ def _list_built_whole(run: PlanRun, site: Site) -> tuple[str, ...]:
 
     names = [rung.name for rung in settings.ladder if rung.stage == 3]
     forecasts = [each for each in run.list_forecasts(site) if each.rung in names and each.memory]
-    return tuple(each.rung for each in forecasts if each.decides == "init" or is_decided(each.rung))
+    counting = [each for each in forecasts if each.rung == best.rung or each.verdict != "fits"]
+    return tuple(each.rung for each in counting if each.decides == "init" or is_decided(each.rung))
 
 
 def choose_best(rungs: Sequence[RungForecast]) -> RungForecast | None:

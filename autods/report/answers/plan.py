@@ -402,7 +402,7 @@ def list_suggestions(plan: PlanReport, site: SiteForecast) -> Iterator[str]:
     yield from compare_speeds(site, faster=True)
     if (cost := describe_accumulation(site)) is not None:
         yield cost
-    if (building := describe_building(plan, site)) is not None:
+    if (building := describe_building(site)) is not None:
         yield building
     if best.speed is not None and (unaligned := describe_unaligned(best.speed)) is not None:
         yield unaligned
@@ -441,18 +441,14 @@ def describe_accumulation(site: SiteForecast) -> str | None:
     )
 
 
-def describe_building(plan: PlanReport, site: SiteForecast) -> str | None:
-    """Where building decides the memory of the best rung or of those that may lack it, and the line that splits it."""
-    named = (each for each in site.rungs if each is site.best or each.verdict != "fits")
-    rungs = ", ".join(each.rung for each in named if each.rung in site.built_whole)
-    if not rungs or site.partitioned is not None:
+def describe_building(site: SiteForecast) -> str | None:
+    """Where building decides the memory of a rung, and how it is split; None where `partitioned` says it."""
+    if not site.built_whole or site.partitioned is not None:
         return None
-    command = f"autods plan {shlex.quote(plan.source.path)} --gpus {site.site.world_size}"
-    machine = site.site.machine
-    command += f" --gpu-memory {machine.device_bytes}" if machine.name in (ASKED, HERE) else f" --on {machine.name}"
+    rungs = ", ".join(site.built_whole)
     return (
-        f"building the whole model in each rank decides the memory of {rungs}; the HF Trainer builds it split,"
-        f" as --zero-init does: {command} --zero-init"
+        f"building the whole model in each rank decides the memory of {rungs};"
+        " the HF Trainer builds it split, as --zero-init does"
     )
 
 

@@ -80,6 +80,19 @@ def test_verbose_adds_the_intervals_and_the_bars(capsys: pytest.CaptureFixture[s
     assert "40.0 (36.0–44.0) / 80.0 GiB" in capsys.readouterr().out
 
 
+def test_the_line_is_given_where_building_decides(capsys: pytest.CaptureFixture[str]) -> None:
+    def end() -> PlanReport:
+        plan = forecast()
+        return replace(plan, sites=(replace(plan.sites[0], built_whole=("zero3",)),))
+
+    Fake(end)(*ASKED)
+    out = capsys.readouterr().out
+    assert "building the whole model in each rank decides" in " ".join(out.split())
+    assert f"with --zero-init: autods {' '.join(ASKED)} --zero-init\n" in out
+    Fake(forecast)(*ASKED)
+    assert "--zero-init" not in capsys.readouterr().out
+
+
 def test_a_split_build_is_offered_as_a_line_to_type(capsys: pytest.CaptureFixture[str]) -> None:
     def end() -> PlanReport:
         plan = hopeless()

@@ -410,7 +410,7 @@ def test_a_plan_says_where_building_decides() -> None:
     for script in (on_device, on_host):
         text = plan_of(script, "zero3")
         assert "building the whole model in each rank decides the memory of zero3" in text
-        assert "autods plan /home/me/model.py --gpus 8 --gpu-memory 42949672960 --zero-init" in text
+        assert "as --zero-init does" in text
         assert "building" not in plan_of(script, "zero2", "zero3")  # zero2 is recommended, and zero3 fits
         assert "building" not in plan_of(script, "zero3", zero_init=True)
     assert "building" not in plan_of(later, "zero3")
