@@ -34,26 +34,9 @@ What `questions` settles; each answer has its figures and `holds`, whether the a
   warmup      after how many steps ZeRO-3 has its speed; a quick trial warms up with one
 Not settled here: several nodes, NVMe, fp16 overflow, kinds of scripts. On simulated cards `make test` walks the path.
 
-Without a network (Python 3.12, torch 2.11+cu130 or the pinned torch 2.13). On a machine with one, of the same kind:
-  pip download -d wheels torch==2.11.0 --index-url https://download.pytorch.org/whl/cu130      (with its CUDA parts)
-  pip download -d wheels --no-deps --no-binary deepspeed deepspeed==0.19.8
-  pip download -d wheels --no-deps --only-binary :all: cloudpickle==3.1.2 nvidia-ml-py==13.615.71 optuna==5.0.0 \\
-    psutil==7.2.2 rich==15.0.0 scipy==1.17.1 transformers==5.23.0 typer==0.29.2 greenlet==3.5.6 numpy==2.4.6 einops \\
-    hjson msgpack ninja packaging py-cpuinfo pydantic pydantic-core annotated-types typing-inspection tqdm hf-xet \\
-    huggingface-hub httpx httpcore httpx2 httpcore2 truststore h11 anyio certifi idna tokenizers safetensors regex \\
-    pyyaml tomlkit alembic mako colorlog sqlalchemy shellingham click annotated-doc markdown-it-py mdurl pygments \\
-    pytest==9.2.0 pytest-timeout==2.4.0 iniconfig pluggy tabulate==0.10.0 setuptools wheel
-and, where the part `autotuner` is wanted, also ray==2.60.0 jsonschema jsonschema-specifications referencing rpds-py
-  attrs protobuf requests charset-normalizer urllib3, and pdsh on the system.
-Then, in the repository on the machine with the card, wheels beside it; nothing of autods has to be installed:
-  python3.12 -m venv .venv
-  .venv/bin/pip install --no-index --find-links wheels torch setuptools wheel
-  DS_BUILD_OPS=0 .venv/bin/pip install --no-index --find-links wheels --no-build-isolation deepspeed
-  .venv/bin/pip install --no-index --find-links wheels cloudpickle nvidia-ml-py optuna psutil rich scipy transformers \\
-    typer greenlet pytest pytest-timeout tabulate
-  .venv/bin/python tests/gpu/measure.py context gpt2
-A machine whose python3 has a CUDA build of torch: `venv --system-site-packages`, and no torch among the wheels. Its
-kernel may be a sandbox's: without pidfd or the finer lines of /proc the same is measured, host memory more coarsely.
+Without a network: `tests/gpu/kit.py pack` on a machine with package registries, and `kit.py run` beside the card, or
+after `kit.py install` this command with `.venv-kit/bin/python`. A machine's kernel may be a sandbox's: without pidfd or
+the finer lines of /proc the same is measured, host memory more coarsely.
 Needed besides: g++ (the simulated GPU is compiled once, some seconds; DeepSpeed's cpu_adam, where nvcc is there, too:
 without it torch's AdamW stands in, and the row says so by "torch_adam"). Where Ray is not installed trials run all the
 same, in ranks forked by this command; only `autotuner` is left out, which needs `autods fit`.
