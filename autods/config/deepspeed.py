@@ -37,6 +37,7 @@ class KnownKeys:
     zero_optimization: Mapping[str, tuple[int, ...]]
     offload: Mapping[str, tuple[str, ...]]
     instead: Mapping[str, str]
+    removed: Mapping[str, str]
 
     @property
     def tables(self) -> tuple[str, ...]:
@@ -46,7 +47,7 @@ class KnownKeys:
     @property
     def top(self) -> tuple[str, ...]:
         """All keys at the top."""
-        return (*BATCH_KEYS, *self.tables, *self.scalars, *self.other_values)
+        return (*BATCH_KEYS, *self.tables, *self.scalars, *self.other_values, *self.removed)
 
 
 @cache

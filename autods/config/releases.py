@@ -2,39 +2,59 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal
 
 from packaging.version import InvalidVersion, Version
 
 from ..schema import read_toml_as
 from ..system.host import data_folder, installed_versions
+from .deepspeed import get_key, read_known_keys
+from .rungs import Rung
+
+_REMOVAL = Version("0.19.8")  # DeepSpeed #8489
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseFault:
-    """A fault of the releases from `since` to before `fixed`, under these ZeRO stages; without `precisions` in all."""
+    """A fault of the releases from `since` to before `fixed`, under these ZeRO stages; without `precisions` in all.
+
+    Without `fixed` every later release has it. `below` maps a dotted key to the value below which a config has it.
+    """
 
     since: str
-    fixed: str
+    fixed: str | None = None
     stages: tuple[int, ...]
     precisions: tuple[str, ...] = ()
+    below: Mapping[str, float] = field(default_factory=dict)
     effect: Literal["wrong", "sometimes wrong", "slow"]
     what: str
     source: str
 
     @property
     def remedy(self) -> str:
-        return f"pip install 'deepspeed>={self.fixed}'"
+        if self.fixed is not None:
+            return f"pip install 'deepspeed>={self.fixed}'"
+        return "; ".join(f"leave {key} at {value:g}" for key, value in self.below.items())
+
+    @property
+    def key(self) -> str:
+        """The key of a config that brings the fault."""
+        return next(iter(self.below), "zero_optimization.stage")
 
     def describe(self, version: str) -> str:
         """What this release, which has the fault, does."""
         return f"DeepSpeed {version}: {self.what} ({self.source})"
 
-    def concerns(self, stage: int, precision: str) -> bool:
+    def concerns(self, stage: int, precision: str, config: Mapping[str, Any] = MappingProxyType({})) -> bool:
         """Whether a config of this ZeRO stage and precision has it."""
-        return stage in self.stages and (not self.precisions or precision in self.precisions)
+        if stage not in self.stages or (self.precisions and precision not in self.precisions):
+            return False
+        values = ((get_key(config, key), least) for key, least in self.below.items())
+        return all(isinstance(value, int | float) and value < least for value, least in values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +73,18 @@ def find_faults(version: str) -> tuple[ReleaseFault, ...]:
         known = Version(version)
     except InvalidVersion:
         return ()
-    return tuple(fault for fault in _read() if Version(fault.since) <= known < Version(fault.fixed))
+    faults = (fault for fault in _read() if Version(fault.since) <= known)
+    return tuple(fault for fault in faults if fault.fixed is None or known < Version(fault.fixed))
+
+
+def find_tolerated(ladder: Iterable[Rung], precision: str) -> tuple[ReleaseFault, ...]:
+    """What the installed release does slowly or sometimes wrong on rungs of this ladder; they are not left out."""
+    rungs, faults = tuple(ladder), find_faults(_installed())
+    return tuple(
+        fault
+        for fault in faults
+        if fault.effect != "wrong" and any(fault.concerns(rung.stage, precision, rung.ds_config) for rung in rungs)
+    )
 
 
 def find_wrong_stages(precision: str) -> dict[int, str]:
@@ -66,6 +97,14 @@ def find_wrong_stages(precision: str) -> dict[int, str]:
         for stage in fault.stages
         if fault.concerns(stage, precision)
     }
+
+
+def find_removed_keys() -> Mapping[str, str]:
+    """Map each dotted key that the installed release refuses, because the feature is gone, to what to do instead."""
+    try:
+        return read_known_keys().removed if Version(_installed()) >= _REMOVAL else {}
+    except InvalidVersion:
+        return {}
 
 
 @cache

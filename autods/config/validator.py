@@ -23,7 +23,7 @@ from .deepspeed import (
     get_key,
     read_known_keys,
 )
-from .releases import find_faults
+from .releases import find_faults, find_removed_keys
 
 Severity = Literal["error", "warning", "note"]
 # Sections that hold the arguments of a class, which DeepSpeed looks up by name.
@@ -547,9 +547,19 @@ def _find_harmful(question: Question) -> Iterator[Problem]:
         yield _note("gradient_clipping", problem, "0 turns clipping off")
 
 
+def _find_removed(question: Question) -> Iterator[Problem]:
+    """Keys that the installed release refuses because their feature is gone. `explain` has DeepSpeed's own words."""
+    for key, hint in find_removed_keys().items():
+        section, _, name = key.rpartition(".")
+        holder = question.get(section) if section else question.config
+        if isinstance(holder, Mapping) and name in holder:
+            yield _error(key, f'"{key}": DeepSpeed has removed it, and refuses the config', hint)
+
+
 SEARCH_RULES: tuple[Rule, ...] = (
     _find_ill_typed,
     _find_decided_by_trials,
+    _find_removed,
     _find_two_precisions,
     _find_uneven_groups,
     _find_wrong_batch,
@@ -559,10 +569,10 @@ SEARCH_RULES: tuple[Rule, ...] = (
 def _find_release_faults(question: Question) -> Iterator[Problem]:
     """What the installed release does wrong, or slowly, at this stage, and no error shows."""
     for fault in find_faults(question.installed.version):
-        if fault.concerns(question.stage, enabled_half_precision(question.config) or "fp32"):
+        if fault.concerns(question.stage, enabled_half_precision(question.config) or "fp32", question.config):
             severity: Severity = "error" if fault.effect == "wrong" else "warning"
             text = fault.describe(question.installed.version)
-            yield Problem(severity=severity, key=f"{_ZERO}.stage", problem=text, hint=fault.remedy)
+            yield Problem(severity=severity, key=fault.key, problem=text, hint=fault.remedy)
 
 
 EXPLAIN_RULES: tuple[Rule, ...] = (

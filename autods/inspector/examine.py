@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..config.base_config import precision_name
 from ..config.deepspeed import compose, required_ops
-from ..config.releases import find_faults
+from ..config.releases import find_tolerated
 from ..config.rungs import unmet_need
 from ..config.settings import Settings, resolve_fit
 from ..devices import DEVICES, find_device
@@ -173,10 +173,8 @@ def _check_builds(
 
 def _check_release(settings: Settings) -> Iterator[Check]:
     """What the installed DeepSpeed does slowly or sometimes wrong on this ladder; rungs that are wrong are left out."""
-    version, precision = installed_versions()["deepspeed"], precision_name(settings.base)
-    for fault in find_faults(version):
-        if fault.effect != "wrong" and any(fault.concerns(rung.stage, precision) for rung in settings.ladder):
-            yield toolchain.grade_fault(fault, version)
+    for fault in find_tolerated(settings.ladder, precision_name(settings.base)):
+        yield toolchain.grade_fault(fault, installed_versions()["deepspeed"])
 
 
 def _explain_skip(check: Check, missing: Mapping[str, list[str]]) -> Check:

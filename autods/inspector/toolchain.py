@@ -35,7 +35,7 @@ def check_versions(versions: Callable[[], Mapping[str, str]] = installed_version
         else:
             yield Check.ok("Software", name, version)
         if name == "deepspeed":
-            yield from (grade_fault(fault, version) for fault in find_faults(version))
+            yield from (grade_fault(fault, version) for fault in find_faults(version) if not fault.below)
 
 
 def grade_fault(fault: ReleaseFault, version: str) -> Check:

@@ -96,7 +96,7 @@ def test_settings_that_exclude_each_other_are_refused_with_the_reason(config: di
     "config",
     [
         {},
-        {"fp16": ON, "bf16": {"enabled": False}, "amp": {"enabled": False}, "zero_optimization": {"stage": 3}},
+        {"fp16": ON, "bf16": {"enabled": False}, "zero_optimization": {"stage": 3}},
         {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": None},
         {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 5},
         {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8},

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from autods.config import releases
-from autods.config.releases import find_faults, find_wrong_stages
-from autods.config.rungs import unmet_need
+from autods.config.base_config import check_base_config
+from autods.config.deepspeed import merge, nest_key
+from autods.config.releases import find_tolerated, find_wrong_stages
+from autods.config.rungs import Rung, unmet_need
 from autods.config.validator import EXPLAIN_RULES, InstalledKeys, Problem, Question, find_problems
+from autods.errors import InputError
 from autods.inspector import examine
 from autods.inspector.toolchain import check_versions
 from tests.support.machines import SOURCE, a_machine
+from tests.support.planned import Planned, question
 from tests.support.settings import fit_settings
+
+RATIO = "zero_optimization.offload_optimizer.ratio"
+REMOVED = releases.read_known_keys().removed
 
 
 @pytest.fixture
@@ -25,8 +34,65 @@ def old_release(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest)
     return version
 
 
-def test_the_release_that_is_installed_has_no_known_fault() -> None:
-    assert find_faults(importlib.metadata.version("deepspeed")) == ()
+def with_ratio(ladder: tuple[Rung, ...], ratio: float) -> tuple[Rung, ...]:
+    return tuple(replace(rung, ds_config=merge(rung.ds_config, nest_key(RATIO, ratio))) for rung in ladder)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_no_known_fault_of_the_installed_release_touches_a_rung(precision: str) -> None:
+    ladder = question().ladder
+    assert len(ladder) == 9
+    assert (find_tolerated(ladder, precision), find_wrong_stages(precision)) == ((), {})
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio", "times"),
+    [("zero3-offload-optimizer", 0.5, 1), ("zero3-offload-optimizer", 1, 0), ("zero2-offload", 0.5, 0)],
+)
+def test_a_plan_and_a_fit_are_warned_of_a_ratio_below_one(name: str, ratio: float, times: int) -> None:
+    asked = question(largest=False, ladder=(name,))
+    plan = Planned(replace(asked, ladder=with_ratio(asked.ladder, ratio)))
+    notes = [note for note in plan.forecast.assumed if "learning-rate" in note]
+    assert [note.endswith(f"; leave {RATIO} at 1") for note in notes] == [True] * times
+
+    settings = fit_settings(SOURCE, hardware=a_machine(gpus=4), precision="bf16", ladder=name)
+    settings = replace(settings, ladder=with_ratio(settings.ladder, ratio))
+    checks = examine.check_ladder(settings, {}, is_built=lambda op: True, may_lock=lambda: True)
+    remedies = [check.remedy for check in checks if check.name.startswith("deepspeed")]
+    assert remedies == [f"leave {RATIO} at 1"] * times
+
+
+def test_explain_warns_of_a_ratio_below_one() -> None:
+    def judge(stage: int, ratio: Any) -> list[tuple[str, str]]:
+        config = merge({"zero_optimization": {"stage": stage}}, nest_key(RATIO, ratio))
+        found = find_problems(
+            Question(config=config, installed=InstalledKeys(version="0.19.8", defaults={})), EXPLAIN_RULES
+        )
+        return [
+            (problem.severity, problem.hint)
+            for problem in found
+            if problem.key == RATIO and "learning-rate" in problem.problem
+        ]
+
+    assert judge(3, 0.3) == [("warning", f"leave {RATIO} at 1")]
+    assert judge(3, 1) == judge(3, "auto") == judge(2, 0.3) == []
+
+
+@pytest.mark.parametrize("key", REMOVED)
+@pytest.mark.parametrize("value", [{"enabled": False}, None, 0], ids=["a section", "null", "0"])
+def test_a_removed_key_is_refused_whatever_its_value(key: str, value: Any) -> None:
+    with pytest.raises(InputError) as caught:
+        check_base_config(nest_key(key, value), world_size=2, place="ds.json")
+    lines = str(caught.value).splitlines()
+    assert (len(lines), caught.value.exit_code) == (2, 2)
+    assert lines[0] == f'ds.json: "{key}": DeepSpeed has removed it, and refuses the config'
+    assert lines[1].strip() == REMOVED[key]
+
+
+@pytest.mark.parametrize("old_release", ["0.19.7"], indirect=True)
+def test_a_release_that_has_the_key_still_takes_it(old_release: str) -> None:
+    config: Mapping[str, Any] = {"amp": {"enabled": False}, "nebula": {"enabled": False}}
+    check_base_config(config, world_size=2)
 
 
 @pytest.mark.parametrize(
