@@ -28,7 +28,7 @@ from ..forecast.values import (
     SimulationStarted,
     Simulator,
 )
-from ..types import Knobs, ModelFacts
+from ..types import Knobs, ModelFacts, first_line
 
 # Failures that every rung would share: the workload or the installation has to be mended first.
 _LASTING = ("user_code", "data_dependent", "unsupported", "stuck", "no_compiler", "build_failed", "environment")
@@ -197,7 +197,7 @@ class PlanRun:
                 raise
             self.failures[spec.rung] = failed
             for site in sites:
-                reason = f"could not be simulated: {' '.join(str(failed.problem).split())}"
+                reason = f"could not be simulated: {first_line(str(failed.problem))} (autods fit tries it)"
                 self._report(site, _not_applicable(spec.rung, site, reason))
         return others
 

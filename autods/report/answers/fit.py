@@ -15,7 +15,7 @@ from ...config.settings import KEPT_BY_KERNEL, KEPT_BY_PYTHON
 from ...config.trainers import DS_CONFIG, DS_CONFIG_HF
 from ...forecast.values import RungForecast
 from ...types import TIERS, Fit, OutOfMemory, Record, Tier, TierUse
-from ...units import format_bytes, format_count
+from ...units import format_bytes, format_count, format_factor
 from .. import document as doc
 from ..document import Cell, Column, Medium, Words, line, make_document, tabulate, titled
 from ..launch import ACCELERATE, DS_CONFIG_REHEARSED, launch_lines
@@ -341,7 +341,7 @@ def _describe_speed(report: FitReport) -> str:
             if config is None:
                 break
             first = f"{record.trial.rung}, micro batch {record.trial.knobs.micro_batch}"
-            return f"{text}: {rate / config.samples_per_second:.2g} × the first that fitted ({first})"
+            return f"{text}: {format_factor(rate / config.samples_per_second)} × the first that fitted ({first})"
     return text
 
 

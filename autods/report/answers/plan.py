@@ -406,12 +406,14 @@ def list_suggestions(plan: PlanReport, site: SiteForecast) -> Iterator[str]:
         yield building
     if best.speed is not None and (unaligned := describe_unaligned(best.speed)) is not None:
         yield unaligned
-    faster = [rung for rung in site.rungs[: site.rungs.index(best)] if rung.memory and _may_be_faster(rung, best)]
-    tight = [rung.rung for rung in faster if rung.verdict == "tight"]
-    if tight and best.verdict == "fits":
-        yield f"faster, but tight: {', '.join(tight)}; only a real trial can tell (autods fit)"
-    if faster:
-        yield f"the next faster one, {faster[-1].rung}, {describe_need(faster[-1])}"
+    before = [rung for rung in site.rungs[: site.rungs.index(best)] if rung.memory and _may_be_faster(rung, best)]
+    faster = [rung for rung in before if _has_comparable_speed(rung, best)]
+    for rungs, word in ((faster, "faster"), ([each for each in before if each not in faster], "first in the ladder")):
+        if (tight := [rung.rung for rung in rungs if rung.verdict == "tight"]) and best.verdict == "fits":
+            yield f"{word}, but tight: {', '.join(tight)}; only a real trial can tell (autods fit)"
+    if before:
+        place = "next faster one" if before[-1] in faster else "one before it in the ladder"
+        yield f"the {place}, {before[-1].rung}, {describe_need(before[-1])}"
     clearly_less = _CLEARLY_LEANER * best.memory["device"].peak_bytes
     fitting = [rung for rung in site.rungs if rung.verdict == "fits" and "device" in rung.memory]
     leaner = next((rung for rung in fitting if rung.memory["device"].peak_bytes < clearly_less), None)
@@ -453,12 +455,17 @@ def describe_building(site: SiteForecast) -> str | None:
 
 
 def _may_be_faster(rung: RungForecast, best: RungForecast) -> bool:
-    """Whether a rung before the best in the ladder could beat it, if it fitted. Rates of other batches do not tell."""
+    """Whether a rung before the best in the ladder could beat it, if it fitted."""
     if rung.verdict == best.verdict:
         return False
-    if rung.speed is None or best.speed is None or rung.speed.micro_batch != best.speed.micro_batch:
+    if rung.speed is None or best.speed is None or not _has_comparable_speed(rung, best):
         return True
     return rung.speed.samples_per_second > best.speed.samples_per_second
+
+
+def _has_comparable_speed(rung: RungForecast, best: RungForecast) -> bool:
+    """Whether both have a time. Rates of other batches do not tell which is faster."""
+    return rung.speed is not None and best.speed is not None and rung.speed.micro_batch == best.speed.micro_batch
 
 
 def describe_training(plan: PlanReport, site: SiteForecast) -> str | None:

@@ -88,13 +88,15 @@ def test_the_answer_comes_before_its_one_table() -> None:
 def test_plan_names_the_fastest_fitting_rung_and_its_neighbours() -> None:
     text = sentence(printed(forecast()))
     assert "Use zero2, micro batch 6" in text
-    assert "faster, but tight: zero1; only a real trial can tell" in text
-    assert "the next faster one, zero1, needs 77.0 GiB of device memory" in text
+    assert "first in the ladder, but tight: zero1; only a real trial can tell" in text
+    assert "the one before it in the ladder, zero1, needs 77.0 GiB of device memory" in text
+    assert "faster" not in text
     assert "zero3-offload leaves more memory free: needs 6.0 GiB of device memory, up to micro batch 40" in text
 
 
 def test_a_faster_rung_that_cannot_fit_is_said_to_lack_so_much() -> None:
-    text = sentence(printed(forecast((RUNGS[0], RUNGS[2]))))
+    rates = {"ddp": speed(20), "zero2": speed(10)}
+    text = sentence(printed(forecast(tuple(replace(row, speed=rates[row.rung]) for row in (RUNGS[0], RUNGS[2])))))
     assert "the next faster one, ddp, needs 131.0 GiB of device memory, 51.0 GiB more than there is" in text
 
 
