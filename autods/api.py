@@ -6,11 +6,11 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Generic, ParamSpec, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, get_type_hints
 
 from .arguments import PathText, describe_arguments
 from .config.base_config import check_ranks
@@ -23,6 +23,7 @@ from .explainer.explain import explain as explain_config
 from .forecast.values import ForecastEvent
 from .inspector.examine import DoctorSettings, check_ladder, examine, format_warning, resolve_doctor
 from .planner.plan import plan as forecast_rungs
+from .prober.grid import format_trial_label
 from .prober.probe_settings import ProbeSettings, count_most_ranks, resolve_probe
 from .report.results.doctor import Checkup
 from .report.results.explain import Explanation
@@ -47,6 +48,11 @@ from .types import WorkloadSource
 from .workload.load import keep_own_checkpointing, make_source
 from .workload.protocol import Workload
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .report.live import PlanProgress, RunProgress, TrialProgress
+
 P = ParamSpec("P")
 Request = TypeVar("Request")
 Resolved = TypeVar("Resolved")
@@ -54,16 +60,28 @@ AnyEvent = TypeVar("AnyEvent")
 Result = TypeVar("Result")
 
 
+Progress = AbstractContextManager[Callable[[AnyEvent], None]]
+Show = Callable[[Resolved, "Console | None", bool], Progress[AnyEvent]]
+
+
+def _show_trials(settings: Any, console: Console | None, verbose: bool) -> Progress[Any]:
+    from .report.live import TrialProgress
+
+    return TrialProgress(console)
+
+
 @dataclass(frozen=True, slots=True)
 class UseCase(Generic[Request, Resolved, AnyEvent, Result]):
-    """A command in two steps: `resolve` checks a request against this machine, `run` does the work.
+    """A command: `resolve` checks a request against this machine, `run` does the work, `show` is its progress.
 
     `resolve` raises InputError or EnvironmentBroken, and nothing is running when it does. `run` tells its listener
-    what happens meanwhile.
+    what happens meanwhile. `show` makes a listener and context manager that prints that to a console, or to standard
+    error where it is None; the third argument says whether it prints what the ranks print, too.
     """
 
     resolve: Callable[[Request], Resolved]
     run: Callable[[Resolved, Callable[[AnyEvent], None]], Result]
+    show: Show[Resolved, AnyEvent] = _show_trials
 
 
 def _resolve_fit(request: FitRequest) -> Settings:
@@ -167,16 +185,41 @@ def _make_source(request: WorkloadRequest, *, out: PathText | None = None, **opt
     )
 
 
-FIT: UseCase[FitRequest, Settings, Event, FitReport] = UseCase(_resolve_fit, _run_fit)
-RUN: UseCase[RunRequest, RunSettings, RunEvent, RunReport] = UseCase(_resolve_run, _run_run)
+def _show_fit(settings: Settings, console: Console | None, verbose: bool) -> TrialProgress:
+    from .report.live import TrialProgress
+    from .tuner.candidates import DifferenceFromFirst
+
+    return TrialProgress(console, label=DifferenceFromFirst(), logs=settings.out / "logs" if verbose else None)
+
+
+def _show_run(settings: RunSettings, console: Console | None, verbose: bool) -> RunProgress:
+    from .report.live import RunProgress
+
+    return RunProgress(console)
+
+
+def _show_forecasts(settings: Any, console: Console | None, verbose: bool) -> PlanProgress:
+    from .report.live import PlanProgress
+
+    return PlanProgress(console)
+
+
+def _show_probe(probe: ProbeSettings, console: Console | None, verbose: bool) -> TrialProgress:
+    from .report.live import TrialProgress
+
+    return TrialProgress(console, label=lambda trial: format_trial_label(probe, trial))
+
+
+FIT: UseCase[FitRequest, Settings, Event, FitReport] = UseCase(_resolve_fit, _run_fit, _show_fit)
+RUN: UseCase[RunRequest, RunSettings, RunEvent, RunReport] = UseCase(_resolve_run, _run_run, _show_run)
 PLAN: UseCase[PlanRequest, PlanSettings, ForecastEvent, PlanReport] = UseCase(
-    _resolve_plan, lambda settings, listen: forecast_rungs(settings, listen=listen)
+    _resolve_plan, lambda settings, listen: forecast_rungs(settings, listen=listen), _show_forecasts
 )
 DOCTOR: UseCase[DoctorRequest, DoctorSettings, Event, Checkup] = UseCase(resolve_doctor, examine)
 EXPLAIN: UseCase[ExplainRequest, ExplainSettings, ForecastEvent, Explanation] = UseCase(
-    _resolve_explain, explain_config
+    _resolve_explain, explain_config, _show_forecasts
 )
-PROBE: UseCase[ProbeRequest, ProbeSettings, Event, ProbeReport] = UseCase(_resolve_probe, _run_probe)
+PROBE: UseCase[ProbeRequest, ProbeSettings, Event, ProbeReport] = UseCase(_resolve_probe, _run_probe, _show_probe)
 
 
 def _make_function(
@@ -205,7 +248,7 @@ def _make_function(
         listener = getattr(checked, "on_event", None)
         try:
             resolved = command.resolve(checked)
-            with _show_in_notebook(name) if listener is None else nullcontext(listener) as hear:
+            with _show_in_notebook(command, resolved) if listener is None else nullcontext(listener) as hear:
                 return command.run(resolved, hear)
         except AutodsError as error:
             error.keep_options([f"--{name.replace('_', '-')}" for name in signature.parameters])
@@ -218,7 +261,7 @@ def _make_function(
 
 
 @contextmanager
-def _show_in_notebook(function: str) -> Iterator[Callable[[Any], None]]:
+def _show_in_notebook(command: UseCase[Any, Resolved, Any, Any], resolved: Resolved) -> Iterator[Callable[[Any], None]]:
     """What a function tells where nobody listens: lines of progress in a notebook, nothing elsewhere."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if type(shell).__name__ != "ZMQInteractiveShell":  # a notebook's kernel
@@ -226,12 +269,9 @@ def _show_in_notebook(function: str) -> Iterator[Callable[[Any], None]]:
         return
     from rich.console import Console
 
-    from .report.live import PlanProgress, RunProgress, TrialProgress
-
-    views = {"plan": PlanProgress, "explain": PlanProgress, "run": RunProgress}
     # Lines of text: what rich redraws in a notebook needs widgets.
     console = Console(file=sys.stdout, force_jupyter=False, force_terminal=False)
-    with views.get(function, TrialProgress)(console) as listen:
+    with command.show(resolved, console, False) as listen:
         yield listen
 
 

@@ -22,7 +22,6 @@ from typing import Literal
 from rich.console import Console
 from rich.text import Text
 
-from autods.cli.commands import DifferenceFromFirst
 from autods.config.profiles import read_profile
 from autods.events import Event, SearchStarted, StageStarted, TrialFinished, TrialForecasted, TrialMoved, TrialStarted
 from autods.report import FitReport, serialize
@@ -33,6 +32,7 @@ from autods.report.live import TrialProgress
 from autods.report.render_terminal import print_document
 from autods.report.results.explain import Explanation
 from autods.schema import read_known
+from autods.tuner.candidates import DifferenceFromFirst
 from autods.tuner.fit import plan_stages
 from autods.types import Knobs, Record, Skipped, TierUse, Trial
 from autods.units import format_bytes

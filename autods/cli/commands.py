@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from .. import requests
-from ..api import DOCTOR, EXPLAIN, FIT, PLAN, PROBE, RUN, UseCase
+from ..api import DOCTOR, EXPLAIN, FIT, PLAN, PROBE, RUN, Progress, UseCase
 from ..config.settings import Settings
 from ..diagnosis.logs import find_logs
 from ..diagnosis.root_cause import Diagnosis, diagnose_logs
@@ -28,7 +28,6 @@ from ..files import OutputFile, check_outputs
 from ..forecast.values import PartitionedBuild
 from ..journal import JOURNAL, RESULTS
 from ..planner.timeline import name_timeline
-from ..prober.grid import format_trial_label
 from ..prober.probe_settings import ProbeSettings
 from ..report.answers.fit import make_comparison, make_fit_document
 from ..report.answers.plan import make_plan_document
@@ -36,7 +35,7 @@ from ..report.answers.probe import make_probe_document
 from ..report.answers.problems import make_diagnosis_document, make_doctor_document, make_explain_document
 from ..report.answers.run import make_run_document
 from ..report.document import Document
-from ..report.live import CheckProgress, PlanProgress, RunProgress, TrialProgress
+from ..report.live import CheckProgress, TrialProgress
 from ..report.render_html import PAGE, PAGE_BEGINS, RUN_PAGE, write_page
 from ..report.render_markdown import to_markdown
 from ..report.render_terminal import print_document
@@ -58,8 +57,6 @@ from ..report.serialize import (
 from ..report.serialize import read as read_report
 from ..report.text import format_ranks
 from ..supervisor.run_settings import RunSettings
-from ..tuner.candidates import unusual_knobs
-from ..types import Trial
 from ..units import format_bytes
 from .ending import Call, end_with_error, resuming_command
 from .synopsis import REQUIRED
@@ -73,15 +70,15 @@ def run_fit(
     call: Call, request: requests.FitRequest, *, as_json: bool = False, quiet: bool = False, verbose: bool = False
 ) -> int:
     """Find the fastest config. The answer does not repeat warnings that were printed while it was found."""
-    progress: TrialProgress | None = None
+    command: UseCase[Any, Settings, Any, Any] = call.use_cases.get("fit", FIT)
+    progress: list[object] = []
 
-    def show_progress(settings: Settings) -> TrialProgress:
-        nonlocal progress
-        progress = TrialProgress(label=DifferenceFromFirst(), logs=settings.out / "logs" if verbose else None)
-        return progress
+    def show(settings: Settings, console: Console | None, verbose: bool) -> Progress[Any]:
+        progress.append(shown := command.show(settings, console, verbose))
+        return shown
 
     def make(report: FitReport) -> Document:
-        warned = progress.warned if progress is not None else set()
+        warned = {text for each in progress if isinstance(each, TrialProgress) for text in each.warned}
         new = tuple(text for text in report.warnings if text not in warned)
         return make_fit_document(replace(report, warnings=new))
 
@@ -90,7 +87,7 @@ def run_fit(
         nodes = f" on {settings.nodes} nodes" if settings.nodes > 1 else ""
         return f"{_describe_subject(settings)}{nodes}, {settings.profile.name} config → {settings.out}"
 
-    report = _work(call.use_cases.get("fit", FIT), request, quiet, show_progress, begin)
+    report = _work(replace(command, show=show), request, quiet, begin, verbose=verbose)
     _show(report, as_json, to_dict, make, verbose=verbose)
     _offer_split_build(call, report.partitioned, as_json, "--fresh")  # its folder is that of another fit
     return 0 if report.status == "fit" else 1
@@ -103,7 +100,7 @@ def run_run(call: Call, request: requests.RunRequest, *, as_json: bool = False, 
         call.out = settings.out
         return f"{_describe_subject(settings.fit)} → {settings.out}"
 
-    report: RunReport = _work(call.use_cases.get("run", RUN), request, quiet, lambda settings: RunProgress(), begin)
+    report: RunReport = _work(call.use_cases.get("run", RUN), request, quiet, begin)
     _show(report, as_json, RunReport.to_dict, make_run_document)
     return report.exit_code
 
@@ -162,7 +159,7 @@ def run_plan(
         raise InputError(f"--require {require} is unknown", hint=f"give --require {REQUIRED}, or none")
     outputs = [] if html is None else [OutputFile("--html", html, PAGE_BEGINS)]
     check_outputs(outputs + ([] if request.timeline is None else [name_timeline(request.timeline)]))
-    forecast = _work(call.use_cases.get("plan", PLAN), request, quiet, lambda settings: PlanProgress())
+    forecast = _work(call.use_cases.get("plan", PLAN), request, quiet)
     _show(forecast, as_json, plan_to_dict, make_plan_document, verbose=verbose)
     site = forecast.sites[0]
     builds = len(forecast.sites) == 1 and site.partitioned is None and bool(site.built_whole)
@@ -182,9 +179,6 @@ def run_probe(
     outputs = [] if table is None else [OutputFile("--csv", table, CSV_BEGINS)]
     check_outputs(outputs)
 
-    def show_progress(probe: ProbeSettings) -> TrialProgress:
-        return TrialProgress(label=lambda trial: format_trial_label(probe, trial))
-
     def begin(probe: ProbeSettings) -> str:
         call.out = probe.settings.out
         check_outputs(outputs, (call.out / name for name in (JOURNAL, *RESULTS) if name != PROBE_CSV))
@@ -194,7 +188,7 @@ def run_probe(
             manner = "by the forecast" if probe.machine is not None else "by the forecast and by trials"
         return f"{probe.settings.source.name}: {subject}, {manner} → {probe.settings.out}"
 
-    report = _work(call.use_cases.get("probe", PROBE), request, quiet, show_progress, begin)
+    report = _work(call.use_cases.get("probe", PROBE), request, quiet, begin)
     if csv == "-":
         print(to_csv(report), end="")
     else:
@@ -205,14 +199,14 @@ def run_probe(
 
 def run_explain(call: Call, request: requests.ExplainRequest, *, as_json: bool = False, quiet: bool = False) -> int:
     """Explain a DeepSpeed config."""
-    explanation = _work(EXPLAIN, request, quiet, lambda settings: PlanProgress())
+    explanation = _work(EXPLAIN, request, quiet)
     _show(explanation, as_json, asdict, make_explain_document)
     return 1 if explanation.has_errors else 0
 
 
 def run_doctor(call: Call, request: requests.DoctorRequest, *, as_json: bool = False, quiet: bool = False) -> int:
     """Check this machine."""
-    checkup = _work(DOCTOR, request, quiet, lambda settings: TrialProgress())
+    checkup = _work(DOCTOR, request, quiet)
     _show(checkup, as_json, asdict, make_doctor_document)
     return 3 if checkup.is_broken else 0
 
@@ -231,8 +225,9 @@ def _work(
     command: UseCase[Request, Resolved, Any, Result],
     request: Request,
     quiet: bool,
-    show_progress: Callable[[Resolved], AbstractContextManager[Callable[[Any], None]]],
     begin: Callable[[Resolved], str] | None = None,
+    *,
+    verbose: bool = False,
 ) -> Result:
     """Check the request, which may take long, and do the work while the progress is shown. `begin` says what begins."""
     address = getattr(request, "address", None)
@@ -241,7 +236,7 @@ def _work(
     with nullcontext() if quiet else CheckProgress(f"checking {workload}the options and {machine}"):
         settings = command.resolve(request)
     sentence = None if begin is None else begin(settings)
-    with nullcontext(lambda event: None) if quiet else show_progress(settings) as listen:
+    with nullcontext(lambda event: None) if quiet else command.show(settings, None, verbose) as listen:
         if sentence is not None:
             listen(Note(text=sentence))
         return command.run(settings, listen)
@@ -284,17 +279,3 @@ def _show(
         print(json.dumps(to_json(result), indent=2))
     else:
         print_document(make(result), Console(), verbose=verbose)
-
-
-class DifferenceFromFirst:
-    """Labels a trial by its differences from the first: 'without checkpointing', 'recomputing', 'in fp16'.
-
-    The walk comes first, and recomputes activations where the model can, so most labels are empty.
-    """
-
-    recomputes: bool | None = None
-
-    def __call__(self, trial: Trial) -> str:
-        if self.recomputes is None:
-            self.recomputes = trial.knobs.checkpointing
-        return unusual_knobs(trial.knobs, recomputes=self.recomputes)

@@ -107,3 +107,17 @@ def unusual_knobs(knobs: Knobs, *, recomputes: bool) -> str:
     if knobs.checkpointing is not recomputes:
         words.append("recomputing" if knobs.checkpointing else "without checkpointing")
     return " ".join(words)
+
+
+class DifferenceFromFirst:
+    """Labels a trial by its differences from the first: 'without checkpointing', 'recomputing', 'in fp16'.
+
+    The walk comes first, and recomputes activations where the model can, so most labels are empty.
+    """
+
+    recomputes: bool | None = None
+
+    def __call__(self, trial: Trial) -> str:
+        if self.recomputes is None:
+            self.recomputes = trial.knobs.checkpointing
+        return unusual_knobs(trial.knobs, recomputes=self.recomputes)

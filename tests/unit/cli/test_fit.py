@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from io import BufferedWriter, TextIOWrapper
 from pathlib import Path
@@ -12,7 +13,6 @@ import pytest
 
 from autods.api import UseCase
 from autods.cli import ending
-from autods.cli.commands import DifferenceFromFirst
 from autods.cli.main import main
 from autods.cli.startup import Output
 from autods.config.settings import Settings, resolve_fit
@@ -21,6 +21,7 @@ from autods.events import Listener, Note, TrialFinished
 from autods.report import FitReport
 from autods.requests import FitRequest
 from autods.system.host import Hardware
+from autods.tuner.candidates import DifferenceFromFirst
 from autods.types import WorkloadSource
 from tests.support.reports import fit, fitting_report, hopeless_report, record
 
@@ -97,6 +98,19 @@ def test_quiet_shows_the_result_only(capsys: pytest.CaptureFixture[str]) -> None
     out, err = capsys.readouterr()
     assert "zero3 fits" in out
     assert err == ""
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_a_command_shows_progress_as_its_use_case_does(verbose: bool) -> None:
+    fake, told, asked = Fake(fitting_report), list[object](), list[bool]()
+
+    def show(settings: Settings, console: object, verbose: bool) -> AbstractContextManager[Callable[[object], None]]:
+        asked.append(verbose)
+        return nullcontext(told.append)
+
+    assert main([*CPU, *(["-v"] if verbose else [])], fit=UseCase(fake.resolve, fake.run_fit, show)) == 0
+    assert asked == [verbose]
+    assert any("gpt on 2 cpu ranks" in str(event) for event in told)
 
 
 @pytest.mark.parametrize(("options", "stream"), [((), "err"), (("--quiet",), "out")])
