@@ -38,9 +38,9 @@ FILES = {
 SECTIONS = {
     f"{key}: {json.dumps(value)}": config({key: value}, f'"{key}" must be an object, not {json.dumps(value)}')
     for key, value in {
-        "zero_optimization": 3, "fp16": True, "bf16": None, "amp": 5, "optimizer": "AdamW", "scheduler": [],
-        "activation_checkpointing": 5, "flops_profiler": True, "elasticity": 5, "autotuning": True, "aio": "auto",
-        "tensorboard": "logs", "compression_training": 5, "data_efficiency": [1], "comms_logger": True,
+        "zero_optimization": 3, "fp16": True, "bf16": None, "optimizer": "AdamW", "scheduler": [],
+        "activation_checkpointing": 5, "flops_profiler": True, "autotuning": True, "aio": "auto",
+        "tensorboard": "logs", "data_efficiency": [1], "comms_logger": True,
     }.items()
 }  # fmt: skip
 TYPES = {
@@ -74,6 +74,13 @@ BATCHES = {
     ),
     "left open": config(dict.fromkeys(("train_batch_size", "gradient_accumulation_steps"), "auto"), "", code=0),
 }  # fmt: skip
+REMOVED = {
+    f"{key}: {json.dumps(value)}": config({key: value}, f'"{key}": DeepSpeed has removed it, and refuses the config')
+    for key, value in {
+        "amp": 5, "elasticity": 5, "compression_training": 5, "sparse_attention": {"mode": "fixed"},
+        "nebula": {"enabled": False},
+    }.items()
+}  # fmt: skip
 CONTRADICTIONS = {
     "amp with ZeRO": config(
         {"amp": {"enabled": True}, "zero_optimization": {"stage": 1}}, "amp and ZeRO exclude each other"
@@ -101,6 +108,11 @@ def test_a_file_that_is_no_config(meet, case):
     meet(case)
 
 
+@each(REMOVED)
+def test_a_key_that_deepspeed_has_removed(meet, case):
+    meet(case)
+
+
 @each(SECTIONS | TYPES | BATCHES)
 def test_a_value_of_another_type(meet, case):
     meet(case)
@@ -124,7 +136,6 @@ IN_A_TRIAL = {
         ),
         "an unknown scheduler": ({"scheduler": {"type": "Up"}}, "does not recognize LR scheduler Up"),
         "an unknown type of data": ({"communication_data_type": "int3"}, "Invalid communication_data_type"),
-        "a section that is gone": ({"sparse_attention": {"mode": "fixed"}}, "Sparse Attention has been removed"),
     }.items()
 }
 
