@@ -106,7 +106,11 @@ def run_on_terminal(command: Sequence[str], widths: Sequence[int], until: Sequen
             while text not in "\n".join(screen.rows()):
                 assert time.monotonic() < ends, screen.rows()
                 if select.select([terminal], [], [], 0.1)[0]:
-                    screen.write(decoder.decode(os.read(terminal, 1 << 16)))
+                    try:
+                        printed = os.read(terminal, 1 << 16)
+                    except OSError:  # nobody has the other side
+                        raise AssertionError(f"it ended before {text!r}: {screen.rows()}") from None
+                    screen.write(decoder.decode(printed))
             screens.append(screen.rows())
             if number + 1 < len(widths):
                 screen.resize(widths[number + 1])
