@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import fmean
 
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
@@ -112,9 +111,9 @@ def advance(state: FitState, event: Event, now_s: float) -> FitState:
 def describe_progress(state: FitState, now_s: float) -> str:
     """'race, 2 of 4: trial 7 of about 14, about 3 min left'; '' before the search.
 
-    The trials left are those that each stage usually takes, less those it has had. Their seconds are those of trials
-    that timed steps in this fit. Before there is one no time is named: a walk's trial takes a fourth of it, or all.
-    Nor is there one in a rehearsal, where nobody waits for trials.
+    The trials left are those that each stage usually takes, less those it has had. Each counts as long as
+    the longest of this fit that timed steps, since those of larger micro batches follow. Before there is one no time is
+    named: a walk's trial takes a fourth of it, or all. Nor is there one in a rehearsal, where nobody waits for trials.
     """
     search = state.search
     if search is None or state.stages is None:
@@ -151,7 +150,7 @@ def _estimate_left(
     if search.rehearsed or not timed:
         return None
     between_s = state.between_s / state.fresh if state.fresh else 0.0
-    trial_s = [(_EXAM if stage.name == "certify" else 1.0) * fmean(timed) for stage, _ in left]
+    trial_s = [(_EXAM if stage.name == "certify" else 1.0) * max(timed) for stage, _ in left]
     seconds = sum(trials * (between_s + each_s) for (_, trials), each_s in zip(left, trial_s, strict=True))
     # One that takes longer than that does not shorten those after it.
     seconds -= sum(min(trial_s[0], now_s - running.since_s) for running in state.running.values())

@@ -248,9 +248,9 @@ def plan_stages(
     rivals = rungs - 1 if race.stop == "fastest" else 0
     if is_timed or not rivals:
         rivals = min(_LIKELY_RIVALS, rivals + (race.checkpointing and recomputes))
-        entering = rivals * (1 + race.turns)
+        entering = rivals + race.turns * (rivals + 1) if rivals else 0  # in a turn the leader is measured again, too
     else:  # each is tried, with its activations recomputed and kept
-        entering = 2 * rivals + _LIKELY_RIVALS * race.turns
+        entering = 2 * rivals + race.turns * (_LIKELY_RIVALS + 1)
     yield Stage(name="race", trials=min(_USUAL_GROWTH, profile.grow.most_trials) + entering)
     if tuning.trials:
         yield Stage(name="tune", trials=1 if is_timed and tuning.priced else tuning.trials + tuning.turns)

@@ -220,6 +220,12 @@ def test_the_time_left_is_that_of_the_trials_left() -> None:
     assert describe_progress(state_after(*certifying), 50.0) == "certify, 4 of 4: trial 4 of about 4, about 20 s left"
 
 
+def test_a_trial_left_counts_as_long_as_the_longest_timed() -> None:
+    raced = (*WALKED, (25.0, timed(2, "grow", 20.0)), (65.0, timed(3, "grow", 40.0)), (70.0, timed(4, "grow", 5.0)))
+    # 3 of the race, 3 of tuning, and a certificate of one and a half
+    assert describe_progress(state_after(*raced), 70.0) == "race, 2 of 4: trial 4 of about 11, about 5 min left"
+
+
 def test_what_lies_between_trials_counts_as_time_left() -> None:
     raced = (*WALKED[:-1], (35.0, started(2, "zero2")), (55.0, timed(2, "grow", 20.0)))  # simulations took 30 s
     assert describe_progress(state_after(*raced), 55.0).endswith("about 5 min left")
