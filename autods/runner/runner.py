@@ -136,6 +136,11 @@ class RayRunner:
             self.sample_s = max(self.sample_s, max(outcome.step_s) / trial.knobs.train_batch(1))
         return Record(id=id, trial=trial, outcome=outcome, seconds=time.monotonic() - began)
 
+    def take_over(self, settings: Settings, listen: Callable[[Event], None]) -> None:
+        """Serve another caller from now on, with these settings for as many ranks of the same workload."""
+        self.settings, self.listen = settings, listen
+        self.workers.listen = listen
+
     def adopt(self, facts: ModelFacts) -> None:
         """Take the facts of an earlier survey of this workload, instead of another one."""
         self.facts = facts

@@ -12,10 +12,11 @@ from typing import Any
 
 from ..config.settings import Settings
 from ..devices import find_device
-from ..events import RunListener
+from ..events import Listener, RunListener
 from ..rank.job import RunOrder
 from ..rank.record import RunResult
 from ..runner.runner import RayRunner
+from ..tuner.fit import describe_cards
 from ..types import Failed, ModelFacts, OutOfMemory
 from ..units import format_signal
 from .run_journal import AttemptEnd
@@ -34,7 +35,17 @@ class RunnerSession:
     listen: RunListener
     runner: RayRunner | None = None
     _key: tuple[Any, ...] = ()
+    _is_lent: bool = False
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    @contextlib.contextmanager
+    def lend(self, settings: Settings, listen: Listener) -> Iterator[RayRunner]:
+        """The runner for the fit before the run, which goes on with it: Ray and the zygotes start once."""
+        self.close()
+        describe_cards(settings, listen)
+        self.runner = self._stack.enter_context(self.start(settings, listen))
+        self._key, self._is_lent = (settings.gpus, settings.nodes, None), True
+        yield self.runner
 
     def open(self, settings: Settings, *, allocator: str | None = None, facts: ModelFacts | None = None) -> RayRunner:
         """Return the runner of these ranks; another one is ended first. A new one takes the facts, if there are."""
@@ -51,11 +62,16 @@ class RunnerSession:
             self._key = key
             if facts is not None:
                 self.runner.adopt(facts)
+        elif self._is_lent:
+            self._is_lent = False
+            self.runner.take_over(settings, self.listen)
+            if facts is not None:
+                self.runner.adopt(facts)
         return self.runner
 
     def close(self) -> None:
         """End the runner, its ranks and Ray."""
-        self.runner = None
+        self.runner, self._is_lent = None, False
         self._stack.close()
 
 

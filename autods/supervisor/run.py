@@ -63,14 +63,15 @@ def run(
     *,
     listen: RunListener,
     start: StartRunner = RayRunner,
-    find_fit: FindFit = lambda settings, listen: fit(settings, listen=listen),
+    find_fit: FindFit | None = None,
     count_ranks: CountRanks = count_ranks,
 ) -> RunReport:
     """Train until the run is done, is stopped, or cannot go on; return its report. run.json and run.html hold it, too.
 
-    `start`, `find_fit` and `count_ranks` replace Ray, the fit and the look at the machines. Raises InputError for other
-    options than those of the run in the folder, EnvironmentBroken where nothing can be started, and Interrupted for a
-    signal before the first step.
+    `start`, `find_fit` and `count_ranks` replace Ray, the fit and the look at the machines. The ranks of the run come
+    from the Ray and the zygotes of its fit, where that had to be made. Raises InputError for other options than those
+    of the run in the folder, EnvironmentBroken where nothing can be started, and Interrupted for a signal before the
+    first step.
     """
     with workspace(settings.out, fresh=False, user="run") as out:
         _check_not_foreign(out)
@@ -84,29 +85,33 @@ def run(
         if journal.note_workload(source.digest):
             text = f"{source.path} has changed since the last call: the run goes on with what it is now"
             listen(Note(text=f"{text}, and --fresh begins anew", warns=True))
-        settings, report = take_fit(settings, history, listen, find_fit, keep=settings.is_done(history))
-        if report.status != "fit":
-            why = describe_way_out(report.partitioned) or "no config fits"
-            reason = f"{why}: autods report {settings.fit.out} shows why"
-            return RunReport(status="nothing_fits", exit_code=1, reason=reason, fit=str(settings.fit.out), out=str(out))
-        stopping = StopRequest()
-        room = Room(listen=listen, is_stopping=lambda: stopping.number is not None)
-        journal.await_room = room.await_for
-        supervisor = Supervisor(
-            settings=settings,
-            journal=journal,
-            report=report,
-            listen=listen,
-            session=RunnerSession(start, listen),
-            count_ranks=count_ranks,
-            stopping=stopping,
-            room=room,
-        )
-        with stopping.listen(), contextlib.closing(supervisor.session):
-            result = supervisor.run()
-            room.await_for(lambda: write_run(result))
-            room.await_for(lambda: write_page(make_run_document(result, out), out / RUN_PAGE))
-        return result
+        with contextlib.closing(RunnerSession(start, listen)) as session:
+            fitting = find_fit or (lambda settings, listen: fit(settings, listen=listen, start=session.lend))
+            settings, report = take_fit(settings, history, listen, fitting, keep=settings.is_done(history))
+            if report.status != "fit":
+                why = describe_way_out(report.partitioned) or "no config fits"
+                reason = f"{why}: autods report {settings.fit.out} shows why"
+                return RunReport(
+                    status="nothing_fits", exit_code=1, reason=reason, fit=str(settings.fit.out), out=str(out)
+                )
+            stopping = StopRequest()
+            room = Room(listen=listen, is_stopping=lambda: stopping.number is not None)
+            journal.await_room = room.await_for
+            supervisor = Supervisor(
+                settings=settings,
+                journal=journal,
+                report=report,
+                listen=listen,
+                session=session,
+                count_ranks=count_ranks,
+                stopping=stopping,
+                room=room,
+            )
+            with stopping.listen(), contextlib.closing(session):  # signals are heard until the ranks are gone
+                result = supervisor.run()
+                room.await_for(lambda: write_run(result))
+                room.await_for(lambda: write_page(make_run_document(result, out), out / RUN_PAGE))
+            return result
 
 
 def _check_not_foreign(out: Path) -> None:
@@ -194,8 +199,8 @@ class Supervisor:
         assert report.rung is not None
         assert report.knobs is not None
         if self.history.prepared is None:
-            runner = self.session.open(replace(fit, out=self.settings.out))
-            facts, problems = runner.survey()
+            settings = replace(fit, out=self.settings.out)
+            facts, problems = self.session.open(settings).switch_to(settings)
             self.journal.prepare(Prepared(facts=facts, op_problems=problems, fit=str(fit.out)))
         elif self.history.prepared.fit != str(fit.out):
             self.journal.prepare(replace(self.history.prepared, fit=str(fit.out)))

@@ -261,6 +261,12 @@ def plan_stages(
 def _start_ray_runner(settings: Settings, listen: Listener) -> AbstractContextManager[Runner]:
     from ..runner.runner import RayRunner
 
+    describe_cards(settings, listen)
+    return RayRunner(settings, listen)
+
+
+def describe_cards(settings: Settings, listen: Listener) -> None:
+    """Note what the cards of this machine are, and what they only emulate."""
     device = find_device(settings.device)
     if device.has_cards and settings.address is None:
         cards = settings.hardware.cards[: settings.gpus]
@@ -268,7 +274,6 @@ def _start_ray_runner(settings: Settings, listen: Listener) -> AbstractContextMa
             listen(Note(text=note))
         if precision_name(settings.base) == "bf16" and (older := [card.name for card in cards if not card.bf16]):
             listen(Note(text=f"{older[0]} only emulates bf16: try --precision fp16, in which it computes by itself"))
-    return RayRunner(settings, listen)
 
 
 def _check_that_memory_decided(walked: WalkResult, context: FitContext) -> None:

@@ -36,6 +36,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     for name, memory in (("rescued", MEMORY), ("reference", "512MiB")):
         done = train(GROWS, top / name, memory, "--data", "1280")
         assert done.returncode == 0, done.stderr[-3000:]
+        (top / f"{name}.log").write_text(done.stderr)
     return {name: top / name for name in ("rescued", "reference")}
 
 
@@ -49,6 +50,11 @@ def test_a_run_that_ran_out_of_memory_goes_on_to_its_end(runs: Mapping[str, Path
         samples = attempt["micro_batch"] * attempt["accumulation"] * attempt["world_size"]
         assert samples == GLOBAL_BATCH
     assert json.loads((runs["reference"] / "run.json").read_text())["rescues"] == 0
+
+
+def test_a_run_trains_on_the_ray_and_the_zygotes_of_its_fit(runs: Mapping[str, Path]) -> None:
+    for out in runs.values():
+        assert out.with_suffix(".log").read_text().count("starting Ray") == 1
 
 
 def test_a_rescued_run_sees_the_samples_of_a_whole_one(runs: Mapping[str, Path]) -> None:

@@ -11,7 +11,7 @@ from autods.events import RunListener
 from autods.rank.job import RankJob, RunOrder
 from autods.rank.record import RunResult
 from autods.rank.training_run.checkpoints import Layout, Manifest, checkpoint_folder, write_manifest
-from autods.runner.runner import RayRunner
+from autods.runner.runner import RayRunner, Survey
 from autods.types import Failed, ModelFacts, OutOfMemory
 
 Answer = Callable[[RankJob], tuple[int, OutOfMemory | Failed | RunResult | Literal["done", "stopped"]]]
@@ -50,10 +50,11 @@ class ScriptedRayRunner(RayRunner):
     def __exit__(self, *error: object) -> None:
         pass
 
-    def survey(self) -> tuple[ModelFacts, Mapping[str, str]]:
+    def switch_to(self, settings: Settings) -> Survey:
         """The given facts."""
+        self.settings = settings
         self.adopt(self._launcher.facts)
-        return self._launcher.facts, {}
+        return Survey(self._launcher.facts, {})
 
     def run_attempt(self, job: RankJob, on_progress: Callable[[Any], None]) -> RunResult | OutOfMemory | Failed:
         """Do the steps of an attempt."""
