@@ -23,6 +23,7 @@ LARGEST_RECORD = 2**30  # bytes of a file that autods wrote: a journal, a report
 _LONGEST_PATH = 3500
 _LONGEST_NAME = 255  # bytes between two slashes
 _ROOM_BYTES = 2**18  # that a disk must take before the work that makes a page, a table or a trace
+_LIBRARY_FOLDERS = frozenset({"site-packages", "dist-packages"})
 _KINDS = (
     (stat.S_ISDIR, "folder"),
     (stat.S_ISFIFO, "pipe"),
@@ -214,3 +215,8 @@ def write_whole(path: Path, content: str | bytes) -> None:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def is_library_file(name: str) -> bool:
+    """Whether a Python file is an installed package's, by its path; the user's own code lies elsewhere."""
+    return not _LIBRARY_FOLDERS.isdisjoint(Path(name).parts)

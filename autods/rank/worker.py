@@ -17,6 +17,7 @@ import socket
 import statistics
 import sys
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -27,6 +28,7 @@ from ..config.deepspeed import get_key
 from ..devices import find_device
 from ..diagnosis.evidence import RESULT_PREVENTED_EXIT, RESULT_UNWRITTEN_EXIT
 from ..errors import NO_ROOM
+from ..files import is_library_file
 from ..plain_text import read_traceback
 from ..system import processes, stacks
 from ..types import ModelFacts, Phase
@@ -237,6 +239,25 @@ def keep_printing_without_room() -> None:
         setattr(sys, name, io.TextIOWrapper(log, encoding="utf-8", errors="backslashreplace", line_buffering=True))
 
 
+def show_library_warnings_once() -> None:
+    """Print a library's warning of one place once, in one line. Python forgets that it did when torch changes filters.
+
+    Those of the user's own code are printed as ever. `supervisor.progress` knows the line, and leaves it in the log.
+    """
+    show, seen = warnings.showwarning, set[tuple[object, ...]]()
+
+    def show_once(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, *more: Any, **options: Any
+    ) -> None:
+        if not is_library_file(filename):
+            show(message, category, filename, lineno, *more, **options)
+        elif (place := (category, filename, lineno)) not in seen:
+            seen.add(place)
+            print(f"{filename}:{lineno}: {category.__name__}: {' '.join(str(message).split())}", file=sys.stderr)
+
+    warnings.showwarning = show_once
+
+
 def run_rank(job: RankJob, slot: int, board: Heartbeats, store: socket.socket | None, workload: Workload | None) -> int:
     """Do the job, write `rank<N>.json`, and return the exit code. See `RankContext` for the arguments.
 
@@ -249,6 +270,7 @@ def run_rank(job: RankJob, slot: int, board: Heartbeats, store: socket.socket | 
     stacks.answer_requests()  # and a silent one where it is
     processes.leave_sigterm_to_driver()
     processes.put_pid_into_names()
+    show_library_warnings_once()
     board.beat(slot, "start", 0)
     torch.set_num_threads(job.rank_threads)  # the zygote has a single one, which it must keep
     meter = make_meter(job.device, job.limit_bytes, slot)

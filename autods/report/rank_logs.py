@@ -7,27 +7,35 @@ import re
 import threading
 from pathlib import Path
 
+from ..files import is_library_file
 from ..system.processes import find_log_parts
 from ..types import Trial
 
 _MOST_BYTES = 2**20  # of a log at a time; what is longer follows the next time
 _MOST_LETTERS = 2000  # of a line
+_WARNING = re.compile(r"(/.+\.py):\d+: \w*Warning: ")
 _LINE_END = re.compile(rb"[\r\n]+")  # a progress bar ends its lines with \r
+
+
+def is_library_warning(line: str) -> bool:
+    """Whether a line is a warning of a library, as ranks print it (`rank.worker.show_library_warnings_once`)."""
+    place = _WARNING.match(line)
+    return place is not None and is_library_file(place[1])
 
 
 class LogTail:
     """A log that grows, and how far its lines were read."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._offset = 0
 
     def read(self, *, ended: bool = False) -> list[str]:
         """The lines since the last call; with `ended`, the last one too if it has no end."""
         try:
-            with self._path.open("rb") as file:
+            with self.path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                if size < self._offset and (parts := find_log_parts(self._path)):  # its beginning is there now
+                if size < self._offset and (parts := find_log_parts(self.path)):  # its beginning is there now
                     self._offset = max(0, self._offset - parts[-1].stat().st_size)
                 begin = min(self._offset, size)
                 file.seek(begin)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..events import Note, RankPrinted, RunListener, StepDone
 from ..rank.training_run.checkpoints import list_marked_steps
-from ..report.rank_logs import LogTail
+from ..report.rank_logs import LogTail, is_library_warning
 from ..report.results.run import parse_steps
 from ..runner.node_messages import Heartbeat, TierLevel
 from ..types import Tier
@@ -34,6 +34,7 @@ class AttemptProgress:
         self._settings, self._journal, self._listen = settings, journal, listen
         self._steps = LogTail(folder / "steps.jsonl")
         self._log = LogTail(folder / "ranks" / "rank0.log")
+        self._has_warned = False
         self._looked_s = self._watched_s = 0.0
         self._watched: dict[tuple[Tier, str], WatchedTier] = {}  # by tier and node
         self._uses: tuple[TierLevel, ...] = ()
@@ -52,7 +53,11 @@ class AttemptProgress:
 
     def _read(self, *, ended: bool = False) -> None:
         for text in self._log.read(ended=ended):
-            self._listen(RankPrinted(text=text))
+            if not is_library_warning(text):
+                self._listen(RankPrinted(text=text))
+            elif not self._has_warned:
+                self._has_warned = True
+                self._listen(Note(text=f"warnings of libraries are in {self._log.path}"))
         done: StepDone | None = None
         for done in parse_steps(self._steps.read(ended=ended)):
             self.slowest_step_s = max(self.slowest_step_s, done.seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 
 from autods.rank.job import Beat, Heartbeats
 from autods.rank.memory import Meter
-from autods.rank.worker import LossyLog, Observer, RankContext
+from autods.rank.worker import LossyLog, Observer, RankContext, show_library_warnings_once
+from autods.report.rank_logs import is_library_warning
 from autods.types import PHASES
 from autods.workload import Workload
 from tests.support.ends import JOB
@@ -135,3 +137,22 @@ def test_a_log_without_room_loses_lines_and_raises_nothing() -> None:
         print("lost", file=log)
     with pytest.raises(OSError, match="No space left"), open("/dev/full", "w") as file:
         print("lost", file=file, flush=True)
+
+
+_LIBRARY = "/venv/lib/python3.11/site-packages/torch/nn/layer.py"
+
+
+def test_a_librarys_warning_is_printed_once_in_a_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own: list[str] = []
+    monkeypatch.setattr(warnings, "showwarning", lambda message, category, filename, lineno: own.append(filename))
+    show_library_warnings_once()
+    for file in (_LIBRARY, _LIBRARY, "train.py", "train.py"):
+        warnings.showwarning(FutureWarning("old\n name"), FutureWarning, file, 7)
+    assert own == ["train.py", "train.py"]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"{_LIBRARY}:7: FutureWarning: old name"
+    assert is_library_warning(line)
+    assert not is_library_warning("/home/me/train.py:7: FutureWarning: mine")
+    assert not is_library_warning(f'  File "{_LIBRARY}", line 7, in forward')

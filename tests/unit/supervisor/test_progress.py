@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autods.events import Note, StepDone
+from autods.events import Note, RankPrinted, StepDone
 from autods.journal import Journal
 from autods.rank.training_run.checkpoints import Layout, Manifest, write_manifest
 from autods.runner.node_messages import Heartbeat, TierLevel
@@ -95,3 +95,14 @@ def test_a_disk_that_fills_on_another_node_is_a_warning(attempt, monkeypatch):
     (warning,) = [str(event) for event in events if isinstance(event, Note)]
     assert warning.startswith("warning: disk space (NVMe) of node 10.0.0.2 fills by 1.0 GiB a step")
     assert warning.endswith("at about step 64")
+
+
+def test_warnings_of_libraries_stay_in_the_log(attempt):
+    folder, progress, events = attempt
+    log = folder / "ranks" / "rank0.log"
+    log.parent.mkdir()
+    place = "/venv/lib/python3.11/site-packages/torch/distributed.py:3"
+    log.write_text(f"loss 1.0\n{place}: FutureWarning: old\n{place}4: UserWarning: new\nWarning: mine\n")
+    progress.finish()
+    assert [str(event) for event in events if isinstance(event, Note)] == [f"warnings of libraries are in {log}"]
+    assert [event.text for event in events if isinstance(event, RankPrinted)] == ["loss 1.0", "Warning: mine"]
