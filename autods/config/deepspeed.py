@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from ..schema import read_toml_as
@@ -225,6 +226,16 @@ def strip_rung_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 def without_monitors(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config for a trial: without monitors, whose packages may be missing here, and without the profiler."""
     return {key: value for key, value in config.items() if key not in _MONITORS}
+
+
+def place_monitors(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the config of a run whose monitors write below the folder: a `model.py` trains in one that is removed."""
+    placed = dict(config)
+    for name in _MONITORS:
+        section = config.get(name)
+        if isinstance(section, Mapping) and isinstance(section.get("output_path"), str):
+            placed[name] = {**section, "output_path": str(folder / section["output_path"])}
+    return placed
 
 
 def required_ops(config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..config.deepspeed import compose, count_replicas, required_ops, without_monitors
+from ..config.deepspeed import compose, count_replicas, place_monitors, required_ops, without_monitors
 from ..config.rungs import Rung, unmet_need
 from ..config.settings import Settings, apply_survey, describe_script
 from ..diagnosis.trial_outcome import LARGEST_SURVEY_BATCH, blame_code_for_hang, make_input_error
@@ -147,8 +147,11 @@ class RayRunner:
         self.settings = apply_survey(self.settings, facts)
 
     def run_config(self, rung: str, knobs: Knobs) -> dict[str, Any]:
-        """Return the DeepSpeed config with which a training run trains: its swap files lie in a folder of its own."""
-        return self._compose(rung, knobs, self._swap)
+        """Return the DeepSpeed config with which a training run trains: its swap files lie in a folder of its own.
+
+        What monitors write lies below the current folder.
+        """
+        return place_monitors(self._compose(rung, knobs, self._swap), Path.cwd())
 
     def run_attempt(self, job: RankJob, on_progress: Callable[[Heartbeat], None]) -> RunResult | OutOfMemory | Failed:
         """Train as the job of a run says; return rank 0's result, or why the ranks failed."""

@@ -23,7 +23,7 @@ def train(workload: Path, out: Path, gpu_memory: str, *options: str) -> subproce
     ranks = ("--device", "cpu", "--gpus", "2", "--precision", "fp32", *ladder, *options)
     batch = ("--global-batch", str(GLOBAL_BATCH), "--steps", str(STEPS), "--checkpoint-every", "2")
     command = (sys.executable, "-m", "autods", "run", str(workload), *ranks, *batch, "--out", str(out))
-    return subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    return subprocess.run(command, cwd=out.parent, capture_output=True, text=True, timeout=400, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +33,19 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     Micro batch 4 needs 51 to 68 MiB before the samples grow and 122 MiB then. Half of it needs 89 MiB then.
     """
     top = tmp_path_factory.mktemp("runs")
+    logs = {"csv_monitor": {"enabled": True, "output_path": "csv", "job_name": "one"}}
+    (top / "ds.json").write_text(json.dumps(logs))
     for name, memory in (("rescued", MEMORY), ("reference", "512MiB")):
-        done = train(GROWS, top / name, memory, "--data", "1280")
+        options = ("--base-config", str(top / "ds.json")) if name == "rescued" else ()
+        done = train(GROWS, top / name, memory, "--data", "1280", *options)
         assert done.returncode == 0, done.stderr[-3000:]
         (top / f"{name}.log").write_text(done.stderr)
     return {name: top / name for name in ("rescued", "reference")}
+
+
+def of_fit(run: Path) -> tuple[str, ...]:
+    """The options that take the fit of another run."""
+    return "--fit", str(run / "fit"), "--base-config", str(run.parent / "ds.json")
 
 
 def test_a_run_that_ran_out_of_memory_goes_on_to_its_end(runs: Mapping[str, Path]) -> None:
@@ -57,6 +65,16 @@ def test_a_run_trains_on_the_ray_and_the_zygotes_of_its_fit(runs: Mapping[str, P
         assert out.with_suffix(".log").read_text().count("starting Ray") == 1
 
 
+def test_a_monitor_goes_on_after_a_rescue(runs: Mapping[str, Path]) -> None:
+    """It counts samples, in the folder where the command was given, and trials write nothing there."""
+    (log,) = (runs["rescued"].parent / "csv" / "one").glob("*lr.csv")
+    lines = log.read_text().splitlines()
+    samples = [int(line.split(",")[0]) for line in lines if not line.startswith("step")]
+    assert sorted(set(samples)) == [GLOBAL_BATCH * (step + 1) for step in range(STEPS)]
+    assert samples[-1] == GLOBAL_BATCH * STEPS
+    assert lines.count("step,lr") >= 2  # of the attempt before the rescue, and of the last one
+
+
 def test_a_rescued_run_sees_the_samples_of_a_whole_one(runs: Mapping[str, Path]) -> None:
     rescued, reference = (read_steps(runs[name]) for name in ("rescued", "reference"))
     assert sorted(rescued) == sorted(reference) == list(range(1, STEPS + 1))
@@ -72,8 +90,9 @@ def test_a_rescued_run_has_the_losses_of_a_whole_one(runs: Mapping[str, Path]) -
 
 def test_samples_that_no_config_holds_end_the_run(runs: Mapping[str, Path], tmp_path: Path) -> None:
     """A sample of 200,000 tokens needs 195 MiB for its embedding alone; zero3 goes on from a checkpoint of zero2."""
-    fit = str(runs["rescued"] / "fit")
-    done = train(GROWS, tmp_path / "out", MEMORY, "--data", "200000", "--fit", fit)
+    fit = runs["rescued"] / "fit"
+    asked = ("--fit", str(fit), "--base-config", str(fit.parents[1] / "ds.json"))
+    done = train(GROWS, tmp_path / "out", MEMORY, "--data", "200000", *asked)
     assert done.returncode == 1, done.stderr[-3000:]
     report = json.loads((tmp_path / "out" / "run.json").read_text())
     tried = [(attempt["rung"], attempt["micro_batch"]) for attempt in report["attempts"]]
@@ -87,7 +106,18 @@ def test_samples_that_no_config_holds_end_the_run(runs: Mapping[str, Path], tmp_
 
 
 def test_a_bug_of_the_users_ends_the_run_at_once(runs: Mapping[str, Path], tmp_path: Path) -> None:
-    done = train(GROWS, tmp_path / "out", MEMORY, "--data", "0", "--fit", str(runs["rescued"] / "fit"))
+    fit = runs["rescued"] / "fit"
+    done = train(
+        GROWS,
+        tmp_path / "out",
+        MEMORY,
+        "--data",
+        "0",
+        "--fit",
+        str(fit),
+        "--base-config",
+        str(fit.parents[1] / "ds.json"),
+    )
     assert done.returncode == 2
     assert "a column that is not there" in done.stderr
     report = json.loads((tmp_path / "out" / "run.json").read_text())

@@ -14,6 +14,7 @@ from autods.config.deepspeed import (
     get_key,
     is_default_optimizer,
     merge,
+    place_monitors,
     required_ops,
     start_settings,
     strip_rung_keys,
@@ -216,6 +217,14 @@ def test_monitors_and_profilers_are_for_the_training_not_for_trials() -> None:
     logs = {"wandb": {"enabled": True}, "tensorboard": {}, "csv_monitor": {}, "comet": {}}
     profiled = {"steps_per_print": 5, "flops_profiler": {"enabled": True}}
     assert without_monitors({**profiled, **logs}) == {"steps_per_print": 5}
+
+
+def test_monitors_of_a_run_write_below_the_given_folder() -> None:
+    config = {"csv_monitor": {"enabled": True, "output_path": "csv"}, "tensorboard": {"output_path": "/logs"}}
+    placed = place_monitors({**config, "wandb": {"project": "one"}}, Path("/here"))
+    assert placed["csv_monitor"] == {"enabled": True, "output_path": "/here/csv"}
+    assert (placed["tensorboard"], placed["wandb"]) == ({"output_path": "/logs"}, {"project": "one"})
+    assert config["csv_monitor"]["output_path"] == "csv"
 
 
 @pytest.mark.parametrize(
