@@ -83,7 +83,7 @@ class Growth:
     def measure(self, micro_batch: int, purpose: Purpose = "grow") -> Record:
         """Time one micro batch at the fit's global batch."""
         trial = replace(self.trial_at(micro_batch), purpose=purpose)
-        step_s = self._micro_step_at(micro_batch) * trial.knobs.accumulation
+        step_s = self._step_at(micro_batch)
         same_size = (record.trial.repeat for record in self.records if record.trial.knobs.micro_batch == micro_batch)
         repeat = 1 + max(same_size, default=-1)
         trial = replace(trial, steps=fit_steps_to_budget(self.steps, step_s, least=2), repeat=repeat)
@@ -171,12 +171,13 @@ class Growth:
         if self.context.settings.global_batch is not None or not times or sample_s <= 0:
             return math.inf
         size = max(times)
-        return max(size, size + (self.longest_step_s - times[size]) / (SURE * sample_s))
+        longest_s = self.longest_step_s / self.first.knobs.accumulation  # of a micro step
+        return max(size, size + (longest_s - times[size]) / (SURE * sample_s))
 
-    def _micro_step_at(self, micro_batch: int) -> float:
-        """Seconds of a micro step; 0 where nothing is known."""
-        curve = self.curve
-        return (curve if curve.micro_step_s else BatchCurve.from_records(self.like)).micro_step_at(micro_batch)
+    def _step_at(self, micro_batch: int) -> float:
+        """Seconds of an optimizer step; 0 where nothing is known."""
+        curve = self.curve if self.curve.micro_step_s else BatchCurve.from_records(self.like)
+        return curve.micro_step_at(micro_batch) * self.trial_at(micro_batch).knobs.accumulation
 
     # Decisions
 
@@ -199,13 +200,13 @@ class Growth:
             return size  # a step has the same samples at every micro batch, so growth makes it hardly longer
         longest_s = self.longest_step_s
         open_sizes = curve.open_sizes(sizes)
-        short = [other for other in open_sizes if other <= size and self._micro_step_at(other) <= longest_s]
+        short = [other for other in open_sizes if other <= size and self._step_at(other) <= longest_s]
         if short and (short[-1] == size or short[-1] >= _WORTH_A_LONG_STEP * curve.fits):
             return short[-1]
         long = next(other for other in open_sizes if other not in short)
         return GrowthEnd(
             is_limit=False,
-            reason=f"a step of micro batch {long} would take about {self._micro_step_at(long):.1f} s, more than the"
+            reason=f"a step of micro batch {long} would take about {self._step_at(long):.1f} s, more than the"
             f" {longest_s:.1f} s that timing may take",
         )
 

@@ -19,7 +19,7 @@ from ...units import format_bytes, format_count, format_factor
 from .. import document as doc
 from ..document import Cell, Column, Medium, Words, line, make_document, tabulate, titled
 from ..launch import ACCELERATE, DS_CONFIG_REHEARSED, launch_lines
-from ..results.fit import FitReport, Throughput
+from ..results.fit import FitReport
 from ..results.measured import Measured, find_measured, measure_configs
 from ..serialize import REPORT
 from ..text import (
@@ -330,10 +330,10 @@ def list_answer(report: FitReport) -> Iterator[tuple[str, Words]]:
 
 
 def _describe_speed(report: FitReport) -> str:
-    """'9.73 (9.5–9.9) samples/s in 6 trials, 623 tokens/s: 4.9 × the first that fitted (zero3, micro batch 1)'."""
+    """'9.73 samples/s (9.5–9.9 in 6 trials), 623 tokens/s: 4.9 × the first that fitted (zero3, micro batch 1)'."""
     assert report.throughput is not None
     rate, tokens = report.throughput.samples_per_second, report.throughput.tokens_per_second
-    text = f"{_format_measured_rate(report.throughput)}"
+    text = f"{format_rate(rate)} samples/s{_format_spread(report)}"
     text += f", {format_rate(tokens)} tokens/s" if tokens is not None else ""
     for record in report.trials:
         if record.trial.purpose == "walk" and isinstance(record.outcome, Fit):
@@ -345,12 +345,12 @@ def _describe_speed(report: FitReport) -> str:
     return text
 
 
-def _format_measured_rate(rate: Throughput) -> str:
-    """'9.73 samples/s'; with its ends where more than one trial measured it."""
-    middle, low, high = rate.samples_per_second, rate.low_samples_per_second, rate.high_samples_per_second
-    if rate.trials < 2 or low is None or high is None:
-        return f"{format_rate(middle)} samples/s"
-    return f"{format_rate(middle)} samples/s ({format_rate(low)}–{format_rate(high)} in {rate.trials} trials)"
+def _format_spread(report: FitReport) -> str:
+    """' (9.5–9.9 in 6 trials)'; nothing where one trial measured it."""
+    spread = report.spread
+    if spread is None or spread.trials < 2:
+        return ""
+    return f" ({format_rate(spread.low)}–{format_rate(spread.high)} in {spread.trials} trials)"
 
 
 def _list_winner_facts(report: FitReport) -> Iterator[tuple[str, Words]]:

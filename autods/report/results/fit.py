@@ -12,33 +12,24 @@ from ...forecast.values import PartitionedBuild, RungForecast
 from ...system.host import Hardware
 from ...types import Knobs, Record, Skipped, Tier, TierUse
 from ...workload.script_source import ScriptLaunch
-from .measured import Measured
 from .shown import Shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Throughput:
-    """The rate over whole optimizer steps, all ranks together: the median of so many `trials`, between low and high.
-
-    Tokens are None when a sample has no fixed length. Low and high are None in reports of before they were kept.
-    """
+    """The rate over whole optimizer steps, all ranks together. Tokens are None when a sample has no fixed length."""
 
     samples_per_second: float
     tokens_per_second: float | None = None
-    low_samples_per_second: float | None = None
-    high_samples_per_second: float | None = None
-    trials: int = 1
 
-    @classmethod
-    def of(cls, config: Measured) -> Throughput:
-        """The rate of a config."""
-        return cls(
-            samples_per_second=config.samples_per_second,
-            tokens_per_second=config.tokens_per_second,
-            low_samples_per_second=config.low_samples_per_second,
-            high_samples_per_second=config.high_samples_per_second,
-            trials=len(config.fits),
-        )
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """The least and the most samples a second that so many trials of one config measured."""
+
+    low: float
+    high: float
+    trials: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +164,8 @@ class FitQuestion:
 class FitReport(Shown):
     """The result of a fit. `rung`, `knobs`, `ds_config` and `throughput` are None when nothing fits.
 
-    `memory` has the winner's peaks; a tier that was not measured is absent. `certificate` is None
+    `throughput` is the median of all timed trials of the winner, and `spread` their ends; None in reports of before it
+    was kept. `memory` has the winner's largest peaks; a tier that was not measured is absent. `certificate` is None
     where nothing was examined. `importances` maps a tuned key to its share of the variation in throughput.
 
     `reasons` maps a rung, or a variant of it, to why it was left or chosen. Its entries "grow", "tune" and "certify"
@@ -190,6 +182,7 @@ class FitReport(Shown):
     knobs: Knobs | None = None
     ds_config: Mapping[str, Any] | None = None
     throughput: Throughput | None = None
+    spread: Spread | None = None
     memory: Mapping[Tier, TierUse] = field(default_factory=dict)
     certificate: Certificate | None = None
     forecast: tuple[RungForecast, ...] = ()

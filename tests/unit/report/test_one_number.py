@@ -81,7 +81,7 @@ def invent_report(seed: int) -> FitReport:
         rung=best.trial.rung,
         knobs=best.trial.knobs,
         ds_config={"train_batch_size": best.trial.knobs.train_batch(8)},
-        throughput=Throughput.of(best),
+        throughput=Throughput(samples_per_second=best.samples_per_second, tokens_per_second=best.tokens_per_second),
         memory=best.memory,
         certificate=draw.choice(CERTIFICATES),
     )

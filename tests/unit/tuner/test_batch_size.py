@@ -13,6 +13,7 @@ from autods.runner.testing import ScriptedRunner, failed, surface
 from autods.tuner.batch_size import Growth
 from autods.types import Fit, Knobs, Outcome, OutOfMemory, Record, Steps, Trial
 from tests.support.contexts import make_context
+from tests.support.walks import SETTINGS
 
 MIB = 2**20
 TIMED = Steps(warmup=2, timed=3, most_timed=12, budget_s=1e9)
@@ -65,13 +66,15 @@ def growing(
     steps: Steps = TIMED,
     headroom: float = 0.05,
     least: int = 1,
+    accumulation: int = 1,
 ) -> Grown:
     runner = ScriptedRunner(answer)
-    walked = replace(WALKED, knobs=replace(WALKED.knobs, micro_batch=least))
+    walked = replace(WALKED, knobs=replace(WALKED.knobs, micro_batch=least, accumulation=accumulation))
     winner = runner.run(walked)
     context = make_context(
-        runner.run, profile={"grow": limits}, headroom=headroom, device_bytes=limit, global_batch=global_batch
-    )
+        runner.run, profile={"grow": limits}, headroom=headroom, device_bytes=limit, global_batch=global_batch,
+        base={**SETTINGS.base, "gradient_accumulation_steps": accumulation},
+    )  # fmt: skip
     context = replace(context, least_micro_batch=least)
     growth = Growth(context=context, first=walked, walked=winner, most_trials=limits.most_trials, steps=steps)
     return Grown(growth.run(), runner.trials[1:])
@@ -208,11 +211,14 @@ def test_a_fluke_does_not_cap_the_micro_batch() -> None:
     assert growing(answer, limit=limit).largest == 4096
 
 
-def test_growth_does_not_start_a_trial_that_would_take_too_long() -> None:
+@pytest.mark.parametrize(("accumulation", "least", "most"), [(1, 30, 80), (2, 30, 66)])
+def test_growth_does_not_start_a_trial_that_would_take_too_long(accumulation: int, least: int, most: int) -> None:
     limit = 2**40
     answer = surface(limit_bytes=limit, state_bytes=MIB, sample_bytes=MIB, step_overhead_s=2.0, sample_s=0.1)
-    growth = growing(answer, limit=limit, steps=Steps(budget_s=10.0))
-    assert 30 <= growth.largest <= 80  # 80 samples take 10 s
+    growth = growing(answer, limit=limit, steps=Steps(budget_s=10.0), accumulation=accumulation)
+    assert (
+        least <= growth.largest <= most
+    )  # 80 samples take 10 s; four times the shortest step of two micro batches are 17 s
     assert not growth.is_limit
     assert "would take about" in growth.reason
 
