@@ -206,7 +206,11 @@ def list_rows(state: FitState) -> list[LadderRow]:
         knobs=None if best is None else best.trial.knobs,
         trials=tuple(trials),
         skipped=state.skipped,
-        question=FitQuestion(ladder=search.ladder),
+        question=FitQuestion(
+            ladder=search.ladder,
+            usable_bytes=int(search.usable_bytes),
+            objective="memory" if search.least_memory else "samples",
+        ),
     )
     known = {row.rung: row for row in list_ladder(so_far)}
     telling = find_telling_trials(so_far)

@@ -16,7 +16,6 @@ from ..report.results.measured import Measured, find_measured
 from ..system.host import installed_versions, threads_per_rank
 from ..types import Fit, Knobs, Record
 from ..workload.script_source import describe_launch, describe_trainer
-from .candidates import config_name
 from .certify import CertifyResult
 from .ladder_walk import WalkResult
 from .optuna_search import TuneResult
@@ -91,7 +90,6 @@ def build_report(
             **reasons,
             **_explain_untried(context, reasons),
             **result.raced.reasons,
-            **_compare_others(result, measured, context),
             "batch": _explain_batch(result.best.trial.knobs, context),
             "grow": growth.stop.reason if growth.stop is not None else "",
             "tune": result.tuned.reason,
@@ -106,24 +104,6 @@ def _measure(config: Record, context: FitContext) -> Measured:
     assert isinstance(outcome, Fit)
     measured = find_measured(context.memory.records, trial.rung, trial.knobs)
     return measured or Measured(trial=trial, fits=(outcome,))  # the walk's trial, at the fit's global batch
-
-
-def _compare_others(result: FitResult, best: Measured, context: FitContext) -> dict[str, str]:
-    """How each other config that fitted compares with the winner, and why the race left it, by its name."""
-    recomputes, by_memory = context.facts.checkpointing, context.settings.objective == "memory"
-    winner = config_name(best.trial.rung, best.trial.knobs, recomputes=recomputes)
-    reasons: dict[str, str] = {}
-    for record in result.raced.others:
-        name = config_name(record.trial.rung, record.trial.knobs, recomputes=recomputes)
-        measured = _measure(record, context)
-        if by_memory:
-            times = f"{measured.device_peak_bytes / best.device_peak_bytes:.2f} times the memory of {winner}"
-        else:
-            ratio = measured.samples_per_second / best.samples_per_second
-            times = f"{ratio:.2f} times as fast as {winner}{', within noise' if ratio > 1 else ''}"
-        left = result.raced.reasons.get(name)
-        reasons[name] = f"{times} with micro batch {measured.trial.knobs.micro_batch}" + (f"; {left}" if left else "")
-    return reasons
 
 
 def _explain_untried(context: FitContext, reasons: Mapping[str, str]) -> dict[str, str]:
@@ -162,6 +142,7 @@ def _make_question(context: FitContext, fingerprint: str) -> FitQuestion:
         experts=facts.experts,
         device=settings.device,
         device_bytes=settings.device_bytes,
+        usable_bytes=int(context.usable_bytes),
         threads=settings.threads or threads_per_rank(settings.ranks_per_node, settings.hardware.cores),
         global_batch=settings.global_batch,
         profile=settings.profile.name,

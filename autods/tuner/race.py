@@ -30,7 +30,7 @@ class RaceResult:
 
     `best` is the winner's deciding trial, `growth` the growth of its micro batch.
     `others` has the best trial of each other config that fitted, best first.
-    `reasons` tells why each config, by name, won or lost; of others that stayed in, only how fast they are tells.
+    `reasons` tells why each config, by name, won or lost. How fast it is stands in its trials, and not here.
     """
 
     best: Record
@@ -358,8 +358,8 @@ class _Race:
             reasons = {winner.name: "the first rung tried that fits"}
         names = {contestant.name for contestant in self.contestants}
         for contestant in self.contestants:
-            if contestant.out is not None or contestant.best() is None:
-                reasons.setdefault(contestant.name, contestant.out or "never fitted")
+            stayed = "never fitted" if contestant.best() is None else "raced to the end"
+            reasons.setdefault(contestant.name, contestant.out or stayed)
             rung = contestant.candidate.rung.name
             if rung not in names:  # it was raced only without checkpointing
                 reasons.setdefault(rung, f"checkpointing would only cost it time: see {contestant.name}")

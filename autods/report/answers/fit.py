@@ -6,6 +6,7 @@ A row of the ladder is a `LadderRow`, and a column of it is one entry of `LADDER
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -121,12 +122,26 @@ def _make_row(report: FitReport, rung: str, trial: Record | str) -> LadderRow:
         rung=rung,
         wins=wins,
         mark=mark,
-        reason=report.reasons.get(rung) or _describe_end(trial),
+        reason=_join(
+            None if wins else _compare_with_answer(report, rate), report.reasons.get(rung) or _describe_end(trial)
+        ),
         memory=tuple(memory),
         rate=rate,
         forecast=forecast,
         measured=None if forecast is None else _find_measured(report, forecast),
     )
+
+
+def _compare_with_answer(report: FitReport, rate: float | None) -> str | None:
+    """'0.81 times as fast as zero3', of a rung that fitted but is not the answer; None before there is an answer."""
+    if rate is None or report.throughput is None or report.question.objective == "memory":
+        return None
+    ratio = rate / report.throughput.samples_per_second
+    return f"{format_factor(ratio)} times as fast as {report.rung}{', within noise' if ratio > 1 else ''}"
+
+
+def _join(*sentences: str | None) -> str:
+    return "; ".join(filter(None, sentences))
 
 
 def _describe_end(trial: Record | str) -> str:
@@ -144,12 +159,22 @@ def gauge_use(tier: Tier, peak_bytes: int, limit_bytes: int | None, sign: str = 
 
 
 def find_fastest(report: FitReport, rung: str) -> Measured | None:
-    """The config of a rung that its row speaks of: the answer, else the fastest one; None where none fitted."""
+    """The config of a rung that its row speaks of: the answer, else the best one; None where none fitted.
+
+    Those that left the headroom of the search go before others, and then finalists, since one timing may flatter. Where
+    memory is the objective, the leanest is the best.
+    """
     configs = [config for config in measure_configs(report.trials) if config.trial.rung == rung]
     if rung == report.rung and report.knobs is not None:
         answer = find_measured(report.trials, rung, report.knobs)
         configs = configs if answer is None else [answer]
-    return max(configs, key=lambda config: config.samples_per_second, default=None)
+    usable_bytes, by_memory = report.question.usable_bytes or math.inf, report.question.objective == "memory"
+
+    def rank(config: Measured) -> tuple[bool, bool, float]:
+        value = -config.device_peak_bytes if by_memory else config.samples_per_second
+        return all(fit.leaves_headroom(usable_bytes) for fit in config.fits), config.is_finalist, value
+
+    return max(configs, key=rank, default=None)
 
 
 def find_telling_trials(report: FitReport) -> dict[str, Record | str]:

@@ -118,7 +118,8 @@ class FitQuestion:
     """What a fit was asked: the workload, the machine and the search.
 
     `lora` is that of its `WorkloadSource`.
-    `gpus` are the ranks of all nodes, `threads` those of one rank. `ladder` has the names of its rungs in order.
+    `gpus` are the ranks of all nodes, `threads` those of one rank. `usable_bytes` is a rank's device memory without the
+    headroom of the search. `ladder` has the names of its rungs in order.
     `lacks_nvme` are the rungs that need --nvme-path, which was not given. `script` tells how to start a training
     script; it is None for any other workload, and `trainer` tells what trains that, if anything does. `recomputes` is
     whether the script lets its model recompute activations; None where autods does not switch that. `stood_in` and
@@ -137,6 +138,7 @@ class FitQuestion:
     experts: int = 0
     device: str = "cuda"
     device_bytes: int | None = None
+    usable_bytes: int | None = None
     threads: int | None = None
     global_batch: int | None = None
     profile: str = ""

@@ -13,11 +13,13 @@ from ...types import TIERS, Fit, Knobs, Record, Tier, TierUse, Trial
 class Measured:
     """All timed trials of one config, in order. Other settings, such as those of tuning, make another config.
 
-    Rates are those of all ranks together. `trial` is the first one.
+    Rates are those of all ranks together. `trial` is the first one. `is_finalist`: the last comparison of a race
+    measured it again, beside others.
     """
 
     trial: Trial
     fits: tuple[Fit, ...]
+    is_finalist: bool = False
 
     @property
     def samples_per_second(self) -> float:
@@ -65,7 +67,8 @@ def measure_configs(records: Iterable[Record]) -> list[Measured]:
     for group in groups.values():
         timed = [record for record in group if record.trial.purpose != "walk"] or group
         fits = tuple(record.outcome for record in timed if isinstance(record.outcome, Fit))
-        found.append(Measured(trial=group[0].trial, fits=fits))
+        is_finalist = any(record.trial.purpose == "race" for record in timed)
+        found.append(Measured(trial=group[0].trial, fits=fits, is_finalist=is_finalist))
     return found
 
 

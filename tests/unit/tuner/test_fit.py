@@ -19,6 +19,7 @@ from autods.errors import InputError
 from autods.events import Event, Listener, Note, StageStarted, TrialFinished
 from autods.journal import TrialStore, trial_key
 from autods.report import read
+from autods.report.answers.fit import list_ladder
 from autods.tuner.fit import fit
 from autods.tuner.fit import search as run_search
 from autods.tuner.fit_report import FitResult, NothingFits, build_report
@@ -26,6 +27,7 @@ from autods.tuner.ladder_walk import WalkResult
 from autods.tuner.trial_forecasts import NO_FORECASTER
 from autods.tuner.trials import FitContext
 from autods.types import Fit, Record, Trial
+from autods.units import format_factor
 from autods.workload import make_source
 from tests.support.contexts import make_context
 from tests.support.forecasters import ScriptedForecaster
@@ -189,6 +191,22 @@ def test_a_fit_ends_within_its_time_with_its_certificate(seed: int) -> None:
     assert not isinstance(found, NothingFits)
     assert found.certified is not None
     assert sum(record.seconds for record in context.memory.records) <= 200
+
+
+@pytest.mark.parametrize("seed", range(9000, 9012))
+def test_a_rows_ratio_is_its_rate_over_the_answers(seed: int) -> None:
+    with searching(RoughSurface(seed)) as context:
+        found = run_search(context)
+        assert isinstance(found, FitResult)
+        report = build_report(found, context, fingerprint="", seconds=1.0)
+    assert report.throughput is not None
+    best = report.throughput.samples_per_second
+    rows = {row.rung: row for row in list_ladder(report) if row.rate is not None}
+    assert rows.pop(report.rung or "").rate == pytest.approx(best)
+    assert rows
+    for row in rows.values():
+        assert row.rate is not None
+        assert row.reason.startswith(f"{format_factor(row.rate / best)} times as fast as {report.rung}")
 
 
 @pytest.mark.parametrize("budget", [Budget(trials=9), Budget(seconds=75.0)])
