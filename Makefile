@@ -38,7 +38,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Ready: $(BIN)/autods"
 
 demo: setup
-	$(BIN)/autods fit examples/gpt.py --gpus 2 --device cpu --gpu-memory 416MiB --config quick --fresh --out autods-out/demo
+	$(BIN)/autods fit examples/gpt.py --gpus 2 --device cpu --gpu-memory 416MiB --global-batch 16 --config quick --fresh --out autods-out/demo
 
 unit: setup
 	$(PYTEST) tests/unit
