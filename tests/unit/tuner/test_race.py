@@ -556,6 +556,25 @@ def test_a_rung_whose_time_is_forecast_too_long_wins_still(raced: Callable[..., 
     assert won(raced(machine, forecaster=Timing(machine, {"zero3": 3.0, "zero2": 0.5})))[0] == "zero3"
 
 
+class Narrow(Timing):
+    """With an interval as narrow as a real forecast's."""
+
+    def step_time(self, trial: Trial) -> StepForecast | None:
+        said = super().step_time(trial)
+        return None if said is None else replace(said, low_seconds=0.75 * said.seconds)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "tried"), [({"zero3": 3.0}, False), ({"ddp": 0.6, "zero1": 1.25, "zero3": 3.0}, True)]
+)
+def test_forecasts_that_erred_rule_no_rung_out(
+    raced: Callable[..., FitResult], wrong: Mapping[str, float], tried: bool
+) -> None:
+    machine = Machine({"ddp": Rung(), "zero1": Rung(), "zero3": Rung(sample_s=0.07)})
+    raced(machine, forecaster=Narrow(machine, wrong))
+    assert bool(machine.sizes("zero3")) is tried
+
+
 def test_what_does_without_checkpointing_begins_the_race(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"ddp": Rung(gib=3)}, kept_gib=0.1)
     result = raced(machine, forecaster=Timing(machine), checkpointing=True)
