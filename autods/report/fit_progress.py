@@ -185,8 +185,7 @@ def find_best(state: FitState) -> Measured | None:
     assert search is not None
 
     def rank(config: Measured) -> tuple[bool, float]:
-        value = -config.device_peak_bytes if search.least_memory else config.samples_per_second
-        return all(fit.leaves_headroom(search.usable_bytes) for fit in config.fits), value
+        return config.leaves_headroom(search.usable_bytes), config.score(by_memory=search.least_memory)
 
     return max(measure_configs(state.records), key=rank, default=None)
 

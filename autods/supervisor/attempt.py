@@ -60,13 +60,13 @@ class RunnerSession:
                 environment[variable] = f"{given},{allocator}" if given else allocator
             self.runner = self._stack.enter_context(self.start(settings, self.listen, environment=environment))
             self._key = key
-            if facts is not None:
-                self.runner.adopt(facts)
         elif self._is_lent:
             self._is_lent = False
             self.runner.take_over(settings, self.listen)
-            if facts is not None:
-                self.runner.adopt(facts)
+        else:
+            return self.runner
+        if facts is not None:
+            self.runner.adopt(facts)
         return self.runner
 
     def close(self) -> None:

@@ -134,17 +134,19 @@ class _Search:
     space: Space
     start: Record
     context: FitContext
-    answers: dict[str, Record | RungForecast] = field(default_factory=dict)
+    answers: dict[str, Record | RungForecast] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.answers = {json.dumps(dict(self.space.start), sort_keys=True): self.start}
 
     def run_until(self, stop_gain: float, sampler: Sampler) -> str:
         """Run the start and the profile's proposals. Returns why it ended earlier, as the end of a sentence, or ""."""
         limits, seed = self.context.settings.profile.tune, self.context.settings.seed
-        self.answers = {json.dumps(dict(self.space.start), sort_keys=True): self.start}
         for finished in range(limits.trials + 1):
             trials = self.study.get_trials(deepcopy=False)[:finished]  # those after them are queued
             if has_converged([trial.value if _fitted(trial) else None for trial in trials], stop_gain):
                 return f" until {WAIT} in a row had gained less than {100 * stop_gain:g}%"
-            if not self.context.may_run(1 + 2 * min(limits.turns, TURNS_WITHOUT_BUDGET)):  # to confirm the gain
+            if not self._may_run():
                 return " until the budget was spent"
             self.study.sampler = sampler(seed + finished)
             proposal = self.study.ask(dict(self.space.dimensions))
@@ -160,19 +162,20 @@ class _Search:
         import optuna
 
         context, limits = self.context, self.context.settings.profile.tune
-        self.answers = {json.dumps(dict(self.space.start), sort_keys=True): self.start}
         context.memory.listen(Note(text=f"pricing {limits.priced} settings by forecasts of their step", passing=True))
         self.study.sampler = optuna.samplers.RandomSampler(seed=context.settings.seed)
         proposals = [self.study.ask(dict(self.space.dimensions)) for _ in range(1 + limits.priced)]
         self._tell(proposals[0], self.start)
         context.forecaster.prepare([self._trial(proposal.params) for proposal in proposals[1:]])
-        gains = {proposal.number: self._promised_gain(proposal.params) for proposal in proposals[1:]}
+        start = context.forecaster.step_time(self.start.trial)
+        assert start is not None  # else nothing is priced
+        gains = {each.number: self._promised_gain(each.params, start.seconds) for each in proposals[1:]}
         worthwhile = 1 + (limits.gain - 1) / 2
         proposals = sorted(proposals[1:], key=lambda proposal: gains[proposal.number], reverse=True)
         for place, proposal in enumerate(proposals):
             gain = gains[proposal.number]
             is_promising = place < _PRICED_TRIALS and gain >= worthwhile
-            if is_promising and context.may_run(1 + 2 * min(limits.turns, TURNS_WITHOUT_BUDGET)):
+            if is_promising and self._may_run():
                 self._tell(proposal, self._answer(proposal.params))
             else:
                 proposal.set_user_attr("outcome", f"not run: {gain:.3f} times as fast as the start by the forecast")
@@ -185,16 +188,20 @@ class _Search:
         times = f"{format_factor(most)} times as fast as the start by the forecast"
         return f": the best of {len(gains)} is {times}, and a gain counts from {limits.gain - 1:.0%} on"
 
-    def _promised_gain(self, params: Mapping[str, Any]) -> float:
-        """How many times as fast as the start a proposal is by the forecast; 0 where it leaves no headroom."""
+    def _may_run(self) -> bool:
+        """Whether the budget has a trial for one more proposal, and those that confirm its gain."""
+        turns = min(self.context.settings.profile.tune.turns, TURNS_WITHOUT_BUDGET)
+        return self.context.may_run(1 + 2 * turns)
+
+    def _promised_gain(self, params: Mapping[str, Any], start_s: float) -> float:
+        """How many times as fast as the start's step a proposal is by the forecast; 0 where it leaves no headroom."""
         context, trial = self.context, self._trial(params)
         forecast, step = context.forecaster.forecast(trial), context.forecaster.step_time(trial)
-        start = context.forecaster.step_time(self.start.trial)
-        if forecast is None or step is None or start is None:
+        if forecast is None or step is None:
             return 0.0
         if forecast.verdict == "cannot_fit" or forecast.memory["device"].peak_bytes > context.usable_bytes:
             return 0.0
-        return start.seconds / step.seconds
+        return start_s / step.seconds
 
     def _trial(self, params: Mapping[str, Any]) -> Trial:
         """The trial of a proposal."""

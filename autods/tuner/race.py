@@ -238,11 +238,12 @@ class _Race:
             is_alike = other.candidate.rung == rival.candidate.rung and other.best() is not None
             if is_alike and _favours(other.candidate, rival.candidate, self.context):
                 return f"not tried: the forecast finds {other.name} faster"
-        if (
-            prospect is None or max(prospect.most_rate, self._most_by_errors(rival, prospect)) >= leader.score
-        ):  # its interval is wider than the noise of a timing
+        if prospect is None:
             return None
-        most = f"at most {prospect.most_rate:.3g} samples/s, with micro batch {prospect.largest}"
+        most_rate = max(prospect.most_rate, self._most_by_errors(rival, prospect))
+        if most_rate >= leader.score:  # its interval is wider than the noise of a timing
+            return None
+        most = f"at most {most_rate:.3g} samples/s, with micro batch {prospect.largest}"
         return f"not tried: the forecast allows {most}, and {leader.name} is faster"
 
     def _most_by_errors(self, rival: Contestant, prospect: Prospect) -> float:

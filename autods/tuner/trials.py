@@ -182,11 +182,11 @@ class FitContext:
         if not budget.seconds:
             return True
         fitted = [(record.seconds, record.outcome) for record in records if isinstance(record.outcome, Fit)]
-        exam_s = _EXAM * max((seconds for seconds, _ in fitted), default=0.0)
+        longest_s = max((seconds for seconds, _ in fitted), default=0.0)
         start_s = max((seconds - sum(fit.step_s) for seconds, fit in fitted), default=0.0)
-        trial_s = max(exam_s / _EXAM, 0.0 if steps is None else start_s + steps.budget_s)
+        trial_s = max(longest_s, 0.0 if steps is None else start_s + steps.budget_s)
         elapsed_s = sum(record.seconds for record in records) if self.elapsed_s is None else self.elapsed_s()
-        return elapsed_s + trials * trial_s + reserved * exam_s <= budget.seconds
+        return elapsed_s + trials * trial_s + reserved * _EXAM * longest_s <= budget.seconds
 
 
 def run_with_retry(trial: Trial, run: Run) -> tuple[Record, ...]:

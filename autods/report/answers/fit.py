@@ -171,8 +171,7 @@ def find_fastest(report: FitReport, rung: str) -> Measured | None:
     usable_bytes, by_memory = report.question.usable_bytes or math.inf, report.question.objective == "memory"
 
     def rank(config: Measured) -> tuple[bool, bool, float]:
-        value = -config.device_peak_bytes if by_memory else config.samples_per_second
-        return all(fit.leaves_headroom(usable_bytes) for fit in config.fits), config.is_finalist, value
+        return config.leaves_headroom(usable_bytes), config.is_finalist, config.score(by_memory=by_memory)
 
     return max(configs, key=rank, default=None)
 

@@ -53,6 +53,14 @@ class Measured:
         """The largest peak of the device, as `Fit.device_peak_bytes` counts it."""
         return max(fit.device_peak_bytes for fit in self.fits)
 
+    def leaves_headroom(self, usable_bytes: float) -> bool:
+        """Whether each trial left the headroom, see `Fit.leaves_headroom`."""
+        return all(fit.leaves_headroom(usable_bytes) for fit in self.fits)
+
+    def score(self, *, by_memory: bool) -> float:
+        """What is higher for a better config: its rate, or a lower peak."""
+        return -self.device_peak_bytes if by_memory else self.samples_per_second
+
 
 def measure_configs(records: Iterable[Record]) -> list[Measured]:
     """Each config that fitted within the limit, in the order of its first trial.
