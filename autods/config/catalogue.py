@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ..devices import Card
 from ..errors import InputError
+from ..files import as_folder_name
 from ..schema import check_name, read_toml_as
-from ..system.host import Hardware, data_folder
+from ..system.host import Hardware, cache_folder, data_folder
 from ..types import MOST_RANKS
 
 _CAPABILITY = re.compile(r"\d{1,2}\.\d")
@@ -86,6 +89,36 @@ def parse_capability(text: str) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What `autods doctor --measure` found on a machine, in place of values of configs/forecast/step_time.toml.
+
+    Names, units and meaning are those of `Efficiency`; None where a part was not measured.
+    """
+
+    fp32_matmul: float | None = None
+    memory: float | None = None
+    reduction: float | None = None
+    nvlink: float | None = None
+    pcie_between_gpus: float | None = None
+    pinned_copy: float | None = None
+    pageable_copy: float | None = None
+    dram: float | None = None
+    core_gb_per_s: float | None = None
+    first_touch_gb_per_s: float | None = None
+    host_optimizer: float | None = None
+    nvme: float | None = None
+    launch_us: float | None = None
+    view_us: float | None = None
+    first_step_us: float | None = None
+    step_us: float | None = None
+
+    @property
+    def known(self) -> dict[str, float]:
+        """The values that were measured, by name."""
+        return {key.name: value for key in fields(self) if (value := getattr(self, key.name)) is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """The target of a forecast: one rank's device, and the node that holds it.
 
@@ -111,6 +144,7 @@ class Machine:
     cores: int | None = None
     rates: Rates | None = None
     links: Links | None = None
+    measured: Measured = Measured()
     source: str = "as asked"
 
     @property
@@ -183,7 +217,9 @@ def describe_this_machine(cards: Sequence[Card], hardware: Hardware) -> Machine:
             name=HERE, title=hardware.cpu, device_bytes=host_bytes, host_bytes=host_bytes, cores=cores, source="psutil"
         )
     card, bf16 = min(cards, key=lambda card: card.total_bytes), all(card.bf16 for card in cards)
-    known = find_by_driver_name(card.name) if not card.slice and len({card.name for card in cards}) == 1 else None
+    known = None
+    if not card.slice and len({card.name for card in cards}) == 1:
+        known = find_measured(card.name, hardware) or find_by_driver_name(card.name)
     return Machine(
         name=HERE,
         title=card.name,
@@ -198,6 +234,7 @@ def describe_this_machine(cards: Sequence[Card], hardware: Hardware) -> Machine:
         cores=hardware.cores,
         rates=None if known is None else known.rates,
         links=None if known is None else known.links,
+        measured=Measured() if known is None else known.measured,
         source="NVML and psutil"
         if known is None
         else f"NVML and psutil; rates, links and host bandwidth: {known.name}",
@@ -231,6 +268,55 @@ def find_by_driver_name(name: str) -> Machine | None:
     return next(
         (known for known in machines if short in {each.removeprefix("NVIDIA ") for each in known.driver_names}), None
     )
+
+
+def measured_path(card: str, hardware: Hardware) -> Path:
+    """Return the file in the cache for what was measured on machines with this card, '' for none, and this processor.
+
+    Machines that are alike share it, also where they share a home.
+    """
+    kind = f"{card or 'cpu'}, {hardware.cpu}, {hardware.cores} cores"
+    digest = hashlib.sha256(kind.encode()).hexdigest()[:8]
+    return cache_folder() / "machines" / f"{as_folder_name(card or hardware.cpu)}-{digest}.toml"
+
+
+def find_measured(card: str, hardware: Hardware) -> Machine | None:
+    """Return the machine as it was measured; None where it was not, or where another version wrote the file."""
+    path = measured_path(card, hardware)
+    try:
+        return _read_machine(path) if path.exists() else None
+    except InputError:
+        return None
+
+
+def format_machine(machine: Machine, notes: Sequence[str] = ()) -> str:
+    """Return the text of a file that `find_machines` reads as this machine; `notes` become comments at its end."""
+    tables: dict[str, dict[str, Any]] = {"": {}, "device": {}, "rates": {}, "rates.tflops": {}, "node": {}}
+    places = dict.fromkeys(("driver_names", "device_bytes", "bf16"), "device")
+    places |= dict.fromkeys(
+        ("gpus", "host_bytes", "nvme_bytes", "dram_gb_per_s", "sockets", "nvme_gb_per_s", "cores"), "node"
+    )
+    for key in fields(machine):
+        value = getattr(machine, key.name)
+        if is_dataclass(value):
+            flat = {name: item for name, item in asdict(cast(Any, value)).items() if not isinstance(item, Mapping)}
+            tables.setdefault(key.name, {}).update(flat)
+        elif key.name != "driver_capability":
+            tables[places.get(key.name, "")]["bytes" if key.name == "device_bytes" else key.name] = value
+    if machine.rates is not None:
+        tables["rates.tflops"] = asdict(machine.rates.tflops)
+    lines = []
+    for table, values in tables.items():
+        known = [f"{name} = {_format_value(value)}" for name, value in values.items() if value is not None]
+        lines += [*([f"[{table}]"] if table and known else []), *known, *([""] if known else [])]
+    return "\n".join([*lines, *(f"# {note}" for note in notes)]).rstrip() + "\n"
+
+
+def _format_value(value: Any) -> str:
+    """The value in TOML, numbers with five digits: JSON writes text, lists and switches as TOML does."""
+    if isinstance(value, float):
+        return repr(float(f"{value:.5g}"))
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _read_machine(path: Path) -> Machine:
@@ -284,6 +370,7 @@ def _list_speeds(machine: Machine) -> Iterator[tuple[str, float | None]]:
         ("links", machine.links),
         ("rates", machine.rates),
         ("rates.tflops", machine.rates and machine.rates.tflops),
+        ("measured", machine.measured),
     ):
         for key in fields(values) if values is not None else ():
             value = getattr(values, key.name)

@@ -315,7 +315,8 @@ def _list_assumptions(sites: Sequence[Site], device: Device, request: PlanReques
     if not device.shares_host_memory and any(site.machine.host_bytes is None for site in sites):
         assumptions.append("host memory without a limit (--host-memory)")
     here = next((site.machine for site in sites if site.machine.name == HERE), None)
-    if here is not None and here.rates is not None and (known := find_by_driver_name(here.title)) is not None:
+    guessed = here is not None and here.rates is not None and not here.measured.known
+    if here is not None and guessed and (known := find_by_driver_name(here.title)) is not None:
         assumptions.append(f"links and host bandwidth of a usual node with {here.title}: {known.name} (--on FILE.toml)")
     return [*assumptions, *dict.fromkeys(sentence for site in sites for sentence in find_misspelt_keys(site.base))]
 

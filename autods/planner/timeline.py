@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import OutputFile, write_whole
-from ..forecast.predict.prices import PriceList, Work, read_constants
+from ..forecast.predict.prices import PriceList, Work
 from ..forecast.predict.step_time import (
     BITS,
     BOUNDS,
@@ -57,7 +57,7 @@ def build_timeline(simulation: Simulation, spec: EngineSpec) -> dict[str, Any]:
     schedule, machine = simulation.schedule, spec.machine
     assert schedule is not None
     assert machine is not None
-    prices = PriceList(machine=machine, ranks_per_node=spec.ranks_of_node, efficiency=read_constants().efficiency)
+    prices = PriceList.usual(machine, spec.ranks_of_node)
     observer = _Observer(schedule, StepClocks(schedule, prices))
     slices = observer.observe()
     trace = simulation.traces["device"]

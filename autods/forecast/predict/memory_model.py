@@ -20,7 +20,7 @@ from ..attention import UNKNOWN_FAMILY
 from ..values import EngineSpec, ForecastPhase, Interval, Simulation, Trace
 from .allocator import find_least_limit, replay
 from .host_allocators import peak_pinned_bytes, replay_process
-from .prices import PriceList, Unpriced, read_constants
+from .prices import PriceList, Unpriced
 from .step_time import Schedule, StepClocks
 
 Place = Literal["inside", "outside"]  # of the memory that torch allocates
@@ -211,7 +211,7 @@ def _with_clocks(spec: EngineSpec, simulation: Simulation) -> tuple[Trace, bool]
     trace = simulation.traces["device"]
     if spec.machine is None or simulation.schedule is None or not trace.issued:
         return trace, False
-    prices = PriceList(machine=spec.machine, ranks_per_node=spec.ranks_of_node, efficiency=read_constants().efficiency)
+    prices = PriceList.usual(spec.machine, spec.ranks_of_node)
     try:
         return replace(trace, held=find_returns(trace, simulation.schedule, prices)), True
     except Unpriced:

@@ -197,6 +197,12 @@ class PriceList:
     has_cudnn_attention: bool = True
 
     @classmethod
+    def usual(cls, machine: Machine, ranks_per_node: int) -> PriceList:
+        """The shipped efficiencies, or in place of them what was measured on the machine."""
+        efficiency = replace(read_constants().efficiency, **machine.measured.known)
+        return cls(machine=machine, ranks_per_node=ranks_per_node, efficiency=efficiency)
+
+    @classmethod
     def at_peak(cls, machine: Machine, ranks_per_node: int) -> PriceList:
         """The least that work can cost on this machine: each kind at its peak rate, without any overhead.
 

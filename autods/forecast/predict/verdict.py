@@ -113,7 +113,7 @@ def forecast_speed(
     if spec.machine is None or simulation.schedule is None:
         return None
     constants = read_constants()
-    prices = PriceList(machine=spec.machine, ranks_per_node=spec.ranks_of_node, efficiency=constants.efficiency)
+    prices = PriceList.usual(spec.machine, spec.ranks_of_node)
     try:
         step = forecast_step(simulation.schedule, prices, constants, accumulation=accumulation)
     except Unpriced:

@@ -1,12 +1,22 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from autods.config.catalogue import find_by_driver_name, find_machines, read_catalogue
+from autods.config.catalogue import (
+    Measured,
+    describe_this_machine,
+    find_by_driver_name,
+    find_machines,
+    format_machine,
+    measured_path,
+    read_catalogue,
+)
+from autods.devices import Card
 from autods.errors import InputError
-from autods.system.host import data_folder
+from autods.system.host import Hardware, data_folder
 
 GIB = 2**30
 
@@ -119,3 +129,46 @@ def test_a_file_that_is_no_machine_is_refused_with_the_key(tmp_path: Path, old: 
         find_machines(str(tmp_path / "mine.toml"))
     assert said in str(caught.value)
     assert str(tmp_path / "mine.toml") in str(caught.value)
+
+
+def test_a_written_machine_is_read_as_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "machine.toml"
+    for machine in read_catalogue().values():
+        machine = replace(machine, measured=Measured(memory=0.91, launch_us=14.0), cores=24)
+        path.write_text(format_machine(machine, notes=('matmul in bf16: "700" TFLOP/s',)))
+        assert find_machines(str(path)) == (machine,)
+
+
+CARD = Card(index=0, name="NVIDIA H100 80GB HBM3", total_bytes=79 * GIB, free_bytes=79 * GIB, bf16=True)
+HARDWARE = Hardware(cpu="AMD EPYC", cores=24, host_bytes=99 * GIB, host_free_bytes=99 * GIB, cards=(CARD, CARD))
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The path of a machine in the cache that was measured with two of these cards."""
+    monkeypatch.setenv("AUTODS_CACHE", str(tmp_path))
+    path = measured_path(CARD.name, HARDWARE)
+    path.parent.mkdir()
+    machine = replace(read_catalogue()["h100-80gb"], name="mine", gpus=2, measured=Measured(nvlink=0.5))
+    path.write_text(format_machine(machine))
+    return path
+
+
+def test_what_was_measured_here_is_the_machines_own(measured: Path) -> None:
+    here = describe_this_machine(HARDWARE.cards, HARDWARE)
+    assert here.measured == Measured(nvlink=0.5)
+    assert here.source.endswith(": mine")
+    other = replace(CARD, name="NVIDIA H200")
+    assert describe_this_machine([other], HARDWARE).measured == Measured()
+    assert describe_this_machine([CARD], replace(HARDWARE, cpu="Intel Xeon")).measured == Measured()
+
+
+def test_a_measurement_in_another_form_counts_as_none(measured: Path) -> None:
+    measured.write_text(measured.read_text().replace("nvlink =", "nvlink_share ="))
+    assert describe_this_machine([CARD], HARDWARE).source.endswith(": h100-80gb")
+
+
+def test_no_measured_value_may_be_below_zero(measured: Path) -> None:
+    measured.write_text(measured.read_text().replace("nvlink = 0.5", "nvlink = -1"))
+    with pytest.raises(InputError, match=r"measured\.nvlink is -1; it must be above 0"):
+        find_machines(str(measured))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from autods.config.catalogue import Links, Machine, Rates, Tflops, read_catalogue
+from autods.config.catalogue import Links, Machine, Measured, Rates, Tflops, read_catalogue
 from autods.forecast.predict import step_time as codes
 from autods.forecast.predict.prices import Constants, Efficiency, Price, PriceList, Unpriced, Work, read_constants
 from autods.forecast.predict.step_time import BITS, STREAM_BITS, Schedule, StepTime, forecast_step
@@ -397,3 +397,15 @@ def test_messages_of_a_few_megabytes_lack_bandwidth() -> None:
     for size, us in measured.items():
         work = Work(kind="collective", name="allreduce", bytes=int(2 * size * 2**20), ranks=8)
         assert prices.price(work).seconds == pytest.approx(us * 1e-6, rel=0.25), size
+
+
+def test_measured_values_take_the_place_of_the_shipped_ones() -> None:
+    machine = read_catalogue()["h100-80gb"]
+    measured = replace(machine, measured=Measured(memory=0.4, launch_us=20))
+    assert PriceList.usual(machine, 8).efficiency == read_constants().efficiency
+    assert PriceList.usual(measured, 8).efficiency == replace(read_constants().efficiency, memory=0.4, launch_us=20)
+
+
+def test_every_measured_value_has_a_shipped_one() -> None:
+    every = Measured(**dict.fromkeys(Measured.__dataclass_fields__, 0.5))
+    assert set(every.known) <= set(Efficiency.__dataclass_fields__)
