@@ -59,7 +59,8 @@ def take(folder: Path) -> None:
     question = report.question
     if question.ops_folder:
         question = replace(question, ops_folder=question.ops_folder.replace(str(Path.home()), "/home/you"))
-    RUN.write_text(json.dumps(serialize.to_dict(replace(report, out=_OUT, question=question)), allow_nan=False) + "\n")
+    text = json.dumps(serialize.to_dict(replace(report, out=_OUT, question=question)), allow_nan=False)
+    RUN.write_text(text.replace(f"{ROOT}/", "") + "\n")
 
 
 def take_plan(path: Path) -> None:

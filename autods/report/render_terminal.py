@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
+from rich.containers import Lines
 from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Table as RichTable
@@ -19,13 +22,31 @@ from .document import Cell, Column, Medium, Words, list_pieces, list_spans
 _BAR_CELLS = 20
 _AT_LIMIT, _BEYOND_LIMIT = "│", "▶"
 _WIDEST = 10_000  # columns
+_BOUND = re.compile(r"(?<=\d) (?=(?:[KMGT]i?)?B\b|(?:ms|s|min|h|samples/s|tokens/s)\b|%)")
+_BOUND_SPACE = "\ue000"  # stands for a space at which no line breaks, while lines are made
+
+
+class _Sentence(Text):
+    """Text that wraps between words, and never between a number and its unit."""
+
+    def blank_copy(self, plain: str = "") -> _Sentence:
+        return _Sentence(plain, style=self.style)
+
+    def wrap(self, *args: Any, **options: Any) -> Lines:
+        bound = self.copy()
+        bound.plain = _BOUND.sub(_BOUND_SPACE, self.plain)
+        lines = Text.wrap(bound, *args, **options)
+        for each in lines:
+            each.plain = each.plain.replace(_BOUND_SPACE, " ")
+        return lines
 
 
 def print_document(document: doc.Document, console: Console, *, verbose: bool = False) -> None:
     """Print the parts that a terminal shows, or a terminal with -v."""
     medium = Medium.VERBOSE if verbose else Medium.BRIEF
     if document.question:
-        console.print(Text.assemble("\n", make_text(document.question, style="bold")))
+        console.print()
+        _print_words(make_text(document.question, style="bold"), console)
     at_gap = not document.question
     for part in document.parts:
         if medium in part.on:
@@ -42,15 +63,15 @@ def _print_part(part: doc.Part, console: Console, *, verbose: bool) -> bool:
             return True  # what it heads follows at once
         case doc.Headline():
             effort = (f"  ({part.effort})" if part.effort else "", "dim")
-            console.print(Text.assemble(make_text(part.words), effort), soft_wrap=part.whole)
+            _print_words(_Sentence.assemble(make_text(part.words), effort), console, whole=part.whole)
         case doc.Paragraph(indent=0):
-            console.print(make_text(part.words), soft_wrap=part.whole)
+            _print_words(make_text(part.words), console, whole=part.whole)
         case doc.Paragraph():
             console.print(Padding(make_text(part.words), (0, 0, 0, part.indent), expand=False))
         case doc.Bullets(numbered=True):
             console.print(make_grid((f"{number}.", item) for number, item in enumerate(part.items, 1)))
         case doc.Bullets():
-            bullets = (Text.assemble("· ", make_text(item)) for item in part.items)
+            bullets = (_Sentence.assemble("· ", make_text(item)) for item in part.items)
             console.print(Group(*(Padding(bullet, (0, 0, 0, 2), expand=False) for bullet in bullets)))
         case doc.Pairs(whole=True):
             width = max(len(name) for name, _ in part.items)
@@ -68,6 +89,11 @@ def _print_part(part: doc.Part, console: Console, *, verbose: bool) -> bool:
     return False
 
 
+def _print_words(words: Text, console: Console, *, whole: bool = False) -> None:
+    """Print words in lines, or a `whole` one in one line. Printed alone, rich would take them for plain text."""
+    console.print(Group(words), soft_wrap=whole)
+
+
 def _print_table(table: doc.Table, console: Console, *, verbose: bool) -> bool:
     drawn, left = fit_table(table, console, Medium.VERBOSE if verbose else Medium.BRIEF)
     console.print(drawn)
@@ -80,7 +106,7 @@ def _print_table(table: doc.Table, console: Console, *, verbose: bool) -> bool:
     for row in table.items:
         texts = [text for place in places if (text := _make_cell(row.cells[place]))]
         if texts and (verbose or not row.quiet):
-            below.append((str(_make_cell(row.cells[0])), Text("  ").join(texts)))
+            below.append((str(_make_cell(row.cells[0])), _Sentence("  ").join(texts)))
     if below:
         console.print(make_grid(below))
         console.print()
@@ -125,7 +151,7 @@ def _draw_table(table: doc.Table, columns: Sequence[Column[object]], *, wrap: bo
 
 
 def _make_cell(cell: Cell) -> Text:
-    return Text("\n").join(map(_make_piece, list_pieces(cell)))
+    return _Sentence("\n").join(map(_make_piece, list_pieces(cell)))
 
 
 def _make_piece(piece: doc.Piece) -> Text:
@@ -149,7 +175,7 @@ def draw_bar(stack: doc.MemoryStack) -> Text:
 
 def make_text(words: Words, *, style: str = "") -> Text:
     """The words as rich has them; what has no style gets `style`."""
-    return Text.assemble(*((escape_controls(text), span_style or style) for text, span_style in list_spans(words)))
+    return _Sentence.assemble(*((escape_controls(text), span_style or style) for text, span_style in list_spans(words)))
 
 
 def make_grid(pairs: Iterable[tuple[str, Cell | Text]]) -> RenderableType:

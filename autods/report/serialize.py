@@ -30,6 +30,7 @@ from .launch import (
     trainer_arguments,
 )
 from .results.fit import FitReport
+from .results.measured import find_measured
 from .results.plan import PlanReport, SiteForecast
 from .results.probe import Capacity, CellResult, ProbeReport, Ratio
 from .results.run import RunReport
@@ -66,7 +67,11 @@ def from_dict(data: Mapping[str, Any]) -> FitReport:
             certificate["parity"] = {**parity, "largest_difference": math.inf}
         values = {"memory": memory, "trials": trials, "certificate": certificate or None, "forecast": ()}
         report = read_known(FitReport, {**data, **values, "hardware": data["hardware"] or None})
-        return replace(report, forecast=tuple(_rung_from_row(row) for row in data["forecast"]))
+        report = replace(report, forecast=tuple(_rung_from_row(row) for row in data["forecast"]))
+        if report.spread is None and report.rung is not None and report.knobs is not None:  # it has one trial's rate
+            config = find_measured(report.trials, report.rung, report.knobs)
+            return report if config is None else replace(report.answer_with(config), knobs=report.knobs)
+        return report
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise InputError(f"is not the report of a fit: {error!r}", hint="start over with --fresh") from None
 

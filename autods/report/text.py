@@ -109,9 +109,9 @@ def format_value(value: Scalar | None) -> str:
 
 
 def format_batch(knobs: Knobs, ranks: int, name: str = "ranks") -> str:
-    """'4 micro batch × 2 accumulation × 2 ranks = 16 train batch'. For a pipeline `name` is 'replicas'."""
-    parts = f"{knobs.micro_batch} micro batch × {knobs.accumulation} accumulation × {ranks} {name}"
-    return f"{parts} = {knobs.train_batch(ranks)} train batch"
+    """'micro batch 4 × accumulation 2 × 2 ranks = global batch 16'. For a pipeline `name` is 'replicas'."""
+    parts = f"micro batch {knobs.micro_batch} × accumulation {knobs.accumulation} × {ranks} {name}"
+    return f"{parts} = global batch {knobs.train_batch(ranks)}"
 
 
 def format_ranks(count: int, device: str) -> str:

@@ -11,7 +11,7 @@ from ..config.rungs import unmet_need
 from ..forecast.values import PartitionedBuild
 from ..rank.ops import ops_folder
 from ..report import text
-from ..report.results.fit import ClosestRung, FitQuestion, FitReport, Spread, Throughput
+from ..report.results.fit import ClosestRung, FitQuestion, FitReport
 from ..report.results.measured import Measured, find_measured
 from ..system.host import installed_versions, threads_per_rank
 from ..types import Fit, Knobs, Record
@@ -71,18 +71,9 @@ def build_report(
 
     growth, certified, measured = result.raced.growth, result.certified, _measure(result.best, context)
     return replace(
-        report,
-        status="fit",
-        rung=result.best.trial.rung,
+        report.answer_with(measured),
         knobs=result.best.trial.knobs,
         ds_config=result.ds_config,
-        throughput=Throughput(
-            samples_per_second=measured.samples_per_second, tokens_per_second=measured.tokens_per_second
-        ),
-        spread=Spread(
-            low=measured.low_samples_per_second, high=measured.high_samples_per_second, trials=len(measured.fits)
-        ),
-        memory=measured.memory,
         largest_micro_batch=growth.curve.fits,
         certificate=None if certified is None else certified.certificate,
         importances=result.tuned.importances,
@@ -135,6 +126,7 @@ def _make_question(context: FitContext, fingerprint: str) -> FitQuestion:
     return FitQuestion(
         workload=settings.source.name,
         parameters=facts.parameters,
+        weights=settings.source.weights,
         lora=settings.source.lora,
         gpus=settings.gpus,
         nodes=settings.nodes,

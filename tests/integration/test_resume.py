@@ -100,7 +100,7 @@ def test_a_killed_and_interrupted_fit_ends_with_all_its_trials(a_fit):
     driver = a_fit.start()
     told, said = driver.communicate(timeout=200)
     assert driver.returncode == 0, said
-    assert "zero1 fits" in told
+    assert "Use zero1, micro batch" in told
     finished = a_fit.finished()
     assert len(finished) == len(set(finished))
     starts = [row["key"] for row in a_fit.rows() if row["kind"] == "started"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autods.report import FitReport, Throughput
-from autods.report.results.fit import ClosestRung, FitQuestion
+from autods.report.results.fit import ClosestRung, FitQuestion, Spread
 from autods.system.host import Hardware
 from autods.types import (
     Failed,
@@ -97,7 +97,8 @@ def fitting_report(out: str = "autods-out/gpt-2xcpu-1a2b3c") -> FitReport:
         rung="zero3",
         knobs=WINNING,
         ds_config={"zero_optimization": {"stage": 3}, "train_batch_size": 16},
-        throughput=Throughput(samples_per_second=41.7, tokens_per_second=2668.0),
+        throughput=Throughput(samples_per_second=41.7, tokens_per_second=2668.8),
+        spread=Spread(low=41.7, high=41.7, trials=1),
         memory=memory(393.4),
         trials=(
             record(1, "ddp", oom()),

@@ -12,6 +12,13 @@ from ..results.fit import Certificate, CheckpointProof, Parity
 from ..text import format_number_of, format_seconds, format_share
 
 
+def describe_trust(certificate: Certificate) -> Words:
+    """'Certified.', or that something failed or was not checked."""
+    if certificate.passed:
+        return line(("Certified.", "green"))
+    return line(("Certificate not passed.", "red") if certificate.failures else ("Certificate incomplete.", "yellow"))
+
+
 def describe_proof(certificate: Certificate) -> Words:
     """'certificate passed', or the first thing that failed or was not checked."""
     if certificate.passed:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...config.settings import KEPT_BY_KERNEL, KEPT_BY_PYTHON
 from ...config.trainers import DS_CONFIG, DS_CONFIG_HF
 from ...forecast.values import RungForecast
-from ...types import TIERS, Fit, OutOfMemory, Record, Tier, TierUse
+from ...types import TIERS, Fit, Knobs, OutOfMemory, Record, Tier, TierUse
 from ...units import format_bytes, format_count, format_factor
 from .. import document as doc
 from ..document import Cell, Column, Medium, Words, line, make_document, tabulate, titled
@@ -35,7 +35,7 @@ from ..text import (
     format_use,
     format_value,
 )
-from .certificate import describe_proof, describe_verdict, list_checks
+from .certificate import describe_proof, describe_trust, describe_verdict, list_checks
 from .remedies import describe_shortage, describe_way_out, list_remedies
 from .trials import (
     chart_trials,
@@ -47,6 +47,7 @@ from .trials import (
 )
 
 _MOST_IMPORTANCES = 3
+_STEADY = 1.2  # trials of one config differ by less on a machine that does nothing else
 
 
 # The ladder.
@@ -108,10 +109,9 @@ def _make_row(report: FitReport, rung: str, trial: Record | str) -> LadderRow:
             memory = [gauge_use("device", device.peak_bytes, device.limit_bytes, "~")]
         case Fit() if measured is not None:
             uses, rate = measured.memory, measured.samples_per_second
-            if wins:  # a report of before has one trial's
-                uses = report.memory or uses
-                rate = report.throughput.samples_per_second if report.throughput is not None else rate
-            memory = [gauge_use(tier, uses[tier].peak_bytes, uses[tier].limit_bytes) for tier in TIERS if tier in uses]
+            if wins and report.throughput is not None:  # the answer's, where only its walk was timed
+                uses, rate = report.memory, report.throughput.samples_per_second
+            memory = [gauge_use(tier, uses[tier].peak_bytes, uses[tier].limit_bytes) for tier in _used_tiers(uses)]
         case OutOfMemory(tier=tier, limit_bytes=int(limit), missing_bytes=int(missing)):
             memory = [gauge_use(tier, limit + missing, limit, "≥")]
         case OutOfMemory(tier=tier, limit_bytes=int(limit)):
@@ -142,6 +142,11 @@ def _compare_with_answer(report: FitReport, rate: float | None) -> str | None:
 
 def _join(*sentences: str | None) -> str:
     return "; ".join(filter(None, sentences))
+
+
+def _used_tiers(uses: Mapping[Tier, TierUse]) -> list[Tier]:
+    """The tiers that hold anything; the device always."""
+    return [tier for tier in TIERS if tier in uses and (uses[tier].peak_bytes or tier == "device")]
 
 
 def _describe_end(trial: Record | str) -> str:
@@ -240,8 +245,7 @@ def _list_facts(report: FitReport) -> Iterator[tuple[str, Words]]:
 def _list_parts(report: FitReport, folder: Path | None, columns: Sequence[Column[LadderRow]]) -> Iterator[doc.Part]:
     fits, ladder = report.status == "fit", list_ladder(report)
     if fits:
-        answer = line((f"{report.rung}", "bold green"), (f" {describe_claim(report)}", "bold"))
-        yield doc.Headline(words=answer, effort=describe_effort(report))
+        yield doc.Headline(words=_describe_answer(report), effort=describe_effort(report))
         yield doc.Pairs(items=tuple(list_answer(report)))
         launch = tuple(launch_lines(report))
         lines = [command for name, command in launch if name in ("launch", "or")][:2]
@@ -290,7 +294,7 @@ def _explain_others(report: FitReport, ladder: Sequence[LadderRow]) -> Iterator[
     untried = {rung: report.reasons[rung] for rung in rungs if rung in report.reasons and rung not in named}
     for reason in dict.fromkeys(untried.values()):
         names = ", ".join(rung for rung in untried if untried[rung] == reason)
-        yield doc.Paragraph(words=line((f"  {reason}: {names}", "dim")), gap=True)
+        yield doc.Paragraph(words=line((f"{reason}: {names}", "dim")), gap=True, indent=2)
     variants = [name for name in report.reasons if name not in rungs and name.partition(" ")[0] in rungs]
     yield doc.Pairs(items=tuple((name, report.reasons[name]) for name in variants), on=Medium.DETAILS, gap=True)
 
@@ -302,6 +306,8 @@ def describe_question(report: FitReport) -> str:
     """'gpt, 32.6M parameters, on 2 cpu ranks × 416.0 MiB'; unknown parts are left out."""
     question = report.question
     facts = [f"{format_count(question.parameters)} parameters"] if question.parameters else []
+    if question.weights:
+        facts.append("from its weights")
     if question.lora:
         facts.append(f"LoRA {question.lora}")
     if question.pipeline_stages:
@@ -324,63 +330,97 @@ def describe_effort(report: FitReport) -> str:
     return f"{effort}; a real fit and its certificate would take about {format_seconds(report.real_fit_seconds)}"
 
 
-def describe_claim(report: FitReport) -> str:
-    """What the fit says of its rung: it is the fastest, or the first that fits where the others were not raced."""
-    raced = report.question.stop == "fastest"
+def _describe_answer(report: FitReport) -> Words:
+    """'Use zero3, micro batch 8, recomputing activations: 4.05 samples/s. Certified.'"""
+    assert report.knobs is not None
+    config = f"{report.rung}, micro batch {report.knobs.micro_batch}, {_describe_checkpointing(report.knobs)}"
+    answer = line(("Use ", "bold"), (config, "bold green"))
+    if report.question.objective == "memory" and "device" in report.memory:
+        answer = line(answer, (f": {format_use(report.memory['device'])} of device memory", "bold"))
+    elif report.throughput is not None:
+        answer = line(answer, (f": {format_rate(report.throughput.samples_per_second)} samples/s", "bold"))
+    return line(answer, ". ", _describe_trust(report))
+
+
+def _describe_checkpointing(knobs: Knobs) -> str:
+    return "gradient checkpointing" if knobs.checkpointing else "no gradient checkpointing"
+
+
+def _describe_trust(report: FitReport) -> Words:
+    """'Certified.', or why one can rely on the answer less."""
     if report.question.rehearsed_on is not None:
-        claim = "would be the fastest that fits" if raced else "would fit, the first rung tried that does"
-        return f"{claim} on {report.question.rehearsed_on}, by a rehearsal"
-    return "is the fastest that fits" if raced else "fits, the first rung tried that does"
+        return line(("Not proven: a rehearsal.", "yellow"))
+    return line(("Not certified.", "yellow")) if report.certificate is None else describe_trust(report.certificate)
+
+
+def _describe_claim(report: FitReport) -> str:
+    """'the fastest that fits; 2.7 times as fast as the first that fitted (zero3, micro batch 1); next is zero2 …'."""
+    raced, on = report.question.stop == "fastest", report.question.rehearsed_on
+    claim = "the leanest that fits" if report.question.objective == "memory" else "the fastest that fits"
+    if not raced:
+        claim = "the first tried that fits; --stop fastest measures the others too"
+    return _join(claim + (f" on {on}" if on else ""), _compare_with_first(report), _name_next(report))
+
+
+def _compare_with_first(report: FitReport) -> str | None:
+    """'2.7 times as fast as the first that fitted (zero3, micro batch 1)'; None where it is that one."""
+    for record in report.trials:
+        if record.trial.purpose == "walk" and isinstance(record.outcome, Fit) and report.throughput is not None:
+            config = find_measured(report.trials, record.trial.rung, record.trial.knobs)
+            if config is None or (config.trial.rung == report.rung and config.trial.knobs == report.knobs):
+                return None
+            times = format_factor(report.throughput.samples_per_second / config.samples_per_second)
+            first = f"{config.trial.rung}, micro batch {config.trial.knobs.micro_batch}"
+            return f"{times} times as fast as the first that fitted ({first})"
+    return None
+
+
+def _name_next(report: FitReport) -> str | None:
+    """'next is zero2 with 7.9 samples/s', of the rung that was measured to be next; None without one."""
+    by_memory = report.question.objective == "memory"
+    others = [find_fastest(report, rung) for rung in report.question.ladder if rung != report.rung]
+    measured = [config for config in others if config is not None]
+    if not measured or by_memory:
+        return None
+    best = max(measured, key=lambda config: config.samples_per_second)
+    return f"next is {best.trial.rung} with {format_rate(best.samples_per_second)} samples/s"
 
 
 def list_answer(report: FitReport) -> Iterator[tuple[str, Words]]:
-    """The config that fits, its speed, its memory and its proof, each with a name."""
+    """Why it is the answer, its speed, memory and batch, and what its proof lacks, each with a name."""
     if report.knobs is None:
         return
-    checkpointing = "gradient checkpointing" if report.knobs.checkpointing else "no gradient checkpointing"
-    yield (
-        "config",
-        f"micro batch {report.knobs.micro_batch} × accumulation {report.knobs.accumulation}, {checkpointing}",
-    )
+    yield "why", _describe_claim(report)
     if report.throughput is not None:
         yield "speed", _describe_speed(report)
     if report.memory:
-        uses = [f"{TIER_NAMES[tier]} {format_use(report.memory[tier])}" for tier in TIERS if tier in report.memory]
+        uses = [f"{TIER_NAMES[tier]} {format_use(report.memory[tier])}" for tier in _used_tiers(report.memory)]
         yield "memory", ", ".join(uses)
-    if report.question.rehearsed_on is not None:
-        yield "proof", line(("not proven: a rehearsal, nothing ran", "yellow"))
-    elif report.certificate is not None:
+    yield "batch", report.reasons.get("batch") or format_batch(report.knobs, report.question.gpus)
+    if report.certificate is not None and not report.certificate.passed:
         yield "proof", describe_proof(report.certificate)
 
 
 def _describe_speed(report: FitReport) -> str:
-    """'9.73 samples/s (9.5–9.9 in 6 trials), 623 tokens/s: 4.9 × the first that fitted (zero3, micro batch 1)'."""
+    """'9.73 samples/s (9.5–9.9 in 6 trials), 623 tokens/s'."""
     assert report.throughput is not None
     rate, tokens = report.throughput.samples_per_second, report.throughput.tokens_per_second
     text = f"{format_rate(rate)} samples/s{_format_spread(report)}"
-    text += f", {format_rate(tokens)} tokens/s" if tokens is not None else ""
-    for record in report.trials:
-        if record.trial.purpose == "walk" and isinstance(record.outcome, Fit):
-            config = find_measured(report.trials, record.trial.rung, record.trial.knobs)
-            if config is None:
-                break
-            first = f"{record.trial.rung}, micro batch {record.trial.knobs.micro_batch}"
-            return f"{text}: {format_factor(rate / config.samples_per_second)} × the first that fitted ({first})"
-    return text
+    return text + (f", {format_rate(tokens)} tokens/s" if tokens is not None else "")
 
 
 def _format_spread(report: FitReport) -> str:
-    """' (9.5–9.9 in 6 trials)'; nothing where one trial measured it."""
+    """' (9.5–9.9 in 6 trials)', with a word where the machine was not steady; nothing where one trial measured it."""
     spread = report.spread
     if spread is None or spread.trials < 2:
         return ""
-    return f" ({format_rate(spread.low)}–{format_rate(spread.high)} in {spread.trials} trials)"
+    unsteady = ": this machine is busy or not steady" if spread.high > _STEADY * spread.low else ""
+    return f" ({format_rate(spread.low)}–{format_rate(spread.high)} in {spread.trials} trials{unsteady})"
 
 
 def _list_winner_facts(report: FitReport) -> Iterator[tuple[str, Words]]:
-    """The winner's batch and settings, and why the steps of the search stopped."""
+    """The winner's settings, and why the steps of the search stopped."""
     assert report.knobs is not None
-    yield "batch", report.reasons.get("batch") or format_batch(report.knobs, report.question.gpus)
     if report.largest_micro_batch is not None and report.largest_micro_batch != report.knobs.micro_batch:
         yield "largest", f"micro batch {report.largest_micro_batch} also fits"
     settings = (f"{key.rpartition('.')[2]} {format_value(value)}" for key, value in report.knobs.settings.items())

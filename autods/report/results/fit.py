@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ...config.profiles import Budget
@@ -12,6 +12,7 @@ from ...forecast.values import PartitionedBuild, RungForecast
 from ...system.host import Hardware
 from ...types import Knobs, Record, Skipped, Tier, TierUse
 from ...workload.script_source import ScriptLaunch
+from .measured import Measured
 from .shown import Shown
 
 
@@ -117,7 +118,7 @@ class Certificate:
 class FitQuestion:
     """What a fit was asked: the workload, the machine and the search.
 
-    `lora` is that of its `WorkloadSource`.
+    `weights` and `lora` are those of its `WorkloadSource`.
     `gpus` are the ranks of all nodes, `threads` those of one rank. `usable_bytes` is a rank's device memory without the
     headroom of the search. `ladder` has the names of its rungs in order.
     `lacks_nvme` are the rungs that need --nvme-path, which was not given. `script` tells how to start a training
@@ -131,6 +132,7 @@ class FitQuestion:
 
     workload: str = "workload"
     parameters: int | None = None
+    weights: bool = False
     lora: str | None = None
     gpus: int = 1
     nodes: int = 1
@@ -207,3 +209,19 @@ class FitReport(Shown):
     def device(self) -> Device:
         """The device of the fit's ranks."""
         return find_device(self.question.device)
+
+    def answer_with(self, config: Measured) -> FitReport:
+        """This report with the config as its answer: its rung, knobs, rate, spread and memory."""
+        return replace(
+            self,
+            status="fit",
+            rung=config.trial.rung,
+            knobs=config.trial.knobs,
+            throughput=Throughput(
+                samples_per_second=config.samples_per_second, tokens_per_second=config.tokens_per_second
+            ),
+            spread=Spread(
+                low=config.low_samples_per_second, high=config.high_samples_per_second, trials=len(config.fits)
+            ),
+            memory=config.memory,
+        )

@@ -149,7 +149,7 @@ IN_THE_REPORT = {
 @pytest.mark.parametrize("damage", IN_THE_REPORT.values(), ids=IN_THE_REPORT)
 def test_a_damaged_report_is_made_again_from_its_journal(meet, finished, tmp_path, damage):
     spoil(finished, tmp_path / "out", damage, keep_report=True)
-    meet(Case(FIT, 0, "zero1 fits", "made up"))
+    meet(Case(FIT, 0, "Use zero1, micro batch", "made up"))
     assert json.loads((tmp_path / "out" / "report.json").read_text())["status"] == "fit"
 
 

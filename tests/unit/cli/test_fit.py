@@ -75,7 +75,7 @@ CPU = ("fit", "model.py", "--device", "cpu", "--gpus", "2", "--gpu-memory", "416
 def test_a_fit_prints_its_result_to_stdout_and_exits_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert Fake(fitting_report)(*CPU) == 0
     out, err = capsys.readouterr()
-    assert "zero3 fits" in out
+    assert "Use zero3, micro batch 4" in out
     assert "starting Ray" not in out
     assert "gpt on 2 cpu ranks × 416.0 MiB, default config" in err
     assert "trial 1: ddp" in err
@@ -96,7 +96,7 @@ def test_json_prints_the_report_and_nothing_else(capsys: pytest.CaptureFixture[s
 def test_quiet_shows_the_result_only(capsys: pytest.CaptureFixture[str]) -> None:
     assert Fake(fitting_report)(*CPU, "--quiet") == 0
     out, err = capsys.readouterr()
-    assert "zero3 fits" in out
+    assert "Use zero3, micro batch 4" in out
     assert err == ""
 
 

@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_finished_fit_is_shown_and_its_page_written(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(folder)]) == 0
     shown = capsys.readouterr()
-    assert "zero3 fits" in shown.out
+    assert "Use zero3, micro batch 4" in shown.out
     assert f"page: {folder / 'report.html'}" in shown.err
     assert (folder / "report.html").stat().st_size > 1000
 
@@ -34,7 +34,7 @@ def test_a_report_is_shown_where_its_page_cannot_be_written(folder: Path, capsys
     (folder / PAGE).mkdir()
     assert main(["report", str(folder)]) == 0
     shown = capsys.readouterr()
-    assert "zero3 fits" in shown.out
+    assert "Use zero3, micro batch 4" in shown.out
     assert f"no page: {folder / 'report.html'}: cannot be written" in shown.err
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
+import pytest
+
 from autods.report.answers.fit import LADDER, make_comparison, make_fit_document
-from autods.report.document import Column, Document, Medium, line, tabulate
+from autods.report.document import Bullets, Column, Document, Medium, Pairs, Paragraph, line, make_document, tabulate
 from autods.report.render_html import to_page
 from autods.report.render_markdown import to_markdown
 from tests.support.pages import check_page
@@ -67,3 +70,13 @@ def test_a_part_is_shown_where_it_belongs() -> None:
     assert "Every trial" not in printed(make_fit_document(fitting_report()), 100)
     assert "Every trial" not in to_markdown(make_fit_document(fitting_report()))
     assert Medium.VERBOSE in Medium.TERMINAL
+
+
+@pytest.mark.parametrize("width", range(24, 60))
+def test_no_number_is_parted_from_its_unit(width: int) -> None:
+    sentence = "needs 677.0 MiB (639.6 to 730.7) of 416.0 MiB, 4.05 samples/s in 3 min 24 s, a headroom of 5 %"
+    parts = (Paragraph(words=sentence), Pairs(items=(("why", sentence),)), Bullets(items=(sentence,)))
+    text = printed(make_document(title="", question="", parts=parts), width)
+    assert " ".join(text.split()).count("677.0 MiB") == 3
+    for row in text.splitlines():
+        assert not re.match(r"\W*(MiB|samples/s|min|s|%)\b", row)

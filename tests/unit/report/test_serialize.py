@@ -8,6 +8,7 @@ import pytest
 from autods.errors import EnvironmentBroken, InputError
 from autods.forecast.values import PartitionedBuild
 from autods.report import FitReport, from_dict, read, to_dict, write, write_so_far
+from autods.report.results.fit import Spread
 from tests.support.plans import RUNGS, rung, speed
 from tests.support.reports import LIMIT, MIB, WINNING, fit, fitting_report, hopeless_report, record
 
@@ -20,7 +21,7 @@ CONTRACT = {
 def test_report_json_has_every_key_of_the_contract() -> None:
     data = to_dict(fitting_report())
     assert data.keys() >= CONTRACT
-    assert data["throughput"] == {"samples_per_second": 41.7, "tokens_per_second": 2668.0}
+    assert data["throughput"] == {"samples_per_second": 41.7, "tokens_per_second": 2668.8}
     assert data["knobs"]["micro_batch"] == 4
 
 
@@ -132,3 +133,14 @@ def test_a_missing_or_damaged_report_is_named(tmp_path: Path, text: str | None) 
 
 def test_the_winning_knobs_keep_the_batch_identity() -> None:
     assert WINNING.train_batch(2) == 16
+
+
+def test_a_report_of_before_answers_with_the_median() -> None:
+    report = fitting_report()
+    answer = next(each for each in report.trials if each.trial.rung == "zero3" and each.trial.knobs == report.knobs)
+    again = [replace(answer, id=90 + number, outcome=fit(393.4, rate)) for number, rate in enumerate((30.0, 20.0))]
+    row = to_dict(replace(report, trials=(*report.trials, *again)))
+    read_again = from_dict({**row, "spread": None})
+    assert read_again.throughput is not None
+    assert read_again.throughput.samples_per_second == 30.0
+    assert read_again.spread == Spread(low=20.0, high=41.7, trials=3)

@@ -18,7 +18,7 @@ EMPTY = replace(plans.forecast(), sites=())
 @pytest.mark.parametrize(
     ("result", "shown"),
     [
-        (reports.fitting_report(), "<FitReport: zero3 fits"),
+        (reports.fitting_report(), "<FitReport: Use zero3, micro batch 4"),
         (reports.hopeless_report(), "<FitReport: nothing fits"),
         (plans.forecast(), "<PlanReport: "),
         (Checkup(checks=(Check.ok("Packages", "ray", "2.50"),)), "<Checkup: ready for plan, CPU ranks, GPUs"),

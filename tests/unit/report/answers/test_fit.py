@@ -14,7 +14,7 @@ from autods.report.answers.remedies import describe_shortage, list_remedies
 from autods.report.live import TrialProgress
 from autods.report.render_html import to_page
 from autods.report.render_markdown import to_markdown
-from autods.report.results.fit import Certificate
+from autods.report.results.fit import Certificate, Spread
 from autods.types import Examined, Failed, Knobs, Record, Skipped, TierUse
 from tests.support.reports import HARDWARE, fit, fitting_report, hopeless_report, memory, oom, record
 from tests.support.reports import failed as failure
@@ -108,7 +108,7 @@ def test_rungs_that_were_not_needed_are_named_in_one_line() -> None:
 
 def test_the_winner_shows_its_batch_and_what_to_type_next() -> None:
     text = shown(fitting_report(), 100)
-    assert "4 micro batch × 2 accumulation × 2 ranks = 16 train batch" in text
+    assert "micro batch 4 × accumulation 2 × 2 ranks = global batch 16" in text
     assert "gradient_checkpointing_enable()" in text
     assert "--deepspeed_config autods-out/gpt-2xcpu-1a2b3c/ds_config.json" in text
 
@@ -242,11 +242,13 @@ def test_the_launcher_takes_the_cards_that_were_measured(visible: tuple[int, ...
 
 def test_the_answer_comes_first_in_four_lines() -> None:
     lines = shown(fitting_report(), 80, verbose=False).split("\n\n")[0].splitlines()
-    assert lines[2].startswith("zero3 fits, the first rung tried that does")
-    answer = " ".join(" ".join(lines[3:]).split())
+    assert lines[2].startswith("Use zero3, micro batch 4, gradient checkpointing: 41.7 samples/s. ")
+    answer = " ".join(" ".join(lines[2:]).split())
     for words in (
-        "config micro batch 4 × accumulation 2, gradient checkpointing",
-        "speed 41.7 samples/s, 2,668 tokens/s: 3.4 × the first that fitted (zero3, micro batch 1)",
+        "Not certified.",
+        "why the first tried that fits; --stop fastest measures the others too; 3.4 times as fast as the first that",
+        "speed 41.7 samples/s, 2,669 tokens/s",
+        "batch micro batch 4 × accumulation 2 × 2 ranks = global batch 16",
         "memory device memory 393.4 / 416.0 MiB, host memory 1.3 / 64.0 GiB",
         "use it DS_ACCELERATOR=cpu torchrun --standalone --nproc_per_node 2 YOUR_SCRIPT.py",
         "or DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 YOUR_SCRIPT.py",
@@ -266,7 +268,37 @@ def test_without_v_only_failures_are_explained() -> None:
 def test_a_certificate_that_fails_is_told_without_v() -> None:
     certificate = Certificate(passed=False, failures=("the loaded checkpoint evaluates to another loss",))
     text = shown(replace(fitting_report(), certificate=certificate), 120, verbose=False)
+    assert "Certificate not passed. " in text
     assert "certificate not passed: the loaded checkpoint evaluates to another loss" in text
+
+
+@pytest.mark.parametrize(
+    ("certificate", "said"),
+    [
+        (Certificate(passed=True), "samples/s. Certified."),
+        (Certificate(not_checked=("no eval()",)), "samples/s. Certificate incomplete."),
+        (Certificate(failures=("it leaks",)), "samples/s. Certificate not passed."),
+        (None, "samples/s. Not certified."),
+    ],
+)
+def test_the_first_line_says_whether_it_is_certified(certificate: Certificate | None, said: str) -> None:
+    report = replace(fitting_report(), certificate=certificate)
+    assert said in shown(report, 120, verbose=False).splitlines()[2]
+
+
+def test_a_machine_that_is_not_steady_is_named_in_the_answer() -> None:
+    def speed(low: float, high: float) -> str:
+        report = replace(fitting_report(), spread=Spread(low=low, high=high, trials=6))
+        return next(line for line in shown(report, 120, verbose=False).splitlines() if line.startswith("  speed"))
+
+    assert "(40–42 in 6 trials), 2,669 tokens/s" in speed(40.0, 42.0)
+    assert "(25–42 in 6 trials: this machine is busy or not steady)" in speed(25.0, 42.0)
+
+
+def test_the_answer_says_that_the_model_has_its_own_weights() -> None:
+    report = fitting_report()
+    question = replace(report.question, parameters=10**9, weights=True)
+    assert "1B parameters, from its weights, on 2 cpu ranks" in shown(replace(report, question=question), 120)
 
 
 def test_warnings_of_the_machine_stand_in_every_answer() -> None:
