@@ -30,7 +30,10 @@ _OF_TRIALS = {"started", "finished", "forecast"}  # kinds of rows that are lost 
 
 def trial_key(trial: Trial) -> str:
     """Return the key by which the journal finds the record of a trial; equal trials have equal keys."""
-    return json.dumps(asdict(trial), sort_keys=True)
+    row = asdict(trial)
+    if not trial.knobs.expandable:
+        del row["knobs"]["expandable"]  # older journals have no such knob
+    return json.dumps(row, sort_keys=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +351,8 @@ def is_journal(path: Path) -> bool:
 class TrialStore:
     """Answers trials from the journal, runs those that it lacks, and writes each finished one down. Thread-safe.
 
-    `learn` is called with each record. `running` holds the ids of the trials that run now.
+    `adapt` returns each trial as it is to run. `learn` is called with each record.
+    `running` holds the ids of the trials that run now.
     """
 
     journal: Journal
@@ -356,12 +360,14 @@ class TrialStore:
     execute: Execute
     listen: Listener
     records: list[Record] = field(default_factory=list)
+    adapt: Callable[[Trial], Trial] = lambda trial: trial
     learn: Callable[[Record], None] = lambda record: None
     running: set[int] = field(default_factory=set)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def run(self, trial: Trial, execute: Execute | None = None) -> Record:
         """Return the record of a trial, from the journal or by running it (with `execute`, where given)."""
+        trial = self.adapt(trial)
         key = trial_key(trial)
         known = self.past.records.get(key)
         record = known or self._run(trial, key, execute or self.execute)

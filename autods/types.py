@@ -260,11 +260,15 @@ Scalar = bool | int | float | str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knobs:
-    """The values that are tuned within a rung. `settings` maps a dotted DeepSpeed key to its value."""
+    """The values that are tuned within a rung. `settings` maps a dotted DeepSpeed key to its value.
+
+    `expandable` lets torch's allocator grow its segments, see `Device.expand_segments`.
+    """
 
     micro_batch: int = 1
     accumulation: int = 1
     checkpointing: bool = True
+    expandable: bool = False
     settings: Mapping[str, Scalar] = field(default_factory=dict)
 
     def train_batch(self, world_size: int) -> int:

@@ -8,6 +8,8 @@ from typing import Literal
 
 from ..units import format_bytes
 
+EXPANDABLE = "expandable_segments:True"  # a setting of torch's caching allocator
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
@@ -137,6 +139,16 @@ class Device:
     def find_allocator_variable(self, environment: Mapping[str, str]) -> str | None:
         """Return the variable of an environment whose settings the device's allocator takes; None where none is set."""
         return next((name for name in self.allocator_variables if environment.get(name)), None)
+
+    def expand_segments(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Return the variable by which its allocator grows segments, beside its settings in this environment.
+
+        It is empty for a device without such an allocator.
+        """
+        if not self.allocator_variables:
+            return {}
+        variable = self.find_allocator_variable(environment) or self.allocator_variables[-1]
+        return {variable: ",".join(filter(None, (environment.get(variable), EXPANDABLE)))}
 
     def complete_environment(self, variables: Mapping[str, str], assigned: str | None) -> dict[str, str]:
         """Return the environment of a node's ranks: `variables` with those of the device.

@@ -60,6 +60,7 @@ def make_engine(site: Site, rung: Rung, knobs: Knobs, facts: ModelFacts, *, zero
         device=site.device,
         checkpointing=knobs.checkpointing,
         zero_init=zero_init and rung.stage == 3,
+        expandable=knobs.expandable,
         ranks_per_node=site.ranks_per_node,
         device_bytes=site.machine.device_bytes,
         machine=site.machine,
@@ -85,12 +86,12 @@ def enough_accumulation(rung: Rung, accumulation: int) -> int:
 class AllocConf:
     """The allocator's settings in the environment.
 
-    `variable` is the one that torch reads. `unmodelled` are settings that change how much is reserved and that the
-    forecast does not model.
+    `variable` is the one that torch reads. `expandable` is whether segments grow; None where it leaves that open.
+    `unmodelled` are settings that change how much is reserved and that the forecast does not model.
     """
 
     variable: str | None = None
-    expandable: bool = False
+    expandable: bool | None = None
     unmodelled: tuple[str, ...] = ()
 
     @property
@@ -103,13 +104,15 @@ class AllocConf:
 
 def read_alloc_conf(environment: Mapping[str, str], device: str) -> AllocConf:
     """The settings as torch reads them for this device: the new variable replaces the old one as a whole."""
-    variable = find_device(device).find_allocator_variable(environment)
+    kind = find_device(device)
+    variable = kind.find_allocator_variable(environment)
     if variable is None:
-        return AllocConf()
+        return AllocConf(expandable=None if kind.has_caching_allocator else False)
     settings = {key: value.strip() for key, value in _SETTING.findall(environment[variable])}
-    expandable = settings.get("expandable_segments", "").lower() == "true"
     native = settings.get("backend") == "native"
     unmodelled = [key for key in settings if key not in _HARMLESS and not (key == "backend" and native)]
+    given = settings.get("expandable_segments")
+    expandable = given.lower() == "true" if given else False if "backend" in unmodelled else None
     return AllocConf(variable=variable, expandable=expandable, unmodelled=tuple(unmodelled))
 
 
@@ -130,12 +133,12 @@ def list_limits(spec: EngineSpec) -> dict[Tier, int]:
 class SimulationCache:
     """Forecasts engines on one simulator, and keeps what was simulated. Several threads may use it.
 
-    `expandable` tells that torch's allocator has expandable segments.
+    `expandable` is whether torch's allocator grows its segments, whatever a config says; None: each config decides.
     `before_simulation` is called with the engine and the micro batch before each simulation; it may raise.
     """
 
     simulator: Simulator
-    expandable: bool = False
+    expandable: bool | None = False
     before_simulation: Callable[[EngineSpec, int], None] | None = None
     _simulations: dict[tuple[str, int], Simulation] = field(default_factory=dict)
 
@@ -170,14 +173,19 @@ class SimulationCache:
         observations: Collection[Observation] = (),
         *,
         advise: bool = True,
+        chooses: bool = True,
     ) -> RungForecast:
-        """Return the forecast within the limits of the engine's machine, corrected by the measurements of trials."""
+        """Return the forecast within the limits of the engine's machine, corrected by the measurements of trials.
+
+        It `chooses` the allocator's segments where nobody has decided about them.
+        """
+        expandable = spec.expandable or self.expandable
         return judge_memory(
             spec,
             simulation,
             limits=list_limits(spec),
             calibration=calibrate_forecast(spec, observations),
-            expandable=self.expandable,
+            expandable=expandable if chooses else bool(expandable),
             advise=advise,
         )
 
@@ -308,5 +316,5 @@ def memory_key(spec: EngineSpec) -> str:
     """
     config = {key: value for key, value in spec.ds_config.items() if key not in BATCH_KEYS}
     accumulation = min(_ENOUGH_ON_THE_HOST, int(spec.ds_config.get("gradient_accumulation_steps") or 1))
-    known = {**asdict(replace(spec, machine=None)), "ds_config": config, "accumulation": accumulation}
+    known = {**asdict(replace(spec, machine=None, expandable=False)), "ds_config": config, "accumulation": accumulation}
     return json.dumps({**known, "family": spec.family}, sort_keys=True, default=str)

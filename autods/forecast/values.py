@@ -85,7 +85,7 @@ class EngineSpec:
     """An engine to simulate: a rung with its whole DeepSpeed config, as one rank of `world_size` runs it.
 
     DeepSpeed asks for the free memory of the card, of which `device_bytes` is the total, and branches on it.
-    `zero_init` builds the model under `deepspeed.zero.Init` (stage 3 only).
+    `zero_init` builds the model under `deepspeed.zero.Init` (stage 3 only). `expandable` is that of its knobs.
     `machine` is the target of the forecast. Where it has rates, clocks tell when streams are done with a block.
     """
 
@@ -97,6 +97,7 @@ class EngineSpec:
     device: str = "cuda"
     checkpointing: bool = True
     zero_init: bool = False
+    expandable: bool = False
     machine: Machine | None = None
 
     @property
@@ -191,6 +192,7 @@ class RungForecast:
     `by_phase` has the bytes that the card must hold in each phase.
     `largest_micro_batch` is the largest whose peak fits; None when it was not searched for or none fits.
     `speed` is that of the largest micro batch, or of this one; None where the machine has no prices.
+    `expandable` tells that torch's allocator grows its segments there.
     """
 
     rung: str
@@ -204,6 +206,7 @@ class RungForecast:
     breakdown: Mapping[str, int] = field(default_factory=dict)
     largest_micro_batch: int | None = None
     speed: Speed | None = None
+    expandable: bool = False
     assumed: tuple[str, ...] = ()
     seconds: float = 0.0
 

@@ -11,6 +11,7 @@ from ..config.catalogue import Machine, Site
 from ..config.deepspeed import choose_accumulation, count_replicas, get_key, micro_batches, start_settings
 from ..config.plan_settings import PlanSettings
 from ..config.rungs import Rung, unmet_need
+from ..devices.base import EXPANDABLE
 from ..errors import InputError
 from ..forecast.attention import FLASH_FROM, find_family
 from ..forecast.largest_batch import MOST_MICRO_BATCH, LargestMicroBatch
@@ -131,7 +132,7 @@ class PlanRun:
     facts: ModelFacts
     simulator: Simulator
     listen: ForecastListener
-    expandable: bool = False  # torch's allocator has expandable segments
+    expandable: bool | None = False  # see `SimulationCache`
     forecasts: dict[tuple[str, str], RungForecast] = field(default_factory=dict)  # by machine and rung
     failures: dict[str, SimulationFailed] = field(default_factory=dict)  # by rung
     stopped: bool = False  # nothing is simulated or reported any more
@@ -190,7 +191,10 @@ class PlanRun:
                     largest = self.find_largest(site, engine, forecast)
                     if largest.micro_batch is not None:
                         speed = self.forecast_speed(site, engine, largest.micro_batch)
-                        forecast = replace(forecast, speed=speed)
+                        held = self.cache.judge(
+                            move_engine(spec, site), engine.simulate(largest.micro_batch), advise=False
+                        )
+                        forecast = replace(forecast, speed=speed, expandable=held.expandable)
                     self._report(site, _with_largest(forecast, largest))
         except SimulationFailed as failed:
             if failed.kind in _LASTING:
@@ -252,6 +256,8 @@ class PlanRun:
 
 def _with_largest(forecast: RungForecast, largest: LargestMicroBatch) -> RungForecast:
     notes: list[str] = []
+    if forecast.expandable:
+        notes.append(f"{forecast.rung}: micro batch {largest.micro_batch} takes {EXPANDABLE}, which a fit sets")
     if not largest.proven:
         refused = f"; {largest.refused} does not fit, between them nothing was tried" if largest.refused else ""
         notes.append(f"{forecast.rung}: micro batch {largest.micro_batch} fits{refused}")

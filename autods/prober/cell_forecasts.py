@@ -91,7 +91,7 @@ def forecast_cells(
         else:
             source = source_under_conditions(question, trial.conditions)
             by_source.setdefault(source.digest, (source, []))[1].append(number)
-    expandable = read_alloc_conf(os.environ, question.settings.device).expandable
+    expandable = bool(read_alloc_conf(os.environ, question.settings.device).expandable)
     for source, numbers in by_source.values():
         cache = SimulationCache(simulators.get(source), expandable)
         pool = ThreadPoolExecutor(PARALLEL_ENGINES, thread_name_prefix="forecast")

@@ -95,6 +95,7 @@ class RankJob:
     micro_batch: int = 1
     accumulation: int = 1
     checkpointing: bool = False
+    expandable: bool = False
     steps: Steps = field(default_factory=Steps)
     exam: Exam | None = None
     order: RunOrder | None = None

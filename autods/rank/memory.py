@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from ..devices import find_device
-from ..devices.cuda import read_process_bytes, read_used_bytes
+from ..devices.base import EXPANDABLE
+from ..devices.cuda import CUDA, read_process_bytes, read_used_bytes
 from ..units import format_bytes
 from .patching import declare
 
@@ -201,6 +202,7 @@ class CudaMeter(Meter):
 
     def start(self) -> None:
         """Take the card. DeepSpeed sees the emulated size: it flattens on the host where the card is too full."""
+        self._grow_segments()
         # Before this rank's context is made, on the card and on the host:
         self._used_before, self._private_at_start = self._read_card(read_used_bytes) or 0, read_private_bytes()
         with contextlib.suppress(self.nvml.NVMLError):
@@ -214,6 +216,14 @@ class CudaMeter(Meter):
         for patch in _RESETS:
             patch.wrap(self._reset_counters, everywhere=True)
         self.settle()
+
+    def _grow_segments(self) -> None:
+        """Apply the allocator's settings where segments grow: torch may have read the variable before the fork."""
+        variable = CUDA.find_allocator_variable(os.environ)
+        if variable is None or EXPANDABLE not in os.environ[variable]:
+            return
+        apply = getattr(importlib.import_module("torch")._C, "_accelerator_setAllocatorSettings", None)
+        (apply or self.cuda.memory._set_allocator_settings)(os.environ[variable])  # torch 2.9 has the first
 
     def sample(self) -> None:
         self._raise_peak("private", read_private_bytes())

@@ -98,7 +98,7 @@ def launch_commands(report: FitReport) -> dict[str, str]:
 
     The placeholders of a script's command line are filled. DS_ACCELERATOR=cpu keeps DeepSpeed on CPU ranks where there
     are GPUs. OMP_NUM_THREADS gives each rank as many threads as it had in trials. TORCH_EXTENSIONS_DIR names the folder
-    of the ops that trials built, which would take minutes again.
+    of the ops that trials built, which would take minutes again. The allocator's settings are those of the config.
     """
     script, nodes = report.question.script, report.question.nodes
     per_node, rendezvous = str(report.question.ranks_per_node), ["--standalone"]
@@ -111,8 +111,12 @@ def launch_commands(report: FitReport) -> dict[str, str]:
         "accelerate": ["accelerate", "launch", "--config_file", str(Path(report.out) / ACCELERATE)],
     }
     threads = report.question.threads
-    variables = {**report.device.launch_variables, **({"OMP_NUM_THREADS": threads} if threads else {})}
-    environment = "".join(f"{name}={value} " for name, value in variables.items())
+    variables = {
+        **report.device.launch_variables,
+        **({"OMP_NUM_THREADS": str(threads)} if threads else {}),
+        **report.variables,
+    }
+    environment = "".join(f"{name}={shlex.quote(value)} " for name, value in variables.items())
     if report.question.ops_folder and required_ops(report.ds_config or {}):
         environment += f"TORCH_EXTENSIONS_DIR={shlex.quote(report.question.ops_folder)} "
     return {name: environment + shlex.join((*line, *_program(report, name))) for name, line in launchers.items()}

@@ -254,7 +254,7 @@ def _site(plan: PlanReport, forecast: SiteForecast) -> dict[str, Any]:
 
 def rung_to_dict(rung: RungForecast, ranks_per_node: int) -> dict[str, Any]:
     """Bytes per rank, and for host, pinned and NVMe also per node. A tier is null where nothing was forecast."""
-    names = ("rung", "verdict", "reason", "micro_batch", "largest_micro_batch", "decides")
+    names = ("rung", "verdict", "reason", "micro_batch", "largest_micro_batch", "decides", "expandable")
     return {
         **{name: getattr(rung, name) for name in names},
         "exact": True,  # every figure is simulated; the key stays for readers of earlier plans
@@ -277,7 +277,7 @@ def _rung_from_row(row: Mapping[str, Any]) -> RungForecast:
     names = ("rung", "verdict", "reason", "micro_batch", "largest_micro_batch", "assumed", "seconds")
     known = {name: row[name] for name in names} | {name: device[name] for name in ("live_peak_bytes", "breakdown")}
     by_phase = {phase: size for phase, size in device["by_phase"].items() if size}
-    rung = read_as(RungForecast, {**known, "by_phase": by_phase})
+    rung = read_as(RungForecast, {**known, "by_phase": by_phase, "expandable": row.get("expandable", False)})
     return replace(rung, memory=memory, speed=None if row["step"] is None else _speed_from_row(row["step"]))
 
 

@@ -68,7 +68,7 @@ def zygote_environment(device: str, environment: Mapping[str, str]) -> dict[str,
 
 
 def rank_environment(job: RankJob, slot: int, port: int) -> dict[str, str]:
-    """Return this process's environment with the variables of torchrun and the rank's number of threads."""
+    """Return this process's environment with the variables of torchrun, of the rank's threads and of its allocator."""
     variables = {
         "RANK": str(job.local_ranks[slot]),
         "LOCAL_RANK": str(slot),
@@ -87,4 +87,6 @@ def rank_environment(job: RankJob, slot: int, port: int) -> dict[str, str]:
         variables["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", interface)
     # The host works in CUDA jobs as well: an offloaded optimizer takes all cores that it gets.
     variables["OMP_NUM_THREADS"] = variables["MKL_NUM_THREADS"] = str(job.rank_threads)
+    if job.expandable:
+        variables |= find_device(job.device).expand_segments(os.environ)
     return {**os.environ, **variables}

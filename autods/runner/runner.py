@@ -299,6 +299,7 @@ class RayRunner:
             micro_batch=knobs.micro_batch,
             accumulation=knobs.accumulation,
             checkpointing=knobs.checkpointing,
+            expandable=knobs.expandable,
             steps=steps,
             exam=exam,
             order=order,

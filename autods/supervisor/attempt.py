@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..config.settings import Settings
-from ..devices import find_device
 from ..events import Listener, RunListener
 from ..rank.job import RunOrder
 from ..rank.record import RunResult
@@ -29,7 +28,7 @@ StartRunner = Callable[..., RayRunner]  # as the class itself
 
 @dataclass(slots=True)
 class RunnerSession:
-    """The runner of one number of ranks and one allocator; None while there is none."""
+    """The runner of one number of ranks; None while there is none."""
 
     start: StartRunner
     listen: RunListener
@@ -44,21 +43,15 @@ class RunnerSession:
         self.close()
         describe_cards(settings, listen)
         self.runner = self._stack.enter_context(self.start(settings, listen))
-        self._key, self._is_lent = (settings.gpus, settings.nodes, None), True
+        self._key, self._is_lent = (settings.gpus, settings.nodes), True
         yield self.runner
 
-    def open(self, settings: Settings, *, allocator: str | None = None, facts: ModelFacts | None = None) -> RayRunner:
+    def open(self, settings: Settings, *, facts: ModelFacts | None = None) -> RayRunner:
         """Return the runner of these ranks; another one is ended first. A new one takes the facts, if there are."""
-        key = (settings.gpus, settings.nodes, allocator)
+        key = (settings.gpus, settings.nodes)
         if self.runner is None or key != self._key:
             self.close()
-            environment = {}
-            if allocator is not None:
-                device = find_device(settings.device)
-                variable = device.find_allocator_variable(os.environ) or device.allocator_variables[-1]
-                given = os.environ.get(variable)
-                environment[variable] = f"{given},{allocator}" if given else allocator
-            self.runner = self._stack.enter_context(self.start(settings, self.listen, environment=environment))
+            self.runner = self._stack.enter_context(self.start(settings, self.listen))
             self._key = key
         elif self._is_lent:
             self._is_lent = False

@@ -86,7 +86,12 @@ class KnownRung:
             trials = [knobs for knobs, outcome in self.trials if knobs.micro_batch == size and isinstance(outcome, Fit)]
             knobs = trials[-1] if trials else untried
             settings = {key: value for key, value in knobs.settings.items() if not key.startswith(_PRECISIONS)}
-            chosen = replace(current.knobs, settings=settings | kept, checkpointing=knobs.checkpointing)
+            chosen = replace(
+                current.knobs,
+                settings=settings | kept,
+                checkpointing=knobs.checkpointing,
+                expandable=current.knobs.expandable or knobs.expandable,
+            )
             yield replace(current, rung=self.rung, knobs=chosen).with_micro_batch(size)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ..config.settings import count_nodes
+from ..devices.base import EXPANDABLE
 from ..types import Failed, Fit, OutOfMemory, Tier
 from ..units import format_bytes
 from .known_rungs import KnownRung
@@ -17,7 +18,6 @@ from .run_journal import RunConfig
 
 MOST_REPEATS = 2  # of the same config in a row without a new checkpoint
 NOTHING_LEFT, USERS_FAULT, MACHINES_FAULT = 1, 2, 3  # exit codes
-EXPANDABLE = "expandable_segments:True"  # a setting of torch's allocator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,13 +238,12 @@ def _shrink(situation: Situation, ranks: int) -> NextConfig | RunFailure:
 def _defragment(situation: Situation, cause: Cause) -> NextConfig | None:
     """Let the caching allocator grow its segments, once: what it reserved would have been enough, but in pieces."""
     config = situation.config
-    if not situation.may_expand or config.allocator is not None or not isinstance(cause, OutOfMemory):
+    if not situation.may_expand or config.knobs.expandable or not isinstance(cause, OutOfMemory):
         return None
     if not cause.fragmented:
         return None
-    return NextConfig(
-        config=replace(config, allocator=EXPANDABLE), changed=f"the allocator grows its segments ({EXPANDABLE})"
-    )
+    grown = replace(config, knobs=replace(config.knobs, expandable=True))
+    return NextConfig(config=grown, changed=f"the allocator grows its segments ({EXPANDABLE})")
 
 
 def _reduce_micro_batch(situation: Situation, cause: Cause) -> NextConfig | None:

@@ -17,9 +17,9 @@ from typing import Any
 
 from ..config.deepspeed import BATCH_KEYS, count_replicas
 from ..config.settings import Settings, apply_survey, count_nodes
-from ..devices import find_device
 from ..errors import EnvironmentBroken, InputError
 from ..events import AttemptStarted, Note, RunListener
+from ..forecast.simulation_cache import read_alloc_conf
 from ..journal import RUN_JOURNAL, check_disk_space, is_journal, record_warnings, workspace
 from ..rank.job import JOB_FILE, RunOrder, read_job
 from ..rank.record import RunResult
@@ -253,7 +253,6 @@ class Supervisor:
         assert history.prepared is not None
         fit = apply_survey(self.settings.fit, self._facts)
         ladder = list_candidates(fit, self._facts, history.prepared.op_problems)
-        device = find_device(fit.device)
         situation = Situation(
             config=decision.config,
             known_rungs=gather_known_rungs(self.report, ladder),
@@ -267,8 +266,7 @@ class Supervisor:
             device_bytes=self.settings.fit.device_bytes,
             growth_bytes=decision.growth_bytes,
             can_recompute=self._facts.checkpointing,
-            may_expand=device.has_caching_allocator
-            and "expandable_segments" not in os.environ.get(device.find_allocator_variable(os.environ) or "", ""),
+            may_expand=read_alloc_conf(os.environ, fit.device).expandable is None,
             last_hang=self.last_hang,
             find_obstacle=lambda config: self._find_obstacle(config, saved),
         )
@@ -324,7 +322,7 @@ class Supervisor:
 
     def _train(self, config: RunConfig, number: int, progress: AttemptProgress) -> RunResult | OutOfMemory | Failed:
         """Start the ranks and wait for their end. Raises EnvironmentBroken where they cannot be started."""
-        runner = self.session.open(self._settings_for(config), allocator=config.allocator, facts=self._facts)
+        runner = self.session.open(self._settings_for(config), facts=self._facts)
         saved = self._latest()
         order = RunOrder(
             folder=str(self.settings.out),

@@ -19,13 +19,13 @@ from ..report.text import format_outcome
 from ..schema import read_as, read_known
 from ..types import Failed, Knobs, ModelFacts, OutOfMemory
 
-VERSION = 1
+VERSION = 2
 Ending = Literal["done", "stopped", "failed", "interrupted"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """What the ranks of an attempt train with. `allocator` is a setting of torch's allocator beside the user's.
+    """What the ranks of an attempt train with.
 
     With `loads_in_ranks` they load their data themselves: workers of a loader hand it over in shared memory.
     """
@@ -34,7 +34,6 @@ class RunConfig:
     knobs: Knobs
     world_size: int
     replica_ranks: int = 1  # that count as one in the batch, see `count_replicas`
-    allocator: str | None = None
     loads_in_ranks: bool = False
 
     @property

@@ -100,12 +100,13 @@ def config_name(rung: str, knobs: Knobs, *, recomputes: bool) -> str:
 
 
 def unusual_knobs(knobs: Knobs, *, recomputes: bool) -> str:
-    """'in fp16', 'without checkpointing', both or nothing; 'recomputing' where `recomputes` is false."""
+    """'in fp16', 'without checkpointing', several or nothing; 'recomputing' where `recomputes` is false."""
     words = []
     if any(f"{half}.enabled" in knobs.settings for half in _HALVES):
         words.append(f"in {next((half for half in _HALVES if knobs.settings.get(f'{half}.enabled')), 'fp32')}")
     if knobs.checkpointing is not recomputes:
         words.append("recomputing" if knobs.checkpointing else "without checkpointing")
+    words += ["with expandable segments"] if knobs.expandable else []
     return " ".join(words)
 
 

@@ -100,6 +100,7 @@ def fit(
             facts, op_problems = runner.survey()
             settings = apply_survey(settings, facts)
             with forecaster(settings, facts, memory, listen) as opened:
+                memory.adapt = opened.choose_allocator
                 context = FitContext(
                     settings=settings,
                     facts=facts,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..config.deepspeed import ENOUGH_ACCUMULATION
 from ..config.rungs import unmet_need
+from ..config.settings import Settings
+from ..devices import find_device
 from ..forecast.values import PartitionedBuild
 from ..rank.ops import ops_folder
 from ..report import text
@@ -74,6 +77,7 @@ def build_report(
         report.answer_with(measured),
         knobs=result.best.trial.knobs,
         ds_config=result.ds_config,
+        variables=_list_variables(result.best.trial.knobs, settings),
         largest_micro_batch=growth.curve.fits,
         certificate=None if certified is None else certified.certificate,
         importances=result.tuned.importances,
@@ -87,6 +91,11 @@ def build_report(
             **({} if certified is None else {"certify": certified.reason}),
         },
     )
+
+
+def _list_variables(knobs: Knobs, settings: Settings) -> dict[str, str]:
+    """The environment variables with which trials of these knobs ran, beside the user's."""
+    return find_device(settings.device).expand_segments(os.environ) if knobs.expandable else {}
 
 
 def _measure(config: Record, context: FitContext) -> Measured:

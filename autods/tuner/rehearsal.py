@@ -165,9 +165,8 @@ class RehearsalRunner:
     def _answer(self, trial: Trial) -> Outcome:
         spec, knobs = make_trial_engine(self.settings, self.facts, trial), trial.knobs
         simulation = self.cache.simulate(spec, knobs.micro_batch)
-        forecast = self.cache.judge(spec, simulation, advise=False)
-        expandable = self.cache.expandable
-        replayed = replay_at_limit(simulation, forecast, expandable=expandable) if trial.limited else None
+        forecast = self.cache.judge(spec, simulation, advise=False, chooses=False)
+        replayed = replay_at_limit(simulation, forecast) if trial.limited else None
         if trial.limited and (full := _find_full_tier(forecast, replayed)) is not None:
             return full
         assert simulation.schedule is not None, "a simulated GPU logs its work"

@@ -69,6 +69,10 @@ class Forecaster:
         """The largest of these micro batches (ascending) that should fit in `usable_bytes`; None when unknown."""
         return None
 
+    def choose_allocator(self, trial: Trial) -> Trial:
+        """The trial with the segments of torch's allocator that its forecast asks for."""
+        return trial
+
     def step_time(self, trial: Trial) -> StepForecast | None:
         """The seconds of the trial's optimizer step; None when they cannot be forecast."""
         return None
@@ -131,6 +135,7 @@ class TrialForecaster(Forecaster):
     forecasts: dict[str, RungForecast] = field(default_factory=dict)  # the first forecast of each rung, for the report
     _failed: dict[tuple[str, int], AutodsError] = field(default_factory=dict)
     _reported: set[str] = field(default_factory=set)
+    _expandable: dict[tuple[str, int], bool] = field(default_factory=dict)  # by `memory_key` and micro batch
     _least: int = 1  # the model cannot be trained with a smaller micro batch
 
     def prepare(self, trials: Iterable[Trial]) -> None:
@@ -166,6 +171,18 @@ class TrialForecaster(Forecaster):
         except AutodsError as error:
             smallest = min(sizes, default=_LARGEST_FIRST_MICRO_BATCH)
             return self.largest(trial, sizes, usable_bytes) if self._can_retry(trial.rung, smallest, error) else None
+
+    def choose_allocator(self, trial: Trial) -> Trial:
+        """Return the trial, with segments that grow where its forecast needs them. A config keeps the first choice."""
+        if self.cache.expandable is not None:
+            return trial
+        spec, micro_batch = make_trial_engine(self.settings, self.facts, trial), trial.knobs.micro_batch
+        key, simulation = (memory_key(spec), micro_batch), self.cache.get(spec, micro_batch)
+        if key not in self._expandable and simulation is not None:
+            forecast = self.cache.judge(spec, simulation, self.observations.values(), advise=False)
+            self._expandable[key] = forecast.expandable
+        expandable = self._expandable.get(key, trial.knobs.expandable)
+        return replace(trial, knobs=replace(trial.knobs, expandable=expandable))
 
     def step_time(self, trial: Trial) -> StepForecast | None:
         """Return the seconds of the trial's step, corrected by the trials so far; None when it cannot be forecast.
@@ -207,7 +224,9 @@ class TrialForecaster(Forecaster):
         simulation = self.cache.get(spec, trial.knobs.micro_batch)
         if simulation is None or key in self.observations:
             return None
-        observation = observe_trial(spec, simulation, outcome, expandable=self.cache.expandable)
+        observation = observe_trial(
+            spec, simulation, outcome, expandable=bool(spec.expandable or self.cache.expandable)
+        )
         if observation is not None:
             observation = replace(observation, step=self._observe_step(trial, outcome))
             self.observations[key] = observation

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal, Self
 
 from autods.config.settings import Settings
@@ -26,13 +26,11 @@ class ScriptedLauncher:
 
     def __init__(self, answer: Answer, facts: ModelFacts) -> None:
         self.jobs: list[RankJob] = []
-        self.starts: list[Mapping[str, str]] = []  # the environment of each session
         self.settings: list[Settings] = []  # those of each session
         self.answer, self.facts = answer, facts
 
-    def start(self, settings: Settings, listen: RunListener, *, environment: Mapping[str, str]) -> ScriptedRayRunner:
+    def start(self, settings: Settings, listen: RunListener) -> ScriptedRayRunner:
         """Begin a session."""
-        self.starts.append(environment)
         self.settings.append(settings)
         return ScriptedRayRunner(self, settings, listen)
 

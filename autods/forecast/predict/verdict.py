@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import partial
 
 from ...devices import find_device
+from ...devices.base import EXPANDABLE
 from ...types import Tier
 from ...units import format_bytes
 from ..values import EngineSpec, ForecastPhase, Interval, RungForecast, Simulation, TierForecast, Trace, Verdict
-from .allocator import Replay, find_least_limit, repeat_last_step, replay
+from .allocator import Replay, repeat_last_step, replay
 from .calibration import Calibration, calibrate_forecast
 from .memory_model import Overheads, compute_rank_memory, read_overheads
 from .prices import PriceList, Unpriced, read_constants
@@ -38,20 +40,45 @@ def judge_memory(
     limits: Mapping[Tier, int],
     calibration: Calibration | None = None,
     overheads: Overheads | None = None,
-    expandable: bool = False,
+    expandable: bool | None = False,
     advise: bool = True,
 ) -> RungForecast:
     """Return the forecast of one rung at one micro batch, with its verdict.
+
+    With `expandable` torch's allocator grows its segments. None: it does so where the device may lack memory without
+    it, and needs less with it.
 
     A rung cannot fit where the low end of some tier exceeds its limit. It is tight where a limit lies within an
     interval, and fits where no high end exceeds a limit. The low end of an upper bound holds no activations.
 
     `limits` has the bytes of the tiers whose limit is known: device and pinned a rank, host and NVMe a node.
     `calibration` is None before any trial.
-    `advise` adds advice on the allocator to the reason of a tight fit, which takes several replays.
+    `advise` adds to the reason of a tight fit how the allocator would fail, which takes a further replay.
     """
     overheads = overheads or read_overheads()
     calibration = calibration or calibrate_forecast(spec, (), overheads)
+    judge = partial(_judge, spec, simulation, limits, calibration, overheads, advise=advise)
+    forecast = judge(expandable=bool(expandable))
+    if expandable is not None or not find_device(spec.device).has_caching_allocator:
+        return forecast
+    device, limit = forecast.memory.get("device"), limits.get("device")
+    if device is None or limit is None or not device.low_bytes <= limit < device.high_bytes:
+        return forecast
+    grown = judge(expandable=True)
+    saved_bytes = device.peak_bytes - grown.memory["device"].peak_bytes
+    return grown if saved_bytes > _WORTH_SAVING * limit else forecast
+
+
+def _judge(
+    spec: EngineSpec,
+    simulation: Simulation,
+    limits: Mapping[Tier, int],
+    calibration: Calibration,
+    overheads: Overheads,
+    *,
+    expandable: bool,
+    advise: bool,
+) -> RungForecast:
     need = compute_rank_memory(spec, simulation, overheads, expandable=expandable)
     device = need.device.times(calibration.ratios(spec.rung)) + (
         calibration.outside_allocator or need.outside_allocator
@@ -78,10 +105,11 @@ def judge_memory(
     reason = f"needs {memory[tier]}{'' if limit is None else f' of {format_bytes(limit)}'}{_LIMIT_WORDS[tier]}"
     if tier == "device" and by_phase:
         reason += f"; {_PHASE_WORDS[max(by_phase, key=by_phase.__getitem__)]} decides"
+        reason += f", with {EXPANDABLE}" if expandable else ""
         in_lower_half = limit is not None and device.low_bytes <= limit < device.peak_bytes
         if advise and limit is not None and in_lower_half and kind.has_caching_allocator:
             left_bytes = limit - (device.peak_bytes - need.tensors_bytes)
-            reason += _advise_on_allocator(simulation.traces["device"], left_bytes, need.tensors_bytes, expandable)
+            reason += _describe_shortage(simulation.traces["device"], left_bytes, expandable)
     return RungForecast(
         rung=spec.rung,
         verdict=judge_tier(memory[tier]),
@@ -92,6 +120,7 @@ def judge_memory(
         overhead_bytes=device.peak_bytes - need.tensors_bytes,
         by_phase=by_phase,
         breakdown=simulation.breakdown,
+        expandable=expandable,
         assumed=simulation.assumed,
         seconds=simulation.seconds,
     )
@@ -130,7 +159,7 @@ def forecast_speed(
     )
 
 
-def replay_at_limit(simulation: Simulation, forecast: RungForecast, *, expandable: bool = False) -> Replay | None:
+def replay_at_limit(simulation: Simulation, forecast: RungForecast) -> Replay | None:
     """Return the replay of a GPU's trace at the device's limit; None where no limit is known or nothing is left of it.
 
     It has three optimizer steps, where the trace has two alike. The forecast is that of the simulation.
@@ -138,7 +167,8 @@ def replay_at_limit(simulation: Simulation, forecast: RungForecast, *, expandabl
     limit_bytes = forecast.memory["device"].limit_bytes if "device" in forecast.memory else None
     if limit_bytes is None or (left_bytes := limit_bytes - forecast.overhead_bytes) <= 0:
         return None
-    return replay(repeat_last_step(simulation.traces["device"]), expandable=expandable, limit_bytes=left_bytes)
+    trace = repeat_last_step(simulation.traces["device"])
+    return replay(trace, expandable=forecast.expandable, limit_bytes=left_bytes)
 
 
 def find_tier_short_at_build(forecast: RungForecast, device: str) -> Tier | None:
@@ -169,12 +199,8 @@ def find_deciding_tier(memory: Mapping[Tier, TierForecast]) -> Tier:
     return "device" if judge_tier(memory[worst]) == "fits" and "device" in memory else worst
 
 
-def _advise_on_allocator(trace: Trace, limit_bytes: int, least_bytes: int, expandable: bool) -> str:
-    """Return a clause for a limit below `least_bytes`, at which the trace runs well; "" without advice."""
-    if not expandable:
-        other, _ = find_least_limit(trace, replay(trace, expandable=True), expandable=True)
-        if other <= limit_bytes and least_bytes - other > _WORTH_SAVING * limit_bytes:
-            return f"; PYTORCH_ALLOC_CONF=expandable_segments:True would save {format_bytes(least_bytes - other)}"
+def _describe_shortage(trace: Trace, limit_bytes: int, expandable: bool) -> str:
+    """Return a clause for a limit below that at which the trace runs well; "" where there is nothing to say."""
     limited = replay(repeat_last_step(trace), expandable=expandable, limit_bytes=limit_bytes)
     if limited.ran_out is not None:
         wanted = format_bytes(limited.ran_out.wanted_bytes)

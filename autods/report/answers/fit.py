@@ -397,6 +397,8 @@ def list_answer(report: FitReport) -> Iterator[tuple[str, Words]]:
         uses = [f"{TIER_NAMES[tier]} {format_use(report.memory[tier])}" for tier in _used_tiers(report.memory)]
         yield "memory", ", ".join(uses)
     yield "batch", report.reasons.get("batch") or format_batch(report.knobs, report.question.gpus)
+    if report.variables:
+        yield "environment", " ".join(f"{name}={value}" for name, value in report.variables.items())
     if report.certificate is not None and not report.certificate.passed:
         yield "proof", describe_proof(report.certificate)
 

@@ -89,8 +89,9 @@ def _list_facts(report: RunReport) -> Iterator[tuple[str, str]]:
     """The config of the last attempt, how the loss went, and the speed."""
     if report.rung is not None and report.knobs is not None:
         checkpointing = "gradient checkpointing" if report.knobs.checkpointing else "no gradient checkpointing"
+        segments = ", expandable segments" if report.knobs.expandable else ""
         sizes = f"micro batch {report.knobs.micro_batch} × accumulation {report.knobs.accumulation}"
-        yield "config", f"{report.rung}, {sizes}, global batch {report.global_batch}, {checkpointing}"
+        yield "config", f"{report.rung}, {sizes}, global batch {report.global_batch}, {checkpointing}{segments}"
     if report.losses is not None:
         yield "loss", f"{report.losses[1]:.4g} at the end, {report.losses[0]:.4g} at the start"
     if (rate := report.samples_per_second) is not None and report.step_s is not None:

@@ -35,6 +35,7 @@ def list_trials(records: Sequence[Record], folder: Path | None) -> doc.Details:
     for record in records:
         outcome, knobs = record.outcome, record.trial.knobs
         settings = {"checkpointing": knobs.checkpointing, "accumulation": knobs.accumulation, **knobs.settings}
+        settings |= {"expandable_segments": True} if knobs.expandable else {}
         log = ""
         if folder is not None and not isinstance(outcome, Fit) and record.id in quoted:
             name = f"{record.id:03d}-{record.trial.rung}"

@@ -178,6 +178,7 @@ class FitReport(Shown):
     `real_fit_seconds` is what the trials of a rehearsal and the certificate would take on real ranks, by estimate; None
     for a real fit, which took `seconds`.
 
+    `variables` are the environment variables with which the config was measured.
     `warnings` are sentences on what slowed the machine while it measured.
     """
 
@@ -185,6 +186,7 @@ class FitReport(Shown):
     rung: str | None = None
     knobs: Knobs | None = None
     ds_config: Mapping[str, Any] | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
     throughput: Throughput | None = None
     spread: Spread | None = None
     memory: Mapping[Tier, TierUse] = field(default_factory=dict)

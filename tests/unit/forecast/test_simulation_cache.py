@@ -92,6 +92,18 @@ def test_an_engine_knows_all_of_its_site() -> None:
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_only_an_unset_allocator_of_a_card_leaves_segments_open(variable: str) -> None:
+    cases = {
+        "": None,
+        "max_split_size_mb:64": None,
+        "expandable_segments:False": False,
+        "backend:cudaMallocAsync": False,
+    }
+    assert {value: read_alloc_conf({variable: value}, "cuda").expandable for value in cases} == cases
+    assert read_alloc_conf({}, "cpu").expandable is False
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_expandable_segments_are_read_from_either_variable(variable: str) -> None:
     assert read_alloc_conf({variable: "expandable_segments:True"}, "cuda") == AllocConf(
         variable=variable, expandable=True

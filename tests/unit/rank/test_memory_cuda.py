@@ -292,6 +292,19 @@ def test_registered_pages_are_private_memory_already(monkeypatch: pytest.MonkeyP
     assert (peaks["host"] or 0) < 256 * MIB
 
 
+@pytest.mark.parametrize(
+    ("settings", "applied"), [("expandable_segments:True", ["expandable_segments:True"]), ("max_split_size_mb:64", [])]
+)
+def test_a_forked_rank_applies_segments_that_grow(
+    monkeypatch: pytest.MonkeyPatch, settings: str, applied: list[str]
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr("torch._C._accelerator_setAllocatorSettings", calls.append)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+    meter_on(FakeCard())[0].start()
+    assert calls == applied
+
+
 def test_locked_buffers_count_as_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     meter, cuda, _ = meter_on(FakeCard())
     cuda.pinned = {"allocated_bytes.peak": GIB}

@@ -8,6 +8,7 @@ import pytest
 
 from autods.config.deepspeed import DEFAULT_OPTIMIZER, get_key, to_trainer_config
 from autods.report import FitReport, to_dict, write
+from autods.report.answers.fit import list_answer
 from autods.report.launch import accelerate_yaml, fill_placeholders, launch_commands, launch_lines, trainer_arguments
 from autods.workload import make_source
 from autods.workload.script_source import ScriptLaunch, describe_launch, describe_trainer
@@ -44,6 +45,14 @@ def test_each_rank_gets_the_threads_that_it_had_in_trials():
     report = scripted(device="cpu")
     report = replace(report, question=replace(report.question, threads=4))
     assert launch_commands(report)["torchrun"].startswith("DS_ACCELERATOR=cpu OMP_NUM_THREADS=4 torchrun --standalone")
+
+
+def test_launch_lines_have_the_allocator_of_the_trials():
+    report = replace(scripted(), variables={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+    lines = launch_commands(report)
+    assert all(line.startswith("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True ") for line in lines.values())
+    assert to_dict(report)["variables"] == dict(report.variables)
+    assert dict(list_answer(report))["environment"] == "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
 def test_ops_that_trials_built_are_not_built_again():

@@ -33,6 +33,31 @@ def start_environment(device: str, monkeypatch: pytest.MonkeyPatch, **users: str
     return seen
 
 
+@pytest.mark.parametrize(
+    ("device", "given", "expected"),
+    [
+        ("cuda", {}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+        ("cuda", {"PYTORCH_ALLOC_CONF": "a:1"}, {"PYTORCH_ALLOC_CONF": "a:1,expandable_segments:True"}),
+        ("cpu", {}, {}),
+    ],
+)
+def test_ranks_of_expandable_knobs_get_the_allocators_setting(
+    monkeypatch: pytest.MonkeyPatch, device: str, given: dict[str, str], expected: dict[str, str]
+) -> None:
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    job = RankJob(job="train", source=SOURCE, device=device, folder="/f", scratch="/s", expandable=True)
+
+    def read(job: RankJob) -> dict[str, str]:
+        return {name: value for name, value in rank_environment(job, 0, 29500).items() if name in names}
+
+    assert read(job) == expected
+    assert read(replace(job, expandable=False)) == given
+
+
 def test_a_cuda_zygote_numbers_cards_like_nvml_and_logs_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     environment = start_environment("cuda", monkeypatch, PATH="/bin", PYTORCH_ALLOC_CONF="expandable_segments:True")

@@ -7,7 +7,6 @@ import pytest
 from autods.runner.testing import failed, fit, out_of_memory
 from autods.supervisor.known_rungs import KnownRung
 from autods.supervisor.rescue import (
-    EXPANDABLE,
     MOST_REPEATS,
     NextConfig,
     RunFailure,
@@ -80,9 +79,9 @@ def test_a_config_that_ran_out_is_not_tried_again():
 def test_fragments_change_the_allocator_once():
     cause = replace(out_of_memory(), fragmented=True)
     chosen = decide(cause, situation(*LADDER))
-    assert chosen.config == replace(CONFIG, allocator=EXPANDABLE)
+    assert chosen.config == replace(CONFIG, knobs=replace(CONFIG.knobs, expandable=True))
     assert decide(cause, situation(*LADDER, config=chosen.config)).config.knobs.micro_batch == 2
-    assert decide(cause, situation(*LADDER, may_expand=False)).config.allocator is None
+    assert decide(cause, situation(*LADDER, may_expand=False)).config.knobs.expandable is False
 
 
 def test_activations_are_recomputed_before_a_leaner_rung():

@@ -20,6 +20,7 @@ from autods.rank.training_run.checkpoints import MARK
 from autods.report import serialize
 from autods.report.results.fit import FitReport, Throughput
 from autods.report.serialize import read_run
+from autods.runner.environment import rank_environment
 from autods.runner.testing import failed, out_of_memory
 from autods.supervisor.rescue import MOST_REPEATS
 from autods.supervisor.run import run
@@ -308,7 +309,7 @@ def test_ray_that_dies_is_started_again(tmp_path):
 
     result, launcher = supervise(tmp_path, answer)
     assert result.status == "done"
-    assert len(launcher.starts) == 2
+    assert len(launcher.settings) == 2
 
 
 def on_nodes(folder, nodes, gpus):
@@ -463,16 +464,16 @@ def test_a_finished_run_makes_no_fit_for_other_ranks(tmp_path):
 @pytest.mark.parametrize(
     ("given", "then"),
     [
-        ({}, [{"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}]),
+        ({}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
         (
             {"PYTORCH_ALLOC_CONF": "backend:native", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"},
-            [{"PYTORCH_ALLOC_CONF": "backend:native,expandable_segments:True"}],
+            {"PYTORCH_ALLOC_CONF": "backend:native,expandable_segments:True"},
         ),
         (
             {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"},
-            [{"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"}],
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"},
         ),
-        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, []),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, {}),
     ],
 )
 def test_the_allocator_grows_beside_the_users_settings(tmp_path, monkeypatch, given, then):
@@ -486,7 +487,11 @@ def test_the_allocator_grows_beside_the_users_settings(tmp_path, monkeypatch, gi
 
     fit = replace(settings(tmp_path).fit, device="cuda")
     _, launcher = supervise(tmp_path, answer, fit=fit)
-    assert [variables for variables in launcher.starts if variables] == then
+    environments = [rank_environment(job, 0, 29500) for job in launcher.jobs]
+    assert [{name: each[name] for name in given | then if name in each} for each in environments] == [
+        given,
+        given | then,
+    ]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

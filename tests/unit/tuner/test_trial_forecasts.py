@@ -12,6 +12,7 @@ from autods.forecast.predict.step_time import BITS, RUN, Schedule
 from autods.forecast.simulation_cache import SimulationCache
 from autods.forecast.testing import Script, ScriptedSimulator, fail_with, simulate_peaks
 from autods.forecast.values import EngineSpec, Simulation, Trace
+from autods.journal import trial_key
 from autods.runner.testing import fit, out_of_memory
 from autods.tuner.candidates import list_candidates
 from autods.tuner.trial_forecasts import TrialForecaster, make_trial_engine
@@ -93,20 +94,47 @@ def test_a_trial_is_forecast_beside_the_fits_limit(micro_batch: int, verdict: st
 
 
 def test_expandable_segments_of_a_trial_are_forecast() -> None:
-    events, marks = fragment(steps=2)
-
-    def pieces(spec: EngineSpec, micro_batch: int) -> Simulation:
-        made = simulate_peaks(micro_batch, init=GIB, backward=FRAGMENTED_LIVE)
-        return replace(made, traces={"device": Trace(events=events, marks=marks)})
-
     held = []
     for expandable in (False, True):
-        made, simulator, _ = make_forecaster(pieces)
+        made, simulator, _ = make_forecaster(leave_pieces)
         made = replace(made, cache=SimulationCache(simulator, expandable), settings=replace(LARGE, device="cuda"))
         said = made.forecast(trial())
         assert said is not None
         held.append(said.memory["device"].peak_bytes)
     assert held[1] < 0.9 * held[0]
+
+
+def leave_pieces(spec: EngineSpec, micro_batch: int) -> Simulation:
+    events, marks = fragment(steps=2)
+    made = simulate_peaks(micro_batch, init=GIB, backward=FRAGMENTED_LIVE)
+    return replace(made, traces={"device": Trace(events=events, marks=marks)})
+
+
+def make_tight_forecaster(expandable: bool | None) -> TrialForecaster:
+    """A forecaster for a card on which the pieces fit only if segments grow."""
+    made, simulator, _ = make_forecaster(leave_pieces)
+    card = replace(LARGE, device="cuda", device_bytes=2900 * MIB)
+    card = replace(card, machine=replace(card.machine, device_bytes=2900 * MIB))
+    return replace(made, cache=SimulationCache(simulator, expandable), settings=card)
+
+
+def test_a_trial_gets_the_segments_that_its_forecast_needs() -> None:
+    made = make_tight_forecaster(None)
+    assert made.choose_allocator(trial()) == trial()  # nothing is known of it yet
+    assert made.forecast(trial()).expandable
+    chosen = made.choose_allocator(trial())
+    assert chosen.knobs.expandable
+    assert make_trial_engine(made.settings, FACTS, chosen).expandable
+    made.settings = replace(made.settings, machine=replace(made.settings.machine, device_bytes=64 * GIB))
+    assert made.choose_allocator(trial()) == chosen  # a config keeps the first choice
+    assert trial_key(chosen) != trial_key(trial())
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_segments_are_the_users_where_the_environment_decides(given: bool) -> None:
+    made = make_tight_forecaster(given)
+    assert made.forecast(trial()).expandable is given
+    assert made.choose_allocator(trial()) == trial()
 
 
 def test_trials_that_allocate_the_same_are_simulated_once() -> None:

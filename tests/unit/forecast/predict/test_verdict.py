@@ -169,7 +169,36 @@ def test_memory_that_each_step_would_give_back_is_needed() -> None:
     forecast = of_events(events, FRAGMENTED_LIVE, 2600 * MIB, marks)
     assert forecast.memory["device"].peak_bytes > 1.3 * FRAGMENTED_LIVE
     assert forecast.verdict == "tight"
-    assert "expandable_segments:True would save" in forecast.reason
+    assert not forecast.expandable
+    assert "would find no" in forecast.reason
+
+
+def judge_fragments(limit: int, **options: Any) -> RungForecast:
+    """The forecast of a step that leaves fragments, where the environment leaves open whether segments grow."""
+    events, marks = fragment(steps=2)
+    traces: Mapping[Tier, Trace] = {"device": Trace(events=events, marks=marks)}
+    made = replace(simulated(device=FRAGMENTED_LIVE), traces=traces)
+    given = {"expandable": None, **options}
+    return judge_memory(ask(), made, limits={"device": limit}, overheads=NOTHING_BESIDE, **given)
+
+
+def test_segments_grow_where_the_device_lacks_memory_else() -> None:
+    forecast = judge_fragments(2600 * MIB)
+    assert (forecast.expandable, forecast.verdict) == (True, "fits")
+    assert "with expandable_segments:True" in forecast.reason
+    assert judge_fragments(2600 * MIB, expandable=False).verdict == "tight"
+
+
+@pytest.mark.parametrize("limit", [8000 * MIB, 1500 * MIB], ids=["fits without", "too small for its tensors"])
+def test_segments_stay_fixed_where_growing_would_not_help(limit: int) -> None:
+    assert not judge_fragments(limit).expandable
+
+
+def test_segments_never_grow_for_a_device_without_that_allocator() -> None:
+    events, marks = fragment(steps=2)
+    made = replace(simulated(device=FRAGMENTED_LIVE), traces={"device": Trace(events=events, marks=marks)})
+    cpu = judge_memory(ask(device="cpu"), made, limits={"device": 2600 * MIB}, expandable=None)
+    assert not cpu.expandable
 
 
 def test_trials_that_measured_more_raise_the_forecast() -> None:
