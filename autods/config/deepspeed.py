@@ -238,14 +238,19 @@ def place_monitors(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return placed
 
 
+def find_offloads(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return where ZeRO's states lie that are not on the device: 'optimizer' and 'param' → 'cpu' or 'nvme'."""
+    named = {part: get_key(config, f"zero_optimization.offload_{part}.device") for part in ("optimizer", "param")}
+    return {part: device for part, device in named.items() if device in ("cpu", "nvme")}
+
+
 def required_ops(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the DeepSpeed ops that the engine loads with this config; ops that are not cached are built first."""
-    offload = get_key(config, "zero_optimization.offload_optimizer.device") in ("cpu", "nvme")
-    ops = []
+    offloads, ops = find_offloads(config), []
     name = str(get_key(config, "optimizer.type")).lower()
     if name in _NATIVE_ADAM and not get_key(config, "optimizer.params.torch_adam"):
-        ops.append("cpu_adam" if offload else "fused_adam")
-    if "nvme" in (get_key(config, f"zero_optimization.offload_{part}.device") for part in ("param", "optimizer")):
+        ops.append("cpu_adam" if "optimizer" in offloads else "fused_adam")
+    if "nvme" in offloads.values():
         ops.append("async_io")
     return tuple(ops)
 

@@ -171,6 +171,10 @@ class Device:
         """Return the cards that this process sees."""
         return CardReading()
 
+    def find_numa_nodes(self) -> tuple[int | None, ...]:
+        """Return the NUMA node of each card that this process sees; None for one that does not tell."""
+        return ()
+
     def read_used_bytes(self) -> tuple[int, ...] | None:
         """Return the used bytes of each visible card, by all processes; None where the driver does not tell."""
         return None

@@ -43,6 +43,9 @@ class CudaDevice(Device):
         seen = read_nvml(os.environ.get(VISIBLE))
         return replace(seen, unusable=seen.unusable or _explain_unusable(seen, read_torch_build()))
 
+    def find_numa_nodes(self) -> tuple[int | None, ...]:
+        return _read_each_card(os.environ.get(VISIBLE), None, find_numa_node) or ()
+
     def read_used_bytes(self) -> tuple[int, ...] | None:
         return read_used_bytes(os.environ.get(VISIBLE))
 
@@ -143,6 +146,15 @@ def describe_card_names(visible: str | None, nvml: Any = None) -> tuple[str, ...
         f"CUDA_VISIBLE_DEVICES names cards by UUID, which DeepSpeed's ZeRO-1 and -2 cannot read: trials run with "
         f"CUDA_VISIBLE_DEVICES={numbers} CUDA_DEVICE_ORDER=PCI_BUS_ID; set both for your own runs as well",
     )
+
+
+def find_numa_node(api: Any, handle: Any, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
+    """Return the NUMA node to which the card is attached; None where the kernel does not tell, and for a MIG slice."""
+    address = _text(getattr(_query(api, "nvmlDeviceGetPciInfo", handle), "busId", None)) or ""
+    with contextlib.suppress(OSError, ValueError):  # NVML has '00000000:3B:00.0', the kernel '0000:3b:00.0'
+        node = int((devices / address.lower()[-12:] / "numa_node").read_text())
+        return node if node >= 0 else None
+    return None
 
 
 def read_used_bytes(visible: str | None, nvml: Any = None) -> tuple[int, ...] | None:

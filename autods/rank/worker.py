@@ -31,6 +31,7 @@ from ..errors import NO_ROOM
 from ..files import is_library_file
 from ..plain_text import read_traceback
 from ..system import processes, stacks
+from ..system.host import requested_threads
 from ..types import ModelFacts, Phase
 from ..workload.load import bind_options, check_process, in_one_process, load
 from ..workload.protocol import Workload
@@ -272,7 +273,7 @@ def run_rank(job: RankJob, slot: int, board: Heartbeats, store: socket.socket | 
     processes.put_pid_into_names()
     show_library_warnings_once()
     board.beat(slot, "start", 0)
-    torch.set_num_threads(job.rank_threads)  # the zygote has a single one, which it must keep
+    torch.set_num_threads(requested_threads() or job.rank_threads)  # the zygote has a single one, which it must keep
     meter = make_meter(job.device, job.limit_bytes, slot)
     observer = Observer(board, slot, meter)
     observer.watch_compiles()

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config.deepspeed import enabled_half_precision, get_key, is_default_optimizer, required_ops
+from ..config.deepspeed import enabled_half_precision, find_offloads, get_key, is_default_optimizer, required_ops
 from ..config.trainers import DS_CONFIG, DS_CONFIG_HF, SCRIPT_KINDS
 from ..workload.lora import FOUR_BITS, parse_lora
 from ..workload.script_source import ScriptLaunch, has_placeholder
@@ -105,9 +105,17 @@ def launch_commands(report: FitReport) -> dict[str, str]:
     if nodes > 1:  # torchrun is started on each node
         rendezvous = f"--nnodes {nodes} --rdzv_backend c10d --rdzv_endpoint FIRST_NODE:29500".split()
     local_rank = [] if script is None or script.takes_local_rank else ["--no_local_rank"]
+    # Trials bound their ranks to cores, see `choose_cores`. torchrun's option is for cards alone.
+    binds = _binds_cores(report)
+    bound = ["--numa-binding", "exclusive"] if binds and report.device.has_cards else []
     launchers = {
-        "torchrun": ["torchrun", *rendezvous, "--nproc_per_node", per_node],
-        "deepspeed": ["deepspeed", *_deepspeed_resources(report, per_node), *local_rank],
+        "torchrun": ["torchrun", *rendezvous, "--nproc_per_node", per_node, *bound],
+        "deepspeed": [
+            "deepspeed",
+            *_deepspeed_resources(report, per_node),
+            *(["--bind_cores_to_rank"] if binds else []),
+            *local_rank,
+        ],
         "accelerate": ["accelerate", "launch", "--config_file", str(Path(report.out) / ACCELERATE)],
     }
     threads = report.question.threads
@@ -120,6 +128,12 @@ def launch_commands(report: FitReport) -> dict[str, str]:
     if report.question.ops_folder and required_ops(report.ds_config or {}):
         environment += f"TORCH_EXTENSIONS_DIR={shlex.quote(report.question.ops_folder)} "
     return {name: environment + shlex.join((*line, *_program(report, name))) for name, line in launchers.items()}
+
+
+def _binds_cores(report: FitReport) -> bool:
+    """Whether the ranks of the config's trials were bound to their share of a node's cores."""
+    nodes = report.hardware.numa_nodes if report.hardware else 1
+    return bool(find_offloads(report.ds_config or {})) and nodes > 1 and report.question.ranks_per_node > 1
 
 
 def _deepspeed_resources(report: FitReport, per_node: str) -> tuple[str, ...]:
@@ -248,4 +262,5 @@ rdzv_backend: static
 same_network: true
 use_cpu: {json.dumps(report.device.stands_in)}
 """
+        + ("enable_cpu_affinity: true\n" if _binds_cores(report) and report.device.has_cards else "")
     )

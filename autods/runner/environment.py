@@ -1,4 +1,4 @@
-"""The environment variables of ranks: those that reach their node from the fit's process, of a zygote and of a rank."""
+"""The environment of ranks: variables that reach their node, of a zygote and of a rank, and a rank's cores."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from ..config.deepspeed import find_offloads
 from ..devices import DEVICES, find_device
 from ..rank.job import RankJob
 from ..rank.ops import ops_folder
-from ..system.host import cache_folder, find_interface
+from ..system.host import cache_folder, find_interface, read_numa_cores, share_cores
 
 # Prefixes of the variables that training reads. The first line has those of the `deepspeed` launcher.
 _TRAINING = (
@@ -90,3 +91,21 @@ def rank_environment(job: RankJob, slot: int, port: int) -> dict[str, str]:
     if job.expandable:
         variables |= find_device(job.device).expand_segments(os.environ)
     return {**os.environ, **variables}
+
+
+# The user's own binding of threads, with which ours would conflict.
+_BINDING = ("KMP_AFFINITY", "GOMP_CPU_AFFINITY", "OMP_PROC_BIND", "OMP_PLACES")
+
+
+def choose_cores(job: RankJob, slot: int) -> tuple[int, ...]:
+    """Return the processors to which a rank is bound; none where it may use all.
+
+    States on the host are updated there. So a rank with such states keeps to its share of the cores, as DeepSpeed's
+    `--bind_cores_to_rank` has it, and the kernel places its memory beside them. The user's own binding goes before.
+    """
+    if not find_offloads(job.ds_config) or any(os.environ.get(name) for name in _BINDING):
+        return ()
+    ranks = len(job.local_ranks)
+    cards = find_device(job.device).find_numa_nodes()[:ranks]
+    shares = share_cores(read_numa_cores(), [*cards, *[None] * (ranks - len(cards))])
+    return shares[slot] if shares and job.rank_threads <= len(shares[slot]) else ()

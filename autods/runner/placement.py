@@ -287,5 +287,6 @@ def weakest(hardware: Sequence[Hardware], *, nodes: int, gpus_per_node: int) -> 
         cards=tuple(replace(card, bf16=bf16) for card in cards[:1]) * len(fewest.cards),
         driver=fewest.driver,
         cuda=fewest.cuda,
+        numa_nodes=min(node.numa_nodes for node in usable),
         process_bytes=min((node.process_bytes for node in usable if node.process_bytes is not None), default=None),
     )

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..config.deepspeed import get_key
+from ..config.deepspeed import find_offloads, get_key
 from ..config.profiles import TimeLimits
 from ..types import PHASES, Exam, Knobs, ModelFacts, Phase, Steps, Trial
 
@@ -83,18 +83,16 @@ def limit_training(
 
 def _time_bytes(facts: ModelFacts, ds_config: Mapping[str, Any], *, nodes: int) -> dict[Phase, float]:
     """Return the seconds for the bytes of each phase; the ranks of a node share its disk and its memory."""
-    optimizer, parameters = (
-        get_key(ds_config, f"zero_optimization.offload_{part}.device") for part in ("optimizer", "param")
-    )
+    offloads = find_offloads(ds_config)
     whole, share = facts.parameters, facts.parameters / nodes
-    states = _NVME if "nvme" in (optimizer, parameters) else _HOST
-    gathered_s = whole * _HALF / (_NVME if parameters == "nvme" else _NETWORK)
+    states = _NVME if "nvme" in offloads.values() else _HOST
+    gathered_s = whole * _HALF / (_NVME if offloads.get("param") == "nvme" else _NETWORK)
     return {
         "build": whole * _WEIGHTS / _FILES,
         "init": whole * _HALF / _NETWORK + share * _STATES / states,
         "forward": gathered_s,
         "backward": gathered_s,
-        "step": gathered_s + (share * _UPDATED / states if optimizer in ("cpu", "nvme") else 0.0),
+        "step": gathered_s + (share * _UPDATED / states if "optimizer" in offloads else 0.0),
         "evaluate": gathered_s,
         "save": share * _CHECKPOINT / _FILES + gathered_s,
         "load": share * _CHECKPOINT / _FILES,

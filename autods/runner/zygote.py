@@ -35,7 +35,7 @@ from ..types import WorkloadSource
 from ..workload.load import in_one_process, load
 from ..workload.protocol import Workload
 from .cleanup import VARIABLE, has_session, note_job, remove_leftovers
-from .environment import rank_environment
+from .environment import choose_cores, rank_environment
 from .monitor import HostMonitor, RankMonitor, check_freed
 from .node_messages import (
     ABORT,
@@ -253,6 +253,8 @@ class Zygote:
             processes.prefer_for_oom_kill()
             rank = job.local_ranks[slot]
             os.environ.update(rank_environment(job, slot, port))
+            if cores := choose_cores(job, slot):
+                os.sched_setaffinity(0, cores)
             log = os.open(f"{job.folder}/rank{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
             store = self.store if rank == 0 else None
             store_fd = -1 if store is None else store.fileno()

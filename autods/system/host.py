@@ -8,7 +8,7 @@ import platform
 import resource
 import socket
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -143,6 +143,48 @@ def threads_per_rank(ranks: int, cores: int) -> int:
     return max(1, cores // ranks)
 
 
+Core = tuple[int, ...]  # the processors of a core: hyper-threads
+
+
+def read_numa_cores(devices: Path = Path("/sys/devices/system")) -> dict[int, list[Core]]:
+    """Return the cores of each NUMA node that this process may use. Empty where a quota leaves it fewer than all."""
+    usable = os.sched_getaffinity(0)
+    nodes: dict[int, list[Core]] = {}
+    with contextlib.suppress(OSError, ValueError):
+        for folder in sorted(devices.glob("node/node[0-9]*"), key=lambda path: int(path.name[4:])):
+            cores: dict[Core, None] = {}
+            for cpu in _parse_cpus((folder / "cpulist").read_text()):
+                siblings = (devices / f"cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
+                if core := tuple(each for each in _parse_cpus(siblings) if each in usable):
+                    cores[core] = None
+            if cores:
+                nodes[int(folder.name[4:])] = list(cores)
+    quota, count = read_cpu_quota(), sum(map(len, nodes.values()))
+    return {} if quota is not None and quota < count else nodes
+
+
+def _parse_cpus(text: str) -> list[int]:
+    """'0-2,8' → [0, 1, 2, 8]."""
+    ranges = (part.partition("-") for part in text.strip().split(",") if part)
+    return [cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)]
+
+
+def share_cores(nodes: Mapping[int, Sequence[Core]], rank_nodes: Sequence[int | None]) -> tuple[Core, ...]:
+    """Return the processors of each rank of a node: an even share of its cores, in the order of NUMA nodes.
+
+    `rank_nodes` has the NUMA node of each rank's card. Where cards are spread evenly, ranks get cores beside them;
+    otherwise each keeps its own memory near. Empty where binding gains nothing: one rank or NUMA node, too few cores.
+    """
+    cores = [core for node in sorted(nodes) for core in nodes[node]]
+    ranks = len(rank_nodes)
+    if ranks < 2 or len(nodes) < 2 or len(cores) < ranks:
+        return ()
+    each = len(cores) // ranks
+    order = sorted(range(ranks), key=lambda slot: (rank_nodes[slot] is None, rank_nodes[slot] or 0, slot))
+    shares = {slot: cores[place * each : (place + 1) * each] for place, slot in enumerate(order)}
+    return tuple(tuple(cpu for core in shares[slot] for cpu in core) for slot in range(ranks))
+
+
 def requested_threads() -> int | None:
     """Return the number in OMP_NUM_THREADS; None where it is not set or not a number, which OpenMP ignores too."""
     value = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
@@ -186,7 +228,8 @@ class Hardware:
 
     `cores` are those that ranks can share, see `count_cores`. `driver` is the version of the GPU driver, `cuda` the
     newest CUDA that it runs. `unusable` says why the cards cannot be used, with the command that fixes it.
-    `process_bytes` is the private memory of one process, if `ulimit -Hd` limits it.
+    `process_bytes` is the private memory of one process, if `ulimit -Hd` limits it. `numa_nodes` counts those whose
+    cores ranks can be bound to.
     """
 
     cpu: str
@@ -198,6 +241,7 @@ class Hardware:
     cuda: str | None = None
     unusable: str | None = None
     process_bytes: int | None = None
+    numa_nodes: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,6 +267,7 @@ def read_hardware() -> Hardware:
         cuda=seen.cuda,
         unusable=seen.unusable,
         process_bytes=None if most == resource.RLIM_INFINITY else most,
+        numa_nodes=max(1, len(read_numa_cores())),
     )
 
 

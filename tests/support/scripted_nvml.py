@@ -36,6 +36,7 @@ class FakeCard:
     watts: tuple[int, int] = (700, 700)  # enforced, by default
     lanes: tuple[int, int] = (16, 16)  # now, at most
     busy: int = 0  # percent
+    address: str | None = None  # on the PCI bus
 
 
 class NVMLError(Exception):
@@ -118,6 +119,11 @@ class FakeNvml:
 
     def nvmlDeviceGetGraphicsRunningProcesses(self, card: FakeCard) -> list[SimpleNamespace]:
         raise NVMLError("Not Supported", 3)
+
+    def nvmlDeviceGetPciInfo(self, card: FakeCard) -> SimpleNamespace:
+        if card.address is None:
+            raise NVMLError("Not Supported", 3)
+        return SimpleNamespace(busId=card.address.encode())
 
     def nvmlDeviceGetUUID(self, card: FakeCard) -> str:
         return card.uuid

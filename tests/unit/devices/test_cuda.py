@@ -11,6 +11,7 @@ from autods.devices.cuda import (
     TorchBuild,
     describe_card_names,
     find_loaded_library,
+    find_numa_node,
     is_cuda_initialized,
     read_nvml,
     read_torch_build,
@@ -240,3 +241,22 @@ def test_cuda_initialized_by_another_package_is_noticed(answer: int, began: bool
 def test_cuda_that_is_not_loaded_is_not_initialized() -> None:
     assert not is_cuda_initialized(with_libraries())
     assert find_loaded_library("libno-such-library.so.1") is None
+
+
+@pytest.mark.parametrize(
+    ("address", "text", "node"),
+    [
+        ("00000000:3B:00.0", "1\n", 1),
+        ("00000000:3B:00.0", "-1\n", None),
+        ("00000000:3B:00.0", None, None),
+        (None, "1", None),
+    ],
+)
+def test_a_cards_numa_node_is_the_kernels(
+    tmp_path: Path, address: str | None, text: str | None, node: int | None
+) -> None:
+    (tmp_path / "0000:3b:00.0").mkdir()
+    if text is not None:
+        (tmp_path / "0000:3b:00.0/numa_node").write_text(text)
+    card = FakeCard(address=address)
+    assert find_numa_node(FakeNvml(cards=[card]), card, tmp_path) == node

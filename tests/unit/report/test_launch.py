@@ -10,6 +10,7 @@ from autods.config.deepspeed import DEFAULT_OPTIMIZER, get_key, to_trainer_confi
 from autods.report import FitReport, to_dict, write
 from autods.report.answers.fit import list_answer
 from autods.report.launch import accelerate_yaml, fill_placeholders, launch_commands, launch_lines, trainer_arguments
+from autods.system.host import Hardware
 from autods.workload import make_source
 from autods.workload.script_source import ScriptLaunch, describe_launch, describe_trainer
 from tests.support.reports import fitting_report, hopeless_report
@@ -53,6 +54,21 @@ def test_launch_lines_have_the_allocator_of_the_trials():
     assert all(line.startswith("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True ") for line in lines.values())
     assert to_dict(report)["variables"] == dict(report.variables)
     assert dict(list_answer(report))["environment"] == "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+
+
+def test_launchers_bind_ranks_with_states_on_the_host_as_trials_did():
+    report = scripted()
+    two = replace(report, hardware=Hardware(cpu="", cores=64, host_bytes=1, host_free_bytes=1, cards=(), numa_nodes=2))
+    offload = {**CONFIG, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    bound = replace(two, ds_config=offload)
+    assert "deepspeed --num_gpus 2 --bind_cores_to_rank train.py" in launch_commands(bound)["deepspeed"]
+    assert "--nproc_per_node 2 --numa-binding exclusive train.py" in launch_commands(bound)["torchrun"]
+    assert "enable_cpu_affinity: true\n" in accelerate_yaml(bound, "ds_config.json")
+    on_cpu = replace(bound, question=replace(bound.question, device="cpu"))
+    assert "--numa-binding" not in launch_commands(on_cpu)["torchrun"]
+    for each in (two, replace(bound, hardware=None), replace(bound, question=replace(bound.question, gpus=1))):
+        assert "bind" not in " ".join(launch_commands(each).values())
+        assert "affinity" not in accelerate_yaml(each, "ds_config.json")
 
 
 def test_ops_that_trials_built_are_not_built_again():

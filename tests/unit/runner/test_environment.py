@@ -11,7 +11,13 @@ import pytest
 
 from autods.rank.job import RankJob
 from autods.runner import agent, environment
-from autods.runner.environment import choose_exported, join_node_environment, rank_environment, zygote_environment
+from autods.runner.environment import (
+    choose_cores,
+    choose_exported,
+    join_node_environment,
+    rank_environment,
+    zygote_environment,
+)
 from autods.types import WorkloadSource
 from tests.support.scripted_nvml import four
 
@@ -56,6 +62,36 @@ def test_ranks_of_expandable_knobs_get_the_allocators_setting(
 
     assert read(job) == expected
     assert read(replace(job, expandable=False)) == given
+
+
+OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+TWO_NODES = {0: [(0,), (1,)], 1: [(2,), (3,)]}
+
+
+def choose_on_two_nodes(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[tuple[int, ...]]:
+    """Return the processors of each rank of a job with states on the host, on a machine with two NUMA nodes."""
+    monkeypatch.setattr(environment, "read_numa_cores", lambda: TWO_NODES)
+    given = {"local_ranks": (0, 1), "world_size": 2, "ds_config": OFFLOAD, "threads": 2, **changes}
+    job = RankJob(job="train", source=SOURCE, device="cpu", folder="/f", scratch="/s", **given)
+    return [choose_cores(job, slot) for slot in range(len(job.local_ranks))]
+
+
+def test_ranks_with_states_on_the_host_keep_to_their_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_on_two_nodes(monkeypatch) == [(0, 1), (2, 3)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"ds_config": {"zero_optimization": {"stage": 2}}}, {"threads": 3}, {"local_ranks": (0,), "world_size": 1}],
+    ids=["nothing on the host", "more threads than cores", "one rank"],
+)
+def test_ranks_are_not_bound_without_need(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
+    assert set(choose_on_two_nodes(monkeypatch, **changes)) == {()}
+
+
+def test_the_users_own_binding_goes_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KMP_AFFINITY", "compact")
+    assert choose_on_two_nodes(monkeypatch) == [(), ()]
 
 
 def test_a_cuda_zygote_numbers_cards_like_nvml_and_logs_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
