@@ -1,8 +1,9 @@
-"""Faults of DeepSpeed's releases that no error shows: the rows of configs/deepspeed/faults.toml."""
+"""How DeepSpeed's releases differ: faults that no error shows, removed keys, changed defaults."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from types import MappingProxyType
@@ -12,7 +13,8 @@ from packaging.version import InvalidVersion, Version
 
 from ..schema import read_toml_as
 from ..system.host import data_folder, installed_versions
-from .deepspeed import get_key, read_known_keys
+from ..types import Scalar
+from .deepspeed import get_key, merge, nest_key, read_known_keys
 from .rungs import Rung
 
 _REMOVAL = Version("0.19.8")  # DeepSpeed #8489
@@ -105,6 +107,43 @@ def find_removed_keys() -> Mapping[str, str]:
         return read_known_keys().removed if Version(_installed()) >= _REMOVAL else {}
     except InvalidVersion:
         return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangedDefault:
+    """The default of a dotted key of the config, by the first release that has it."""
+
+    key: str
+    values: Mapping[str, Scalar]
+    source: str
+
+    def read(self, version: Version) -> Scalar | None:
+        """Return the default of this release; None for one before all."""
+        known = [release for release in self.values if Version(release) <= version]
+        return self.values[max(known, key=Version)] if known else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Defaults:
+    defaults: tuple[ChangedDefault, ...]
+
+
+def name_defaults(config: Mapping[str, Any], *, without: Container[str] = ()) -> dict[str, Any]:
+    """Return the config with the installed release's defaults of keys whose default has changed, except `without`.
+
+    A key that the config has stays, and so does a section that it lacks.
+    """
+    path, named = data_folder("configs") / "deepspeed" / "defaults.toml", dict(config)
+    with suppress(InvalidVersion):
+        version = Version(_installed())
+        for row in read_toml_as(_Defaults, path, name="list of defaults").defaults:
+            section, _, name = row.key.rpartition(".")
+            holder = get_key(named, section) if section else named
+            if row.key in without or not isinstance(holder, Mapping) or name in holder:
+                continue
+            if (value := row.read(version)) is not None:
+                named = merge(named, nest_key(row.key, value))
+    return named
 
 
 @cache

@@ -21,7 +21,8 @@ class ScriptKind:
     whose `last_names` does. `preloaded` are modules that the adapter imports before the script begins. `config_readers`
     are those that read a DeepSpeed config, where not all of its packages do.
     `fills_in_auto`: the library replaces "auto" in a DeepSpeed config. `takes_local_rank`: its parser knows the option
-    of the `deepspeed` launcher. `sets_sizes`: trials set the sizes in its arguments.
+    of the `deepspeed` launcher. `sets_sizes`: trials set the sizes in its arguments. `sets` are keys of a config that
+    the library sets by arguments of its own, where the config has none.
 
     The others tell how a user starts the script. `config_file` is the file of its config, `config_place` the place for
     that in the code; None where its launcher gives it the config. `by_accelerate`: `accelerate launch` starts it too.
@@ -38,6 +39,7 @@ class ScriptKind:
     fills_in_auto: bool = False
     takes_local_rank: bool = False
     sets_sizes: bool = False
+    sets: tuple[str, ...] = ()
     config_file: str = DS_CONFIG
     config_place: str | None = None
     by_accelerate: bool = False
@@ -59,6 +61,7 @@ _ROWS = (
         packages=("lightning", "pytorch_lightning"),
         names=".*",
         preloaded=("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"),
+        sets=("gradient_clipping",),
         config_file=DS_CONFIG_LIGHTNING,
         config_place="DeepSpeedStrategy(config",
         note_on_cpu="on GPUs: Lightning's DeepSpeedStrategy takes no CPU ranks",

@@ -33,6 +33,9 @@ _TRAINER_ARGUMENTS = {
 }
 
 
+_USUAL_CLIPPING = 1.0  # the Trainer's default
+
+
 def launch_lines(report: FitReport) -> Iterator[tuple[str, str]]:
     """The lines with which a user starts the training, each with a name. A line is whole, so that it can be copied."""
     assert report.knobs is not None
@@ -228,7 +231,8 @@ def _user_settings(ds_config: Mapping[str, Any]) -> Iterator[str]:
     is_default = is_default_optimizer(ds_config.get("optimizer"))
     for key, argument in _TRAINER_ARGUMENTS.items():
         value = get_key(ds_config, key)
-        if value not in (None, "auto") and not (is_default and key.startswith("optimizer.")):
+        is_usual = value == _USUAL_CLIPPING and argument == "--max_grad_norm"
+        if value not in (None, "auto") and not is_usual and not (is_default and key.startswith("optimizer.")):
             yield from (argument, str(value))
     betas = params.get("betas")
     if isinstance(betas, list | tuple) and len(betas) == 2 and not is_default:

@@ -6,6 +6,7 @@ speeds that even a slow machine reaches. A hang of a small model is found as soo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -79,6 +80,16 @@ def limit_training(
         "wall_s": limits.wall_s + moved_s["build"] + moved_s["init"] + count * step_s + exam_s,
         "end_s": _END_S + moved_s["init"],  # what it pinned is unpinned, and its swap files are removed
     }
+
+
+_PATIENCE_S, _LEAST_MINUTES = 600.0, 30  # DeepSpeed's timeout from 0.19.6 on, and before
+
+
+def choose_group_timeout(facts: ModelFacts, ds_config: Mapping[str, Any], *, nodes: int) -> int | None:
+    """Return the minutes that process groups should wait for a rank that loads or saves; None where DeepSpeed's do."""
+    moved_s = _time_bytes(facts, ds_config, nodes=nodes)
+    longest_s = max(moved_s[phase] for phase in _SLOW_PHASES if phase in moved_s)
+    return max(_LEAST_MINUTES, math.ceil(2 * longest_s / 60)) if longest_s > _PATIENCE_S else None
 
 
 def _time_bytes(facts: ModelFacts, ds_config: Mapping[str, Any], *, nodes: int) -> dict[Phase, float]:

@@ -15,7 +15,9 @@ from typing import Any, Protocol
 
 from ..config.base_config import precision_name
 from ..config.profiles import Profile
+from ..config.releases import name_defaults
 from ..config.settings import Settings, apply_survey
+from ..config.trainers import find_library
 from ..config.validator import find_misspelt_keys
 from ..devices import DEVICES, find_device
 from ..diagnosis.trial_outcome import make_input_error
@@ -99,6 +101,12 @@ def fit(
             memory = TrialStore(journal, past, runner.run, listen)
             facts, op_problems = runner.survey()
             settings = apply_survey(settings, facts)
+            library = find_library(settings.source)
+            sets = () if library is None else library.sets
+
+            def final_config(trial: Trial) -> dict[str, Any]:
+                return name_defaults(runner.final_config(trial), without=sets)
+
             with forecaster(settings, facts, memory, listen) as opened:
                 memory.adapt = opened.choose_allocator
                 context = FitContext(
@@ -108,8 +116,8 @@ def fit(
                     memory=memory,
                     forecaster=opened,
                     study=out / STUDY,
-                    final_config=runner.final_config,
-                    save_best=partial(_save_best, runner, settings),
+                    final_config=final_config,
+                    save_best=partial(_save_best, final_config, settings),
                     elapsed_s=None if settings.rehearsed else lambda: time.monotonic() - began + earlier_s,
                 )
                 result = search(context)
@@ -290,7 +298,7 @@ def _check_that_memory_decided(walked: WalkResult, context: FitContext) -> None:
         raise EnvironmentBroken(f"no rung could be tried: {rung}: {failures[-1].evidence}\n  {failures[-1].advice}")
 
 
-def _save_best(runner: Runner, settings: Settings, record: Record) -> None:
+def _save_best(final_config: Callable[[Trial], Mapping[str, Any]], settings: Settings, record: Record) -> None:
     """Write the best config so far, in case the fit is killed. A rehearsal has none that was measured."""
     if not settings.rehearsed:
-        serialize.write_so_far(runner.final_config(record.trial), settings.out)
+        serialize.write_so_far(final_config(record.trial), settings.out)

@@ -9,13 +9,14 @@ from typing import Any
 
 from ..config.deepspeed import ENOUGH_ACCUMULATION
 from ..config.rungs import unmet_need
-from ..config.settings import Settings
 from ..devices import find_device
 from ..forecast.values import PartitionedBuild
 from ..rank.ops import ops_folder
 from ..report import text
 from ..report.results.fit import ClosestRung, FitQuestion, FitReport
 from ..report.results.measured import Measured, find_measured
+from ..runner.environment import GROUP_TIMEOUT
+from ..runner.time_limits import choose_group_timeout
 from ..system.host import installed_versions, threads_per_rank
 from ..types import Fit, Knobs, Record
 from ..workload.script_source import describe_launch, describe_trainer
@@ -77,7 +78,7 @@ def build_report(
         report.answer_with(measured),
         knobs=result.best.trial.knobs,
         ds_config=result.ds_config,
-        variables=_list_variables(result.best.trial.knobs, settings),
+        variables=_list_variables(result, context),
         largest_micro_batch=growth.curve.fits,
         certificate=None if certified is None else certified.certificate,
         importances=result.tuned.importances,
@@ -93,9 +94,15 @@ def build_report(
     )
 
 
-def _list_variables(knobs: Knobs, settings: Settings) -> dict[str, str]:
-    """The environment variables with which trials of these knobs ran, beside the user's."""
-    return find_device(settings.device).expand_segments(os.environ) if knobs.expandable else {}
+def _list_variables(result: FitResult, context: FitContext) -> dict[str, str]:
+    """The environment variables that the config needs: the allocator's, and DeepSpeed's timeout for a long load."""
+    settings, variables = context.settings, dict[str, str]()
+    if result.best.trial.knobs.expandable:
+        variables |= find_device(settings.device).expand_segments(os.environ)
+    minutes = choose_group_timeout(context.facts, result.ds_config, nodes=settings.nodes)
+    if minutes is not None:
+        variables[GROUP_TIMEOUT] = os.environ.get(GROUP_TIMEOUT) or str(minutes)
+    return variables
 
 
 def _measure(config: Record, context: FitContext) -> Measured:

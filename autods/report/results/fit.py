@@ -178,7 +178,7 @@ class FitReport(Shown):
     `real_fit_seconds` is what the trials of a rehearsal and the certificate would take on real ranks, by estimate; None
     for a real fit, which took `seconds`.
 
-    `variables` are the environment variables with which the config was measured.
+    `variables` are environment variables that the config needs.
     `warnings` are sentences on what slowed the machine while it measured.
     """
 

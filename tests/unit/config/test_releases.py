@@ -10,11 +10,13 @@ import pytest
 
 from autods.config import releases
 from autods.config.base_config import check_base_config
-from autods.config.deepspeed import merge, nest_key
-from autods.config.releases import find_tolerated, find_wrong_stages
+from autods.config.deepspeed import get_key, merge, nest_key
+from autods.config.releases import find_tolerated, find_wrong_stages, name_defaults
 from autods.config.rungs import Rung, unmet_need
+from autods.config.trainers import SCRIPT_KINDS
 from autods.config.validator import EXPLAIN_RULES, InstalledKeys, Problem, Question, find_problems
 from autods.errors import InputError
+from autods.explainer.installed import describe
 from autods.inspector import examine
 from autods.inspector.toolchain import check_versions
 from tests.support.machines import SOURCE, a_machine
@@ -159,3 +161,35 @@ def test_explain_judges_the_stage_by_the_installed_release() -> None:
     (wrong,) = judge(2)
     assert (wrong.severity, wrong.hint) == ("error", "pip install 'deepspeed>=0.18.3'")
     assert judge(3) == []
+
+
+OFFLOAD = {"zero_optimization": {"offload_param": {"device": "cpu"}}}
+PINNED = "zero_optimization.offload_param.pin_memory"
+
+
+@pytest.mark.parametrize(
+    ("old_release", "clips_at", "pins"),
+    [("0.18.2", 0.0, False), ("0.19.3", 1.0, False), ("0.19.5", 1.0, True)],
+    indirect=["old_release"],
+)
+def test_a_written_config_names_what_changed_its_default(old_release: str, clips_at: float, pins: bool) -> None:
+    named = name_defaults(OFFLOAD)
+    assert (named["gradient_clipping"], get_key(named, PINNED)) == (clips_at, pins)
+    assert "offload_optimizer" not in named["zero_optimization"]
+
+
+def test_what_a_config_names_itself_stays() -> None:
+    given = {"gradient_clipping": "auto", "zero_optimization": {"offload_param": {"pin_memory": False}}}
+    assert name_defaults(given) == given
+    assert name_defaults({}, without=("gradient_clipping",)) == {}
+
+
+def test_named_defaults_are_those_of_the_installed_release() -> None:
+    named = name_defaults({"zero_optimization": {"offload_param": {}, "offload_optimizer": {}}})
+    defaults = describe({}).defaults
+    keys = ["gradient_clipping", PINNED, "zero_optimization.offload_optimizer.pin_memory"]
+    assert {key: get_key(named, key) for key in keys} == {key: defaults[key] for key in keys}
+
+
+def test_clipping_is_left_to_a_library_that_sets_it() -> None:
+    assert [row.name for row in SCRIPT_KINDS.values() if "gradient_clipping" in row.sets] == ["lightning"]

@@ -161,6 +161,11 @@ def test_the_trainers_arguments_say_what_auto_took_out_of_the_config():
     assert "--gradient_checkpointing" in said
 
 
+def test_the_trainers_usual_clipping_is_not_handed_on():
+    report = replace(scripted(), ds_config={**CONFIG, "gradient_clipping": 1.0})
+    assert "--max_grad_norm" not in trainer_arguments(report, "c.json")
+
+
 def test_a_learning_rate_that_nobody_asked_for_is_not_handed_on():
     report = replace(scripted(), ds_config={**CONFIG, "optimizer": DEFAULT_OPTIMIZER})
     assert "--learning_rate" not in trainer_arguments(report, "c.json")

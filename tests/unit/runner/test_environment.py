@@ -94,6 +94,13 @@ def test_the_users_own_binding_goes_before(monkeypatch: pytest.MonkeyPatch) -> N
     assert choose_on_two_nodes(monkeypatch) == [(), ()]
 
 
+@pytest.mark.parametrize(("users", "minutes"), [({}, 1440), ({"DEEPSPEED_TIMEOUT": "5"}, 5)])
+def test_groups_wait_longer_than_a_trials_limits(
+    monkeypatch: pytest.MonkeyPatch, users: dict[str, str], minutes: int
+) -> None:
+    assert start_environment("cpu", monkeypatch, **users)["DEEPSPEED_TIMEOUT"] == str(minutes)
+
+
 def test_a_cuda_zygote_numbers_cards_like_nvml_and_logs_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     environment = start_environment("cuda", monkeypatch, PATH="/bin", PYTORCH_ALLOC_CONF="expandable_segments:True")

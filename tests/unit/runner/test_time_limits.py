@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autods.config.profiles import read_profile
-from autods.runner.time_limits import limit_training, silence_limits
+from autods.runner.time_limits import choose_group_timeout, limit_training, silence_limits
 from autods.types import Knobs, Steps, Trial
 from tests.support.walks import FACTS
 
@@ -53,6 +53,15 @@ def test_nodes_share_what_is_saved_but_each_builds_the_whole() -> None:
     alone, shared = (limits_of(nodes=nodes)["silence_s"] for nodes in (1, 8))
     assert shared["save"] < alone["save"] / 2
     assert shared["build"] == alone["build"]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "nodes", "minutes"), [(32_000_000, 1, None), (7_000_000_000, 1, 35), (70_000_000_000, 8, 94)]
+)
+def test_groups_wait_for_a_load_longer_than_ten_minutes(parameters: int, nodes: int, minutes: int | None) -> None:
+    facts = replace(FACTS, parameters=parameters)
+    # Twice the 980 s of 98 GB saved and 56 s gathered, and twice the 2,800 s of 280 GB built.
+    assert choose_group_timeout(facts, TO_CPU, nodes=nodes) == minutes
 
 
 def test_the_whole_trial_has_time_for_all_its_phases() -> None:
