@@ -39,6 +39,8 @@ class KnownKeys:
     offload: Mapping[str, tuple[str, ...]]
     instead: Mapping[str, str]
     removed: Mapping[str, str]
+    removed_varied: tuple[str, ...]
+    unchosen: Mapping[str, str]
 
     @property
     def tables(self) -> tuple[str, ...]:

@@ -556,6 +556,15 @@ def _find_removed(question: Question) -> Iterator[Problem]:
             yield _error(key, f'"{key}": DeepSpeed has removed it, and refuses the config', hint)
 
 
+def _find_unchosen(question: Question) -> Iterator[Problem]:
+    """Features that are not for the ladder, so that no fit compares rungs with and without them."""
+    for row, reason in read_known_keys().unchosen.items():
+        key, _, wanted = row.partition("=")
+        value = question.get(key)
+        if value and wanted in str(value).lower():
+            yield _note(key, f"no fit chooses it: {reason}", "try it by hand against the config that a fit finds")
+
+
 SEARCH_RULES: tuple[Rule, ...] = (
     _find_ill_typed,
     _find_decided_by_trials,
@@ -577,6 +586,7 @@ def _find_release_faults(question: Question) -> Iterator[Problem]:
 
 EXPLAIN_RULES: tuple[Rule, ...] = (
     _find_release_faults,
+    _find_unchosen,
     _find_complaints,
     _find_ill_typed,
     _find_unknown,

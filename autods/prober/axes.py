@@ -14,6 +14,7 @@ from typing import Any
 from ..arguments import MOST_COUNT, show_value
 from ..config.deepspeed import get_key, read_known_keys
 from ..config.profiles import find_toml
+from ..config.releases import find_removed_keys
 from ..config.rungs import Rung
 from ..devices import DEVICES
 from ..errors import InputError
@@ -146,6 +147,12 @@ def _check_name(name: str, option: str) -> None:
         raise InputError(f"{option}: autods fills in {{{rest}}} itself", hint=hint)
     if name in keys.instead:
         raise InputError(f"{option}: a rung or another axis decides it", hint=f"give --vary {keys.instead[name]}")
+    if name in keys.removed or first in keys.removed:
+        key = name if name in keys.removed else first
+        if key in (removed := find_removed_keys()):
+            raise InputError(f"{option}: the installed DeepSpeed has removed {key}", hint=removed[key])
+        if key in keys.removed_varied and (key == name or rest):
+            return
     possible = (*AXES, *list_keys())
     if name in possible or (rest and first in ("env", "args", *FUNCTIONS, *keys.sections)):
         return

@@ -8,6 +8,7 @@ import pytest
 
 from autods.config.deepspeed import merge, nest_key
 from autods.config.validator import EXPLAIN_RULES, SEARCH_RULES, Problem, Question, find_misspelt_keys, find_problems
+from autods.explainer.explain import read_meanings
 from autods.explainer.installed import describe
 from tests.support.ds_configs import GUIDE, PRETRAINING, TRAINER
 
@@ -290,3 +291,27 @@ def test_a_key_that_deepspeed_would_pass_over_without_a_word_is_told() -> None:
         '"gradient_cliping": DeepSpeed knows no such key and ignores it; did you mean "gradient_clipping"?',
         '"zero_optimisation": DeepSpeed knows no such key and ignores it; did you mean "zero_optimization"?',
     )
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "zero_optimization.zenflow"),
+        ({"optimizer": {"type": "Muon"}}, "optimizer.type"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size"),
+        ({"compile": {"passes": ["z1", "autosp"]}}, "compile.passes"),
+    ],
+)
+def test_what_no_fit_chooses_is_noted_with_its_reason(config: dict[str, Any], key: str) -> None:
+    notes = [finding for finding in judge(config) if finding.problem.startswith("no fit chooses it: ")]
+    assert [(note.key, note.severity) for note in notes] == [(key, "note")]
+
+
+def test_nothing_is_noted_of_what_a_fit_chooses_among() -> None:
+    assert not [finding for finding in judge(PRETRAINING) if "no fit chooses" in finding.problem]
+
+
+def test_keys_of_features_that_no_fit_chooses_have_a_meaning() -> None:
+    features = ("zero_optimization.zenflow.", "zero_optimization.mics_", "tensor_parallel.")
+    keys = [key for key in describe({}).defaults if key.startswith(features)]
+    assert [key for key in keys if key not in read_meanings().means] == []

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from autods.config import releases
 from autods.config.deepspeed import read_known_keys
 from autods.config.rungs import read_rungs
 from autods.errors import InputError
@@ -85,6 +86,8 @@ def test_an_environment_variable_is_text_and_null_leaves_it_unset() -> None:
         ("env.MASTER_PORT=1,2", "autods sets MASTER_PORT itself"),
         ("env=1", "nothing of that name"),
         ("build_model=1", "nothing of that name"),
+        ("sparse_gradients=true,false", "the installed DeepSpeed has removed sparse_gradients"),
+        ("compression_training.x=1", "the installed DeepSpeed has removed compression_training"),
         ("build_model.n_layer=null", "not a number, true, false or text"),
     ],
 )
@@ -92,6 +95,14 @@ def test_a_wrong_axis_is_refused_with_what_is_possible(line: str, said: str) -> 
     with pytest.raises(InputError) as raised:
         read_axes([line], RUNGS)
     assert said in str(raised.value)
+
+
+def test_a_release_that_has_a_removed_key_still_varies_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(releases, "_installed", lambda: "0.19.7")
+    axes = read_axes(["sparse_gradients=true,false", "compression_training.layer_reduction.enabled=true"], RUNGS)
+    assert [axis.values for axis in axes] == [(True, False), (True,)]
+    with pytest.raises(InputError, match="nothing of that name"):
+        read_axes(["nebula=1"], RUNGS)
 
 
 def test_an_axis_given_twice_is_refused() -> None:
