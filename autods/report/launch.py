@@ -108,9 +108,8 @@ def launch_commands(report: FitReport) -> dict[str, str]:
     if nodes > 1:  # torchrun is started on each node
         rendezvous = f"--nnodes {nodes} --rdzv_backend c10d --rdzv_endpoint FIRST_NODE:29500".split()
     local_rank = [] if script is None or script.takes_local_rank else ["--no_local_rank"]
-    # Trials bound their ranks to cores, see `choose_cores`. torchrun's option is for cards alone.
     binds = _binds_cores(report)
-    bound = ["--numa-binding", "exclusive"] if binds and report.device.has_cards else []
+    bound = ["--numa-binding", "exclusive"] if binds else []
     launchers = {
         "torchrun": ["torchrun", *rendezvous, "--nproc_per_node", per_node, *bound],
         "deepspeed": [
@@ -134,9 +133,9 @@ def launch_commands(report: FitReport) -> dict[str, str]:
 
 
 def _binds_cores(report: FitReport) -> bool:
-    """Whether the ranks of the config's trials were bound to their share of a node's cores."""
-    nodes = report.hardware.numa_nodes if report.hardware else 1
-    return bool(find_offloads(report.ds_config or {})) and nodes > 1 and report.question.ranks_per_node > 1
+    """Whether the ranks of the config's trials were bound to their share of a node's cores, see `choose_cores`."""
+    has_nodes = report.device.has_cards and report.hardware is not None and report.hardware.numa_nodes > 1
+    return has_nodes and report.question.ranks_per_node > 1 and bool(find_offloads(report.ds_config or {}))
 
 
 def _deepspeed_resources(report: FitReport, per_node: str) -> tuple[str, ...]:
@@ -266,5 +265,5 @@ rdzv_backend: static
 same_network: true
 use_cpu: {json.dumps(report.device.stands_in)}
 """
-        + ("enable_cpu_affinity: true\n" if _binds_cores(report) and report.device.has_cards else "")
+        + ("enable_cpu_affinity: true\n" if _binds_cores(report) else "")
     )

@@ -109,10 +109,12 @@ def choose_cores(job: RankJob, slot: int) -> tuple[int, ...]:
 
     States on the host are updated there. So a rank with such states keeps to its share of the cores, as DeepSpeed's
     `--bind_cores_to_rank` has it, and the kernel places its memory beside them. The user's own binding goes before.
+    Ranks on processors are not bound: all of their rungs would gain, and be compared with each other unbound or bound.
     """
-    if not find_offloads(job.ds_config) or any(os.environ.get(name) for name in _BINDING):
+    device = find_device(job.device)
+    if not device.has_cards or not find_offloads(job.ds_config) or any(os.environ.get(name) for name in _BINDING):
         return ()
     ranks = len(job.local_ranks)
-    cards = find_device(job.device).find_numa_nodes()[:ranks]
+    cards = device.find_numa_nodes()[:ranks]
     shares = share_cores(read_numa_cores(), [*cards, *[None] * (ranks - len(cards))])
     return shares[slot] if shares and job.rank_threads <= len(shares[slot]) else ()

@@ -65,8 +65,7 @@ def test_launchers_bind_ranks_with_states_on_the_host_as_trials_did():
     assert "--nproc_per_node 2 --numa-binding exclusive train.py" in launch_commands(bound)["torchrun"]
     assert "enable_cpu_affinity: true\n" in accelerate_yaml(bound, "ds_config.json")
     on_cpu = replace(bound, question=replace(bound.question, device="cpu"))
-    assert "--numa-binding" not in launch_commands(on_cpu)["torchrun"]
-    for each in (two, replace(bound, hardware=None), replace(bound, question=replace(bound.question, gpus=1))):
+    for each in (two, on_cpu, replace(bound, hardware=None), replace(bound, question=replace(bound.question, gpus=1))):
         assert "bind" not in " ".join(launch_commands(each).values())
         assert "affinity" not in accelerate_yaml(each, "ds_config.json")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from autods.devices.cuda import CudaDevice
 from autods.rank.job import RankJob
 from autods.runner import agent, environment
 from autods.runner.environment import (
@@ -71,19 +72,25 @@ TWO_NODES = {0: [(0,), (1,)], 1: [(2,), (3,)]}
 def choose_on_two_nodes(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[tuple[int, ...]]:
     """Return the processors of each rank of a job with states on the host, on a machine with two NUMA nodes."""
     monkeypatch.setattr(environment, "read_numa_cores", lambda: TWO_NODES)
-    given = {"local_ranks": (0, 1), "world_size": 2, "ds_config": OFFLOAD, "threads": 2, **changes}
-    job = RankJob(job="train", source=SOURCE, device="cpu", folder="/f", scratch="/s", **given)
+    monkeypatch.setattr(CudaDevice, "find_numa_nodes", lambda self: (1, 0, 0))
+    options = {"device": "cuda", "local_ranks": (0, 1), "world_size": 2, "ds_config": OFFLOAD, "threads": 2, **changes}
+    job = RankJob(job="train", source=SOURCE, folder="/f", scratch="/s", **options)
     return [choose_cores(job, slot) for slot in range(len(job.local_ranks))]
 
 
 def test_ranks_with_states_on_the_host_keep_to_their_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose_on_two_nodes(monkeypatch) == [(0, 1), (2, 3)]
+    assert choose_on_two_nodes(monkeypatch) == [(2, 3), (0, 1)]
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"ds_config": {"zero_optimization": {"stage": 2}}}, {"threads": 3}, {"local_ranks": (0,), "world_size": 1}],
-    ids=["nothing on the host", "more threads than cores", "one rank"],
+    [
+        {"ds_config": {"zero_optimization": {"stage": 2}}},
+        {"threads": 3},
+        {"local_ranks": (0,), "world_size": 1},
+        {"device": "cpu"},
+    ],
+    ids=["nothing on the host", "more threads than cores", "one rank", "processors"],
 )
 def test_ranks_are_not_bound_without_need(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
     assert set(choose_on_two_nodes(monkeypatch, **changes)) == {()}
