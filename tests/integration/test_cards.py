@@ -130,6 +130,12 @@ def test_an_emulated_card_runs_out_at_its_size_as_torch_does(outcomes: dict[str,
     assert "fragmentation" not in outcome["advice"]
 
 
+def test_segments_grow_in_a_forked_rank_that_asks_for_it(outcomes: dict[str, Any]) -> None:
+    fixed, grown = (outcomes[name]["outcome"]["card"] for name in ("fixed", "grown"))
+    assert grown["allocated_bytes"] == fixed["allocated_bytes"]
+    assert grown["reserved_bytes"] < 0.6 * fixed["reserved_bytes"]
+
+
 def test_a_retry_of_the_allocator_is_counted(outcomes: dict[str, Any]) -> None:
     outcome = outcomes["wasted"]["outcome"]
     assert (outcome["kind"], outcome["alloc_retries"]) == ("fit", 1)

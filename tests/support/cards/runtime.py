@@ -5,12 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import types
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from autods.forecast.predict.allocator import UNIT, Heap
+from autods.forecast.predict.allocator import UNIT, ExpandableHeap, Heap
 from tests.support.cards.machine import CONTEXT_BYTES, NCCL_BYTES, Machine
 
 _BUILT_FOR = "12.8"
@@ -21,18 +20,18 @@ _LOST = (
 )
 
 
-@dataclass(slots=True)
-class CardHeap(Heap):
+def make_heap(runtime: Runtime, kind: type[Heap]) -> Heap:
     """The caching allocator of one card: it reserves no more than its limit, and no more than the card has free."""
 
-    runtime: Any = None
+    class CardHeap(kind):  # type: ignore[misc, valid-type]
+        def may_reserve(self, size: int) -> bool:
+            return kind.may_reserve(self, size) and size * UNIT <= runtime.free_bytes()
 
-    def may_reserve(self, size: int) -> bool:
-        return Heap.may_reserve(self, size) and size * UNIT <= self.runtime.free_bytes()
+        def release_all(self) -> None:
+            kind.release_all(self)
+            runtime.hold()
 
-    def release_all(self) -> None:
-        Heap.release_all(self)
-        self.runtime.hold()
+    return CardHeap()
 
 
 class Runtime:
@@ -43,7 +42,7 @@ class Runtime:
         self.current = 0
         self.initialized_by: int | None = None  # a pid
         self.beside_bytes = 0  # on the card beside the allocator
-        self.heap = CardHeap(runtime=self)
+        self.heap = make_heap(self, Heap)
         self.ooms = 0
         self.pinned_peak = lambda: 0  # `tensors` knows it
 
@@ -61,10 +60,11 @@ class Runtime:
             "hostMemoryStats": lambda: {"allocated_bytes": {"peak": self.pinned_peak()}},
             "resetPeakMemoryStats": self._reset_peaks,
             "setMemoryFraction": self._set_fraction,
-            "emptyCache": self.heap.release_all,
+            "emptyCache": lambda: self.heap.release_all(),
         }
         for name, function in functions.items():
             setattr(torch._C, f"_cuda_{name}", function)
+        torch._C._accelerator_setAllocatorSettings = self._set_allocator
         cuda: Any = torch.cuda
         cuda._is_compiled = lambda: True
         cuda._is_in_bad_fork = lambda: self.initialized_by not in (None, os.getpid())
@@ -141,6 +141,11 @@ class Runtime:
 
     def _synchronize(self) -> None:
         self.card()
+
+    def _set_allocator(self, settings: str) -> None:
+        assert not self.heap.reserved, "torch's segments are of one kind from the first on"
+        if "expandable_segments:True" in settings:
+            self.heap = make_heap(self, ExpandableHeap)
 
     def _set_fraction(self, fraction: float, index: int) -> None:
         self.heap.limit_bytes = int(fraction * self.card(index).total_bytes)

@@ -61,12 +61,21 @@ class Session:
         }
         print(f"$ autods {' '.join(words)}\n{printed.getvalue()}", flush=True)
 
-    def trial(self, name: str, rung: str, *, micro_batch: int = 1, limit: int | None = None, **fault: Any) -> None:
+    def trial(
+        self,
+        name: str,
+        rung: str,
+        *,
+        micro_batch: int = 1,
+        limit: int | None = None,
+        expandable: bool = False,
+        **fault: Any,
+    ) -> None:
         """Run one trial on both cards, as a fit does."""
         self.notes.clear()
         settings = self.runner.settings
         self.runner.settings = replace(settings, device_bytes=limit or 0, device_bytes_asked=limit is not None)
-        knobs = Knobs(micro_batch=micro_batch, checkpointing=False, settings=TORCH_ADAM)
+        knobs = Knobs(micro_batch=micro_batch, checkpointing=False, expandable=expandable, settings=TORCH_ADAM)
         with self._fault(fault):
             record = self.runner.run(
                 Trial(rung=rung, knobs=knobs, purpose="walk", steps=STEPS), id=len(self.outcomes) + 1
@@ -119,6 +128,8 @@ def run_all(here: Session) -> None:
         here.runner, here.outcomes["started"] = runner, list(here.notes)
         here.fit("two cards", "--gpus", "2", "--max-trials", "4")
         here.trial("emulated", "ddp", micro_batch=40, limit=2 * GIB)
+        for name in ("fixed", "grown"):
+            here.trial(name, "zero1", micro_batch=6, expandable=name == "grown")
         here.trial("wasted", "ddp", micro_batch=4, kind="wasted", rank=1, step=1)
         with here.neighbour_on(0, 3 * GIB):
             here.trial("beside", "ddp", micro_batch=48)
