@@ -219,3 +219,32 @@ def test_a_fresh_fit_leaves_no_config_of_a_rehearsal(tmp_path: Path) -> None:
     assert (tmp_path / "ds_config_rehearsed.json").exists()
     with workspace(tmp_path, fresh=True):
         assert not (tmp_path / "ds_config_rehearsed.json").exists()
+
+
+def leave_fragments(spec: EngineSpec, micro_batch: int) -> Simulation:
+    """As `simulate`, but a step holds two buffers, and after them one nearly as large as both."""
+    simulation, half = simulate(spec, micro_batch), micro_batch * GIB
+    events, marks = [STATES_GIB.get(spec.rung, 8) * GIB], list[tuple[int, ForecastPhase]]([(0, "init")])
+    for block in (1, 4):
+        marks.append((len(events), "forward"))
+        events += [half, half, ~block, ~(block + 1), 2 * half - 10 * 2**20, ~(block + 2)]
+        marks.append((len(events), "step"))
+    return replace(simulation, traces={"device": Trace(events=events, marks=tuple(marks))})
+
+
+@pytest.mark.parametrize(("users", "micro_batch"), [(None, 16), ("expandable_segments:False", 11)])
+def test_segments_that_grow_are_part_of_the_config_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, users: str | None, micro_batch: int
+) -> None:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    if users is not None:
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", users)
+    report, _ = run(tmp_path, leave_fragments)
+    assert report.knobs is not None
+    assert (report.rung, report.knobs.micro_batch) == ("zero1", micro_batch)
+    assert report.knobs.expandable is (users is None)
+    assert report.variables == ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if users is None else {})
+    assert not any(trial.trial.knobs.expandable for trial in report.trials if trial.trial.knobs.micro_batch < 8)
+    (tmp_path / serialize.REPORT).unlink()
+    assert run(tmp_path, leave_fragments)[0].trials == report.trials  # a resumed fit chooses the same
