@@ -83,7 +83,7 @@ def test_nothing_of_it_is_proven(tmp_path: Path) -> None:
     assert (row["rehearsed"], row["certificate"], row["launch"]) == (True, {}, None)
     assert row["question"]["rehearsed_on"] == "a100-80gb"
     assert [path.name for path in tmp_path.glob("ds_config*")] == ["ds_config_rehearsed.json"]
-    assert "not proven: a rehearsal, nothing ran" in to_page(make_fit_document(report))
+    assert "Not proven: a rehearsal." in to_page(make_fit_document(report))
 
 
 def test_it_runs_out_of_memory_at_the_machines_limit(tmp_path: Path) -> None:
