@@ -33,6 +33,10 @@ _TRAINER_ARGUMENTS = {
 }
 
 
+_NO_NUMACTL = (
+    "trials bound each rank to its cores: install numactl, and add --numa-binding exclusive (torchrun) or"
+    " --bind_cores_to_rank (deepspeed)"
+)
 _USUAL_CLIPPING = 1.0  # the Trainer's default
 
 
@@ -44,6 +48,8 @@ def launch_lines(report: FitReport) -> Iterator[tuple[str, str]]:
         yield "config", str(Path(report.out) / DS_CONFIG_REHEARSED)
         return
     folder, commands, script = Path(report.out), launch_commands(report), report.question.script
+    if _binds_cores(report) and "--bind_cores_to_rank" not in commands["deepspeed"]:
+        yield "note", _NO_NUMACTL
     if script is None:
         if report.question.lora is not None:
             lora = parse_lora(report.question.lora)
@@ -108,7 +114,7 @@ def launch_commands(report: FitReport) -> dict[str, str]:
     if nodes > 1:  # torchrun is started on each node
         rendezvous = f"--nnodes {nodes} --rdzv_backend c10d --rdzv_endpoint FIRST_NODE:29500".split()
     local_rank = [] if script is None or script.takes_local_rank else ["--no_local_rank"]
-    binds = _binds_cores(report)
+    binds = _binds_cores(report) and report.hardware is not None and report.hardware.numactl
     bound = ["--numa-binding", "exclusive"] if binds else []
     launchers = {
         "torchrun": ["torchrun", *rendezvous, "--nproc_per_node", per_node, *bound],

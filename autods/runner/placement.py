@@ -288,5 +288,6 @@ def weakest(hardware: Sequence[Hardware], *, nodes: int, gpus_per_node: int) -> 
         driver=fewest.driver,
         cuda=fewest.cuda,
         numa_nodes=min(node.numa_nodes for node in usable),
+        numactl=all(node.numactl for node in usable),
         process_bytes=min((node.process_bytes for node in usable if node.process_bytes is not None), default=None),
     )

@@ -6,6 +6,7 @@ import contextlib
 import os
 import platform
 import resource
+import shutil
 import socket
 import stat
 from collections.abc import Mapping, Sequence
@@ -229,7 +230,7 @@ class Hardware:
     `cores` are those that ranks can share, see `count_cores`. `driver` is the version of the GPU driver, `cuda` the
     newest CUDA that it runs. `unusable` says why the cards cannot be used, with the command that fixes it.
     `process_bytes` is the private memory of one process, if `ulimit -Hd` limits it. `numa_nodes` counts those whose
-    cores ranks can be bound to.
+    cores ranks can be bound to; launchers need the program `numactl` for it.
     """
 
     cpu: str
@@ -242,6 +243,7 @@ class Hardware:
     unusable: str | None = None
     process_bytes: int | None = None
     numa_nodes: int = 1
+    numactl: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,6 +270,7 @@ def read_hardware() -> Hardware:
         unusable=seen.unusable,
         process_bytes=None if most == resource.RLIM_INFINITY else most,
         numa_nodes=max(1, len(read_numa_cores())),
+        numactl=shutil.which("numactl") is not None,
     )
 
 

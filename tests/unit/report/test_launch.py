@@ -58,12 +58,17 @@ def test_launch_lines_have_the_allocator_of_the_trials():
 
 def test_launchers_bind_ranks_with_states_on_the_host_as_trials_did():
     report = scripted()
-    two = replace(report, hardware=Hardware(cpu="", cores=64, host_bytes=1, host_free_bytes=1, cards=(), numa_nodes=2))
+    node = Hardware(cpu="", cores=64, host_bytes=1, host_free_bytes=1, cards=(), numa_nodes=2, numactl=True)
+    two = replace(report, hardware=node)
     offload = {**CONFIG, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     bound = replace(two, ds_config=offload)
     assert "deepspeed --num_gpus 2 --bind_cores_to_rank train.py" in launch_commands(bound)["deepspeed"]
     assert "--nproc_per_node 2 --numa-binding exclusive train.py" in launch_commands(bound)["torchrun"]
     assert "enable_cpu_affinity: true\n" in accelerate_yaml(bound, "ds_config.json")
+    assert "note" not in dict(launch_lines(bound))
+    lacking = replace(bound, hardware=replace(node, numactl=False))
+    assert "bind" not in " ".join(launch_commands(lacking).values())  # both launchers refuse to without it
+    assert "install numactl" in dict(launch_lines(lacking))["note"]
     on_cpu = replace(bound, question=replace(bound.question, device="cpu"))
     for each in (two, on_cpu, replace(bound, hardware=None), replace(bound, question=replace(bound.question, gpus=1))):
         assert "bind" not in " ".join(launch_commands(each).values())
