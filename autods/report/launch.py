@@ -11,6 +11,7 @@ from typing import Any
 
 from ..config.deepspeed import enabled_half_precision, find_offloads, get_key, is_default_optimizer, required_ops
 from ..config.trainers import DS_CONFIG, DS_CONFIG_HF, SCRIPT_KINDS
+from ..runner.environment import GROUP_TIMEOUT
 from ..workload.lora import FOUR_BITS, parse_lora
 from ..workload.script_source import ScriptLaunch, has_placeholder
 from .results.fit import FitReport
@@ -227,6 +228,8 @@ def trainer_arguments(report: FitReport, config_path: str) -> tuple[str, ...]:
         *(("--gradient_checkpointing",) if report.knobs.checkpointing else ()),
         *(("--use_cpu",) if report.device.stands_in else ()),
         *_user_settings(report.ds_config),
+        # The Trainer's groups have a timeout of their own, in seconds.
+        *(("--ddp_timeout", str(60 * int(minutes))) if (minutes := report.variables.get(GROUP_TIMEOUT)) else ()),
     )  # fmt: skip
 
 

@@ -101,7 +101,8 @@ def _list_variables(result: FitResult, context: FitContext) -> dict[str, str]:
         variables |= find_device(settings.device).expand_segments(os.environ)
     minutes = choose_group_timeout(context.facts, result.ds_config, nodes=settings.nodes)
     if minutes is not None:
-        variables[GROUP_TIMEOUT] = os.environ.get(GROUP_TIMEOUT) or str(minutes)
+        given = os.environ.get(GROUP_TIMEOUT, "")
+        variables[GROUP_TIMEOUT] = given if given.isdigit() else str(minutes)
     return variables
 
 

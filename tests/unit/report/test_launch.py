@@ -165,6 +165,13 @@ def test_the_trainers_arguments_say_what_auto_took_out_of_the_config():
     assert "--gradient_checkpointing" in said
 
 
+def test_a_long_load_has_the_trainers_own_timeout():
+    report = replace(scripted(), variables={"DEEPSPEED_TIMEOUT": "94"})
+    arguments = " ".join(trainer_arguments(report, "c.json"))
+    assert "--ddp_timeout 5640" in arguments
+    assert "--ddp_timeout" not in " ".join(trainer_arguments(scripted(), "c.json"))
+
+
 def test_the_trainers_usual_clipping_is_not_handed_on():
     report = replace(scripted(), ds_config={**CONFIG, "gradient_clipping": 1.0})
     assert "--max_grad_norm" not in trainer_arguments(report, "c.json")
