@@ -46,7 +46,7 @@ def judge_memory(
     """Return the forecast of one rung at one micro batch, with its verdict.
 
     With `expandable` torch's allocator grows its segments. None: it does so where the device may lack memory without
-    it, and needs less with it.
+    it, may run well within the limit with it, and needs less.
 
     A rung cannot fit where the low end of some tier exceeds its limit. It is tight where a limit lies within an
     interval, and fits where no high end exceeds a limit. The low end of an upper bound holds no activations.
@@ -64,6 +64,10 @@ def judge_memory(
     device, limit = forecast.memory.get("device"), limits.get("device")
     if device is None or limit is None or not device.low_bytes <= limit < device.high_bytes:
         return forecast
+    trace = repeat_last_step(simulation.traces["device"])
+    left_bytes = limit - max(0, device.low_bytes - forecast.live_peak_bytes)  # at most, of what lies beside
+    if not replay(trace, expandable=True, limit_bytes=left_bytes, only_if_well=True).runs_well:
+        return forecast  # one replay tells it, and the forecast with them takes a dozen
     grown = judge(expandable=True)
     saved_bytes = device.peak_bytes - grown.memory["device"].peak_bytes
     return grown if saved_bytes > _WORTH_SAVING * limit else forecast

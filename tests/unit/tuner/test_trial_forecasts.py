@@ -113,8 +113,8 @@ def leave_pieces(spec: EngineSpec, micro_batch: int) -> Simulation:
 def make_tight_forecaster(expandable: bool | None) -> TrialForecaster:
     """A forecaster for a card on which the pieces fit only if segments grow."""
     made, simulator, _ = make_forecaster(leave_pieces)
-    card = replace(LARGE, device="cuda", device_bytes=2900 * MIB)
-    card = replace(card, machine=replace(card.machine, device_bytes=2900 * MIB))
+    card = replace(LARGE, device="cuda", device_bytes=3300 * MIB)
+    card = replace(card, machine=replace(card.machine, device_bytes=3300 * MIB))
     return replace(made, cache=SimulationCache(simulator, expandable), settings=card)
 
 
