@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -73,9 +74,12 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not(llama: Path, capsys:
     (row,) = json.loads(capsys.readouterr().out)["rungs"]
     largest = row["largest_micro_batch"]
     assert largest > 8
-    assert main([*argv, "--no-largest", "--micro-batch", str(largest + max(1, largest // 20))]) in (0, 1)
-    (beyond,) = json.loads(capsys.readouterr().out)["rungs"]
-    assert beyond["device"]["peak_bytes"] > 4 * 2**30
+    # What fragments leave differs from size to size, so that a larger one than the next may fit again.
+    refused = re.search(r"; (\d+) does not fit", " ".join(row["assumed"]))
+    for size, fits in ((largest, True), (int(refused[1]) if refused else largest + 1, False)):
+        assert main([*argv, "--no-largest", "--micro-batch", str(size)]) in (0, 1)
+        (row,) = json.loads(capsys.readouterr().out)["rungs"]
+        assert (row["device"]["peak_bytes"] <= 4 * 2**30) is fits
 
 
 def test_the_timeline_of_a_step_has_its_time_and_memory(

@@ -46,7 +46,7 @@ def judge_memory(
     """Return the forecast of one rung at one micro batch, with its verdict.
 
     With `expandable` torch's allocator grows its segments. None: it does so where the device may lack memory without
-    it, may run well within the limit with it, and needs less.
+    it, may run well within the limit with it, and fits by that or needs clearly less.
 
     A rung cannot fit where the low end of some tier exceeds its limit. It is tight where a limit lies within an
     interval, and fits where no high end exceeds a limit. The low end of an upper bound holds no activations.
@@ -69,8 +69,9 @@ def judge_memory(
     if not replay(trace, expandable=True, limit_bytes=left_bytes, only_if_well=True).runs_well:
         return forecast  # one replay tells it, and the forecast with them takes a dozen
     grown = judge(expandable=True)
-    saved_bytes = device.peak_bytes - grown.memory["device"].peak_bytes
-    return grown if saved_bytes > _WORTH_SAVING * limit else forecast
+    peak_bytes = grown.memory["device"].peak_bytes
+    fits_so_alone = peak_bytes <= limit < device.peak_bytes
+    return grown if fits_so_alone or device.peak_bytes - peak_bytes > _WORTH_SAVING * limit else forecast
 
 
 def _judge(
