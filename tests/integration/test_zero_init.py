@@ -83,12 +83,12 @@ def test_a_trial_refuses_a_weight_set_after_it_was_partitioned(ray: object, tmp_
         probe_model(tmp_path, zero_init=True, last="torch.nn.init.zeros_(self.layers[0].weight)")
 
 
-FROZEN = frozen_model(width=2048, layers=28)
+FROZEN = frozen_model(width=1408, layers=28)
 
 
 def autods_on_two_ranks(folder: Path, command: str, *options: str) -> subprocess.CompletedProcess[str]:
-    (folder / "model.py").write_text(FROZEN)  # 448 MiB, of which only the last layer trains: the build decides
-    asked = ("--gpus", "2", "--device", "cpu", "--gpu-memory", "480MiB", "--ladder", "zero3", "--precision", "fp32")
+    (folder / "model.py").write_text(FROZEN)  # 212 MiB, of which only the last layer trains: the build decides
+    asked = ("--gpus", "2", "--device", "cpu", "--gpu-memory", "240MiB", "--ladder", "zero3", "--precision", "fp32")
     search = ("--config", "quick", "--max-trials", "1", "--global-batch", "2", "--out", str(folder / command))
     program = (sys.executable, "-m", "autods", command, str(folder / "model.py"), *asked, *search, *options)
     return subprocess.run(program, capture_output=True, text=True, timeout=500, check=False)

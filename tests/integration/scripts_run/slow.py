@@ -1,7 +1,4 @@
-"""A script that loads its data in a worker. In a run its micro batches take seconds, and rank 0 evaluates for long.
-
-A fit finds it fastest with one sample at a time.
-"""
+"""A script that loads its data in a worker. In a run its micro batches take seconds, and rank 0 evaluates for long."""
 
 import os
 import time
@@ -11,7 +8,7 @@ from evidence import Evidence, Samples, make_model, parse
 
 import autods
 
-MICRO_BATCH_S, EVALUATION_S = 1.5, 15.0
+MICRO_BATCH_S, EVALUATION_S = 1.5, 10.0
 IS_RUN = "AUTODS_RUN" in os.environ
 
 
@@ -31,7 +28,7 @@ def main():
     for batch in session.batches(Samples(), num_workers=1):
         evidence.note(engine, batch["input_ids"])
         loss = engine(**batch).loss
-        time.sleep(MICRO_BATCH_S if IS_RUN else 0.05 * len(batch["input_ids"]) ** 2)
+        time.sleep(MICRO_BATCH_S if IS_RUN else 0.0)
         engine.backward(loss)
         engine.step()
         session.step_done(loss)
