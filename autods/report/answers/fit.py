@@ -267,7 +267,7 @@ def _list_parts(report: FitReport, folder: Path | None, columns: Sequence[Column
     yield tabulate(columns, ladder, quiet=lambda row: fits and row.mark != MARKS["failed"])
     yield from _explain_others(report, ladder)
     communication = doc.Pairs(items=tuple(describe_communication(report)), on=Medium.DETAILS)
-    yield from titled("communication of a rank in an optimizer step", communication)
+    yield from titled("Communication of a rank in an optimizer step", communication)
     if fits:
         more = f"-v shows the reasons, the certificate and more launchers, {Path(report.out) / REPORT} has all of it"
         yield doc.Paragraph(words=line((more, "dim")), whole=True, gap=True, on=Medium.BRIEF)

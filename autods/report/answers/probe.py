@@ -225,4 +225,7 @@ def list_charts(report: ProbeReport) -> Iterator[doc.Chart]:
                     name = _distinction(report, cell, besides=axis) or report.question.workload
                     lines.setdefault(name, {})[place] = float(value)
             drawn = dict(list(lines.items())[:_MOST_LINES])
-            yield doc.Chart(title=f"{title} by {axis}", lines=drawn, format_value=format_measure, x_name=axis)
+            limit = report.question.device_bytes if format_measure is format_bytes else None
+            yield doc.Chart(
+                title=f"{title} by {axis}", lines=drawn, format_value=format_measure, x_name=axis, limit=limit
+            )

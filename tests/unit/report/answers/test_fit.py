@@ -259,7 +259,7 @@ def test_the_answer_comes_first_in_four_lines() -> None:
 def test_without_v_only_failures_are_explained() -> None:
     text = shown(fitting_report(), 80, verbose=False)
     assert "Certificate" not in text
-    assert "communication of a rank" not in text
+    assert "ommunication of a rank" not in text
     assert "-v shows the reasons" in text
     outcome = next(record.outcome for record in fitting_report().trials if isinstance(record.outcome, Failed))
     assert " ".join(outcome.evidence.split())[:30] in " ".join(text.split())

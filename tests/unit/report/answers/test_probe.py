@@ -10,6 +10,7 @@ import pytest
 
 from autods.errors import InputError
 from autods.report.answers.probe import make_probe_document
+from autods.report.document import Chart
 from autods.report.render_html import to_page
 from autods.report.results.probe import Capacity, ProbeReport
 from autods.report.serialize import has_probe, probe_from_dict, probe_to_dict, read_probe
@@ -31,6 +32,13 @@ def test_the_page_of_a_probe_has_cells_charts_and_trials(tmp_path: Path) -> None
     assert "samples/s by micro_batch" in parsed.words
     assert sum(tag == "tr" for tag, _ in parsed.tags) == len(report.cells) + 1
     assert sum(tag == "details" for tag, _ in parsed.tags) == len(report.trials)
+
+
+def test_a_chart_of_memory_alone_shows_the_limit(tmp_path: Path) -> None:
+    charts = [part for part in make_probe_document(measured(tmp_path)).parts if isinstance(part, Chart)]
+    limits = {chart.title.partition(" by ")[0]: chart.limit for chart in charts}
+    assert limits["device memory"] == LIMIT
+    assert limits["samples/s"] is None
 
 
 def test_a_probe_writes_its_page(tmp_path: Path) -> None:

@@ -89,4 +89,4 @@ def test_fastest_trial_with_timed_collectives_stands_for_its_rung() -> None:
 def test_the_terminal_shows_communication_where_there_is_any() -> None:
     told = replace(fit(), communication=gathering(10, 0.5))
     assert "sends 10.0 MiB" in shown(replace(fitting_report(), trials=(record(5, "zero3", told),)), 100)
-    assert "communication of a rank" not in shown(fitting_report(), 100)
+    assert "ommunication of a rank" not in shown(fitting_report(), 100)
