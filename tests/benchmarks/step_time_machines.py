@@ -96,7 +96,7 @@ def show(name: str, plan: PlanReport) -> None:
         if speed is not None and speed.tokens_per_second is not None:
             figures = f"{speed.micro_batch:11} {speed.step.seconds:8.3g} {speed.tokens_per_second:9,.0f}"
         print(f"{rung.rung:20} {rung.verdict:10} {figures}  {format_spent(speed.step) if speed else rung.reason}")
-    print(describe_site_answer(site))
+    print(describe_site_answer(plan, site))
     for sentence in compare_speeds(site):
         print(f"- {sentence}")
 

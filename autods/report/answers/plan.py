@@ -16,7 +16,7 @@ from ...config.catalogue import ASKED, HERE, Site
 from ...config.deepspeed import choose_accumulation, count_replicas
 from ...forecast.predict.step_time import Speed, StepTime
 from ...forecast.values import PHASES, RungForecast
-from ...types import TIERS, Tier
+from ...types import TIERS, Knobs, Tier
 from ...units import choose_unit, format_bytes, format_count, format_factor
 from .. import document as doc
 from ..document import Cell, Column, Medium, Words, line, make_document, tabulate, titled
@@ -24,6 +24,7 @@ from ..results.plan import PlanReport, SiteForecast, Training
 from ..text import (
     MARKS,
     Mark,
+    format_batch,
     format_number_of,
     format_predicted,
     format_ranks,
@@ -285,7 +286,7 @@ def _list_parts_of_machines(plan: PlanReport) -> Iterator[doc.Part]:
     yield doc.Legend(on=Medium.PAGE)
     for site in plan.sites:
         name = {HERE: "this machine", ASKED: "the machine"}.get(site.site.machine.name, site.site.machine.name)
-        yield doc.Heading(words=f"{name}: {describe_site_answer(site)}", on=Medium.PAGE)
+        yield doc.Heading(words=f"{name}: {describe_site_answer(plan, site)}", on=Medium.PAGE)
         yield doc.Paragraph(words=describe_site(plan, site.site), on=Medium.PAGE)
         sentences = (*list_suggestions(plan, site), *compare_speeds(site, faster=False))
         parts = (*_list_tables(plan, site), doc.Bullets(items=sentences))
@@ -293,7 +294,7 @@ def _list_parts_of_machines(plan: PlanReport) -> Iterator[doc.Part]:
 
 
 def _list_parts_of_site(plan: PlanReport, site: SiteForecast) -> Iterator[doc.Part]:
-    answer = describe_site_answer(site)
+    answer = describe_site_answer(plan, site)
     words = line((answer[0].upper() + answer[1:], f"bold {_STATUS_STYLES[site.status]}"))
     yield doc.Headline(words=words, effort=f"forecast in {format_seconds(plan.seconds)}")
     yield tabulate_answer(plan, site)
@@ -338,17 +339,21 @@ def describe_workload(plan: PlanReport) -> str:
 
 
 def describe_site(plan: PlanReport, site: Site) -> str:
-    """'micro batch 1 × accumulation 2 × 8 = global batch 16, bf16: 8 cuda ranks on 1 node × 80.0 GiB (a100-80gb)'."""
+    """'micro batch 1 × accumulation 2 × 8 ranks = global batch 16, bf16: 8 cuda ranks on 1 node × 80.0 GiB (a100-80gb)'."""
     nodes = f" on {format_number_of(site.nodes, 'node')}"
     name = site.machine.title if site.machine.name == HERE else site.machine.name
     card = f" ({name})" if site.machine.links else ""
     ranks = f"{format_ranks(site.world_size, plan.device)}{nodes} × {format_bytes(site.machine.device_bytes)}{card}"
-    replicas = count_replicas(site.base, site.world_size)
-    accumulation = choose_accumulation(site, site.micro_batch, plan.source.form)
-    batch = f"micro batch {site.micro_batch} × accumulation {accumulation} × {replicas}"
-    batch += f" = global batch {site.micro_batch * accumulation * replicas}"
     links = "" if site.machine.links is None or site.ranks_per_node < 2 else f", {_describe_links(site)}"
-    return f"{batch}, {precision_name(site.base)}: {ranks}{links}"
+    return f"{_describe_batch(plan, site, site.micro_batch)}, {precision_name(site.base)}: {ranks}{links}"
+
+
+def _describe_batch(plan: PlanReport, site: Site, micro_batch: int) -> str:
+    """'micro batch 1 × accumulation 2 × 8 ranks = global batch 16'."""
+    replicas = count_replicas(site.base, site.world_size)
+    accumulation = choose_accumulation(site, micro_batch, plan.source.form)
+    knobs = Knobs(micro_batch=micro_batch, accumulation=accumulation)
+    return format_batch(knobs, replicas, "ranks" if replicas == site.world_size else "replicas")
 
 
 def _describe_links(site: Site) -> str:
@@ -362,13 +367,13 @@ def _describe_links(site: Site) -> str:
 # What it advises in sentences.
 
 
-def describe_site_answer(site: SiteForecast) -> str:
-    """'use zero2, micro batch 6: 15,403 tokens/s, bound by compute'."""
+def describe_site_answer(plan: PlanReport, site: SiteForecast) -> str:
+    """'use zero2, micro batch 6 × accumulation 2 × 8 ranks = global batch 96: 15,403 tokens/s, bound by compute'."""
     best = site.best
     if best is None:
         return "nothing is forecast" if site.to_try else describe_way_out(site.partitioned) or "nothing fits"
     verb = "use" if best.verdict == "fits" else "try"
-    answer = f"{verb} {best.rung}, micro batch {best.largest_micro_batch or best.micro_batch}"
+    answer = f"{verb} {best.rung}, {_describe_batch(plan, site.site, best.largest_micro_batch or best.micro_batch)}"
     if best.speed is None:
         return f"{answer}: the first that {'fits' if best.verdict == 'fits' else 'may fit'}"
     return f"{answer}: {format_speed(best.speed)}, bound by {best.speed.step.bound}"

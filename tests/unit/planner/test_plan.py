@@ -383,7 +383,7 @@ def test_a_plan_says_what_accumulation_costs() -> None:
     text = printed(make_plan_document(planned.forecast), 200)
     assert "accumulation costs zero2 4.0 GiB of device memory for gradients" in text
     assert "at micro batch 1 (--global-batch 8)" in text
-    assert "micro batch 1 × accumulation 2 × 8 = global batch 16" in text
+    assert "micro batch 1 × accumulation 2 × 8 ranks = global batch 16" in text
     assert any(sentence.startswith("accumulation 2: ") for sentence in planned.forecast.assumed)
     for said in ({"global_batch": 8}, {"global_batch": 16}, {"base_config": {"gradient_accumulation_steps": 2}}):
         asked = Planned(question(ladder=("zero2",), largest=False, **said), accumulated)

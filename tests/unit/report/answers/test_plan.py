@@ -46,7 +46,7 @@ def sentence(text: str) -> str:
 def test_the_head_says_what_was_asked() -> None:
     assert (
         "llama, 6.74B parameters, sequence 2048, checkpointing on, built whole in each rank, micro batch 1"
-        " × accumulation 2 × 8 = global batch 16, bf16: 8 cuda ranks on 1 node × 80.0 GiB"
+        " × accumulation 2 × 8 ranks = global batch 16, bf16: 8 cuda ranks on 1 node × 80.0 GiB"
         in sentence(printed(forecast()))
     )
 
@@ -77,7 +77,7 @@ def test_a_narrow_terminal_loses_no_end_of_a_line() -> None:
 
 def test_the_answer_comes_before_its_one_table() -> None:
     lines = [line.rstrip() for line in printed(forecast(OFFLOAD_FIRST), 80).splitlines()]
-    answer = next(number for number, line in enumerate(lines) if line.startswith("Use zero3, micro batch 1: 40,960"))
+    answer = next(number for number, line in enumerate(lines) if line.startswith("Use zero3, micro batch 1 × "))
     table = "\n".join(lines[answer + 1 : answer + 9])
     assert "device" in table
     assert "✓ zero3  " in table
@@ -249,7 +249,10 @@ OFFLOAD_FIRST = (
 
 def test_the_rung_with_the_least_time_is_recommended() -> None:
     text = sentence(printed(forecast(OFFLOAD_FIRST)))
-    assert "Use zero3, micro batch 1: 40,960 tokens/s, bound by compute" in text
+    assert (
+        "Use zero3, micro batch 1 × accumulation 2 × 4 ranks = global batch 8: 40,960 tokens/s, bound by compute"
+        in text
+    )
     assert "zero2-offload comes first in the ladder, but zero3 is forecast 2.5 times as fast" in text
     assert "a step of zero2-offload is spent on host 80 %, launch 20 %" in text
 
