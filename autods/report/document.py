@@ -6,6 +6,7 @@ A row of the answer is one `Column`: its name, and how its cell is read from a v
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -26,6 +27,9 @@ class Medium(enum.Flag):
 
 
 # Text.
+
+# The space between a number and its unit, at which no line breaks.
+BOUND = re.compile(r"(?<=\d) (?=(?:[KMGT]i?)?B\b|(?:ms|s|min|h|samples/s|tokens/s)\b|%)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from markupsafe import Markup
 from ..files import write_whole
 from ..units import choose_unit, format_bytes
 from . import document as doc
-from .document import MEMORY_KINDS, Chart, Medium, MemoryStack, Words, list_pieces, list_spans
+from .document import BOUND, MEMORY_KINDS, Chart, Medium, MemoryStack, Words, list_pieces, list_spans
 
 PAGE, RUN_PAGE = "report.html", "run.html"
 PAGE_BEGINS = (b"<!doctype html",)
@@ -90,14 +90,21 @@ def _has_bar(cell: doc.Cell) -> bool:
 def _list_spans(words: Words) -> list[tuple[str, str]]:
     """(classes, text) of each piece of a line."""
     spans = list_spans(words)
-    return [(" ".join(_CLASSES[word] for word in style.split() if word in _CLASSES), text) for text, style in spans]
+    return [
+        (" ".join(_CLASSES[word] for word in style.split() if word in _CLASSES), _bind(text)) for text, style in spans
+    ]
+
+
+def _bind(text: str) -> str:
+    """The text with spaces that hold a number and its unit together."""
+    return BOUND.sub("\N{NO-BREAK SPACE}", text)
 
 
 def _make_printable(value: object) -> object:
     """A value of the template; text loses its control characters other than line ends and tabs."""
     if isinstance(value, Markup) or not isinstance(value, str) or value.isprintable():
         return value  # Markup comes from macros, whose values were made printable there
-    return "".join(letter for letter in value if letter in "\n\t" or letter.isprintable())
+    return "".join(letter for letter in value if letter in "\n\t\N{NO-BREAK SPACE}" or letter.isprintable())
 
 
 # Drawings.
@@ -126,9 +133,9 @@ def describe_stack(stack: MemoryStack) -> str:
     text = f"forecast at micro batch {stack.forecast.micro_batch}: {device}"
     text += f" of {format_bytes(stack.limit_bytes)}" if stack.limit_bytes != device.peak_bytes else ""
     if not measured:
-        return text
+        return _bind(text)
     difference = f"{device.peak_bytes / measured - 1:+.1%}".replace("-", "−")
-    return f"{text}, measured {format_bytes(measured)}, a difference of {difference}"
+    return _bind(f"{text}, measured {format_bytes(measured)}, a difference of {difference}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,12 +16,11 @@ from rich.text import Text
 
 from ..units import escape_controls
 from . import document as doc
-from .document import Cell, Column, Medium, Words, list_pieces, list_spans
+from .document import BOUND, Cell, Column, Medium, Words, list_pieces, list_spans
 
 _BAR_CELLS = 20
 _AT_LIMIT, _BEYOND_LIMIT = "│", "▶"
 _WIDEST = 10_000  # columns
-_BOUND = re.compile(r"(?<=\d) (?=(?:[KMGT]i?)?B\b|(?:ms|s|min|h|samples/s|tokens/s)\b|%)")
 _BOUND_SPACE = "\ue000"  # stands for a space at which no line breaks, while lines are made
 
 
@@ -34,7 +32,7 @@ class _Sentence(Text):
 
     def wrap(self, *args: Any, **options: Any) -> Lines:
         bound = self.copy()
-        bound.plain = _BOUND.sub(_BOUND_SPACE, self.plain)
+        bound.plain = BOUND.sub(_BOUND_SPACE, self.plain)
         lines = Text.wrap(bound, *args, **options)
         for each in lines:
             each.plain = each.plain.replace(_BOUND_SPACE, " ")

@@ -99,7 +99,7 @@ def list_columns(unit: str, factor: int) -> tuple[Column[PlanRow], ...]:
     )
 
 
-def _list_peaks(row: PlanRow) -> Cell:
+def _list_peaks(row: PlanRow) -> tuple[Words, ...]:
     memory = [(tier, row.rung.memory[tier]) for tier in TIERS if tier in row.rung.memory]
     return tuple(line((f"{tier:<7}", "dim"), format_predicted(predicted)) for tier, predicted in memory)
 
@@ -113,15 +113,20 @@ def _stack(row: PlanRow) -> Cell:
     return (doc.MemoryStack(forecast=row.rung),) if "device" in row.rung.memory else ""
 
 
+_ELSEWHERE = Medium.TERMINAL | Medium.MARKDOWN  # a page has the table of the answer above, and draws the device
 RUNGS: tuple[Column[PlanRow], ...] = (
     Column(name="rung", read=_name_rung),
-    Column(name="verdict", read=lambda row: MARKS[row.rung.verdict].words),
-    Column(name="peak (low to high) / limit", read=_list_peaks),
-    Column(name="by phase", read=_list_phases, on=Medium.PAGE),
-    Column(name="largest\nbatch", read=lambda row: str(row.rung.largest_micro_batch or ""), right=True),
+    Column(name="verdict", read=lambda row: MARKS[row.rung.verdict].words, on=_ELSEWHERE),
+    Column(name="peak (low to high) / limit", read=_list_peaks, on=_ELSEWHERE),
+    Column(name="largest\nbatch", read=lambda row: str(row.rung.largest_micro_batch or ""), right=True, on=_ELSEWHERE),
     Column(name="made of", read=_stack, spare=1, below=True),
+    Column(name="by phase", read=_list_phases, on=Medium.PAGE),
     Column(name="decides", read=lambda row: row.rung.decides or "", spare=2),
-    Column(name="why", read=lambda row: row.rung.reason, wraps=True, least_width=24, spare=3, below=True),
+    Column(name="other memory (low to high) / limit", read=lambda row: _list_peaks(row)[1:], on=Medium.PAGE),
+    Column(
+        name="why", read=lambda row: row.rung.reason, wraps=True, least_width=24, spare=3, below=True, on=_ELSEWHERE
+    ),
+    Column(name="why", read=lambda row: "" if row.rung.verdict == "fits" else row.rung.reason, on=Medium.PAGE),
 )
 
 
@@ -161,8 +166,7 @@ def tabulate_answer(plan: PlanReport, site: SiteForecast) -> doc.Table:
         PlanRow(rung=rung, is_best=rung is site.best, training=plan.forecast_training(site, rung))
         for rung in site.rungs
     )
-    table = tabulate(list_columns(*choose_unit(largest_bytes)), rows)
-    return replace(table, on=Medium.TERMINAL | Medium.MARKDOWN)  # a page has a table with the intervals
+    return tabulate(list_columns(*choose_unit(largest_bytes)), rows)
 
 
 def tabulate_speeds(plan: PlanReport, site: SiteForecast) -> doc.Table:
@@ -289,7 +293,7 @@ def _list_parts_of_machines(plan: PlanReport) -> Iterator[doc.Part]:
         yield doc.Heading(words=f"{name}: {describe_site_answer(plan, site)}", on=Medium.PAGE)
         yield doc.Paragraph(words=describe_site(plan, site.site), on=Medium.PAGE)
         sentences = (*list_suggestions(plan, site), *compare_speeds(site, faster=False))
-        parts = (*_list_tables(plan, site), doc.Bullets(items=sentences))
+        parts = (tabulate_answer(plan, site), doc.Bullets(items=sentences), *_list_tables(plan, site))
         yield from (replace(part, on=Medium.PAGE) for part in parts if not isinstance(part, doc.Legend))
 
 
@@ -298,17 +302,19 @@ def _list_parts_of_site(plan: PlanReport, site: SiteForecast) -> Iterator[doc.Pa
     words = line((answer[0].upper() + answer[1:], f"bold {_STATUS_STYLES[site.status]}"))
     yield doc.Headline(words=words, effort=f"forecast in {format_seconds(plan.seconds)}")
     yield tabulate_answer(plan, site)
-    yield from (replace(part, on=Medium.BRIEF | Medium.MARKDOWN) for part in _explain_figures(site))
+    yield from (replace(part, on=part.on & ~Medium.VERBOSE) for part in _explain_figures(site))
     yield doc.Bullets(items=tuple(list_suggestions(plan, site)))
     yield doc.Bullets(items=tuple(compare_speeds(site, faster=False)), on=Medium.DETAILS)
     yield from (replace(part, on=part.on & Medium.DETAILS) for part in _list_tables(plan, site))
 
 
 def _list_tables(plan: PlanReport, site: SiteForecast) -> Iterator[doc.Part]:
-    yield tabulate_rungs(site.rungs, best=site.best_rung)
+    yield doc.Heading(words="Memory of each rung", on=Medium.PAGE)
     yield doc.Legend()
-    yield from _explain_figures(site)
+    yield tabulate_rungs(site.rungs, best=site.best_rung)
+    yield from (replace(part, on=Medium.VERBOSE) for part in _explain_figures(site))
     if _has_times(site):
+        yield doc.Heading(words="Step time of each rung", on=Medium.PAGE)
         yield tabulate_speeds(plan, site)
 
 
@@ -339,7 +345,7 @@ def describe_workload(plan: PlanReport) -> str:
 
 
 def describe_site(plan: PlanReport, site: Site) -> str:
-    """'micro batch 1 × accumulation 2 × 8 ranks = global batch 16, bf16: 8 cuda ranks on 1 node × 80.0 GiB (a100-80gb)'."""
+    """'micro batch 1 × accumulation 2 × 8 ranks = global batch 16, bf16: 8 cuda ranks on 1 node × 80.0 GiB (…)'."""
     nodes = f" on {format_number_of(site.nodes, 'node')}"
     name = site.machine.title if site.machine.name == HERE else site.machine.name
     card = f" ({name})" if site.machine.links else ""

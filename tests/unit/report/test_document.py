@@ -80,3 +80,8 @@ def test_no_number_is_parted_from_its_unit(width: int) -> None:
     assert " ".join(text.split()).count("677.0 MiB") == 3
     for row in text.splitlines():
         assert not re.match(r"\W*(MiB|samples/s|min|s|%)\b", row)
+
+
+def test_a_page_holds_a_number_and_its_unit_together() -> None:
+    page = to_page(make_document(title="", question="", parts=(Paragraph(words="needs 677.0 MiB in 3 min"),)))
+    assert "needs 677.0\N{NO-BREAK SPACE}MiB in 3\N{NO-BREAK SPACE}min" in page

@@ -250,7 +250,7 @@ OFFLOAD_FIRST = (
 def test_the_rung_with_the_least_time_is_recommended() -> None:
     text = sentence(printed(forecast(OFFLOAD_FIRST)))
     assert (
-        "Use zero3, micro batch 1 × accumulation 2 × 4 ranks = global batch 8: 40,960 tokens/s, bound by compute"
+        "Use zero3, micro batch 1 × accumulation 2 × 8 ranks = global batch 16: 40,960 tokens/s, bound by compute"
         in text
     )
     assert "zero2-offload comes first in the ladder, but zero3 is forecast 2.5 times as fast" in text
