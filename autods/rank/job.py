@@ -83,6 +83,7 @@ class RankJob:
     private: str = ""
     swap: str | None = None  # the folder for a trial that swaps to NVMe; removed afterwards
     rebind: bool = False  # the zygote has loaded this workload with other arguments
+    shares_model: bool = False  # the ranks of a node may get one built model, see `runner.rank_fork.may_share`
     world_size: int = 1
     replica_ranks: int = 1  # that count as one in the batch, see `count_replicas`
     local_ranks: tuple[int, ...] = (0,)  # global ranks that run on this node
@@ -126,6 +127,10 @@ class RankJob:
     def rank_threads(self) -> int:
         """The threads of each rank on this node."""
         return self.threads or threads_per_rank(len(self.local_ranks), count_cores())
+
+    def seed_of(self, rank: int) -> int:
+        """The seed of what a rank draws: each draws other samples, but those of compared losses have seeds already."""
+        return self.seed if self.exam == "parity" else self.seed + rank
 
     @property
     def train_batch(self) -> int:

@@ -44,11 +44,30 @@ _RESETS = tuple(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """Bytes that a process held before its trial, which a meter does not count."""
+
+    data: int
+    anon: int
+    mapped: tuple[int, int]
+
+    @classmethod
+    def read(cls) -> Baseline:
+        """Read what this process holds now."""
+        now = status_bytes("VmData", "RssAnon")
+        return cls(now["VmData"], now["RssAnon"], read_mapped_bytes())
+
+
 class Meter:
     """Limits and measures the memory of one rank. Its trial calls `sample` at every change of phase."""
 
-    def start(self) -> None:
-        """Set the limit and begin to count."""
+    def start(self, baseline: Baseline | None = None) -> None:
+        """Set the limit and begin to count, from the baseline or from what this process holds now.
+
+        A rank that inherits the built model gets the baseline before that build. It then counts the model's pages as
+        its own, shared or not, as if it had built the model.
+        """
 
     def lift(self) -> None:
         """Remove the limit, if it could keep a rank that ran out from writing its result."""
@@ -111,16 +130,15 @@ class CpuMeter(Meter):
     _peak_private: int = 0
     _mapped_at_start: tuple[int, int] = (0, 0)
 
-    def start(self) -> None:
+    def start(self, baseline: Baseline | None = None) -> None:
         """Reset the kernel's high-water mark and set the limit. Raises OSError if the shell's own limit is lower."""
         with contextlib.suppress(OSError):  # an older kernel: the mark then includes the zygote's peak
             Path("/proc/self/clear_refs").write_text("5")  # VmHWM := VmRSS
-        now = status_bytes("VmData", "RssAnon")
-        self._data_at_start, self._anon_at_start = now["VmData"], now["RssAnon"]
-        self._mapped_at_start = read_mapped_bytes()
+        before = baseline or Baseline.read()
+        self._data_at_start, self._anon_at_start, self._mapped_at_start = before.data, before.anon, before.mapped
         if self.limit_bytes is not None:
             self._hard_limit = hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-            budget = now["VmData"] + self.limit_bytes
+            budget = before.data + self.limit_bytes
             if hard != resource.RLIM_INFINITY and budget > hard:
                 raise OSError(f"ulimit -Hd lets a process hold {format_bytes(hard)}: {format_bytes(budget)} are needed")
             self._set_limit(self.limit_bytes)
@@ -200,11 +218,12 @@ class CudaMeter(Meter):
     _forgotten_retries: int = 0  # by a reset of torch's counter
     _retries_before: int = 0
 
-    def start(self) -> None:
+    def start(self, baseline: Baseline | None = None) -> None:
         """Take the card. DeepSpeed sees the emulated size: it flattens on the host where the card is too full."""
         self._grow_segments()
         # Before this rank's context is made, on the card and on the host:
-        self._used_before, self._private_at_start = self._read_card(read_used_bytes) or 0, read_private_bytes()
+        self._used_before = self._read_card(read_used_bytes) or 0
+        self._private_at_start = read_private_bytes() if baseline is None else baseline.anon
         with contextlib.suppress(self.nvml.NVMLError):
             self.nvml.nvmlInit()  # DeepSpeed asks it for the card's free bytes, and expects it open since the import
         self.cuda.set_device(self.local_rank)

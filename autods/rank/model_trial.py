@@ -12,11 +12,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..config.deepspeed import count_sharers
-from ..types import Exam, Examined, Phase
+from ..types import Exam, Examined, Phase, WorkloadSource
 from ..workload.protocol import Workload, WorkloadError
 from . import comparable_losses, pipeline
 from .distributed import Ranks, Traffic
@@ -53,14 +54,13 @@ class SpeedTrial:
         """
         workload, job = self.workload, self.job
         self.observe("build", 0)
-        with drawing_in_parallel() if job.source.form.is_model_config else contextlib.nullcontext():
+        with drawing_weights(job.source):
             model = build(workload, checkpointing=job.checkpointing)
         sharers = count_sharers(job.ds_config)
         replicas = Ranks(self.ranks.rank // sharers, self.ranks.world_size // sharers)
         if pipeline.is_pipeline(model):
             replicas = pipeline.data_parallel_ranks(model)
-        if replicas != self.ranks:
-            seed_all(job.seed + replicas.rank)  # the ranks of a replica draw the same batches
+        seed_all(job.seed_of(replicas.rank))  # whoever built the model; the ranks of a replica draw the same batches
         self.batches = self.draw(replicas)
 
         self.observe("init", 0)
@@ -178,20 +178,25 @@ def build(workload: Workload, *, checkpointing: bool) -> Any:
     return model
 
 
+def drawing_weights(source: WorkloadSource, threads: int | None = None) -> AbstractContextManager[None]:
+    """Draw the weights of a Hugging Face config on so many threads inside the block, or on torch's."""
+    return drawing_in_parallel(threads) if source.form.is_model_config else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
-def drawing_in_parallel() -> Iterator[None]:
-    """Draw large tensors of the CPU on all threads inside the block.
+def drawing_in_parallel(threads: int | None = None) -> Iterator[None]:
+    """Draw large tensors of the CPU on so many threads inside the block, or on torch's.
 
     torch draws on one thread, and transformers draws most weights twice. For 0.8 billion parameters that took 9 of the
     16 s of a trial on an H200. torch's seed decides the values, which are others than torch would draw.
     """
     with contextlib.ExitStack() as patches:
         for patch in _DRAWS:
-            patches.enter_context(patch.installed(_draw_in_parallel(patch.original())))
+            patches.enter_context(patch.installed(_draw_in_parallel(patch.original(), threads)))
         yield
 
 
-def _draw_in_parallel(original: Callable[..., Any]) -> Callable[..., Any]:
+def _draw_in_parallel(original: Callable[..., Any], threads: int | None) -> Callable[..., Any]:
     import torch
 
     def draw(tensor: Any, *bounds: float, generator: Any = None, **named: float) -> Any:
@@ -206,8 +211,8 @@ def _draw_in_parallel(original: Callable[..., Any]) -> Callable[..., Any]:
             chunk = values[start : start + _DRAWN_AT_ONCE]
             original(chunk, *bounds, generator=torch.Generator().manual_seed(seed + start), **named)
 
-        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-            list(threads.map(draw_chunk, range(0, len(values), _DRAWN_AT_ONCE)))  # raises what a thread has raised
+        with ThreadPoolExecutor(threads or torch.get_num_threads()) as pool:
+            list(pool.map(draw_chunk, range(0, len(values), _DRAWN_AT_ONCE)))  # raises what a thread has raised
         return tensor
 
     return draw

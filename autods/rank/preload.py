@@ -149,10 +149,10 @@ def _read_thread_names() -> list[str]:
     return names
 
 
-def find_fork_hazard() -> str | None:
+def find_fork_hazard(during: str = "importing") -> str | None:
     """Return why ranks must not be forked from this process: a device in use or threads, which do not survive a fork.
 
-    None if forking is safe.
+    None if forking is safe. `during` says what has brought it about.
     """
     if os.environ.get("AUTODS_SPAWN"):
         return "AUTODS_SPAWN is set"
@@ -162,5 +162,5 @@ def find_fork_hazard() -> str | None:
     harmless = [device.driver_threads for device in DEVICES.values() if device.driver_threads]
     names = (name for name in _read_thread_names() if not any(re.fullmatch(each, name) for each in harmless))
     if (started := len(list(names)) - 1) > 0:
-        return f"{started} threads were started while importing"
+        return f"{started} threads were started while {during}"
     return None

@@ -36,7 +36,7 @@ from ..types import ModelFacts, Phase
 from ..workload.load import bind_options, check_process, in_one_process, load
 from ..workload.protocol import Workload
 from .job import RUN_VARIABLE, Heartbeats, JobKind, RankJob
-from .memory import Meter, make_meter
+from .memory import Baseline, Meter, make_meter
 from .model_facts import seed_all
 from .preload import preload
 from .record import JobResult, OpsResult, PreflightResult, RankResult, ScriptEnd, SurveyResult, describe_error
@@ -153,7 +153,8 @@ class RankContext:
     """A rank's job and its resources.
 
     `slot` is its place on this node. `store` is the socket on which rank 0 serves the rendezvous of several nodes.
-    `workload` is the zygote's copy, if it could load one.
+    `workload` is the zygote's copy, if it could load one. `baseline` is the memory before the model, if this process
+    was forked from one that had built it.
     """
 
     job: RankJob
@@ -161,6 +162,7 @@ class RankContext:
     observer: Observer
     store: socket.socket | None
     workload: Workload | None
+    baseline: Baseline | None = None
 
     def load_workload(self) -> Workload:
         """Return the workload with this job's arguments. What the user's code raises is passed on."""
@@ -170,9 +172,7 @@ class RankContext:
 
     def load_for_training(self) -> Workload:
         """Return the workload as it trains: with its weights; with `--zero-init`, stage 3 builds the model in parts."""
-        workload, job = self.load_workload(), self.job
-        if workload.load_model is not None:
-            workload = replace(workload, build_model=workload.load_model)
+        workload, job = self.load_workload().with_weights(), self.job
         if job.source.zero_init and get_key(job.ds_config, "zero_optimization.stage") == 3:
             return partition_at_build(workload, job.ds_config)
         return workload
@@ -259,7 +259,14 @@ def show_library_warnings_once() -> None:
     warnings.showwarning = show_once
 
 
-def run_rank(job: RankJob, slot: int, board: Heartbeats, store: socket.socket | None, workload: Workload | None) -> int:
+def run_rank(
+    job: RankJob,
+    slot: int,
+    board: Heartbeats,
+    store: socket.socket | None,
+    workload: Workload | None,
+    baseline: Baseline | None = None,
+) -> int:
     """Do the job, write `rank<N>.json`, and return the exit code. See `RankContext` for the arguments.
 
     Without a file the exit code is `RESULT_UNWRITTEN_EXIT` or `RESULT_PREVENTED_EXIT`.
@@ -277,7 +284,7 @@ def run_rank(job: RankJob, slot: int, board: Heartbeats, store: socket.socket | 
     meter = make_meter(job.device, job.limit_bytes, slot)
     observer = Observer(board, slot, meter)
     observer.watch_compiles()
-    context = RankContext(job=job, slot=slot, observer=observer, store=store, workload=workload)
+    context = RankContext(job=job, slot=slot, observer=observer, store=store, workload=workload, baseline=baseline)
     try:
         try:
             with in_one_process(context.write_record):
@@ -342,9 +349,8 @@ def _train(context: RankContext) -> JobResult:
 
     job, observer, meter = context.job, context.observer, context.observer.meter
     rank = job.local_ranks[context.slot]
-    # Each rank draws different data. When losses are compared, the ranks share the seed: samples have separate seeds.
-    seed_all(job.seed if job.exam == "parity" else job.seed + rank)
-    meter.start()
+    seed_all(job.seed_of(rank))
+    meter.start(context.baseline)
 
     def complete(result: ScriptEnd) -> RankResult:
         assert isinstance(result, RankResult)

@@ -105,6 +105,7 @@ class NodeReport:
     killed_because: str | None = None  # why the watcher ended ranks that did not end by themselves
     swap_bytes: int | None = None
     notes: tuple[str, ...] = ()  # sentences for the user
+    built_once: bool = False  # the ranks share the pages of one model, which another process holds beside them
     survivors: str = ""  # processes of the ranks that the kernel has not ended, with what they wait for
 
     @property

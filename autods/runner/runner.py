@@ -30,6 +30,7 @@ from .environment import choose_exported
 from .health import Preflight, Watch, judge_nodes, judge_rate
 from .node_messages import Heartbeat, LoadFailed, NodeReport, NodeResult, Ready, ZygoteDied
 from .outcome import find_failure, judge_trial, result_of_rank_0
+from .rank_fork import may_share
 from .time_limits import limit_training, silence_limits, warm_up
 from .worker_group import WorkerGroup
 
@@ -78,6 +79,7 @@ class RayRunner:
         self.watch = Watch(self._warn)
         self.warned: set[str] = set()
         self.checked: object = None  # the nodes of the last preflight
+        self.shares_models = True  # the ranks of a node get one built model
         self.sample_s = 0.0  # that a rank's sample took in the slowest trial so far
 
     def __enter__(self) -> RayRunner:
@@ -121,20 +123,26 @@ class RayRunner:
         """Run the trial on real ranks, after building the ops that it needs."""
         began = time.monotonic()
         job = self.trial_job(trial, id)
-        outcome: Outcome | None = self._build_ops(job)
-        if outcome is None:
-            training_began = time.monotonic()
-            outcome = judge_trial(
-                self._execute(job, id),
-                job,
-                wall_s=time.monotonic() - training_began,
-                tokens_per_sample=self._surveyed.tokens_per_sample,
-                host_bytes=self.workers.host_memory.total_bytes,
-            )
+        outcome = self._build_ops(job) or self._run(job, id)
+        if job.shares_model and lacks_host_memory(outcome) and has_built_once(self.results):
+            self.shares_models = False
+            self._note("host memory ran out beside the model that is built once: from now on each rank builds its own")
+            outcome = self._run(self.trial_job(trial, id), id)
         if isinstance(outcome, Fit):
             self.watch.hear_trial(outcome)
             self.sample_s = max(self.sample_s, max(outcome.step_s) / trial.knobs.train_batch(1))
         return Record(id=id, trial=trial, outcome=outcome, seconds=time.monotonic() - began)
+
+    def _run(self, job: RankJob, id: int) -> Outcome:
+        """Train as the job of the trial `id` says, and judge the reports."""
+        began = time.monotonic()
+        return judge_trial(
+            self._execute(job, id),
+            job,
+            wall_s=time.monotonic() - began,
+            tokens_per_sample=self._surveyed.tokens_per_sample,
+            host_bytes=self.workers.host_memory.total_bytes,
+        )
 
     def take_over(self, settings: Settings, listen: Callable[[Event], None]) -> None:
         """Serve another caller from now on, with these settings for as many ranks of the same workload."""
@@ -303,6 +311,7 @@ class RayRunner:
             steps=steps,
             exam=exam,
             order=order,
+            shares_model=kind == "train" and self.shares_models and may_share(settings.source, exam, config),
             limit_bytes=settings.device_bytes if limited and settings.is_limited else None,
             seed=settings.seed,
             swap=str(swap) if "async_io" in required_ops(config) else None,
@@ -411,6 +420,18 @@ class RayRunner:
 
     def _native_config(self, rung: Rung) -> dict[str, Any]:
         return compose(rung, Knobs(), self.settings.site, None)
+
+
+def has_built_once(results: Sequence[NodeResult]) -> bool:
+    """Whether a node kept the model in memory for ranks of later trials; without its report that is not known."""
+    return any(result.built_once if isinstance(result, NodeReport) else True for result in results)
+
+
+def lacks_host_memory(outcome: Outcome) -> bool:
+    """Whether a trial failed for want of a node's memory: more of it can mend that."""
+    if isinstance(outcome, OutOfMemory):
+        return outcome.tier in ("host", "pinned")
+    return isinstance(outcome, Failed) and outcome.failure == "memory_pressure"
 
 
 def may_need_all_ranks(results: Sequence[NodeResult], job: RankJob) -> bool:

@@ -18,24 +18,20 @@ import socket
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import _exit  # the workload may replace it
 from pathlib import Path
-from typing import NoReturn
 
 from ..config.deepspeed import required_ops
 from ..devices import find_device
-from ..diagnosis.evidence import RESULT_UNWRITTEN_EXIT
 from ..rank import ops, preload
 from ..rank.job import Beat, Heartbeats, RankJob
 from ..rank.record import describe_error
-from ..rank.worker import run_rank
 from ..system import private, processes, stacks
 from ..types import WorkloadSource
 from ..workload.load import in_one_process, load
 from ..workload.protocol import Workload
 from .cleanup import VARIABLE, has_session, note_job, remove_leftovers
-from .environment import choose_cores, rank_environment
 from .monitor import HostMonitor, RankMonitor, check_freed
 from .node_messages import (
     ABORT,
@@ -49,6 +45,7 @@ from .node_messages import (
     ZygoteMessage,
     encode,
 )
+from .rank_fork import Builder, live_as_rank
 from .silence import RunningRank
 
 _POLL_MS = 20
@@ -56,6 +53,7 @@ _RUN_POLL_MS = 250  # a run lasts for days, and ranks on the CPU need the cores;
 _BEAT_EVERY_S = 0.2
 _STRAYS_S = 2.0
 _OTHERS_BUILD_S = 60.0  # where nodes share a home, another one's ranks may have begun a build since this job's start
+ABORTED = "aborted"
 UNFIT_EXIT = 75  # the workload's import changed this process so that it must not go on
 
 
@@ -145,6 +143,8 @@ class Zygote:
     workload: Workload | None
     spawn: bool
     store: socket.socket | None = None  # bound for the next job
+    builder: Builder | None = None  # has the model of the last trials
+    apart: list[tuple[WorkloadSource, int]] = field(default_factory=list)  # whose ranks build the model, by its seed
 
     def serve(self) -> None:
         """Read lines until one of the other ends is gone."""
@@ -186,14 +186,17 @@ class Zygote:
         _make_folders(job)
         ops.clear_killed_builds(older_than_s=0.0 if job.is_whole else _OTHERS_BUILD_S)
         shared_before = processes.list_shared_memory()
-        board = Heartbeats.create(len(job.local_ranks))
-        monitor = RankMonitor(job, board, self._start_ranks(job, board, spawn=self.spawn or hazard is not None))
+        board, notes, spawn = Heartbeats.create(len(job.local_ranks)), list[str](), self.spawn or hazard is not None
+        builder = None if spawn or aborted else self._find_builder(job, notes)
+        monitor = RankMonitor(job, board, self._start_ranks(job, board, builder, spawn=spawn))
         pids = [rank.pid for rank in monitor.running.values()]
         note = note_job(pids, filter(None, (job.scratch, job.swap, job.private)), shared_before)
         if aborted:
             monitor.kill("aborted")
         self._watch(monitor, host, began)
-        left = processes.kill_children(min(_STRAYS_S, job.end_s) if monitor.is_overdue() else job.end_s)
+        spared = None if self.builder is None else self.builder.pid
+        end_s = min(_STRAYS_S, job.end_s) if monitor.is_overdue() else job.end_s
+        left = processes.kill_children(end_s, spared=spared)
         monitor.abandon()
         gone_at_s = time.monotonic()
         board.close()
@@ -208,7 +211,7 @@ class Zygote:
             with contextlib.redirect_stdout(sys.stderr):
                 for op in job.ops:
                     ops.build(op)
-        notes = check_freed(used_before, device.read_used_bytes)
+        notes += check_freed(used_before, device.read_used_bytes)
         if hazard is not None:
             notes.append(f"ranks start as new processes from here on, some 10 s slower a trial: {hazard}")
         return NodeReport(
@@ -218,60 +221,83 @@ class Zygote:
             killed_because=monitor.killed_because,
             swap_bytes=swap_bytes,
             notes=tuple(notes),
+            built_once=builder is not None,
             survivors=f"{socket.gethostname()}: {'; '.join(map(processes.describe_process, left))}" if left else "",
         )
 
-    def _start_ranks(self, job: RankJob, board: Heartbeats, *, spawn: bool) -> dict[int, RunningRank]:
+    def _start_ranks(
+        self, job: RankJob, board: Heartbeats, builder: Builder | None, *, spawn: bool
+    ) -> dict[int, RunningRank]:
         """Start every rank of this node, and return the ranks by their pidfd. Call it from the main thread only.
 
-        `spawn` starts new processes, because this one must not be forked.
+        With a `builder` they are forked from it. `spawn` starts new processes, because this one must not be forked.
         """
         parent, now = os.getpid(), time.monotonic()
         # The store of several nodes is served where it was bound. On one node nobody listens on the port.
         port = job.master_port or find_free_port()
         if spawn:
             Path(job.scratch, "job.json").write_text(job.to_json())  # other nodes have the folder too, not the scratch
+        pids = None if builder is None else builder.fork_ranks(job, board, self.store, port)
+        if builder is not None and pids is None:  # somebody has killed it
+            self._end_builder()
+            processes.kill_children(job.end_s)
         started = {}
         for slot, number in enumerate(job.local_ranks):
-            pid, pidfd, keep = processes.fork_watched()
+            pid, pidfd, keep = processes.fork_watched() if pids is None else (pids[slot], os.pidfd_open(pids[slot]), -1)
             if pid == 0:
-                self._live_as_rank(job, slot, board, port, keep, parent, spawn)
+                live_as_rank(
+                    job, slot, board=board, store=self.store,
+                    port=port, parent=parent, workload=self.workload, keep=keep, spawn=spawn,
+                )  # fmt: skip
             started[pidfd] = RunningRank(number, slot, pid, Beat("start", 0, now), now)
         if self.store is not None:
             self.store.close()
             self.store = None
         return started
 
-    def _live_as_rank(
-        self, job: RankJob, slot: int, board: Heartbeats, port: int, keep: int, parent: int, spawn: bool
-    ) -> NoReturn:
-        """In the child: cut every tie to the zygote, then run the rank. `keep` is a descriptor that ends with it."""
-        code = RESULT_UNWRITTEN_EXIT
-        try:
-            os.setsid()
-            processes.die_with_parent(parent)
-            processes.prefer_for_oom_kill()
-            rank = job.local_ranks[slot]
-            os.environ.update(rank_environment(job, slot, port))
-            if cores := choose_cores(job, slot):
-                os.sched_setaffinity(0, cores)
-            log = os.open(f"{job.folder}/rank{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
-            store = self.store if rank == 0 else None
-            store_fd = -1 if store is None else store.fileno()
-            descriptors = {board.fd, store_fd, keep}
-            processes.redirect_and_close(log, descriptors)
-            os.chdir(job.scratch)
-            if spawn:  # a new Python, which inherits the descriptors
-                for fd in descriptors - {-1}:
-                    os.set_inheritable(fd, True)
-                words = [str(slot), str(board.fd), str(store_fd), f"{job.scratch}/job.json"]
-                os.execv(sys.executable, [*processes.python_command("autods.rank.worker"), *words])
-            code = run_rank(job, slot, board, store, self.workload)
-        except BaseException:
-            traceback.print_exc()
-            sys.stderr.flush()
-        finally:
-            _exit(code)  # no atexit, no buffers of the zygote
+    def _find_builder(self, job: RankJob, notes: list[str]) -> Builder | None:
+        """Return the process that has built the model of this job; None where each rank builds it.
+
+        Appends to `notes` why, once for each model. Without a trial that shares it, no model stays in memory.
+        """
+        key = job.source, job.seed
+        can_share = job.shares_model and not job.rebind and self.workload is not None and processes.has_pidfd()
+        if not can_share or key in self.apart:
+            if job.job == "train":
+                self._end_builder()
+            return None
+        assert self.workload is not None
+        if self.builder is None or (self.builder.source, self.builder.seed) != key:
+            self._end_builder()
+            self.builder = Builder.start(job, self.workload)
+            if (reason := self._await_build(self.builder, job)) is not None:
+                self._end_builder()
+                if reason != ABORTED:
+                    self.apart.append(key)
+                    notes.append(f"each rank builds the model by itself in every trial: {reason}")
+                return None
+        return self.builder if self.builder.has_room(job) else None
+
+    def _await_build(self, builder: Builder, job: RankJob) -> str | None:
+        """Wait until the model is built; return why it is not."""
+        began, beat_sent_s, limit_s = time.monotonic(), 0.0, job.silence_s["build"]
+        poll = self._poll_peers()
+        poll.register(builder.connection, select.POLLIN)
+        while (waited_s := time.monotonic() - began) < limit_s:
+            ready = [fd for fd, _ in poll.poll(_POLL_MS)]
+            if builder.connection.fileno() in ready:
+                return builder.read_end()
+            if ready:  # the watch over the ranks reads it
+                return ABORTED
+            if time.monotonic() - beat_sent_s > _BEAT_EVERY_S:
+                beat_sent_s = time.monotonic()
+                self._send(Heartbeat(phase="build", silent_s=waited_s))
+        return f"its build has not ended after {limit_s:.0f} s"
+
+    def _end_builder(self) -> None:
+        builder, self.builder = self.builder, None
+        if builder is not None:
+            builder.end()
 
     def _watch(self, monitor: RankMonitor, host: HostMonitor, began: float) -> None:
         """Return when the last rank has ended, by itself or by us, or does not end after it was killed.

@@ -198,13 +198,18 @@ def prefer_for_oom_kill() -> None:
         score.write("1000")
 
 
-def kill_children(limit_s: float) -> list[int]:
+def kill_children(limit_s: float, *, spared: int | None = None) -> list[int]:
     """Kill and reap children until none is left, for `limit_s` seconds at most; return those that are left.
 
-    A process in state D waits for a device or a file system, and ends when that answers.
+    The child `spared` lives on, and is not returned. A process in state D waits for a device or a file system, and ends
+    when that answers.
     """
+
+    def list_others() -> list[int]:
+        return [pid for pid in list_children() if pid != spared]
+
     until = time.monotonic() + limit_s
-    while pids := list_children():
+    while pids := list_others():
         for pid in pids:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
@@ -212,7 +217,7 @@ def kill_children(limit_s: float) -> list[int]:
         if time.monotonic() >= until:
             break
         time.sleep(_REAP_EVERY_S)
-    return list_children()
+    return list_others()
 
 
 def describe_process(pid: int) -> str:

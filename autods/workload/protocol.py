@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +79,14 @@ class Workload:
     collate: Callable[[Sequence[Any]], Batch] | None = None
     adapt_model: Callable[[Any], Any] | None = None
     load_model: Callable[[], Any] | None = None
+
+    def with_weights(self) -> Workload:
+        """The workload whose model training begins with."""
+        return self if self.load_model is None else replace(self, build_model=self.load_model, load_model=None)
+
+    def with_model(self, model: Any) -> Workload:
+        """The workload whose model that trains has been built already."""
+        return replace(self, build_model=lambda: model, adapt_model=None, load_model=None)
 
     def build(self) -> Any:
         """Build the model that trains."""
