@@ -245,12 +245,12 @@ def _build(job: RankJob, workload: Workload, connection: int, refuse: Callable[[
         model = workload.build()
     if (reason := preload.find_fork_hazard("building it") or preload.find_change(before, connection)) is not None:
         refuse(reason)
-    if _list_descriptors() != opened or os.listdir():
-        refuse("it opens or writes files while it is built")
     if is_pipeline(model) or any(is_moe(module) for module in model.modules()):
         refuse("its ranks have different parts of it")
     if any(tensor.is_shared() for tensor in (*model.parameters(), *model.buffers())):
         refuse("its weights are in shared memory")
+    if _list_descriptors() != opened or os.listdir():
+        refuse("it opens or writes files while it is built")
     return model
 
 

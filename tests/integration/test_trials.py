@@ -66,10 +66,11 @@ def test_a_trial_leaves_no_rank_and_no_scratch_folder(runners):
 
 
 def ranks_of(runner) -> list[str]:
-    """Pids of what the runner's zygotes forked; those of other tests may hold the same workload meanwhile."""
+    """Pids of what the runner's zygotes forked, without the process that keeps the model; not those of other tests."""
     zygotes = [int(pid) for pid in filter(str.isdigit, os.listdir("/proc")) if is_zygote_of(runner, pid)]
     assert zygotes
-    return [child for pid in zygotes for child in open(f"/proc/{pid}/task/{pid}/children").read().split()]
+    children = [child for pid in zygotes for child in open(f"/proc/{pid}/task/{pid}/children").read().split()]
+    return [pid for pid in children if open(f"/proc/{pid}/comm").read() != "autods-builder\n"]
 
 
 def is_zygote_of(runner, pid) -> bool:
