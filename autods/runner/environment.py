@@ -75,11 +75,6 @@ def zygote_environment(device: str, environment: Mapping[str, str]) -> dict[str,
     return kind.complete_environment(variables, os.environ.get(kind.visible_variable or ""))
 
 
-RANK_VARIABLES = frozenset({
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
-})  # fmt: skip
-
-
 def rank_environment(job: RankJob, slot: int, port: int) -> dict[str, str]:
     """Return this process's environment with the variables of torchrun, of the rank's threads and of its allocator."""
     variables = {

@@ -17,30 +17,25 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import _exit  # the workload may replace it
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 from ..config.deepspeed import count_sharers
 from ..devices import find_device
 from ..diagnosis.evidence import RESULT_UNWRITTEN_EXIT
-from ..files import is_library_file
 from ..plain_text import read_text
 from ..rank import preload
 from ..rank.job import Heartbeats, RankJob
 from ..rank.memory import Baseline, make_meter
-from ..rank.model_facts import is_moe, seed_all
-from ..rank.model_trial import drawing_weights
-from ..rank.pipeline import is_pipeline
+from ..rank.shared_build import build_for_ranks
 from ..rank.worker import run_rank
 from ..system import processes
-from ..system.host import count_cores
 from ..types import Exam, WorkloadSource
 from ..workload.protocol import Workload
-from .environment import RANK_VARIABLES, choose_cores, rank_environment
+from .environment import choose_cores, rank_environment
 
 _ADOPTED_S = 10.0  # a rank's parent ends at once; the zygote is its next
 _END_S, _REAP_EVERY_S = 30.0, 0.005  # the kernel frees the pages of a large model in seconds
@@ -180,7 +175,7 @@ def _live_as_builder(job: RankJob, workload: Workload, connection: socket.socket
             _exit(0)
 
         baseline = Baseline.read()
-        built = workload.with_model(_build(job, workload.with_weights(), connection.fileno(), refuse))
+        built = workload.with_model(build_for_ranks(job, workload.with_weights(), connection.fileno(), refuse))
         preload.freeze()
         sys.stdout.flush()  # else each rank prints what the build has printed
         sys.stderr.flush()
@@ -235,73 +230,3 @@ def _fork_for(adopter: int, live: Callable[[], object]) -> int:
     os.waitpid(between, 0)
     with open(reads, "rb") as pipe:
         return int(pipe.read())
-
-
-def _build(job: RankJob, workload: Workload, connection: int, refuse: Callable[[str], NoReturn]) -> Any:
-    """Build the model as rank 0 of the job would. `refuse` is called where ranks must not get it by a fork."""
-    before, opened = preload.read_process_state(connection), _list_descriptors()
-    seed_all(job.seed)
-    with drawing_weights(job.source, count_cores()), _refusing_ranks(refuse):
-        model = workload.build()
-    if (reason := preload.find_fork_hazard("building it") or preload.find_change(before, connection)) is not None:
-        refuse(reason)
-    if is_pipeline(model) or any(is_moe(module) for module in model.modules()):
-        refuse("its ranks have different parts of it")
-    if any(tensor.is_shared() for tensor in (*model.parameters(), *model.buffers())):
-        refuse("its weights are in shared memory")
-    if _list_descriptors() != opened or os.listdir():
-        refuse("it opens or writes files while it is built")
-    return model
-
-
-def _list_descriptors() -> set[str]:
-    """The targets of the open descriptors of this process; the folder that is read is not among them."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            found.add(os.readlink(f"/proc/self/fd/{name}"))
-    return found
-
-
-@contextlib.contextmanager
-def _refusing_ranks(refuse: Callable[[str], NoReturn]) -> Iterator[None]:
-    """Call `refuse` as soon as code in the block asks which rank this is: the answer would be another one in a rank.
-
-    Libraries may ask whether ranks have joined, and copy the environment for a program that they start.
-    """
-    import torch.distributed
-    from deepspeed import comm
-
-    read_variable, joined = type(os.environ).__getitem__.__code__, "it asks whether the ranks have joined"
-    asked_by_user = {
-        torch.distributed.is_initialized.__code__: joined,
-        comm.is_initialized.__code__: joined,
-        type(os.environ).__iter__.__code__: "it reads the whole environment",
-    }
-
-    def watch(frame: FrameType, event: str, argument: object) -> None:
-        if event != "call":
-            return
-        code = frame.f_code
-        if code is read_variable:
-            if (name := frame.f_locals.get("key")) in RANK_VARIABLES:
-                refuse(f"it reads {name} while it is built")
-        elif code in asked_by_user and _is_users(frame.f_back):
-            refuse(f"{asked_by_user[code]} while it is built")
-
-    sys.setprofile(watch)
-    try:
-        yield
-    finally:
-        sys.setprofile(None)
-
-
-def _is_users(frame: FrameType | None) -> bool:
-    """Whether the first caller outside of Python's own modules is the user's code."""
-    while frame is not None and _is_pythons(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame is not None and not is_library_file(frame.f_code.co_filename)
-
-
-def _is_pythons(file: str) -> bool:
-    return file.startswith(("<frozen", os.path.dirname(os.__file__))) and not is_library_file(file)
