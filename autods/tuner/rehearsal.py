@@ -20,6 +20,7 @@ from ..forecast.simulation_cache import SimulationCache, read_alloc_conf, why_no
 from ..forecast.values import RungForecast, StartSimulator
 from ..journal import TrialStore
 from ..report.results.fit import FitReport
+from ..runner.rank_fork import may_share
 from ..runner.time_limits import warm_up
 from ..types import Failed, Fit, ModelFacts, Outcome, OutOfMemory, Record, Tier, TierUse, Timing, Trial
 from ..units import format_bytes
@@ -31,7 +32,7 @@ from .trial_forecasts import Forecaster, TrialForecaster, make_trial_engine, sta
 from .trials import FitContext, median_step_s
 
 # Estimates of what a real trial takes besides its steps: CUDA contexts and NCCL's communicators of a node, random
-# weights, which each rank draws in host memory, and a checkpoint, written to a disk of the node and read from it.
+# weights, drawn in host memory once or by each rank, and a checkpoint, written to a disk of the node and read from it.
 _START_S = 8.0
 _BUILT_PARAMETERS_PER_S = 3e8
 _CHECKPOINT_BYTES_PER_S = 1e9
@@ -87,6 +88,7 @@ class RehearsalRunner:
         self.settings, self.machine, self.cache = settings, settings.machine, cache
         self._read_facts = read_facts
         self._facts: ModelFacts | None = None
+        self._has_built = False  # a model that later trials share
 
     @property
     def facts(self) -> ModelFacts:
@@ -125,7 +127,10 @@ class RehearsalRunner:
                 failure="user_code", rank=0, phase="forward", evidence=evidence, action="fix_code",
                 advice="train with larger micro batches", wants_larger_batch=True,
             )  # fmt: skip
-        seconds = self._start_s
+        seconds = _START_S
+        if not (self._shares_model(trial) and self._has_built):
+            seconds += self._build_s
+            self._has_built = True
         if isinstance(outcome, Fit):
             seconds += self._count_steps(trial, median(outcome.step_s)) * median(outcome.step_s)
         return Record(id=id, trial=trial, outcome=outcome, seconds=seconds)
@@ -140,16 +145,24 @@ class RehearsalRunner:
         assert plain is not None, "a config fits"
         longest_s = median_step_s(result.best) * self.facts.longest_ratio
         steps = make_exam(best, context, longest_s).steps
-        exam_s = self._start_s + (steps.warmup + steps.timed + _EXAM_STEPS) * longest_s
+        exam_s = _START_S + (steps.warmup + steps.timed + _EXAM_STEPS) * longest_s
         moved_s = 2 * self.facts.parameters * _CHECKPOINT_BYTES / self.settings.nodes / _CHECKPOINT_BYTES_PER_S
         # Each of the two trials that compare losses takes about as long as the exam.
         compares_losses = limits.parity is not None and not is_same_maths(best, plain.trial)
-        return seconds + (3 if compares_losses else 1) * exam_s + moved_s
+        trials = 3 if compares_losses else 1
+        # Each rank builds the model for the exam, after which two trials that compare losses share another one.
+        builds = min(trials, 2) if self._shares_model(plain.trial) else trials
+        return seconds + trials * exam_s + builds * self._build_s + moved_s
 
     @property
-    def _start_s(self) -> float:
-        """The seconds of a real trial before its first step."""
-        return _START_S + self.facts.parameters / _BUILT_PARAMETERS_PER_S
+    def _build_s(self) -> float:
+        """The seconds in which ranks build the model."""
+        return self.facts.parameters / _BUILT_PARAMETERS_PER_S
+
+    def _shares_model(self, trial: Trial) -> bool:
+        """Whether the ranks of a real trial get a model that an earlier trial has built; see `rank_fork.may_share`."""
+        has_parts = self.facts.experts or self.facts.pipeline_stages
+        return not has_parts and may_share(self.settings.source, trial.exam, self.final_config(trial))
 
     def _count_steps(self, trial: Trial, step_s: float) -> int:
         """How many optimizer steps a real trial runs. One that measures ends with a step that times collectives."""
