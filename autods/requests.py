@@ -172,6 +172,9 @@ class WorkloadRequest(_WorkloadOptions):
         default="auto",
     )
     ladder: Names = option("Search", "Try these rungs only.", "A,B,C", default=())
+    with_rungs: Names = option(
+        "Search", "Try these rungs, too, which are not in the ladder.", "A,B", default=(), flags=("--with",)
+    )
     strategies: Paths = option("Search", "A folder of your own rungs; may be repeated.", "DIR", default=())
 
 

@@ -162,7 +162,8 @@ class Machine:
 class Site:
     """Ranks on nodes of one machine, and the config that they train with.
 
-    `base` is the user's DeepSpeed config. `nvme_path` is a folder on NVMe; `lacks_nvme` says why there is none.
+    `base` is the user's DeepSpeed config, which trains in `precision`. `nvme_path` is a folder on NVMe; `lacks_nvme`
+    says why there is none.
     `micro_batch` and `price_per_gpu_hour` are a plan's. `problem` says why nothing can run there, `wrong_stages` why
     the installed DeepSpeed must not train at some ZeRO stages.
     """
@@ -172,6 +173,7 @@ class Site:
     ranks_per_node: int
     device: str = "cuda"
     base: Mapping[str, Any] = field(default_factory=dict)
+    precision: str = "bf16"
     micro_batch: int = 1
     global_batch: int | None = None
     nvme_path: Path | None = None

@@ -249,10 +249,18 @@ def _with_base(site: Site, base: Mapping[str, Any], micro_batch: int | None, glo
             f"micro batch {micro} × {replicas} ranks does not divide the global batch {total}",
             hint=f"give a --micro-batch that divides {total // replicas}",
         )
-    lacks_bf16 = precision_name(base) == "bf16" and not site.machine.bf16
+    precision = precision_name(base)
+    lacks_bf16 = precision == "bf16" and not site.machine.bf16
     problem = f"{site.machine.title} has no bf16" if lacks_bf16 else None
-    wrong = find_wrong_stages(precision_name(base))
-    return replace(site, base=base, micro_batch=micro, global_batch=total, problem=problem, wrong_stages=wrong)
+    return replace(
+        site,
+        base=base,
+        precision=precision,
+        micro_batch=micro,
+        global_batch=total,
+        problem=problem,
+        wrong_stages=find_wrong_stages(precision),
+    )
 
 
 def _check_only_site(sites: Sequence[Site]) -> None:

@@ -68,6 +68,7 @@ class Rung:
     `order` is the position in the ladder; 10 is the fastest. `shards` are the states that are split over the ranks.
     `places` maps a state to the tier that holds it between steps. `needs` maps rows of `NEEDS` to what the rung asks
     of them. `start` maps a dotted DeepSpeed key to its first value, and `tune` maps it to its search space.
+    `opt_in` is the reason that only who names the rung gets it; without one it is in the ladder that all walk.
     """
 
     name: str
@@ -77,7 +78,8 @@ class Rung:
     shards: tuple[State, ...]
     places: Mapping[State, Tier]
     ds_config: Mapping[str, Any]
-    needs: Mapping[str, bool | int] = field(default_factory=dict)
+    needs: Mapping[str, bool | int | str] = field(default_factory=dict)
+    opt_in: str = ""
     start: Mapping[str, Sizing] = field(default_factory=dict)
     tune: Mapping[str, Dimension] = field(default_factory=dict)
 
@@ -102,6 +104,10 @@ def _lack_nvme(wanted: bool, site: Site, facts: ModelFacts | None) -> str | None
     return site.lacks_nvme if wanted and site.nvme_path is None else None
 
 
+def _lack_precision(wanted: str, site: Site, facts: ModelFacts | None) -> str | None:
+    return None if site.precision == wanted else f"the config trains in {site.precision}: it needs {wanted}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RungNeed:
     """A need that rungs may have. `value` is the type of what a rung asks for; every rung has to, if it is `required`.
@@ -110,7 +116,7 @@ class RungNeed:
     the need is not met; None where it is.
     """
 
-    value: type[bool] | type[int]
+    value: type[bool] | type[int] | type[str]
     find_lack: Callable[[Any, Site, ModelFacts | None], str | None]
     required: bool = False
 
@@ -118,6 +124,7 @@ class RungNeed:
 NEEDS: dict[str, RungNeed] = {
     "world_size": RungNeed(value=int, find_lack=_lack_ranks, required=True),  # with fewer replicas it gains nothing
     "nvme_path": RungNeed(value=bool, find_lack=_lack_nvme, required=True),
+    "precision": RungNeed(value=str, find_lack=_lack_precision),
 }
 # (what the model has, the ZeRO stages under which DeepSpeed refuses it, the reason)
 _REFUSALS: tuple[tuple[Callable[[ModelFacts], int], tuple[int, ...], str], ...] = (
@@ -199,20 +206,24 @@ def _check(rung: Rung) -> None:
             raise ValueError(f"tune.{key}.usual is {usual!r}, not a number of elements, at least 2")
 
 
-def _check_needs(needs: Mapping[str, bool | int]) -> None:
+_VALUE_WORDS = {bool: "true or false", int: "a whole number", str: "text"}
+
+
+def _check_needs(needs: Mapping[str, bool | int | str]) -> None:
     for name, need in NEEDS.items():
         if name not in needs and need.required:
             raise ValueError(f"needs lacks {name!r}")
         if name in needs and type(needs[name]) is not need.value:
-            words = "true or false" if need.value is bool else "a whole number"
-            raise ValueError(f"needs.{name} is {needs[name]!r}, not {words}")
+            raise ValueError(f"needs.{name} is {needs[name]!r}, not {_VALUE_WORDS[need.value]}")
     for name in needs:
         if name not in NEEDS:
             raise ValueError(f"needs has the unknown key {name!r}; it has {', '.join(NEEDS)}")
 
 
 def read_rungs(folders: tuple[Path, ...] = ()) -> Mapping[str, Rung]:
-    """Return every rung by name, fastest first. A rung of the user's folders replaces a shipped one of that name.
+    """Return every rung by name, fastest first, those for opting in, too.
+
+    A rung of the user's folders replaces a shipped one of that name.
 
     Raises InputError naming the key that is missing or of the wrong form.
     """
@@ -228,6 +239,11 @@ def read_rungs(folders: tuple[Path, ...] = ()) -> Mapping[str, Rung]:
             rung = read_toml_as(Rung, path, name="rung", check=_check, hint=hint)
             rungs[rung.name] = rung
     return dict(sorted(rungs.items(), key=lambda item: item[1].order))
+
+
+def list_ladder(rungs: Mapping[str, Rung]) -> tuple[str, ...]:
+    """Return the names of the rungs that are tried where nobody names any."""
+    return tuple(name for name, rung in rungs.items() if not rung.opt_in)
 
 
 def select_rungs(names: Iterable[str], rungs: Mapping[str, Rung]) -> tuple[Rung, ...]:

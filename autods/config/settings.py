@@ -31,7 +31,7 @@ from .catalogue import Machine, Site, describe_this_machine
 from .deepspeed import count_replicas, default_accumulation
 from .profiles import Budget, Profile, Stop, read_profile
 from .releases import find_wrong_stages
-from .rungs import Rung, read_rungs, select_rungs
+from .rungs import Rung, list_ladder, read_rungs, select_rungs
 
 _PROCESS_BYTES = 2**30  # private memory of a rank before its trial begins, rounded up
 SPARE_HOST = 0.2  # share of the free host memory that CPU ranks without a given size leave to others
@@ -209,6 +209,7 @@ class Settings:
             base=self.base,
             global_batch=self.global_batch,
             nvme_path=self.nvme_path,
+            precision=precision_name(self.base),
             wrong_stages=find_wrong_stages(precision_name(self.base)),
         )
 
@@ -359,9 +360,13 @@ def parse_time(time: str | float, option: str) -> float:
 
 
 def select_ladder(request: WorkloadRequest, otherwise: tuple[str, ...] = ()) -> tuple[Rung, ...]:
-    """Return the rungs that a request names, those of `otherwise`, or else all, fastest first. Raises InputError."""
+    """Return the rungs that a request names, those of `otherwise`, or else the ladder, fastest first.
+
+    Those that it adds come to them. Raises InputError.
+    """
     rungs = read_rungs(tuple(Path(folder) for folder in request.strategies))
-    return select_rungs(split_names(request.ladder) or otherwise or rungs, rungs)
+    names = split_names(request.ladder) or otherwise or list_ladder(rungs)
+    return select_rungs((*names, *split_names(request.with_rungs)), rungs)
 
 
 def split_names(given: str | Sequence[str]) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from ..devices import find_device
 from ..errors import InputError
 from ..files import as_folder_name
 from ..requests import FitRequest, ProbeRequest, TrialRequest
-from ..system.host import Hardware, data_folder
+from ..system.host import Hardware
 from ..types import Steps, WorkloadSource
 from ..workload.conditions import ARGS, LENGTHS, argument_names
 from ..workload.protocol import FUNCTIONS
@@ -78,14 +78,8 @@ class ProbeSettings:
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def experiment_rungs() -> Path:
-    """Return the folder of rungs that are not in the ladder; experiments compare them, and any probe may name them."""
-    return data_folder("configs") / "experiments" / "strategies"
-
-
 def resolve_probe(request: ProbeRequest, source: WorkloadSource, *, hardware: Hardware) -> ProbeSettings:
     """Check and resolve a request about this workload. Raises InputError."""
-    request = replace(request, strategies=(experiment_rungs(), *request.strategies))
     rungs = read_rungs(tuple(map(Path, request.strategies)))
     axes, ranks = _read_axes(request, rungs)
     capacity = request.capacity or request.forecast_only
@@ -102,7 +96,7 @@ def resolve_probe(request: ProbeRequest, source: WorkloadSource, *, hardware: Ha
         if find_device(request.device).has_cards:
             shared["gpu_memory"] = None  # the machine's card is of that size
             hardware = make_hardware(machine, max(ranks))
-    fit = FitRequest(**{**shared, "gpus": max(ranks, default=None), "ladder": named["rung"]})
+    fit = FitRequest(**{**shared, "gpus": max(ranks, default=None), "ladder": named["rung"], "with_rungs": ()})
     settings = resolve_fit(fit, source, hardware=hardware)
     for count in ranks:  # a base config, or a global batch, may suit some and not others
         base = resolve_base_config(source, request.base_config, request.precision, world_size=count, bf16=True)
@@ -141,8 +135,7 @@ def resolve_probe(request: ProbeRequest, source: WorkloadSource, *, hardware: Ha
 
 def count_most_ranks(request: ProbeRequest) -> int | None:
     """Return the most ranks of any cell; None where none are given. Raises InputError."""
-    folders = (experiment_rungs(), *map(Path, request.strategies))
-    return max(_read_axes(request, read_rungs(folders))[1], default=None)
+    return max(_read_axes(request, read_rungs(tuple(map(Path, request.strategies))))[1], default=None)
 
 
 def _read_axes(request: ProbeRequest, rungs: Mapping[str, Rung]) -> tuple[tuple[Axis, ...], tuple[int, ...]]:
@@ -201,15 +194,13 @@ def _with_rung(
 ) -> tuple[tuple[Axis, ...], tuple[str, ...]]:
     """Return the axes with one of rungs, and a sentence where a rung had to be assumed."""
     if any(axis.name == "rung" for axis in axes):
-        if request.ladder:
-            raise InputError("--ladder and an axis both name the rungs", hint="give them once: --vary rung=…")
+        if request.ladder or request.with_rungs:
+            option = "--ladder" if request.ladder else "--with"
+            raise InputError(f"{option} and an axis both name the rungs", hint="give them once: --vary rung=…")
         return axes, ()
-    if not request.ladder and not capacity:
+    if not (request.ladder or request.with_rungs or capacity):
         return (Axis(name="rung", values=(_PLAINEST,)), *axes), (f"rung {_PLAINEST} (--vary rung=…)",)
     profile = read_profile(os.fspath(request.config))
-    if not (request.ladder or profile.ladder):  # all rungs of the ladder, and those of experiments are not in it
-        folders = tuple(folder for folder in request.strategies if folder != experiment_rungs())
-        request = replace(request, strategies=folders)
     ladder = select_ladder(request, profile.ladder)
     return (Axis(name="rung", values=tuple(rung.name for rung in ladder)), *axes), ()
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import exp, log
 from statistics import mean, stdev
 
+from ..config.rungs import unmet_need
 from ..forecast.predict.step_time import CLOSE
 from ..types import Fit, Record, Steps, Trial
 from .batch_curve import BatchCurve, least_sample_s
@@ -77,7 +78,9 @@ def run_race(first: Record, walked: WalkResult, rungs: Sequence[Candidate], cont
     if has_choice and race.leader().candidate.knobs.checkpointing:
         race.add([without_checkpointing(candidate) for candidate in race.leading(_WITHOUT_RECOMPUTING)])
     for precision in context.settings.precisions:
-        race.add([in_precision(candidate, precision) for candidate in race.leading()])
+        site = replace(context.settings.site, precision=precision)
+        able = (each for each in race.leading() if unmet_need(each.rung, site, context.facts) is None)
+        race.add([in_precision(candidate, precision) for candidate in able])
     return race.decide()
 
 

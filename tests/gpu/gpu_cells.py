@@ -11,7 +11,7 @@ from typing import Any
 from gpu_ranks import Ranks
 
 from autods.config.deepspeed import required_ops, start_settings
-from autods.config.rungs import Rung, read_rungs
+from autods.config.rungs import Rung, list_ladder, read_rungs
 from autods.types import PHASES, Fit, Knobs, ModelFacts, Steps, WorkloadSource
 from autods.workload import make_source
 from tests.support.composed import compose_config
@@ -183,9 +183,9 @@ def tried(cell: Cell, ranks: Ranks, site: Site, wall_s: float) -> dict[str, Any]
 
 def rungs_for(asked: str | None, nvme: Path | None) -> tuple[str, ...]:
     """The names that were asked for, or the whole ladder; the NVMe rung only with a folder for it."""
-    ladder = sorted(read_rungs().values(), key=lambda rung: rung.order)
-    wanted = asked.split(",") if asked else [rung.name for rung in ladder if nvme or not rung.uses_nvme]
-    unknown = [name for name in wanted if name not in read_rungs()]
+    rungs = read_rungs()
+    wanted = asked.split(",") if asked else [name for name in list_ladder(rungs) if nvme or not rungs[name].uses_nvme]
+    unknown = [name for name in wanted if name not in rungs]
     if unknown:
-        raise ValueError(f"there is no rung {unknown[0]!r}; there are {', '.join(rung.name for rung in ladder)}")
+        raise ValueError(f"there is no rung {unknown[0]!r}; there are {', '.join(rungs)}")
     return tuple(wanted)

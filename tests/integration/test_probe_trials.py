@@ -72,6 +72,17 @@ def test_ranks_are_an_axis_and_one_zygote_serves_them(ray: object, tmp_path: Pat
     assert sizes == {1, 2, 3}
 
 
+def test_bf16_states_save_8_bytes_a_parameter_as_forecast(ray: object, tmp_path: Path) -> None:
+    model, ladder = HERE.parents[1] / "examples" / "gpt.py", "zero3,zero3-bf16-states"
+    report = probe(model, tmp_path, f"rung={ladder}")
+    measured = [cell.memory["device"].peak_bytes for cell in report.cells]
+    plan = autods.plan(model, device="cpu", gpus=2, gpu_memory="1GiB", ladder=ladder, largest=False)
+    expected = [rung.memory["device"].peak_bytes for rung in plan.sites[0].rungs]
+    assert measured == pytest.approx(expected, rel=0.06)
+    assert plan.facts is not None
+    assert measured[0] - measured[1] == pytest.approx(8 * plan.facts.parameters / 2, rel=0.1)
+
+
 def test_one_value_that_the_model_refuses_costs_its_own_cell_only(ray: object, tmp_path: Path) -> None:
     report = probe(VARIED, tmp_path / "some", "build_model.depth=1,9")
     assert [cell.status for cell in report.cells] == ["fit", "refused"]

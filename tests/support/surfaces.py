@@ -20,7 +20,7 @@ from typing import Any
 from autods.config.catalogue import describe_this_machine
 from autods.config.deepspeed import start_settings
 from autods.config.profiles import Budget, Profile, read_profile
-from autods.config.rungs import Dimension, Rung, read_rungs
+from autods.config.rungs import Dimension, Rung, list_ladder, read_rungs, select_rungs
 from autods.config.settings import Settings
 from autods.forecast.predict.prices import read_constants
 from autods.forecast.values import RungForecast, TierForecast
@@ -32,7 +32,7 @@ from autods.types import Examined, Fit, ModelFacts, Outcome, Record, Steps, Tria
 from tests.support.machines import a_machine
 
 GIB = 2**30
-RUNGS = read_rungs()
+RUNGS = {rung.name: rung for rung in select_rungs(list_ladder(read_rungs()), read_rungs())}
 _LATER = "zero3-offload-optimizer"  # is drawn by itself, so that the others are as they were without it
 _STEP_NOISE, _TRIAL_NOISE = 0.05, 0.01
 _START_S = 4.0  # of a trial, until its first step

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from autods.config.catalogue import describe_this_machine
 from autods.config.profiles import read_profile
-from autods.config.rungs import read_rungs
+from autods.config.rungs import list_ladder, read_rungs, select_rungs
 from autods.config.settings import Settings
 from autods.runner.testing import failed, fit, out_of_memory
 from autods.types import ModelFacts, Steps, WorkloadSource
@@ -26,7 +26,7 @@ SETTINGS = Settings(
     device_bytes_asked=True,
     out=Path("out"),
     profile=read_profile("default"),
-    ladder=tuple(read_rungs().values()),
+    ladder=select_rungs(list_ladder(read_rungs()), read_rungs()),
     hardware=a_machine(0),
     machine=describe_this_machine((), a_machine(0)),
     # Scripted trials and surfaces have the rate and memory of one micro batch.

@@ -15,10 +15,10 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import autods
 from autods.config.catalogue import read_catalogue
-from autods.config.rungs import read_rungs
+from autods.config.rungs import list_ladder, read_rungs
 from autods.config.profiles import read_profile
 assert autods.__file__.startswith(sys.argv[1]), autods.__file__
-print(*read_rungs())
+print(*list_ladder(read_rungs()))
 print(*(read_profile(name).name for name in ("default", "quick", "thorough")))
 print(*read_catalogue())
 """

@@ -39,7 +39,7 @@ class Fake:
     def resolve(self, request: FitRequest) -> Settings:
         self.request = request
         source = WorkloadSource(kind="file", path=f"/{request.workload}", name="gpt", digest="1")
-        known = replace(request, ladder=(), strategies=(), base_config=None, nvme_path=None)
+        known = replace(request, ladder=(), with_rungs=(), strategies=(), base_config=None, nvme_path=None)
         return resolve_fit(known, source, hardware=MACHINE)
 
     def run_fit(self, settings: Settings, listen: Listener) -> FitReport:
@@ -142,14 +142,14 @@ def test_every_option_reaches_the_fit() -> None:
     )
     search = ("--objective", "memory", "--stop", "first-fit", "--max-trials", "9", "--max-time", "20m")
     place = ("--nodes", "2", "--address", "10.0.0.1:6379", "--export", "DATA,WANDB_*", "--stall-limit", "10m")
-    script = ("--kind", "script", "--", "--epochs", "3", "{ds_config}")
+    script = ("--kind", "script", "--with", "c,d", "--", "--epochs", "3", "{ds_config}")
     assert fake(*CPU, *more, *rest, *last, *search, *place, *script) == 0
     assert fake.request == FitRequest(
         "model.py", gpus=2, device="cpu", gpu_memory="416MiB", global_batch=64, precision="fp16",
         base_config="base.json", config="quick", ladder="zero1,zero2", strategies=("a", "b"), nvme_path="/n",
         task="seq2seq", seq_len=512, target_len=64, out="here", seed=7, forecast=False, objective="memory",
         lora="8", stop="first-fit", max_trials=9, max_time="20m", kind="script",
-        script_args=("--epochs", "3", "{ds_config}"),
+        script_args=("--epochs", "3", "{ds_config}"), with_rungs="c,d",
         nodes=2, address="10.0.0.1:6379", export="DATA,WANDB_*", stall_limit="10m", fresh=True,
     )  # fmt: skip
 

@@ -125,7 +125,18 @@ def test_json_prints_the_contract_and_nothing_else(capsys: pytest.CaptureFixture
 def test_every_option_reaches_the_plan() -> None:
     fake = Fake(forecast)
     more = ("--nodes", "2", "--nvme", "2TiB", "--nvme-path", "/n", "--micro-batch", "4", "--seq-len", "512")
-    rest = ("--precision", "fp16", "--checkpointing", "off", "--base-config", "base.json", "--ladder", "zero1,zero2")
+    rest = (
+        "--precision",
+        "fp16",
+        "--checkpointing",
+        "off",
+        "--with",
+        "c",
+        "--base-config",
+        "base.json",
+        "--ladder",
+        "zero1,zero2",
+    )
     last = ("--strategies", "a", "--task", "seq2seq", "--target-len", "64", "--lora", "8,q", "--global-batch", "64")
     script = ("--kind", "script", "--", "--epochs", "3", "{ds_config}")
     assert (
@@ -137,7 +148,7 @@ def test_every_option_reaches_the_plan() -> None:
         gpu_memory="80GiB", host_memory="1TiB", nvme="2TiB", nvme_path="/n", device="cpu", task="seq2seq", seq_len=512,
         target_len=64, lora="8,q", micro_batch=4, global_batch=64, precision="fp16", checkpointing="off",
         zero_init=True, as_written=True, base_config="base.json", ladder="zero1,zero2", strategies=("a",),
-        largest=False,
+        with_rungs="c", largest=False,
     )  # fmt: skip
 
 

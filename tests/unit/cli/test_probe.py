@@ -94,7 +94,7 @@ def test_every_option_reaches_the_question(tmp_path: Path) -> None:
     fake = Fake(tmp_path)
     argv = (
         "--vary a=1 --vary b=2 --experiment stages --gpus 1,2 --device cpu --gpu-memory 1GiB --capacity "
-        "--parallel-trials 3 "
+        "--parallel-trials 3 --with c "
         "--nodes 2 --address h:1 "
         "--forecast-only --on a100-80gb --host-memory 1TiB --repeats 5 --steps 20 --global-batch 64 --precision fp32 "
         "--base-config b.json --as-written --config quick --ladder zero1 --strategies s --nvme-path /n --task seq2seq "
@@ -106,7 +106,7 @@ def test_every_option_reaches_the_question(tmp_path: Path) -> None:
         gpu_memory="1GiB", capacity=True, parallel_trials=3, forecast_only=True, on="a100-80gb", host_memory="1TiB",
         repeats=5, steps=20, global_batch=64, precision="fp32", base_config="b.json", as_written=True, config="quick",
         ladder="zero1", strategies=("s",), nvme_path="/n", task="seq2seq", seq_len=8, target_len=4, lora="2", out="o",
-        forecast=False, seed=3, zero_init=True, kind="script", script_args=("--lr", "{lr}", "3"),
+        forecast=False, seed=3, with_rungs="c", zero_init=True, kind="script", script_args=("--lr", "{lr}", "3"),
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ FACTS = ModelFacts(
     parameters=32_638_976, largest_parameter=1_048_576, checkpointing=True, tokens_per_sample=64, has_optimizer=False
 )
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-OFFLOADED = ("zero2-offload", "zero3-offload-optimizer", "zero3-offload", "zero3-nvme")
+OFFLOADED = tuple(name for name, rung in RUNGS.items() if rung.places["optimizer"] != "device")
 OVERLAP = "zero_optimization.overlap_comm"
 ON_DEVICE = tuple(name for name in RUNGS if name not in OFFLOADED)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from autods.config.rungs import Rung, read_rungs, select_rungs, unmet_need
+from autods.config.rungs import Rung, list_ladder, read_rungs, select_rungs, unmet_need
 from autods.errors import InputError
 from autods.system.host import data_folder
 from autods.types import ModelFacts
@@ -32,7 +32,7 @@ def rung_file(folder: Path, *, name: str = "mine", old: str = "", new: str = "")
 
 
 def test_the_ladder_is_the_nine_rungs_fastest_first(rungs: Mapping[str, Rung]) -> None:
-    assert tuple(rungs) == LADDER
+    assert list_ladder(rungs) == LADDER
 
 
 def test_each_step_down_the_shipped_ladder_shards_or_moves_more(rungs: Mapping[str, Rung]) -> None:
@@ -51,7 +51,7 @@ def test_at_416_mib_buckets_start_at_a_million_elements(rungs: Mapping[str, Rung
     sizes = [
         rung.start[key].elements(device_bytes=416 * MIB, facts=FACTS) for rung in rungs.values() if key in rung.start
     ]
-    assert len(sizes) == 8
+    assert len(sizes) == 11
     assert all(1.0e6 <= size <= 1.2e6 for size in sizes)
 
 
@@ -92,7 +92,19 @@ def test_every_range_that_is_tuned_has_a_start_value(rungs: Mapping[str, Rung]) 
 
 def test_pinned_memory_is_tuned_where_a_rung_offloads(rungs: Mapping[str, Rung]) -> None:
     pinned = {name for name, rung in rungs.items() if any("pin_memory" in key for key in rung.tune)}
-    assert pinned == {"zero2-offload", "zero3-offload-optimizer", "zero3-offload-param", "zero3-offload"}
+    assert pinned == {name for name, rung in rungs.items() if "host" in rung.places.values()}
+
+
+def test_rungs_outside_the_ladder_say_why(rungs: Mapping[str, Rung]) -> None:
+    apart = {name: rung.opt_in for name, rung in rungs.items() if name not in list_ladder(rungs)}
+    assert set(apart) == {"zero1-offload", "zero3-bf16-states", "zero3-offload-bf16-states"}
+    assert apart["zero3-bf16-states"].startswith("masters, gradients and moments in bf16 change the numbers")
+
+
+def test_states_in_bf16_need_a_config_that_trains_in_bf16(rungs: Mapping[str, Rung]) -> None:
+    rung = rungs["zero3-bf16-states"]
+    assert unmet_need(rung, make_site(1), FACTS) is None
+    assert unmet_need(rung, make_site(2, precision="fp16"), FACTS) == "the config trains in fp16: it needs bf16"
 
 
 def test_selected_rungs_come_fastest_first(rungs: Mapping[str, Rung]) -> None:
@@ -111,7 +123,7 @@ def test_an_empty_ladder_is_refused(rungs: Mapping[str, Rung]) -> None:
 
 def test_a_users_rung_joins_the_ladder_at_its_place(tmp_path: Path) -> None:
     rung_file(tmp_path, old="order = 50", new="order = 52")
-    names = list(read_rungs((tmp_path,)))
+    names = list_ladder(read_rungs((tmp_path,)))
     assert names[names.index("zero3") + 1] == "mine"
 
 
@@ -143,6 +155,8 @@ def test_a_strategies_folder_that_is_none_is_refused(tmp_path: Path) -> None:
         ('optimizer = "device"', 'optimizer = "moon"', "places.optimizer is 'moon'"),
         ('optimizer = "device"', "", "places lacks 'optimizer'"),
         ("world_size = 2", "", "needs lacks 'world_size'"),
+        ("world_size = 2", "world_size = 2\nprecision = 16", "needs.precision is 16, not text"),
+        ("order = 50", "order = 50\nopt_in = true", "opt_in is True"),
         ("device_share = 0.005, bytes_each", "bytes_each", "needs one of device_share, largest_parameter and switch"),
         ("low = 0.5, high = 20.0", "low = 0.5, high = 0.1", "0 < low < high"),
         ("choices = [true, false]", "choices = []", "needs a start value"),

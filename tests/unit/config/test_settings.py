@@ -7,12 +7,12 @@ import pytest
 
 from autods.config import settings as settings_module
 from autods.config.profiles import Budget, TimeLimits, read_profile
-from autods.config.rungs import read_rungs
 from autods.config.settings import Settings, apply_survey
 from autods.devices import Card
 from autods.errors import EnvironmentBroken, InputError
 from autods.system.host import Hardware, data_folder, installed_versions
 from autods.types import ModelFacts, WorkloadSource
+from tests.support.reports import LADDER
 from tests.support.settings import fit_settings
 
 GIB = 2**30
@@ -337,8 +337,18 @@ def test_a_budget_covers_those_with_no_higher_limit(ours: Budget, theirs: Budget
 def test_each_shipped_config_walks_the_whole_ladder(name: str) -> None:
     profile = read_profile(name)
     assert profile.name == name
-    assert [rung.name for rung in asked(config=name).ladder] == list(read_rungs())
-    assert len(read_rungs()) == 9
+    assert tuple(rung.name for rung in asked(config=name).ladder) == LADDER
+
+
+@pytest.mark.parametrize("ladder", [(), "zero3,zero3-nvme"])
+def test_a_rung_outside_the_ladder_joins_it_by_name(ladder: Any) -> None:
+    names = [rung.name for rung in asked(ladder=ladder, with_rungs="zero3-bf16-states").ladder]
+    assert names[names.index("zero3") + 1] == "zero3-bf16-states"
+    assert len(names) == (3 if ladder else len(LADDER) + 1)
+
+
+def test_a_site_knows_the_precision_of_its_config() -> None:
+    assert [asked(precision=name).site.precision for name in ("bf16", "fp16", "fp32")] == ["bf16", "fp16", "fp32"]
 
 
 def test_the_config_of_the_resume_benchmark_can_be_read() -> None:

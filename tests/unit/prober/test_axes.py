@@ -12,14 +12,14 @@ from autods.config.deepspeed import read_known_keys
 from autods.config.rungs import read_rungs
 from autods.errors import InputError
 from autods.prober.axes import list_keys, parse_value, read_axes
-from autods.prober.probe_settings import MOST_CELLS, ProbeSettings, experiment_rungs, resolve_probe
+from autods.prober.probe_settings import MOST_CELLS, ProbeSettings, resolve_probe
 from autods.requests import ProbeRequest
 from autods.system.host import Hardware
 from autods.types import WorkloadSource
 from autods.workload.conditions import apply_conditions, apply_to_source
 from tests.support.probes import CARD, HERE, ask
 
-RUNGS = read_rungs((experiment_rungs(),))
+RUNGS = read_rungs()
 BARE = "def build_model(): ...\ndef build_batch(n): ..."
 MANY = ",".join(map(str, range(1, 33)))
 

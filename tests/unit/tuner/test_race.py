@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from autods.config.profiles import Budget
+from autods.config.rungs import read_rungs
 from autods.config.settings import Settings
 from autods.forecast.values import RungForecast, TierForecast
 from autods.journal import Journal, TrialStore, trial_key
@@ -28,6 +29,7 @@ from tests.support.walks import FACTS, SETTINGS, TOO_SMALL
 GIB = 2**30
 LIMIT = 16 * GIB
 RUNGS = {rung.name: rung for rung in SETTINGS.ladder}
+BF16_STATES = read_rungs()["zero3-bf16-states"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +81,7 @@ class Machine:
         rung = self.rungs.get(trial.rung)
         if rung is None:
             return out_of_memory(missing_bytes=GIB)
-        pinned = RUNGS[trial.rung].places["optimizer"] == "host" and not unpinned(trial)
+        pinned = read_rungs()[trial.rung].places["optimizer"] == "host" and not unpinned(trial)
         if trial.knobs.micro_batch >= rung.full_from and (rung.full == "host" or (rung.full == "pinned" and pinned)):
             return out_of_memory(missing_bytes=GIB, tier=rung.full)
         peak = self.peak_gib(trial) * GIB
@@ -323,6 +325,14 @@ def test_another_precision_wins_only_where_it_is_allowed(raced: Callable[..., Fi
     (tmp_path / "journal.jsonl").unlink()
     machine = Machine({"ddp": Rung(gib=3)}, fp16=1.5)
     assert "fp16.enabled" not in raced(machine).best.trial.knobs.settings
+
+
+def test_states_in_bf16_are_not_raced_in_another_precision(raced: Callable[..., FitResult]) -> None:
+    machine = Machine({BF16_STATES.name: Rung(gib=3)}, fp16=1.5)
+    asked = {"ladder": (BF16_STATES,), "base": SETTINGS.base | {"bf16": {"enabled": True}}, "precisions": ("fp16",)}
+    result = raced(machine, **asked)
+    assert result.best.trial.rung == BF16_STATES.name
+    assert "fp16.enabled" not in result.best.trial.knobs.settings
 
 
 def test_of_equal_rungs_the_earlier_of_the_ladder_wins(raced: Callable[..., FitResult]) -> None:
