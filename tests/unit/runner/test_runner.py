@@ -13,13 +13,13 @@ from autods.config.catalogue import read_catalogue
 from autods.config.deepspeed import get_key
 from autods.config.settings import Settings
 from autods.devices import Finding, Health
-from autods.diagnosis.evidence import RankError
+from autods.diagnosis.evidence import HostUsage, RankError
 from autods.errors import EnvironmentBroken, InputError
 from autods.events import Event, Note
-from autods.rank.job import RunOrder
+from autods.rank.job import RankJob, RunOrder
 from autods.rank.ops import BUILDERS
 from autods.rank.record import PreflightResult, describe_error
-from autods.runner.node_messages import LoadFailed, RankExit, Ready, ZygoteDied
+from autods.runner.node_messages import LoadFailed, NodeReport, RankExit, Ready, ZygoteDied
 from autods.runner.runner import RayRunner, make_error, may_need_all_ranks
 from autods.types import Exam, Failed, Fit, Knobs, OutOfMemory, Steps, Trial
 from tests.support.ends import JOB, rank_exit, report_of
@@ -137,6 +137,29 @@ def test_a_trial_has_more_time_where_earlier_ones_were_slow(monkeypatch: pytest.
     after = runner.trial_job(small, 2).silence_s
     assert after["forward"] - before["forward"] == pytest.approx(10 * 10.0 * 4)  # ten times the micro batch's seconds
     assert after["save"] == before["save"]
+
+
+@pytest.mark.parametrize("exam", [None, "worst_case"])
+def test_a_full_host_beside_a_shared_model_is_tried_apart(monkeypatch: pytest.MonkeyPatch, exam: Exam | None) -> None:
+    """The exam shares none, so that its verdict stands. After the first such end no trial shares one."""
+    runner, jobs = a_runner(), list[RankJob]()
+    result = {"step_s": [1.0], "steps_s": 1.0, "losses": [1.0], "peaks": {"device": 1, "host": 1, "pinned": None}}
+    killed = HostUsage(limit_bytes=2**30, least_free_bytes=0, group_kills=1)
+
+    def run(job: RankJob, report: object, everywhere: bool) -> list[NodeReport | ZygoteDied]:
+        jobs.append(job)
+        if job.shares_model or exam:
+            return [ZygoteDied(how="killed by SIGKILL", host=killed)]
+        return [report_of(*(rank_exit(rank, result=result) for rank in (0, 1)))]
+
+    monkeypatch.setattr(runner.workers, "run", run)
+    outcomes = [runner.run(a_trial(exam=exam), id=id).outcome for id in (1, 2)]
+    if exam:
+        assert [outcome.kind for outcome in outcomes] == ["out_of_memory", "out_of_memory"]
+        assert [job.shares_model for job in jobs] == [False, False]
+    else:
+        assert [outcome.kind for outcome in outcomes] == ["fit", "fit"]
+        assert [job.shares_model for job in jobs] == [True, False, False]
 
 
 def preflight(monkeypatch: pytest.MonkeyPatch, *ranks: RankExit, health: Health | None = None) -> tuple[Any, list[str]]:
