@@ -258,12 +258,12 @@ class Zygote:
     def _find_builder(self, job: RankJob, notes: list[str]) -> Builder | None:
         """Return the process that has built the model of this job; None where each rank builds it.
 
-        Appends to `notes` why, once for each model. Without a trial that shares it, no model stays in memory.
+        Appends to `notes` why, once for each model. While ranks train that do not share it, no model stays in memory.
         """
         key = job.source, job.seed
         can_share = job.shares_model and not job.rebind and self.workload is not None and processes.has_pidfd()
         if not can_share or key in self.apart:
-            if job.job == "train":
+            if job.job in ("train", "run"):
                 self._end_builder()
             return None
         assert self.workload is not None
