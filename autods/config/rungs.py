@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -51,7 +51,8 @@ class Sizing:
 class Dimension:
     """The search space of a key: either choices, or a range given as multiples of the start value.
 
-    `usual` is DeepSpeed's default, which is worth a trial whatever the start value is.
+    `usual` is DeepSpeed's default, which is worth a trial whatever the start value is. `least_nodes` is the number of
+    nodes below which the key gains nothing. Choices may be placeholders, as in the rung's config.
     """
 
     choices: tuple[Scalar, ...] = ()
@@ -59,6 +60,7 @@ class Dimension:
     high: float = 1.0
     most: int | None = None
     usual: bool | int | float | str | None = None
+    least_nodes: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,8 +160,11 @@ def unmet_need(rung: Rung, site: Site, facts: ModelFacts | None) -> str | None:
     return next((lack for lack in lacks if lack is not None), None)
 
 
-# Text that stands for a value of the site in the ds_config of a rung's file.
-PLACEHOLDERS: dict[str, Callable[[Site], Scalar]] = {"{nvme_path}": lambda site: str(site.nvme_path)}
+# Text that stands for a value of the site in a rung's file: in its ds_config and among the choices of a tuned key.
+PLACEHOLDERS: dict[str, Callable[[Site], Scalar]] = {
+    "{nvme_path}": lambda site: str(site.nvme_path),
+    "{ranks_per_node}": lambda site: site.ranks_per_node,
+}
 
 
 def fill_in(rung: Rung, site: Site) -> dict[str, Any]:
@@ -168,9 +173,22 @@ def fill_in(rung: Rung, site: Site) -> dict[str, Any]:
     def fill(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {key: fill(item) for key, item in value.items()}
-        return PLACEHOLDERS[value](site) if isinstance(value, str) and value in PLACEHOLDERS else value
+        return _fill(value, site)
 
     return {key: fill(value) for key, value in rung.ds_config.items()}
+
+
+def tune_at(rung: Rung, site: Site) -> dict[str, Dimension]:
+    """Return the keys that are tuned at a site, with the site's values in place of placeholders."""
+    return {
+        key: replace(dimension, choices=tuple(_fill(choice, site) for choice in dimension.choices))
+        for key, dimension in rung.tune.items()
+        if site.nodes >= dimension.least_nodes
+    }
+
+
+def _fill(value: Any, site: Site) -> Any:
+    return PLACEHOLDERS[value](site) if isinstance(value, str) and value in PLACEHOLDERS else value
 
 
 _MOST_MULTIPLE = 1_000_000

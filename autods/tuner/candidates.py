@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from ..config.catalogue import Site
 from ..config.deepspeed import (
     ENOUGH_ACCUMULATION,
     accumulation_for,
@@ -15,7 +16,7 @@ from ..config.deepspeed import (
     required_ops,
     start_settings,
 )
-from ..config.rungs import Rung, unmet_need
+from ..config.rungs import Rung, tune_at, unmet_need
 from ..config.settings import Settings
 from ..types import Knobs, ModelFacts, Scalar, Steps, Trial
 
@@ -25,11 +26,10 @@ _PINS = tuple(f"zero_optimization.offload_{part}.pin_memory" for part in ("param
 _HALVES = ("bf16", "fp16")
 
 
-def without_fixed_keys(rung: Rung, facts: ModelFacts) -> Rung:
-    """The rung without tunable keys that DeepSpeed fixes for this model."""
-    if not facts.experts:
-        return rung
-    return replace(rung, tune={key: dimension for key, dimension in rung.tune.items() if key not in _FIXED_BY_EXPERTS})
+def with_open_keys(rung: Rung, site: Site, facts: ModelFacts) -> Rung:
+    """The rung with those tunable keys that can gain at this site, and that DeepSpeed does not fix for this model."""
+    fixed = _FIXED_BY_EXPERTS if facts.experts else ()
+    return replace(rung, tune={key: row for key, row in tune_at(rung, site).items() if key not in fixed})
 
 
 def idle_stages_warning(facts: ModelFacts, global_batch: int | None) -> str | None:

@@ -16,7 +16,7 @@ from ..events import Note
 from ..forecast.values import RungForecast
 from ..types import Failed, Fit, OutOfMemory, Record, Scalar, Trial
 from ..units import format_factor
-from .candidates import config_name, without_fixed_keys
+from .candidates import config_name, with_open_keys
 from .comparison import PRIOR_NOISE, TURNS_WITHOUT_BUDGET, confirm_gain
 from .trial_forecasts import lacking_bytes
 from .trials import FitContext, fit_steps_to_budget, median_step_s, samples_per_second
@@ -75,7 +75,7 @@ def tune(
     settings, score = context.settings, context.score
     if settings.profile.tune.trials < 1:
         return TuneResult(best=start, importances={}, reason="no trials were allowed for tuning")
-    rung = without_fixed_keys(next(rung for rung in settings.ladder if rung.name == start.trial.rung), context.facts)
+    rung = with_open_keys(settings.rung(start.trial.rung), settings.site, context.facts)
     config = context.final_config(start.trial)
     current = {key: value for key in rung.tune if (value := get_key(config, key)) is not None}
     space = space_of(rung, start.trial.knobs.settings, current)

@@ -83,6 +83,13 @@ def test_bf16_states_save_8_bytes_a_parameter_as_forecast(ray: object, tmp_path:
     assert measured[0] - measured[1] == pytest.approx(8 * plan.facts.parameters / 2, rel=0.1)
 
 
+def test_a_second_copy_in_each_pair_of_ranks_leaves_losses_alone(ray: object, tmp_path: Path) -> None:
+    report = probe(TINY, tmp_path, "rung=zero3", "zero_optimization.zero_hpz_partition_size=1,2", gpus=4)
+    fits = [record.outcome for record in report.trials if isinstance(record.outcome, Fit)]
+    assert len(fits) == 2
+    assert fits[0].losses == pytest.approx(fits[1].losses, rel=1e-4)
+
+
 def test_one_value_that_the_model_refuses_costs_its_own_cell_only(ray: object, tmp_path: Path) -> None:
     report = probe(VARIED, tmp_path / "some", "build_model.depth=1,9")
     assert [cell.status for cell in report.cells] == ["fit", "refused"]

@@ -15,7 +15,7 @@ from autods.tuner.candidates import (
     Candidate,
     idle_stages_warning,
     list_candidates,
-    without_fixed_keys,
+    with_open_keys,
 )
 from autods.types import ModelFacts
 from tests.support.planned import FACTS as LARGE
@@ -24,6 +24,7 @@ from tests.support.walks import FACTS, SETTINGS
 
 PIPELINE = replace(FACTS, pipeline_stages=2, replica_ranks=2)
 EXPERTS = replace(FACTS, experts=8)
+HPZ = "zero_optimization.zero_hpz_partition_size"
 
 
 def skips(facts: ModelFacts, gpus: int) -> dict[str, str | None]:
@@ -86,9 +87,17 @@ def test_a_plan_says_of_each_rung_that_it_is_refused_or_not_forecast() -> None:
 def test_what_experts_fix_is_not_tuned() -> None:
     key = "zero_optimization.contiguous_gradients"
     zero2 = next(rung for rung in SETTINGS.ladder if rung.name == "zero2")
-    assert key in without_fixed_keys(zero2, FACTS).tune
-    assert key not in without_fixed_keys(zero2, EXPERTS).tune
-    assert "zero_optimization.reduce_bucket_size" in without_fixed_keys(zero2, EXPERTS).tune
+    assert key in with_open_keys(zero2, SETTINGS.site, FACTS).tune
+    assert key not in with_open_keys(zero2, SETTINGS.site, EXPERTS).tune
+    assert "zero_optimization.reduce_bucket_size" in with_open_keys(zero2, SETTINGS.site, EXPERTS).tune
+
+
+def test_from_two_nodes_on_zero3_tries_a_copy_in_each_node() -> None:
+    key, (zero3, *leaner) = HPZ, [rung for rung in SETTINGS.ladder if rung.stage == 3]
+    site = replace(SETTINGS, gpus=16, nodes=2).site
+    assert with_open_keys(zero3, site, FACTS).tune[key].choices == (1, 8)
+    assert key not in with_open_keys(zero3, replace(SETTINGS, gpus=8).site, FACTS).tune
+    assert not [rung.name for rung in leaner if key in rung.tune]  # they offload
 
 
 def test_a_pipeline_without_global_batch_gets_a_warning() -> None:
