@@ -386,6 +386,14 @@ class DoctorRequest(Request):
     fix: Switch = option(
         "Machine", "Build the ops that are missing now, so that no trial waits for them.", default=False
     )
+    measure: Switch = option(
+        "Machine",
+        "Measure what this machine reaches, for the step times that later commands forecast: up to a minute.",
+        default=False,
+    )
+    machine_file: PathText | None = option(
+        "Machine", "With --measure: write the machine to a file, too, for --on FILE.toml anywhere.", "FILE.toml"
+    )
     on_event: Listener | None = listener("Called with each `events.Event` while it works.")
 
 

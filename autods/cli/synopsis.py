@@ -147,6 +147,7 @@ autods doctor --fix      build DeepSpeed's ops now, some minutes
 autods doctor --nvme-path /local_nvme      how fast is this disk?
 autods doctor --gpus      are cards and links healthy?
 autods doctor --ray      does Ray start?
+autods doctor --measure --machine-file mine.toml      for autods plan model.py --on mine.toml anywhere
 """,
         exit_codes="0 nothing is broken (there may be warnings), 2 wrong input, 3 something is broken, "
         "130 interrupted.",

@@ -208,10 +208,10 @@ def find_machines(names: str) -> tuple[Machine, ...]:
     return tuple(sorted(machines.values(), key=lambda machine: machine.device_bytes))
 
 
-def describe_this_machine(cards: Sequence[Card], hardware: Hardware) -> Machine:
+def describe_this_machine(cards: Sequence[Card], hardware: Hardware, *, measured: bool = True) -> Machine:
     """Return the machine of the smallest of these cards, with rates and links of the catalogue if it has the card.
 
-    Without cards it is the processor, whose ranks stand in for GPUs.
+    `measured`: what was measured on it comes first. Without cards it is the processor, whose ranks stand in for GPUs.
     """
     if not cards:
         host_bytes, cores = hardware.host_bytes, hardware.cores
@@ -221,7 +221,7 @@ def describe_this_machine(cards: Sequence[Card], hardware: Hardware) -> Machine:
     card, bf16 = min(cards, key=lambda card: card.total_bytes), all(card.bf16 for card in cards)
     known = None
     if not card.slice and len({card.name for card in cards}) == 1:
-        known = find_measured(card.name, hardware) or find_by_driver_name(card.name)
+        known = (find_measured(card.name, hardware) if measured else None) or find_by_driver_name(card.name)
     return Machine(
         name=HERE,
         title=card.name,

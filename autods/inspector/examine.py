@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..config.base_config import precision_name
+from ..config.catalogue import format_machine, measured_path
 from ..config.deepspeed import compose, required_ops
 from ..config.releases import find_tolerated
 from ..config.rungs import unmet_need
 from ..config.settings import Settings, resolve_fit
 from ..devices import DEVICES, find_device
+from ..errors import EnvironmentBroken, InputError
 from ..events import Listener, Note
+from ..files import OutputFile, check_outputs, write_whole
 from ..rank.ops import is_cached
 from ..report.results.doctor import Check, Checkup
 from ..requests import DoctorRequest, FitRequest
@@ -26,7 +32,12 @@ from ..system.host import Hardware, cache_folder, installed_versions, read_hardw
 from ..types import Knobs, WorkloadSource
 from . import machine, toolchain
 from .disk import check_nvme
+from .measurement import Readings, describe_measured, list_readings
 
+if TYPE_CHECKING:
+    from ..runner.runner import RayRunner
+
+CPU_RANKS = 2  # where there is no card
 # Beginnings of the variables that matter only between ranks, and only between nodes.
 _OF_RANKS = ("NCCL_", "TORCH_DISTRIBUTED_")
 _OF_NODES = ("NCCL_IB_", "NCCL_NET_")
@@ -38,7 +49,8 @@ _HEADER_PATHS = ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH")
 class DoctorSettings:
     """What to check: `nvme_path` is measured, `ray` starts Ray, and `fix` builds the ops that are missing.
 
-    `gpus` starts ranks that look at their cards and at the links between them.
+    `gpus` starts ranks that look at their cards and at the links between them. `measure` lets ranks measure this
+    machine for the forecasts of later commands, and writes it to `machine_file`, too.
     """
 
     hardware: Hardware
@@ -46,12 +58,30 @@ class DoctorSettings:
     nvme_path: Path | None = None
     ray: bool = False
     fix: bool = False
+    measure: bool = False
+    machine_file: Path | None = None
 
 
 def resolve_doctor(request: DoctorRequest) -> DoctorSettings:
-    """Read this machine."""
+    """Read this machine. Raises InputError for a file of a machine that is not measured or cannot be written."""
+    machine_file = None
+    if request.machine_file is not None:
+        if not request.measure:
+            raise InputError("--machine-file takes what is measured", hint="give --measure, too")
+        if Path(request.machine_file).suffix != ".toml":
+            raise InputError(f"--machine-file {request.machine_file}: --on takes a name that ends in .toml")
+        machine_file = Path(request.machine_file).absolute()
+        check_outputs([OutputFile("--machine-file", machine_file, (b"name = ",))])
     path = None if request.nvme_path is None else Path(request.nvme_path).absolute()
-    return DoctorSettings(hardware=read_hardware(), nvme_path=path, ray=request.ray, fix=request.fix, gpus=request.gpus)
+    return DoctorSettings(
+        hardware=read_hardware(),
+        nvme_path=path,
+        ray=request.ray,
+        fix=request.fix,
+        gpus=request.gpus,
+        measure=request.measure,
+        machine_file=machine_file,
+    )
 
 
 def examine(settings: DoctorSettings, listen: Listener) -> Checkup:
@@ -84,6 +114,8 @@ def _run_checks(settings: DoctorSettings, listen: Listener) -> Iterator[Check]:
     if settings.nvme_path is not None:
         listen(Note(text=f"writing and reading a file in {settings.nvme_path}"))
         yield from check_nvme(settings.nvme_path)
+    if settings.measure and hardware.unusable is None:
+        yield from measure_machine(settings, listen)
     yield from machine.check_environment(os.environ)
     yield from machine.check_kernel()
 
@@ -93,15 +125,59 @@ def run_preflight(hardware: Hardware, listen: Listener) -> Preflight:
 
     Raises EnvironmentBroken where training would make no sense.
     """
+    with open_ranks(hardware, None, listen) as runner:
+        return runner.preflight()
+
+
+def measure_machine(settings: DoctorSettings, listen: Listener) -> Iterator[Check]:
+    """Measure this machine on ranks, and keep it for the forecasts of later commands; a line for each kind of work."""
+    hardware = settings.hardware
+    listen(Note(text="measuring this machine on real ranks, at most a minute"))
+    began = time.monotonic()
+    try:
+        with open_ranks(hardware, settings.nvme_path, listen) as runner:
+            links, began = runner.preflight().links, time.monotonic()
+            result = runner.measure()
+    except EnvironmentBroken as error:
+        problem, _, remedy = str(error).partition("\n")
+        yield Check.broken("Measured", "ranks", problem, remedy.strip())
+        return
+    seconds = time.monotonic() - began
+    readings = Readings(result.readings, len(hardware.cards) or CPU_RANKS)
+    software = f"torch {installed_versions()['torch']}"
+    machine = describe_measured(readings, hardware, has_nvlink="NVLink" in links, software=software)
+    rows = list(list_readings(readings))
+    text = format_machine(machine, [*map(": ".join, rows), *(f"not measured: {reason}" for reason in result.left_out)])
+    path = measured_path(hardware.cards[0].name if hardware.cards else "", hardware)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, text)
+    if settings.machine_file is not None:
+        write_whole(settings.machine_file, text)
+    for name, line in rows:
+        yield Check.ok("Measured", name, line)
+    for reason in result.left_out:
+        yield Check.warning("Measured", *reason.split(": ", 1))
+    yield Check.ok("Measured", "kept", f"{path}, after {seconds:.0f} s")
+
+
+@contextlib.contextmanager
+def open_ranks(hardware: Hardware, nvme_path: Path | None, listen: Listener) -> Iterator[RayRunner]:
+    """Start a rank on each card, or two on the CPU where there is none, without a workload."""
     from ..runner.runner import RayRunner
 
     device = next(each for each in DEVICES.values() if each.has_cards == bool(hardware.cards))
     source = WorkloadSource(kind="script", path="", name="doctor", digest="")  # nothing of it is run
     with tempfile.TemporaryDirectory(prefix="autods-doctor-") as folder:
-        request = FitRequest(workload="-", device=device.name, gpus=len(hardware.cards) or 2, out=folder)
+        request = FitRequest(
+            workload="-",
+            device=device.name,
+            gpus=len(hardware.cards) or CPU_RANKS,
+            nvme_path=nvme_path,
+            out=folder,
+        )
         settings = replace(resolve_fit(request, source, hardware=hardware), out=Path(folder))
         with RayRunner(settings, listen) as runner:
-            return runner.preflight()
+            yield runner
 
 
 # Before a fit: the checks that take no second.

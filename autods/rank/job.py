@@ -18,7 +18,7 @@ from ..system.host import count_cores, threads_per_rank
 from ..types import PHASES, Exam, Phase, Steps, WorkloadSource
 from ..workload.protocol import WorkloadError
 
-JobKind = Literal["train", "survey", "ops", "run", "preflight"]
+JobKind = Literal["train", "survey", "ops", "run", "preflight", "measure"]
 JOB_FILE = "job.json"  # in the folder of an attempt
 RUN_VARIABLE = "AUTODS_RUN"  # has the path of the file of a run's job
 _RUN_HINT = "start the script with autods run, or without AUTODS_RUN in the environment"

@@ -66,6 +66,36 @@ class PreflightResult:
     kind: Literal["preflight"] = "preflight"
 
 
+ReadingKind = Literal[
+    "matmul", "kernel", "reduction", "attention", "launch", "view", "copy", "pageable_copy", "collective", "host",
+    "host_optimizer", "nvme",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """The seconds that one piece of work took. The kinds are those of a forecast's work, with its `bytes` and `flops`.
+
+    `name` is the dtype of a matmul, the name of a collective, or what else tells readings of a kind apart.
+    """
+
+    kind: ReadingKind
+    name: str
+    size: int
+    seconds: float
+    bytes: int = 0
+    flops: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureResult:
+    """What the machine reaches, and the parts that could not be measured, with the reason."""
+
+    readings: tuple[Reading, ...]
+    left_out: tuple[str, ...]
+    kind: Literal["measure"] = "measure"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
     """How a rank's part of a run ended. `step` is None where a script trains and saves by itself.
@@ -80,7 +110,7 @@ class RunResult:
     kind: Literal["run"] = "run"
 
 
-JobResult: TypeAlias = RankResult | SurveyResult | OpsResult | RunResult | PreflightResult
+JobResult: TypeAlias = RankResult | SurveyResult | OpsResult | RunResult | PreflightResult | MeasureResult
 ScriptEnd: TypeAlias = ModelFacts | RankResult  # of a survey, of a trial
 
 

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..config.deepspeed import get_key
 from ..devices import find_device
@@ -45,6 +45,9 @@ from .script.trial_policy import TrialPolicy
 from .training_run import session
 from .training_run.run_policy import RunPolicy
 from .zero_init import partition_at_build
+
+if TYPE_CHECKING:
+    from .distributed import Ranks
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ETIMEDOUT)
 _SAMPLE_EVERY_S = 0.05  # in a run: amid training, the kernel takes 50 µs to count a process's memory
@@ -308,8 +311,8 @@ def _build_ops(context: RankContext) -> JobResult:
     return OpsResult()
 
 
-def _preflight(context: RankContext) -> JobResult:
-    """Let the ranks meet, and measure their links before minutes are spent on a model."""
+def _meet(context: RankContext) -> Ranks:
+    """Let the ranks meet, without a workload."""
     from .distributed import Ranks, join
 
     job, observer = context.job, context.observer
@@ -317,8 +320,31 @@ def _preflight(context: RankContext) -> JobResult:
     observer("rendezvous", 0)
     join(job, context.store)
     observer("init", 0)
-    ranks, device = Ranks(job.local_ranks[context.slot], job.world_size), find_device(job.device)
-    return PreflightResult(bytes_per_s=ranks.measure_all_reduce(device.reduced_bytes, observer.meter.synchronize))
+    return Ranks(job.local_ranks[context.slot], job.world_size)
+
+
+def _preflight(context: RankContext) -> JobResult:
+    """Let the ranks meet, and measure their links before minutes are spent on a model."""
+    ranks, device = _meet(context), find_device(context.job.device)
+    rate = ranks.measure_all_reduce(device.reduced_bytes, context.observer.meter.synchronize)
+    return PreflightResult(bytes_per_s=rate)
+
+
+def _measure(context: RankContext) -> JobResult:
+    """Measure what this machine reaches, see `benchmark`."""
+    from deepspeed.accelerator import get_accelerator
+
+    from .benchmark import Benchmark
+
+    job, observer, ranks = context.job, context.observer, _meet(context)
+    return Benchmark(
+        ranks=ranks,
+        device=str(get_accelerator().current_device_name()),
+        has_cards=find_device(job.device).has_cards,
+        synchronize=observer.meter.synchronize,
+        beat=lambda: observer.touch("init", 0),
+        nvme=None if job.swap is None else Path(job.swap),
+    ).run()
 
 
 def _survey(context: RankContext) -> JobResult:
@@ -397,6 +423,7 @@ _HANDLERS: Mapping[JobKind, Callable[[RankContext], JobResult]] = {
     "ops": _build_ops,
     "run": _run,
     "preflight": _preflight,
+    "measure": _measure,
 }
 
 

@@ -23,7 +23,7 @@ from ..errors import AutodsError, EnvironmentBroken, InputError
 from ..events import Event, Note, TrialMoved
 from ..rank.job import JobKind, RankJob, RunOrder
 from ..rank.ops import BUILDERS, USUAL_BUILD_S, check_caches
-from ..rank.record import PreflightResult, RunResult, SurveyResult
+from ..rank.record import MeasureResult, PreflightResult, RunResult, SurveyResult
 from ..system.processes import read_tail
 from ..types import PHASES, Exam, Failed, Fit, Knobs, ModelFacts, Outcome, OutOfMemory, Record, Steps, Trial
 from .environment import choose_exported
@@ -36,6 +36,7 @@ from .worker_group import WorkerGroup
 
 _NO_VARIABLES: Mapping[str, str] = {}
 _ROOM_WITHIN_S = 3.0
+_MEASURE_S = 120.0  # a benchmark takes half a minute; a slow disk longer
 _PREFLIGHT_S = 60.0  # ranks on one machine need 1 s, on cards about 10; what takes longer waits for an answer
 
 
@@ -191,20 +192,39 @@ class RayRunner:
 
         Raises EnvironmentBroken where a device is missing or broken, and where the ranks do not reach each other.
         """
-        settings, machine, init_s = self.settings, self.settings.machine, self.settings.profile.limits.init_s
+        settings, machine = self.settings, self.settings.machine
         found = judge_nodes(self.workers.examine(), machine)
         for finding in found.findings:
             if finding.is_fatal:
                 raise EnvironmentBroken(f"{finding.text}\n  {finding.remedy}")
         if settings.gpus == 1:
             return found
+        results = self._run_without_workload("preflight", _PREFLIGHT_S)
+        rate = result_of_rank_0(results, PreflightResult).bytes_per_s
+        slow = judge_rate(rate, machine, ranks_per_node=settings.ranks_per_node, nodes=settings.nodes)
+        findings = found.findings if slow is None else (*found.findings, slow)
+        return replace(found, findings=findings, reduced_per_s=rate)
+
+    def measure(self) -> MeasureResult:
+        """Measure what devices, links, host and the NVMe folder of the settings reach; one of the ranks' answers.
+
+        Raises EnvironmentBroken where the ranks do not reach each other.
+        """
+        swap = self._swap
+        results = self._run_without_workload("measure", _MEASURE_S, swap=None if swap is None else str(swap))
+        return result_of_rank_0(results, MeasureResult)
+
+    def _run_without_workload(self, kind: JobKind, limit_s: float, **options: Any) -> Sequence[NodeResult]:
+        """Run a job of all ranks that trains nothing. Raises EnvironmentBroken where they do not reach each other."""
+        settings, init_s = self.settings, self.settings.profile.limits.init_s
         job = self._make_job(
-            "preflight",
-            self._log_folder("preflight"),
+            kind,
+            self._log_folder(kind),
             world_size=settings.gpus,
             local_ranks=tuple(range(settings.gpus)),
-            silence_s={**dict.fromkeys(PHASES, _PREFLIGHT_S), "start": init_s},  # ranks may have to import everything
-            wall_s=init_s + _PREFLIGHT_S,
+            silence_s={**dict.fromkeys(PHASES, limit_s), "start": init_s},  # ranks may have to import everything
+            wall_s=init_s + limit_s,
+            **options,
         )
         results = self.workers.run(job)
         if (failure := find_failure(results, job)) is not None:
@@ -212,10 +232,7 @@ class RayRunner:
             raise EnvironmentBroken(
                 f"the ranks do not reach each other: {failure.evidence}\n  {failure.advice} (log: {log})"
             )
-        rate = result_of_rank_0(results, PreflightResult).bytes_per_s
-        slow = judge_rate(rate, machine, ranks_per_node=settings.ranks_per_node, nodes=settings.nodes)
-        findings = found.findings if slow is None else (*found.findings, slow)
-        return replace(found, findings=findings, reduced_per_s=rate)
+        return results
 
     def final_config(self, trial: Trial) -> dict[str, Any]:
         """Return the DeepSpeed config of a trial as the user gets it."""
