@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 
+from autods.config.catalogue import find_machines
 from autods.errors import EnvironmentBroken
 from autods.runner.runner import RayRunner
+from autods.system.host import cache_folder
 from tests.support.clusters import begin_fit, short_config
 from tests.support.fits import HERE, ignore, question
 from tests.support.namespaces import in_new_namespace, why_no_namespaces
@@ -121,9 +123,65 @@ def test_equal_ranks_are_not_named(tmp_path: Path) -> None:
     assert not [text for text in report["warnings"] if "is the slowest" in text]
 
 
-def test_doctor_shows_what_a_fit_looks_at() -> None:
-    words = (sys.executable, "-m", "autods", "doctor", "--gpus", "--json")
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
-    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
-    assert re.fullmatch(r"[\d.]+ [MG]iB/s from each rank", checks["all-reduce"]["result"])
-    assert checks["all-reduce"]["status"] == "ok"
+def run_autods(*words: str, cache: Path) -> dict[str, Any]:
+    """What a command prints as JSON, with a cache of machines of its own."""
+    variables = {**os.environ, "AUTODS_CACHE": str(cache)}
+    command = (sys.executable, "-m", "autods", *words, "--json")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=variables)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(json.loads(done.stdout))
+
+
+@pytest.fixture(scope="module")
+def examined(tmp_path_factory: pytest.TempPathFactory) -> tuple[Mapping[str, Any], Path]:
+    """The checks of a doctor that measures this machine, by group and name, and the folder of its files."""
+    folder = tmp_path_factory.mktemp("measured")
+    words = ("doctor", "--gpus", "--measure", "--machine-file", str(folder / "mine.toml"))
+    checks = run_autods(*words, cache=folder / "cache")["checks"]
+    return {f"{check['group']}: {check['name']}": check for check in checks}, folder
+
+
+def test_doctor_shows_what_a_fit_looks_at(examined: tuple[Mapping[str, Any], Path]) -> None:
+    check = examined[0]["GPUs: all-reduce"]
+    assert re.fullmatch(r"[\d.]+ [MG]iB/s from each rank", check["result"])
+    assert check["status"] == "ok"
+
+
+def test_a_measured_machine_is_kept_and_written(examined: tuple[Mapping[str, Any], Path]) -> None:
+    checks, folder = examined
+    (machine,) = find_machines(str(folder / "mine.toml"))
+    (kept,) = (folder / "cache" / "machines").glob("*.toml")
+    assert kept.read_text() == (folder / "mine.toml").read_text()
+    assert int(re.search(r"after (\d+) s", checks["Measured: kept"]["result"])[1]) <= 60  # type: ignore[index]
+    assert machine.rates is not None
+    assert machine.links is not None
+    assert 1e-4 < machine.rates.tflops.fp32 < 50
+    assert 0.5 < machine.rates.memory_gb_per_s < 1000
+    assert 0.01 < machine.links.between_gpus_gb_per_s < 100
+    assert {"memory", "launch_us", "step_us", "core_gb_per_s", "dram"} <= set(machine.measured.known)
+
+
+def test_a_part_that_cannot_be_measured_is_named(examined: tuple[Mapping[str, Any], Path]) -> None:
+    """Without a card there is no page-locked memory, and no folder for NVMe was named."""
+    checks, folder = examined
+    for name in ("pinned copies", "NVMe"):
+        check = checks[f"Measured: {name}"]
+        assert check["status"] == "warning"
+        assert f"# not measured: {name}: {check['result']}" in (folder / "mine.toml").read_text()
+    (machine,) = find_machines(str(folder / "mine.toml"))
+    assert machine.measured.pinned_copy is None
+    assert machine.nvme_gb_per_s is None
+
+
+def test_a_plan_prices_with_a_measured_machine(examined: tuple[Mapping[str, Any], Path]) -> None:
+    _, folder = examined
+    usual = folder / "usual.toml"
+    shares = re.sub(r"\n\[measured\]\n.*?\n\n", "\n", (folder / "mine.toml").read_text(), flags=re.DOTALL)
+    usual.write_text(shares.replace('-measured"', '-usual"', 1))
+    words = ("plan", str(HERE / "workloads" / "tiny.py"), "--gpus", "2", "--ladder", "zero1", "--no-largest", "--quiet")
+    machines = f"{folder / 'mine.toml'},{usual}"
+    answer = run_autods(*words, "--on", machines, cache=cache_folder())
+    seconds = {each["hardware"]["name"]: each["rungs"][0]["step"]["seconds"] for each in answer["machines"]}
+    assert len(seconds) == 2
+    assert len(set(seconds.values())) == 2
+    assert min(seconds.values()) > 0
