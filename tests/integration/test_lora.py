@@ -153,7 +153,20 @@ def test_the_forecast_of_4_bit_weights_is_their_size(tmp_path: Path) -> None:
 def test_a_run_of_adapters_goes_on_and_leaves_their_weights(lora: str, tmp_path: Path) -> None:
     """The fit passes its certificate, and the last checkpoint has what peft saves as an adapter."""
     config, out = write(tmp_path), tmp_path / "out"
-    options = ("--ladder", "zero2", "--config", "quick", "--seq-len", "16", "--precision", "fp32", "--lora", lora)
+    options = (
+        "--ladder",
+        "zero2",
+        "--config",
+        "quick",
+        "--seq-len",
+        "16",
+        "--precision",
+        "fp32",
+        "--lora",
+        lora,
+        "--max-trials",
+        "1",
+    )
     for steps in (3, 5):
         command = [sys.executable, "-m", "autods", "run", str(config), *RANKS, *options, "--global-batch", "4"]
         command += ["--steps", str(steps), "--checkpoint-every", "3", "--out", str(out)]
