@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 MOST_MICRO_BATCH = 4096
 MOST_MEASUREMENTS = 10
-_NOTICEABLE = 0.1  # of a bracket: where the chord moves less, its steep end misleads it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,18 +27,21 @@ class LargestMicroBatch:
     failures: Mapping[int, str] = field(default_factory=dict)
 
 
+Fills = Mapping[str, float]  # shares of limits by tier or phase; a micro batch fits where each is up to 1
+
+
 def find_largest(
-    fill: Callable[[int], float],
+    fill: Callable[[int], Fills],
     sizes: Sequence[int],
     *,
-    known: tuple[int, float] | None = None,
+    known: tuple[int, Fills] | None = None,
     most: int = MOST_MEASUREMENTS,
 ) -> LargestMicroBatch:
     """Search `sizes` (ascending) with at most `most` measurements; `known` is a size that was measured before.
 
-    `fill` returns the peak over the limit of the fullest tier: up to 1 a micro batch fits.
+    `fill` returns the peaks over their limits, of the tiers and of the phases: each grows by a line of its own.
     """
-    seen: dict[int, float] = dict([known]) if known else {}
+    seen: dict[int, Fills] = dict([known]) if known else {}
     while len(seen) - bool(known) < most and (size := _next(seen, sizes)) is not None:
         seen[size] = fill(size)
     fits, refused = _bracket(seen)
@@ -47,14 +49,14 @@ def find_largest(
     return LargestMicroBatch(micro_batch=fits, refused=refused, proven=proven, measured=tuple(seen))
 
 
-def _bracket(seen: dict[int, float]) -> tuple[int | None, int | None]:
+def _bracket(seen: Mapping[int, Fills]) -> tuple[int | None, int | None]:
     """Return the largest size that fits below the smallest one that does not, and that one."""
-    refused = min((size for size, full in seen.items() if full > 1), default=None)
-    fitting = (size for size, full in seen.items() if full <= 1 and (refused is None or size < refused))
+    refused = min((size for size, fills in seen.items() if max(fills.values()) > 1), default=None)
+    fitting = (size for size, fills in seen.items() if max(fills.values()) <= 1 and (refused is None or size < refused))
     return max(fitting, default=None), refused
 
 
-def _next(seen: dict[int, float], sizes: Sequence[int]) -> int | None:
+def _next(seen: Mapping[int, Fills], sizes: Sequence[int]) -> int | None:
     """Return the size to measure next; None when the search is over."""
     fits, refused = _bracket(seen)
     left = [size for size in sizes if (fits is None or size > fits) and (refused is None or size < refused)]
@@ -66,24 +68,30 @@ def _next(seen: dict[int, float], sizes: Sequence[int]) -> int | None:
     return max((size for size in left if size <= target), default=left[0])
 
 
-def _extrapolated(seen: dict[int, float], fits: int) -> float:
-    """Return where the line through the two largest sizes reaches the limit; 8 times the size without a line."""
+def _extrapolated(seen: Mapping[int, Fills], fits: int) -> float:
+    """Return where the first of the lines through the two largest sizes reaches its limit.
+
+    That is at most 16 times the size; 8 times without a line.
+    """
     before = max((size for size in seen if size < fits), default=None)
-    slope = 0.0 if before is None else (seen[fits] - seen[before]) / (fits - before)
-    return 8.0 * fits if slope <= 0 else min(fits + (1 - seen[fits]) / slope, 16.0 * fits)
+    if before is None:
+        return 8.0 * fits
+    lines = [(now, (now - seen[before].get(part, now)) / (fits - before)) for part, now in seen[fits].items()]
+    reached = [fits + (1 - now) / slope for now, slope in lines if slope > 0]
+    return min(*reached, 16.0 * fits) if reached else 8.0 * fits
 
 
-def _interpolated(seen: dict[int, float], fits: int, refused: int) -> float:
+def _interpolated(seen: Mapping[int, Fills], fits: int, refused: int) -> float:
     """Return where the peak should reach the limit, between a batch that fits and one that does not.
 
-    The peak grows ever faster. The line from the size that fits to the one that does not reaches the limit too early.
-    The line through two sizes that do not fit reaches it too late, unless the peak is linear there; where it says less
-    than what fits, it is wrong. Where neither helps, the answer is the geometric middle.
+    The peak grows ever faster. So the line from the size that fits to the one that does not reaches the limit too
+    early; a line through two sizes that fit, or through two that do not, reaches it too late. The result is the
+    geometric middle, since fragments make the peak uneven, and either line may be wrong.
     """
+    peak = {size: max(fills.values()) for size, fills in seen.items()}
+    chord = fits + (1 - peak[fits]) / (peak[refused] - peak[fits]) * (refused - fits)
+    late = [float(refused), _extrapolated(seen, fits)]
     beyond = min((size for size in seen if size > refused), default=None)
-    if beyond is not None and math.isfinite(slope := (seen[beyond] - seen[refused]) / (beyond - refused)) and slope > 0:
-        reached = refused - (seen[refused] - 1) / slope
-        if reached > fits:
-            return min(reached, refused - 1)
-    chord = fits + (1 - seen[fits]) / (seen[refused] - seen[fits]) * (refused - fits)
-    return chord if chord - fits > _NOTICEABLE * (refused - fits) else math.sqrt(fits * refused)
+    if beyond is not None and math.isfinite(slope := (peak[beyond] - peak[refused]) / (beyond - refused)) and slope > 0:
+        late.append(refused - (peak[refused] - 1) / slope)
+    return math.sqrt(chord * min(place for place in late if place >= chord))

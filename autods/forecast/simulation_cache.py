@@ -16,7 +16,7 @@ from ..config.rungs import Rung
 from ..devices import find_device
 from ..system.host import count_cores, find_memory_groups, read_host_memory
 from ..types import Knobs, ModelFacts, Tier, WorkloadForm
-from .largest_batch import LargestMicroBatch, find_largest
+from .largest_batch import Fills, LargestMicroBatch, find_largest
 from .predict.calibration import Observation, calibrate_forecast
 from .predict.verdict import find_tier_short_at_build, judge_memory
 from .simulate.protocol import SimulationFailed
@@ -221,29 +221,30 @@ class CachedEngine:
         *,
         on: EngineSpec | None = None,
         observations: Collection[Observation] = (),
-        known: tuple[int, float] | None = None,
+        known: RungForecast | None = None,
     ) -> LargestMicroBatch:
         """Search `sizes` (ascending) for the largest micro batch that fits on the engine's machine, or `on` another.
 
-        `known` is a micro batch and its fill. Where a larger micro batch cannot be simulated (the data of a script may
-        end), it counts as too large and stands in `failures`.
+        `known` is its forecast at a micro batch. Where a larger one cannot be simulated (the data of a script may end),
+        it counts as too large and stands in `failures`.
         """
         spec = on or self.spec
         failures: dict[int, str] = {}
-        measured = [] if known is None else [known[0]]
+        measured = [] if known is None else [known.micro_batch]
 
-        def fill(size: int) -> float:
+        def fill(size: int) -> Fills:
             try:
                 simulation = self.simulate(size)
             except SimulationFailed as failed:
                 if not measured:
                     raise
                 failures[size] = " ".join(str(failed.problem).split())
-                return math.inf
+                return {"failed": math.inf}
             measured.append(size)
-            return self.cache.judge(spec, simulation, observations, advise=False).fill
+            return self.cache.judge(spec, simulation, observations, advise=False).fills
 
-        return replace(find_largest(fill, sizes, known=known), failures=failures)
+        first = None if known is None else (known.micro_batch, known.fills)
+        return replace(find_largest(fill, sizes, known=first), failures=failures)
 
 
 def find_partitioned_build(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -214,6 +215,14 @@ class RungForecast:
     def fill(self) -> float:
         """The peak of the fullest tier as a share of its limit."""
         return max((held.fill for held in self.memory.values()), default=0.0)
+
+    @property
+    def fills(self) -> Mapping[str, float]:
+        """The shares of the limits: of each tier's peak, and of what the card must hold in each phase."""
+        device = self.memory.get("device")
+        limit_bytes = (device.limit_bytes if device is not None else None) or math.inf
+        phases: dict[str, float] = {phase: size / limit_bytes for phase, size in self.by_phase.items()}
+        return {**{tier: held.fill for tier, held in self.memory.items()}, **phases}
 
     @property
     def decides(self) -> ForecastPhase | None:

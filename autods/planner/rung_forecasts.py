@@ -236,7 +236,7 @@ class PlanRun:
         return engine.find_largest(
             micro_batches(site.global_batch, count_replicas(site.base, site.world_size), MOST_MICRO_BATCH),
             on=move_engine(engine.spec, site),
-            known=(first.micro_batch, first.fill),
+            known=first,
         )
 
     def _report(self, site: Site, forecast: RungForecast) -> None:

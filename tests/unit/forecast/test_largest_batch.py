@@ -19,9 +19,9 @@ class Engine:
         self.fill = fill
         self.measured: list[int] = []
 
-    def __call__(self, size: int) -> float:
+    def __call__(self, size: int) -> dict[str, float]:
         self.measured.append(size)
-        return self.fill(size)
+        return {"device": self.fill(size)}
 
 
 def kinked(size: int) -> float:
@@ -31,7 +31,7 @@ def kinked(size: int) -> float:
 
 def test_the_answer_was_measured_and_the_next_size_does_not_fit() -> None:
     engine = Engine(kinked)
-    found = find_largest(engine, SIZES, known=(1, kinked(1)))
+    found = find_largest(engine, SIZES, known=(1, {"device": kinked(1)}))
     assert (found.micro_batch, found.refused, found.proven) == (55, 56, True)
     assert {55, 56} <= set(engine.measured)
 
@@ -41,7 +41,7 @@ def test_of_sizes_close_to_the_answer_the_largest_is_found() -> None:
     sizes = [1, 8, 128, 394, 395, 396, 398, 424, 458, 4096]
     fills = [0.15726, 0.15743, 0.38205, 0.99707, 0.99929, 1.00148, 1.00585, 1.06286, 1.14757, 9.6]
     engine = Engine(lambda size: float(numpy.interp(size, sizes, fills)))
-    found = find_largest(engine, SIZES, known=(1, fills[0]))
+    found = find_largest(engine, SIZES, known=(1, {"device": fills[0]}))
     assert (found.micro_batch, found.refused, found.proven) == (395, 396, True)
 
 
@@ -66,14 +66,14 @@ def test_a_line_that_points_below_what_fits_is_left() -> None:
     ]
     fills += [1.0665, 1.0852, 1.1118, 1.2132, 50.0]
     engine = Engine(lambda size: float(numpy.interp(size, sizes, fills)))
-    found = find_largest(engine, SIZES, known=(1, fills[0]))
+    found = find_largest(engine, SIZES, known=(1, {"device": fills[0]}))
     assert (found.micro_batch, found.refused, found.proven) == (31, 32, True)
     assert len(engine.measured) <= 8
 
 
 def test_a_known_measurement_is_not_made_again() -> None:
     engine = Engine(kinked)
-    find_largest(engine, SIZES, known=(1, kinked(1)))
+    find_largest(engine, SIZES, known=(1, {"device": kinked(1)}))
     assert 1 not in engine.measured
     assert len(engine.measured) == len(set(engine.measured))
 
@@ -107,7 +107,7 @@ def test_nothing_is_said_to_fit_when_the_smallest_does_not() -> None:
 
 def test_below_a_batch_that_does_not_fit_a_smaller_one_is_found() -> None:
     engine = Engine(lambda size: 0.1 + size / 10)
-    found = find_largest(engine, SIZES, known=(64, engine.fill(64)))
+    found = find_largest(engine, SIZES, known=(64, engine(64)))
     assert (found.micro_batch, found.proven) == (9, True)
 
 
@@ -131,3 +131,25 @@ def test_a_jump_in_the_peak_ends_with_a_bracket_that_says_so() -> None:
     assert found.micro_batch is not None
     assert found.refused is not None
     assert found.micro_batch < 1000 <= found.refused
+
+
+def test_a_phase_that_does_not_decide_yet_says_where_memory_ends() -> None:
+    # Llama-7B on 80 GiB under zero3: at small sizes the optimizer step decides, and the backward pass later.
+    measured: list[int] = []
+
+    def fill(size: int) -> dict[str, float]:
+        measured.append(size)
+        return {"step": 0.29, "backward": 0.235 + 0.0186 * size}
+
+    found = find_largest(fill, SIZES, known=(1, {"step": 0.29, "backward": 0.2536}))
+    assert (found.micro_batch, found.refused) == (41, 42)
+    assert measured == [8, 41, 42]
+
+
+def test_after_a_leap_too_far_the_sizes_that_fit_say_where() -> None:
+    # Llama-7B on 80 GiB under zero3-offload-optimizer, where building decides at first.
+    sizes, fills = [1, 8, 50, 51, 80, 128, 4096], [0.18, 0.2207, 0.9876, 1.0061, 1.5524, 2.4433, 70.0]
+    engine = Engine(lambda size: float(numpy.interp(size, sizes, fills)))
+    found = find_largest(engine, SIZES, known=(1, {"device": fills[0]}))
+    assert (found.micro_batch, found.refused) == (50, 51)
+    assert len(engine.measured) <= 5
