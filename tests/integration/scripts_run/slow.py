@@ -1,4 +1,7 @@
-"""A script that loads its data in a worker. In a run its micro batches take seconds, and rank 0 evaluates for long."""
+"""A script that loads its data in a worker. In a run its micro batches take seconds, and rank 0 evaluates for long.
+
+A fit finds it fastest with one sample at a time.
+"""
 
 import os
 import time
@@ -28,7 +31,7 @@ def main():
     for batch in session.batches(Samples(), num_workers=1):
         evidence.note(engine, batch["input_ids"])
         loss = engine(**batch).loss
-        time.sleep(MICRO_BATCH_S if IS_RUN else 0.0)
+        time.sleep(MICRO_BATCH_S if IS_RUN else 0.05 * len(batch["input_ids"]) ** 2)
         engine.backward(loss)
         engine.step()
         session.step_done(loss)

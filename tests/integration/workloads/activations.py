@@ -21,11 +21,11 @@ class Activations(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.layer = torch.nn.Linear(WIDTH, WIDTH)
-        self.steps = 0
-        file = CARDS.with_name("fault.json")
-        self.fault = json.loads(file.read_text()) if file.exists() else {}
+        self.steps, self.fault = 0, {}
 
     def forward(self, x):
+        if self.steps == 0 and (file := CARDS.with_name("fault.json")).exists():  # ranks share the build
+            self.fault = json.loads(file.read_text())
         if self.fault and self.fault["rank"] == int(os.environ["RANK"]) and self.fault["step"] == self.steps:
             FAULTS[self.fault["kind"]](x)
         self.steps += 1

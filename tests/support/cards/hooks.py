@@ -66,3 +66,16 @@ def run_ranks_on_a_card(worker: Any) -> None:
         return code
 
     worker.run_rank = run_rank
+
+
+def build_for_ranks_on_a_card(shared_build: Any) -> None:
+    """`autods.rank.shared_build`: the tensors of a model that ranks share are simulated."""
+    original = shared_build.build_for_ranks
+
+    def build_for_ranks(*args: Any) -> Any:
+        from tests.support.cards import tensors
+
+        with tensors.simulated():
+            return original(*args)
+
+    shared_build.build_for_ranks = build_for_ranks

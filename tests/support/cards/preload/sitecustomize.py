@@ -35,5 +35,6 @@ if os.environ.get("AUTODS_TEST_CARDS"):
             autods__devices__cuda="claim_cuda_build",
             autods__rank__preload="preload_on_a_card",
             autods__rank__worker="run_ranks_on_a_card",
+            autods__rank__shared_build="build_for_ranks_on_a_card",
         ),
     )
