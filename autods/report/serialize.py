@@ -70,7 +70,7 @@ def from_dict(data: Mapping[str, Any]) -> FitReport:
         report = replace(report, forecast=tuple(_rung_from_row(row) for row in data["forecast"]))
         if report.spread is None and report.rung is not None and report.knobs is not None:  # it has one trial's rate
             config = find_measured(report.trials, report.rung, report.knobs)
-            return report if config is None else replace(report.answer_with(config), knobs=report.knobs)
+            return report if config is None else report.answer_with(config, report.knobs)
         return report
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise InputError(f"is not the report of a fit: {error!r}", hint="start over with --fresh") from None

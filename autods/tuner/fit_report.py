@@ -75,8 +75,7 @@ def build_report(
 
     growth, certified, measured = result.raced.growth, result.certified, _measure(result.best, context)
     return replace(
-        report.answer_with(measured),
-        knobs=result.best.trial.knobs,
+        report.answer_with(measured, result.best.trial.knobs),
         ds_config=result.ds_config,
         variables=_list_variables(result, context),
         largest_micro_batch=growth.curve.fits,

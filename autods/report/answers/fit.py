@@ -331,7 +331,7 @@ def describe_effort(report: FitReport) -> str:
 
 
 def _describe_answer(report: FitReport) -> Words:
-    """'Use zero3, micro batch 8, recomputing activations: 4.05 samples/s. Certified.'"""
+    """'Use zero3, micro batch 8, gradient checkpointing: 4.05 samples/s. Certified.'"""
     assert report.knobs is not None
     config = f"{report.rung}, micro batch {report.knobs.micro_batch}, {_describe_checkpointing(report.knobs)}"
     answer = line(("Use ", "bold"), (config, "bold green"))

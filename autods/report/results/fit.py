@@ -212,13 +212,13 @@ class FitReport(Shown):
         """The device of the fit's ranks."""
         return find_device(self.question.device)
 
-    def answer_with(self, config: Measured) -> FitReport:
-        """This report with the config as its answer: its rung, knobs, rate, spread and memory."""
+    def answer_with(self, config: Measured, knobs: Knobs) -> FitReport:
+        """This report with the config as its answer, which has these knobs: its rung, rate, spread and memory."""
         return replace(
             self,
             status="fit",
             rung=config.trial.rung,
-            knobs=config.trial.knobs,
+            knobs=knobs,
             throughput=Throughput(
                 samples_per_second=config.samples_per_second, tokens_per_second=config.tokens_per_second
             ),
