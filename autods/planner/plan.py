@@ -9,7 +9,6 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import replace
 
-from ..config.base_config import precision_name
 from ..config.catalogue import Site
 from ..config.deepspeed import ENOUGH_ACCUMULATION, count_replicas, says_accumulation
 from ..config.plan_settings import PlanSettings, adopt_script_batch, apply_script_config_to_plan
@@ -277,7 +276,7 @@ def _list_notes(settings: PlanSettings, allocator: AllocConf) -> tuple[str, ...]
         notes.append(f"expandable segments, as {allocator.variable} has them")
     if allocator.warning is not None:
         notes.append(allocator.warning)
-    precisions = dict.fromkeys(precision_name(site.base) for site in settings.sites)
+    precisions = dict.fromkeys(site.precision for site in settings.sites)
     faults = (fault for precision in precisions for fault in find_tolerated(settings.ladder, precision))
     version = installed_versions()["deepspeed"]
     notes += dict.fromkeys(f"{fault.describe(version)}; {fault.remedy}" for fault in faults)

@@ -12,7 +12,6 @@ from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from ..config.base_config import precision_name
 from ..config.deepspeed import to_lightning_config, to_trainer_config
 from ..config.trainers import DS_CONFIG, DS_CONFIG_HF, DS_CONFIG_LIGHTNING, SCRIPT_KINDS
 from ..errors import InputError
@@ -226,7 +225,7 @@ def plan_to_dict(forecast: PlanReport) -> dict[str, Any]:
 def _site(plan: PlanReport, forecast: SiteForecast) -> dict[str, Any]:
     site = forecast.site
     hardware = asdict(site.machine) | {name: getattr(site, name) for name in ("world_size", "nodes", "ranks_per_node")}
-    hardware |= {"precision": precision_name(site.base), "micro_batch": site.micro_batch}
+    hardware |= {"precision": site.precision, "micro_batch": site.micro_batch}
     rungs = []
     for rung in forecast.rungs:
         training = plan.forecast_training(forecast, rung)

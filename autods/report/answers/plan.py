@@ -11,7 +11,6 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ...config.base_config import precision_name
 from ...config.catalogue import ASKED, HERE, Site
 from ...config.deepspeed import choose_accumulation, count_replicas
 from ...forecast.predict.step_time import Speed, StepTime
@@ -351,7 +350,7 @@ def describe_site(plan: PlanReport, site: Site) -> str:
     card = f" ({name})" if site.machine.links else ""
     ranks = f"{format_ranks(site.world_size, plan.device)}{nodes} × {format_bytes(site.machine.device_bytes)}{card}"
     links = "" if site.machine.links is None or site.ranks_per_node < 2 else f", {_describe_links(site)}"
-    return f"{_describe_batch(plan, site, site.micro_batch)}, {precision_name(site.base)}: {ranks}{links}"
+    return f"{_describe_batch(plan, site, site.micro_batch)}, {site.precision}: {ranks}{links}"
 
 
 def _describe_batch(plan: PlanReport, site: Site, micro_batch: int) -> str:
@@ -606,7 +605,7 @@ def format_ranks_of_site(site_forecast: SiteForecast) -> str:
     """'2 × 8 bf16'."""
     site = site_forecast.site
     ranks = f"{site.nodes} × {site.ranks_per_node}" if site.nodes > 1 else str(site.world_size)
-    return f"{ranks} {precision_name(site.base)}"
+    return f"{ranks} {site.precision}"
 
 
 def _format_interval(write: Callable[[float], str], value: float, low: float, high: float) -> str:
