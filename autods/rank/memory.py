@@ -72,6 +72,10 @@ class Meter:
     def lift(self) -> None:
         """Remove the limit, if it could keep a rank that ran out from writing its result."""
 
+    def run_without_limit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function that must not run out of memory half-way. What it holds counts: the rank may run out next."""
+        return function(*args, **kwargs)
+
     def sample(self) -> None:
         """Look at the memory once, if the device does not record its peak itself; this must be cheap."""
 
@@ -146,6 +150,14 @@ class CpuMeter(Meter):
     def lift(self) -> None:
         if self.limit_bytes is not None:
             resource.setrlimit(resource.RLIMIT_DATA, (self._hard_limit, self._hard_limit))
+
+    def run_without_limit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        limits = resource.getrlimit(resource.RLIMIT_DATA)
+        self.lift()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, limits)
 
     def sample(self) -> None:
         data, private = _read_statm()

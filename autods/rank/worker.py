@@ -38,6 +38,7 @@ from ..workload.protocol import Workload
 from .job import RUN_VARIABLE, Heartbeats, JobKind, RankJob
 from .memory import Baseline, Meter, make_meter
 from .model_facts import seed_all
+from .patching import declare
 from .preload import preload
 from .record import JobResult, OpsResult, PreflightResult, RankResult, ScriptEnd, SurveyResult, describe_error
 from .script.inject import run_script
@@ -49,6 +50,10 @@ from .zero_init import partition_at_build
 if TYPE_CHECKING:
     from .distributed import Ranks
 
+_NEW_GROUP = declare(
+    "torch.distributed.distributed_c10d._new_process_group_helper",
+    "a CPU rank's memory limit does not keep gloo's threads from starting: gloo waits for ever for one that cannot",
+)
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ETIMEDOUT)
 _SAMPLE_EVERY_S = 0.05  # in a run: amid training, the kernel takes 50 µs to count a process's memory
 _ONCE: tuple[Phase, ...] = ("rendezvous", "build", "init")
@@ -285,6 +290,7 @@ def run_rank(
     board.beat(slot, "start", 0)
     torch.set_num_threads(requested_threads() or job.rank_threads)  # the zygote has a single one, which it must keep
     meter = make_meter(job.device, job.limit_bytes, slot)
+    _NEW_GROUP.wrap(meter.run_without_limit)
     observer = Observer(board, slot, meter)
     observer.watch_compiles()
     context = RankContext(job=job, slot=slot, observer=observer, store=store, workload=workload, baseline=baseline)
