@@ -20,16 +20,20 @@ from .largest_batch import Fills, LargestMicroBatch, find_largest
 from .predict.calibration import Observation, calibrate_forecast
 from .predict.verdict import find_tier_short_at_build, judge_memory
 from .simulate.protocol import SimulationFailed
-from .values import Engine, EngineSpec, PartitionedBuild, RungForecast, Simulation, Simulator, Verdict
+from .values import (
+    BUILT_BY_SCRIPT,
+    Engine,
+    EngineSpec,
+    PartitionedBuild,
+    RungForecast,
+    Simulation,
+    Simulator,
+    Verdict,
+)
 
 PARALLEL_ENGINES = 2  # at least, and while trials run
 _ENGINE_BYTES = 2**30  # an engine of 8 billion parameters and its process hold half of it
 _ENOUGH_ON_THE_HOST = 3  # micro batches of a step
-_LEAST_OF_A_WEIGHT = 2  # bytes, of a model that is built in half precision
-_IN_A_SCRIPT = (
-    "the script builds the model: build it inside `with deepspeed.zero.Init(config_dict_or_path=ds_config):`, or a"
-    " transformers model by from_pretrained() or from_config() after TrainingArguments(deepspeed=…) was made"
-)
 _SETTING = re.compile(r"(\w+)\s*:\s*(\[[^\]]*\]|[^,\]]*)")
 _HARMLESS = ("expandable_segments", "pinned_use_cuda_host_register", "pinned_num_register_threads")
 
@@ -297,8 +301,8 @@ def _split_build(
     )
     if form.runs_as_main:
         simulation = cache.get(spec, whole.micro_batch)
-        built_bytes = 0 if simulation is None else sum(simulation.live_bytes.get("init", {}).values())
-        return replace(build, obstacle=_IN_A_SCRIPT) if built_bytes >= _LEAST_OF_A_WEIGHT * facts.parameters else None
+        is_whole = simulation is not None and simulation.builds_whole(facts.parameters)
+        return replace(build, obstacle=BUILT_BY_SCRIPT) if is_whole else None
     split_spec = replace(spec, zero_init=True)
     try:
         split = cache.judge(split_spec, cache.simulate(split_spec, whole.micro_batch), observations)

@@ -75,9 +75,11 @@ class TierForecast(Interval):
 
 
 Verdict = Literal["fits", "tight", "cannot_fit", "not_applicable"]
-# The phases of a forecast, in order. `init` includes building the model.
-ForecastPhase = Literal["init", "forward", "backward", "step"]
-PHASES: tuple[ForecastPhase, ...] = ("init", "forward", "backward", "step")
+# The phases of a forecast, in order. The model is built or loaded in the first, which ends with the engine's start.
+ForecastPhase = Literal["build", "init", "forward", "backward", "step"]
+PHASES: tuple[ForecastPhase, ...] = ("build", "init", "forward", "backward", "step")
+STARTING: tuple[ForecastPhase, ...] = ("build", "init")  # before the first step
+_LEAST_OF_A_WEIGHT = 2  # bytes, of a model that is built in half precision
 KINDS = ("parameters", "gradients", "optimizer", "activations", "buckets", "other")  # of bytes on the device
 
 
@@ -150,7 +152,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """One micro batch on a simulated engine: init and two optimizer steps of one rank.
+    """One micro batch on a simulated engine: build, init and two optimizer steps of one rank.
 
     `live_bytes` is the peak of the live tensors' bytes, by phase and tier.
     `traces` are those of the device and of pinned memory, which the models of the allocators replay.
@@ -183,6 +185,10 @@ class Simulation:
     schedule: Schedule | None = None
     seconds: float = 0.0
 
+    def builds_whole(self, parameters: int) -> bool:
+        """Whether the rank held that many parameters, in half precision at least, while it built its model."""
+        return sum(self.live_bytes.get("build", {}).values()) >= _LEAST_OF_A_WEIGHT * parameters
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RungForecast:
@@ -190,7 +196,7 @@ class RungForecast:
 
     `live_peak_bytes` counts tensors alone, on the device. `overhead_bytes` is the part of the device's peak that the
     replay of torch's allocator does not hold: the CUDA context, communicators, workspaces, corrections by trials.
-    `by_phase` has the bytes that the card must hold in each phase.
+    `by_phase` has the bytes that the card must hold in each phase, and `host_by_phase` those of a node's host.
     `largest_micro_batch` is the largest whose peak fits; None when it was not searched for or none fits.
     `speed` is that of the largest micro batch, or of this one; None where the machine has no prices.
     `expandable` tells that torch's allocator grows its segments there.
@@ -204,6 +210,7 @@ class RungForecast:
     live_peak_bytes: int = 0
     overhead_bytes: int = 0
     by_phase: Mapping[ForecastPhase, int] = field(default_factory=dict)
+    host_by_phase: Mapping[ForecastPhase, int] = field(default_factory=dict)
     breakdown: Mapping[str, int] = field(default_factory=dict)
     largest_micro_batch: int | None = None
     speed: Speed | None = None
@@ -228,6 +235,23 @@ class RungForecast:
     def decides(self) -> ForecastPhase | None:
         """The phase with the largest peak on the device."""
         return max(self.by_phase, key=self.by_phase.__getitem__, default=None)
+
+    @property
+    def host_after_start_bytes(self) -> int:
+        """The peak of a node's host from the first step on."""
+        return max((size for phase, size in self.host_by_phase.items() if phase not in STARTING), default=0)
+
+    @property
+    def host_is_fullest_at_start(self) -> bool:
+        """Whether a node's host holds most before the first step."""
+        return max(self.host_by_phase.values(), default=0) > self.host_after_start_bytes
+
+
+BUILT_BY_SCRIPT = (
+    "the script builds the model: build it inside `with deepspeed.zero.Init(config_dict_or_path=ds_config):`, or a"
+    " transformers model by from_pretrained() or from_config() after TrainingArguments(deepspeed=…) or"
+    " HfDeepSpeedConfig(ds_config) was made, and while it is kept in a variable"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from ..config.deepspeed import ENOUGH_ACCUMULATION, count_replicas, says_accumul
 from ..config.plan_settings import PlanSettings, adopt_script_batch, apply_script_config_to_plan
 from ..config.releases import find_tolerated
 from ..config.rungs import Rung
+from ..devices import find_device
 from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import AutodsError, EnvironmentBroken, InputError, Interrupted
 from ..events import Note
@@ -22,8 +23,8 @@ from ..forecast.predict.step_time import find_fastest
 from ..forecast.simulate.client import LIMIT_S, ProcessSimulator
 from ..forecast.simulate.protocol import SimulationFailed
 from ..forecast.simulation_cache import AllocConf, count_parallel_engines, read_alloc_conf, why_not_forecast
-from ..forecast.values import ForecastListener, RungForecast, Simulator, StartSimulator
-from ..report.results.plan import PlanReport, SiteForecast, Timeline
+from ..forecast.values import STARTING, ForecastListener, RungForecast, Simulator, StartSimulator
+from ..report.results.plan import LoadingPeak, PlanReport, SiteForecast, Timeline, find_closest
 from ..runner.cleanup import open_session, simulator_variables
 from ..system.host import installed_versions
 from ..types import ModelFacts, WorkloadSource
@@ -175,6 +176,7 @@ def _site_forecast(run: PlanRun, site: Site) -> SiteForecast:
         to_try=tuple(rung.rung for rung in rungs if reason is not None and rung.reason == reason),
         lacks_nvme=tuple(rung.name for rung in run.settings.ladder if rung.uses_nvme and site.nvme_path is None),
         built_whole=_list_built_whole(run, site, best),
+        loading=_find_loading_peak(run, site, best or find_closest(rungs)),
     )
 
 
@@ -184,19 +186,30 @@ def _list_built_whole(run: PlanRun, site: Site, best: RungForecast | None) -> tu
     if best is None or settings.zero_init or settings.source.form.runs_as_main:
         return ()
 
-    def is_decided(rung: str) -> bool:
-        spec = run.find_engine(site, rung)
-        simulation = None if spec is None else run.cache.get(spec, site.micro_batch)
-        if simulation is None:
-            return False
-        host_bytes = {phase: held.get("host", 0) for phase, held in simulation.live_bytes.items()}
-        building_bytes = host_bytes.pop("init", 0)
-        return building_bytes > max(host_bytes.values(), default=0)
-
     names = [rung.name for rung in settings.ladder if rung.stage == 3]
     forecasts = [each for each in run.list_forecasts(site) if each.rung in names and each.memory]
     counting = [each for each in forecasts if each.rung == best.rung or each.verdict != "fits"]
-    return tuple(each.rung for each in counting if each.decides == "init" or is_decided(each.rung))
+    return tuple(each.rung for each in counting if each.decides in STARTING or each.host_is_fullest_at_start)
+
+
+def _find_loading_peak(run: PlanRun, site: Site, forecast: RungForecast | None) -> LoadingPeak | None:
+    """What a node's host holds with this rung before the first step; None where it holds more in a step."""
+    if forecast is None or not forecast.host_is_fullest_at_start or find_device(site.device).shares_host_memory:
+        return None
+    spec, parameters = run.find_engine(site, forecast.rung), run.facts.parameters
+    simulation = None if spec is None else run.cache.get(spec, site.micro_batch)
+    if spec is None or simulation is None:
+        return None
+    build_bytes, init_bytes = (forecast.host_by_phase.get(phase, 0) for phase in STARTING)
+    return LoadingPeak(
+        stage=next(rung.stage for rung in run.settings.ladder if rung.name == forecast.rung),
+        ranks=spec.ranks_of_node,
+        build_bytes=build_bytes,
+        init_bytes=init_bytes,
+        later_bytes=forecast.host_after_start_bytes,
+        whole=simulation.builds_whole(parameters),
+        in_fp32=simulation.builds_whole(2 * parameters),
+    )
 
 
 def choose_best(rungs: Sequence[RungForecast]) -> RungForecast | None:

@@ -21,6 +21,7 @@ from ..forecast.predict.verdict import forecast_speed
 from ..forecast.simulate.protocol import SimulationFailed
 from ..forecast.simulation_cache import CachedEngine, SimulationCache, make_engine, move_engine, why_not_forecast
 from ..forecast.values import (
+    STARTING,
     EngineSpec,
     ForecastListener,
     RungFinished,
@@ -62,8 +63,9 @@ def holds_on(simulation: Simulation, spec: EngineSpec, machine: Machine) -> bool
     if device_bytes >= spec.device_bytes or get_key(spec.ds_config, "zero_optimization.stage") not in (1, 2):
         return True
     peaks = {phase: tiers.get("device", 0) for phase, tiers in simulation.live_bytes.items()}
-    return peaks.get("init", 0) <= device_bytes - estimate_outside_bytes(spec) or any(
-        peak > device_bytes for phase, peak in peaks.items() if phase != "init"
+    starting_bytes = max(peaks.get(phase, 0) for phase in STARTING)
+    return starting_bytes <= device_bytes - estimate_outside_bytes(spec) or any(
+        peak > device_bytes for phase, peak in peaks.items() if phase not in STARTING
     )
 
 

@@ -276,7 +276,9 @@ def _rung_from_row(row: Mapping[str, Any]) -> RungForecast:
     names = ("rung", "verdict", "reason", "micro_batch", "largest_micro_batch", "assumed", "seconds")
     known = {name: row[name] for name in names} | {name: device[name] for name in ("live_peak_bytes", "breakdown")}
     by_phase = {phase: size for phase, size in device["by_phase"].items() if size}
-    rung = read_as(RungForecast, {**known, "by_phase": by_phase, "expandable": row.get("expandable", False)})
+    known |= {"by_phase": by_phase, "expandable": row.get("expandable", False)}
+    known["host_by_phase"] = {} if row["host"] is None else row["host"]["node"].get("by_phase", {})
+    rung = read_as(RungForecast, known)
     return replace(rung, memory=memory, speed=None if row["step"] is None else _speed_from_row(row["step"]))
 
 
@@ -301,7 +303,8 @@ def _tier(rung: RungForecast, tier: Tier, ranks_per_node: int) -> dict[str, Any]
     limit = {"limit_bytes": sizes.pop("limit_bytes")}
     if tier in TIERS_OF_A_NODE:
         each = {name: -(-size // ranks_per_node) for name, size in sizes.items()}
-        return {**each, "node": {**sizes, **limit}}
+        phases = {"by_phase": dict(rung.host_by_phase)} if tier == "host" else {}
+        return {**each, "node": {**sizes, **limit, **phases}}
     if tier == "pinned":
         return {**sizes, "node": {name: size * ranks_per_node for name, size in sizes.items()}}
     by_phase = {phase: rung.by_phase.get(phase, 0) for phase in PHASES}

@@ -339,7 +339,7 @@ def counted_by_mem_tracker(golden: Any) -> Iterator[None]:
 
     @contextlib.contextmanager
     def counted() -> Iterator[tuple[Callable[[str], None], dict[str, int]]]:
-        peaks = dict.fromkeys(("init", "forward", "backward", "step"), 0)
+        peaks = dict.fromkeys(("build", "init", "forward", "backward", "step"), 0)
         tracker = MemTracker()
 
         def phase(name: str) -> None:

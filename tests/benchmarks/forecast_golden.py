@@ -42,7 +42,7 @@ from autods.rank.preload import freeze, preload
 from autods.workload import make_source
 from tests.support import golden_cases as golden
 
-BAR = {"init": 0.05, "forward": 0.01, "backward": 0.01, "step": 0.01}
+BAR = {"build": 0.05, "init": 0.05, "forward": 0.01, "backward": 0.01, "step": 0.01}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,7 @@ from tests.support.frozen_model import frozen_model
 from tests.support.launchers import cpu_env
 
 RANKS, EVERY_S, GIB = 2, 0.01, 2**30
-PHASES = {"build": "init", "init": "init", "forward": "forward", "backward": "backward", "step": "step"}  # forecast's
+PHASES = ("build", "init", "forward", "backward", "step")
 MEASURES = ("VmData", "RssAnon", "Pss")
 CONFIG = {
     "model_type": "gpt2", "n_layer": 20, "n_embd": 1024, "n_head": 16, "n_positions": 16, "vocab_size": 50257,
@@ -82,7 +82,7 @@ class RankSampler:
         self.samples += 1
         if self.samples % 10 < RANKS:
             sizes |= read_bytes(f"/proc/{rank}/smaps_rollup", "Pss")
-        if (phase := PHASES.get(read_phase(rank, slot) or "")) is not None:
+        if (phase := read_phase(rank, slot)) in PHASES:
             for measure, size in sizes.items():
                 self.peaks[rank, phase, measure] = max(self.peaks.get((rank, phase, measure), 0), size)
 
@@ -165,7 +165,7 @@ def measure(name: str, workload: str, options: list[str], folder: Path) -> None:
         watched["run"] = watch_command(["run", *shared, *options, "--fit", str(fit), "--out", str(run)])
         forecast = read_forecast(fit)
         for command, sampler in watched.items():
-            for phase in dict.fromkeys(PHASES.values()):
+            for phase in PHASES:
                 sizes = [sampler.sum_peaks(phase, each) for each in MEASURES]
                 columns = "".join(f"{size / GIB:>9.2f}" for size in (*sizes, forecast[phase]))
                 error = forecast[phase] / sizes[0] - 1 if sizes[0] else float("nan")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from autods.config.rungs import read_rungs
+from autods.forecast.values import PHASES
 from autods.types import Knobs, Scalar
 from tests.support.composed import compose_config
 
@@ -259,8 +260,9 @@ def _run(
         if plain:
             _compute_as_on_cuda()
         join_world(WORLD, WORLD)
-        begin("init")
+        begin("build")
         module = build(workload, checkpointing=checkpointing)
+        begin("init")
         samples = workload.build_batch(micro_batch)
         engine = initialize(workload, module, config)
         samples = place(samples, engine)
@@ -268,7 +270,7 @@ def _run(
             accumulation = int(config["gradient_accumulation_steps"])
             optimizer_step(workload, engine, samples, accumulation, index, lambda phase, step: begin(phase))
         begin("end")
-    return {name: peaks[name] for name in ("init", "forward", "backward", "step")}
+    return {name: peaks[name] for name in PHASES}
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from ...system.host import data_folder
 from ...types import Tier
 from ...units import parse_bytes
 from ..attention import UNKNOWN_FAMILY
-from ..values import EngineSpec, ForecastPhase, Interval, Simulation, Trace
+from ..values import STARTING, EngineSpec, ForecastPhase, Interval, Simulation, Trace
 from .allocator import find_least_limit, replay
 from .host_allocators import peak_pinned_bytes, replay_process
 from .prices import PriceList, Unpriced
@@ -146,7 +146,7 @@ class RankMemory:
     `outside_allocator` is what a card holds besides: the CUDA context, NCCL, kernels.
     `host` is pageable and pinned memory, with the peak of loading; `pinned` is the pinned part of it.
     `live_bytes` counts tensors on the device; `tensors_bytes` adds the allocator's rounding and fragments.
-    `by_phase` is the peak of `device` in each phase.
+    `by_phase` is the peak of `device` in each phase, and `host_by_phase` that of `host`.
     """
 
     device: Interval
@@ -157,6 +157,7 @@ class RankMemory:
     live_bytes: int
     tensors_bytes: int
     by_phase: Mapping[ForecastPhase, int]
+    host_by_phase: Mapping[ForecastPhase, int]
 
 
 def compute_rank_memory(
@@ -184,13 +185,13 @@ def compute_rank_memory(
 
     trace = simulation.traces.get("pinned")
     peak_pinned = live_pinned if trace is None else max(peak_pinned_bytes(trace), live_pinned)
-    # The peaks of pageable and pinned bytes coincide after init, where states only stay. In init a state is copied from
-    # one to the other: at least the larger of the two counts, and at most both. Rounding is kept from the first
+    # The peaks of pageable and pinned bytes coincide after init, where states only stay. Before that a state is copied
+    # from one to the other: at least the larger of the two counts, and at most both. Rounding is kept from the first
     # allocation on.
     both = {phase: size + live["pinned"][phase] for phase, size in live["host"].items()}
     peak_host = max(both.values(), default=0) + peak_pinned - live_pinned
-    larger = max(live["host"].get("init", 0), live["pinned"].get("init", 0))
-    later = max((size for phase, size in both.items() if phase != "init"), default=0)
+    larger = max(live[tier].get(phase, 0) for tier in ("host", "pinned") for phase in STARTING)
+    later = max((size for phase, size in both.items() if phase not in STARTING), default=0)
     host = Interval(low_bytes=min(max(larger, later), peak_host), peak_bytes=peak_host, high_bytes=peak_host)
 
     nvme_bytes = simulation.nvme_bytes * spec.ranks_of_node
@@ -203,6 +204,7 @@ def compute_rank_memory(
         live_bytes=live_bytes,
         tensors_bytes=tensors.peak_bytes,
         by_phase={phase: size + inside.peak_bytes for phase, size in by_phase.items()},
+        host_by_phase=both,
     )
 
 

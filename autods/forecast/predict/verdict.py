@@ -10,7 +10,17 @@ from ...devices import find_device
 from ...devices.base import EXPANDABLE
 from ...types import Tier
 from ...units import format_bytes
-from ..values import EngineSpec, ForecastPhase, Interval, RungForecast, Simulation, TierForecast, Trace, Verdict
+from ..values import (
+    STARTING,
+    EngineSpec,
+    ForecastPhase,
+    Interval,
+    RungForecast,
+    Simulation,
+    TierForecast,
+    Trace,
+    Verdict,
+)
 from .allocator import Replay, repeat_last_step, replay
 from .calibration import Calibration, calibrate_forecast
 from .memory_model import Overheads, compute_rank_memory, read_overheads
@@ -18,7 +28,8 @@ from .prices import PriceList, Unpriced, read_constants
 from .step_time import Speed, forecast_step
 
 _PHASE_WORDS: dict[ForecastPhase, str] = {
-    "init": "building and initialising",
+    "build": "building the model",
+    "init": "initialising the engine",
     "forward": "the forward pass",
     "backward": "the backward pass",
     "step": "the optimizer step",
@@ -90,7 +101,7 @@ def _judge(
     )
     if simulation.is_upper_bound:  # sure are the states at the peak, and what building takes
         states_bytes = sum(simulation.breakdown.get(kind, 0) for kind in _STATES)
-        built_bytes = simulation.live_bytes.get("init", {}).get("device", 0)
+        built_bytes = max(simulation.live_bytes.get(phase, {}).get("device", 0) for phase in STARTING)
         device = replace(device, low_bytes=min(device.low_bytes, max(states_bytes, built_bytes)))
     kind = find_device(spec.device)
     host = device if kind.shares_host_memory else need.host
@@ -102,8 +113,8 @@ def _judge(
         for tier, interval in intervals.items()
         if interval.high_bytes
     }
-    largest_phase = max(need.by_phase.values(), default=0)
-    by_phase = {phase: device.peak_bytes - (largest_phase - size) for phase, size in need.by_phase.items()}
+    by_phase = _raise_to_peak(need.by_phase, device.peak_bytes)
+    host_by_phase = by_phase if kind.shares_host_memory else _raise_to_peak(need.host_by_phase, host.peak_bytes)
 
     tier = find_deciding_tier(memory)
     limit = memory[tier].limit_bytes
@@ -124,11 +135,18 @@ def _judge(
         live_peak_bytes=need.live_bytes,
         overhead_bytes=device.peak_bytes - need.tensors_bytes,
         by_phase=by_phase,
+        host_by_phase={phase: spec.ranks_of_node * size for phase, size in host_by_phase.items()},
         breakdown=simulation.breakdown,
         expandable=expandable,
         assumed=simulation.assumed,
         seconds=simulation.seconds,
     )
+
+
+def _raise_to_peak(by_phase: Mapping[ForecastPhase, int], peak_bytes: int) -> dict[ForecastPhase, int]:
+    """Return the phases' bytes, with what the peak has beside the largest of them in each."""
+    beside_bytes = peak_bytes - max(by_phase.values(), default=0)
+    return {phase: size + beside_bytes for phase, size in by_phase.items()}
 
 
 def forecast_speed(
@@ -179,13 +197,13 @@ def replay_at_limit(simulation: Simulation, forecast: RungForecast) -> Replay | 
 def find_tier_short_at_build(forecast: RungForecast, device: str) -> Tier | None:
     """Return the tier that a rung lacks while it builds and initializes, and not after that; None without one.
 
-    The phases of the host are not known: it counts where the device is not short later.
+    The host counts where the device is not short later.
     """
     short = {tier for tier, held in forecast.memory.items() if judge_tier(held) != "fits"}
     if not short or short - {"device", "host"}:
         return None
     if "device" in short:
-        later_bytes = max((size for phase, size in forecast.by_phase.items() if phase != "init"), default=0)
+        later_bytes = max((size for phase, size in forecast.by_phase.items() if phase not in STARTING), default=0)
         if later_bytes > (forecast.memory["device"].limit_bytes or 0):
             return None
     return "host" if "host" in short or find_device(device).shares_host_memory else "device"

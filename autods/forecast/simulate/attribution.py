@@ -21,7 +21,9 @@ _PARAMETERS, _GRADIENTS, _OPTIMIZER, _ACTIVATIONS, _BUCKETS, _OTHER = range(len(
 _BUILD = model_trial.build.__code__
 _LARGE = 1 << 20  # bytes; for smaller blocks the search for the caller takes too long
 _WRAPPER = "/deepspeed/utils/nvtx.py"  # between DeepSpeed and the functions of torch that it marks for a profiler
-_BY_PHASE = {"init": _OPTIMIZER, "forward": _ACTIVATIONS, "backward": _ACTIVATIONS, "step": _OPTIMIZER}
+_BY_PHASE = {
+    "build": _PARAMETERS, "init": _OPTIMIZER, "forward": _ACTIVATIONS, "backward": _ACTIVATIONS, "step": _OPTIMIZER,
+}  # fmt: skip
 # By file of DeepSpeed and part of the function's name; the first row that matches the nearest frame decides.
 _ZERO = ("stage3.py", "stage_1_and_2.py")
 _HOLDERS = (

@@ -27,7 +27,7 @@ from .protocol import explain_optimizer_errors
 
 _STEPS = 2  # the second differs: optimizer states exist, and stage 3 knows the order of its parameters
 _PHASES: Mapping[Phase, ForecastPhase] = {
-    "build": "init", "init": "init", "forward": "forward", "backward": "backward", "step": "step",
+    "build": "build", "init": "init", "forward": "forward", "backward": "backward", "step": "step",
     "evaluate": "forward",
 }  # fmt: skip
 
@@ -73,7 +73,7 @@ class SimulationContext:
         join_world(spec.world_size, spec.ranks_per_node)
         deepspeed_patches.install_rank_zero(self.ledger)
         self.ledger.kind_of_new = attribution.kind_by_caller
-        self.ledger.begin("init")
+        self.ledger.begin("build")
 
 
 class RankEngine:
@@ -97,6 +97,7 @@ class RankEngine:
         with context.active():
             model = build(workload, checkpointing=spec.checkpointing)
         attribution.label_gradients(context.ledger, model)
+        context.ledger.begin("init")
         with context.active(), explain_optimizer_errors(self._config):
             self._engine = initialize(workload, model, self._config)
         if "Muon" in type(self._engine.basic_optimizer).__name__:

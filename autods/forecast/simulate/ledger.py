@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -54,9 +55,11 @@ class Ledger:
         self.is_upper_bound = False
         self.nvme: dict[str, int] = {}
         self._live: dict[int, tuple[int, int, int, _Watch | None]] = {}  # storage → bytes, tier, block, watch
+        self._mapped: dict[int, _Watch] = {}  # storages in the pages of a file
+        self._maps = False
         self.current = [0, 0, 0, 0]
         self.highest = [0, 0, 0, 0]  # of the current phase
-        self.phase: ForecastPhase = "init"
+        self.phase: ForecastPhase = "build"
         self._by_phase: dict[ForecastPhase, list[int]] = {}
         self._tapes = [_Tape() for _ in _TIERS]
         self._emptied: list[int] = []  # events of the device before each empty_cache()
@@ -86,8 +89,10 @@ class Ledger:
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         known = self._live.get(key)
-        if known is None:
+        if known is None and key not in self._mapped:
             self.enter_new(tensor, size, tensor.device, tier)
+        elif known is None:
+            return
         elif known[0] != size:
             self._remove(key)
             self._add(key, size, known[1], known[3])
@@ -103,7 +108,22 @@ class Ledger:
         storage = tensor.untyped_storage()
         watch = _Watch(storage, self._on_gone)
         watch.key = key = storage._cdata
-        self._add(key, size, tier, watch)
+        if self._maps and tier == HOST:
+            self._mapped[key] = watch
+        else:
+            self._add(key, size, tier, watch)
+
+    @contextlib.contextmanager
+    def map_files(self) -> Iterator[None]:
+        """New tensors of the host lie in the pages of a file, which the kernel takes back: they count for nothing.
+
+        On CPU ranks they count. The limit of a rank's memory holds private mappings, too.
+        """
+        self._maps = True
+        try:
+            yield
+        finally:
+            self._maps = False
 
     def empty_cache(self, *args: Any) -> None:
         """Note that torch's allocator returns its cached memory here."""
@@ -242,6 +262,8 @@ class Ledger:
         known = self._live.get(watch.key)
         if known is not None and known[3] is watch:  # another storage may have the address by now
             self._remove(watch.key)
+        elif self._mapped.get(watch.key) is watch:
+            del self._mapped[watch.key]
 
     def _close(self) -> None:
         """Keep the peaks of the current phase."""

@@ -48,7 +48,7 @@ _WORLD = declare_all(
 def install(ledger: Ledger) -> None:
     """Patch the libraries in this process, before the script starts."""
     _give_zeros_for_values(ledger)
-    _open_weights_without_values()
+    _open_weights_without_values(ledger)
     _load_data_in_this_process(ledger)
     for patch in _SAMPLERS:
         patch.wrap(_draw_real_indices)
@@ -63,14 +63,14 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-def _open_weights_without_values() -> None:
+def _open_weights_without_values(ledger: Ledger) -> None:
     # transformers would load in threads, and the modes that make tensors fake are those of this thread.
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
     real = _SAFE_OPEN.original()
 
     def safe_open(filename: Any, framework: str, device: Any = "cpu", **kwargs: Any) -> Any:
         file = real(filename, framework=framework, device="cpu", **kwargs)
-        return _WeightsFile(file, torch.device(device)) if framework in ("pt", "torch", "pytorch") else file
+        return _WeightsFile(file, torch.device(device), ledger) if framework in ("pt", "torch", "pytorch") else file
 
     _SAFE_OPEN.install(safe_open, everywhere=True)
 
@@ -78,8 +78,8 @@ def _open_weights_without_values() -> None:
 class _Forwarding:
     """Forwards to an object of safetensors, whose tensors will lie on `device`."""
 
-    def __init__(self, real: Any, device: torch.device) -> None:
-        self._real, self._device = real, device
+    def __init__(self, real: Any, device: torch.device, ledger: Ledger) -> None:
+        self._real, self._device, self._ledger = real, device, ledger
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
@@ -96,7 +96,7 @@ class _WeightsFile(_Forwarding):
         self._real.__exit__(*raised)
 
     def get_slice(self, name: str) -> _WeightsSlice:
-        return _WeightsSlice(self._real.get_slice(name), self._device)
+        return _WeightsSlice(self._real.get_slice(name), self._device, self._ledger)
 
     def get_tensor(self, name: str) -> Any:
         return self.get_slice(name)[...]
@@ -112,7 +112,8 @@ class _WeightsSlice(_Forwarding):
             return self._real[index]
         with _disable_current_modes():
             shape = torch.empty(tuple(self._real.get_shape()), dtype=dtype, device="meta")[index].shape
-        return torch.empty(tuple(shape), dtype=dtype, device=self._device)
+        with self._ledger.map_files():  # as safetensors does: a view of the file's pages
+            return torch.empty(tuple(shape), dtype=dtype, device=self._device)
 
 
 def _give_zeros_for_values(ledger: Ledger) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from ...config.catalogue import ASKED, HERE, Site
 from ...config.deepspeed import choose_accumulation, count_replicas
 from ...forecast.predict.step_time import Speed, StepTime
-from ...forecast.values import PHASES, RungForecast
+from ...forecast.values import PHASES, ForecastPhase, RungForecast
 from ...types import TIERS, Knobs, Tier
 from ...units import choose_unit, format_bytes, format_count, format_factor
 from .. import document as doc
@@ -32,6 +32,7 @@ from ..text import (
     format_share,
 )
 from .remedies import (
+    describe_loading,
     describe_need,
     describe_partitioned_build,
     describe_way_out,
@@ -103,9 +104,12 @@ def _list_peaks(row: PlanRow) -> tuple[Words, ...]:
     return tuple(line((f"{tier:<7}", "dim"), format_predicted(predicted)) for tier, predicted in memory)
 
 
-def _list_phases(row: PlanRow) -> Cell:
-    by_phase = row.rung.by_phase
-    return tuple(f"{phase} {format_bytes(by_phase[phase])}" for phase in PHASES if phase in by_phase)
+def _list_phases(read: Callable[[RungForecast], Mapping[ForecastPhase, int]]) -> Callable[[PlanRow], Cell]:
+    def read_cell(row: PlanRow) -> Cell:
+        by_phase = read(row.rung)
+        return tuple(f"{phase} {format_bytes(by_phase[phase])}" for phase in PHASES if phase in by_phase)
+
+    return read_cell
 
 
 def _stack(row: PlanRow) -> Cell:
@@ -119,7 +123,8 @@ RUNGS: tuple[Column[PlanRow], ...] = (
     Column(name="peak (low to high) / limit", read=_list_peaks, on=_ELSEWHERE),
     Column(name="largest\nbatch", read=lambda row: str(row.rung.largest_micro_batch or ""), right=True, on=_ELSEWHERE),
     Column(name="made of", read=_stack, spare=1, below=True),
-    Column(name="by phase", read=_list_phases, on=Medium.PAGE),
+    Column(name="by phase", read=_list_phases(lambda rung: rung.by_phase), on=Medium.PAGE),
+    Column(name="host of a node\nby phase", read=_list_phases(lambda rung: rung.host_by_phase), on=Medium.PAGE),
     Column(name="decides", read=lambda row: row.rung.decides or "", spare=2),
     Column(name="other memory (low to high) / limit", read=lambda row: _list_peaks(row)[1:], on=Medium.PAGE),
     Column(
@@ -412,7 +417,7 @@ def list_suggestions(plan: PlanReport, site: SiteForecast) -> Iterator[str]:
     yield from compare_speeds(site, faster=True)
     if (cost := describe_accumulation(site)) is not None:
         yield cost
-    if (building := describe_building(site)) is not None:
+    if (building := describe_loading(plan, site) or describe_building(site)) is not None:
         yield building
     if best.speed is not None and (unaligned := describe_unaligned(best.speed)) is not None:
         yield unaligned

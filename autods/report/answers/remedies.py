@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...forecast.values import PartitionedBuild, RungForecast
+from ...forecast.values import BUILT_BY_SCRIPT, PartitionedBuild, RungForecast
 from ...types import TIERS_OF_A_NODE, Failed, OutOfMemory, Tier, first_line
 from ...units import format_bytes
 from ..results.fit import ClosestRung, FitReport
-from ..results.plan import PlanReport, SiteForecast
+from ..results.plan import PlanReport, SiteForecast, find_closest
 from ..text import TIER_NAMES
 
 _MIB = 2**20
+_WORTH_NAMING = 0.1  # of the host's limit
+_TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16"}
 _PEAK_VARIATION = 1.05  # a trial's peak varies a little from run to run
 
 
@@ -83,22 +85,45 @@ def _more_memory(report: FitReport, closest: ClosestRung, missing: int) -> str:
     return f"--gpu-memory {size}{bound}"
 
 
-def list_plan_remedies(forecast: PlanReport, site: SiteForecast) -> Iterator[str]:
+def list_plan_remedies(plan: PlanReport, site: SiteForecast) -> Iterator[str]:
     """Ways to make something fit, the surest first."""
-    forecasts = [rung for rung in site.rungs if rung.memory]
-    if not forecasts:
+    closest = find_closest(site.rungs)
+    if closest is None:
         yield "no rung applies: see the reasons above"
         return
-    closest = min(forecasts, key=lambda rung: max(1.0, rung.fill))
     if site.partitioned is not None:
         yield describe_partitioned_build(site.partitioned)
     yield f"{closest.rung} comes closest: it {describe_need(closest)}"
+    if site.partitioned is None and (loading := describe_loading(plan, site)) is not None:
+        yield loading
     for rung in site.lacks_nvme:
         yield f"--nvme 2TiB, if a node has a disk: {rung} was left out because it needs one"
     yield f"more ranks (--gpus {site.site.world_size * 2}): ZeRO splits the model over them"
-    if any(rung.micro_batch > 1 for rung in forecasts):
+    if any(rung.memory and rung.micro_batch > 1 for rung in site.rungs):
         yield "a smaller micro batch (--micro-batch 1)"
     yield "a shorter sequence (--seq-len), or --on all: which machine would do?"
+
+
+def describe_loading(plan: PlanReport, site: SiteForecast) -> str | None:
+    """What a node's host holds until training begins, and the ways around; None where training holds as much."""
+    loading, forecast = site.loading, site.best or find_closest(site.rungs)
+    if loading is None or forecast is None:
+        return None
+    peak_bytes = max(loading.build_bytes, loading.init_bytes)
+    if peak_bytes - loading.later_bytes < _WORTH_NAMING * (forecast.memory["host"].limit_bytes or peak_bytes):
+        return None
+    form, ways = plan.source.form, list[str]()
+    if loading.whole and loading.stage == 3:
+        ways += [BUILT_BY_SCRIPT if form.runs_as_main else "--zero-init builds it in parts"]
+    if loading.in_fp32 and (name := _TORCH_NAMES.get(site.site.precision)) is not None:
+        where = "a model.py with " if form.is_model_config else ""
+        ways += [f"{where}from_pretrained(dtype=torch.{name}): DeepSpeed trains from weights of that type anyway"]
+    if loading.whole and loading.stage < 3 and loading.ranks > 1:
+        ways += ["one rank at a time, which moves its model to its card before the next one begins"]
+    sizes = [format_bytes(size) for size in (loading.build_bytes, loading.init_bytes, loading.later_bytes)]
+    held = f"{sizes[0]} while {loading.ranks} ranks build the model, {sizes[1]} while their engines start"
+    needs = f"{forecast.rung}: the host of a node holds {held}, and {sizes[2]} in training"
+    return "; ".join((needs, f"less at the start: {'; or '.join(ways)}" if ways else "")).removesuffix("; ")
 
 
 def describe_need(rung: RungForecast) -> str:

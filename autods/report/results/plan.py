@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -41,6 +41,28 @@ class Alternative:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoadingPeak:
+    """The host of a node with a rung of this stage, which is fullest before the first step.
+
+    `build_bytes` is its peak while `ranks` ranks build or load the model, `init_bytes` that while their engines start,
+    and `later_bytes` that of all steps. Each rank builds the model `whole`, or at least as large `in_fp32`.
+    """
+
+    stage: int
+    ranks: int
+    build_bytes: int
+    init_bytes: int
+    later_bytes: int
+    whole: bool
+    in_fp32: bool
+
+
+def find_closest(rungs: Iterable[RungForecast]) -> RungForecast | None:
+    """Return the forecast that exceeds its limits least; None where no rung was forecast."""
+    return min((rung for rung in rungs if rung.memory), key=lambda rung: max(1.0, rung.fill), default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SiteForecast:
     """The forecasts of all rungs on one kind of machine, in the order of the ladder.
 
@@ -49,6 +71,7 @@ class SiteForecast:
     `lacks_nvme` are the rungs that need NVMe, which was not named.
     `built_whole` are the best rung and those that may not fit, of stage 3, whose device or host is fullest while each
     rank builds the whole model; none where no rung may fit.
+    `loading` is about the best rung, or the one that comes closest; None where its host is fullest in a step.
     `alternatives` are other settings of the best rung, and `partitioned` is a rung that `--zero-init` would make fit;
     there are none where several machines are compared. `unaccumulated` is the best rung with one micro batch a step;
     None also where the user says how many there are.
@@ -60,6 +83,7 @@ class SiteForecast:
     to_try: tuple[str, ...] = ()
     lacks_nvme: tuple[str, ...] = ()
     built_whole: tuple[str, ...] = ()
+    loading: LoadingPeak | None = None
     alternatives: tuple[Alternative, ...] = ()
     partitioned: PartitionedBuild | None = None
     unaccumulated: RungForecast | None = None

@@ -80,7 +80,7 @@ def test_a_model_that_refuses_to_be_split_is_said_to() -> None:
 @pytest.mark.parametrize(("host", "proposed"), [(100, True), (1, False)], ids=["whole", "split already"])
 def test_a_script_is_told_to_split_the_model_it_builds(host: int, proposed: bool) -> None:
     def script(ask: EngineSpec, micro_batch: int) -> Simulation:
-        return simulate_peaks(micro_batch, init=GIB // 8, backward=10 * GIB, host=host * GIB)
+        return simulate_peaks(micro_batch, build=GIB // 8, backward=10 * GIB, host=host * GIB)
 
     source = replace(SOURCE, kind="script", script_kind="deepspeed")
     asked = replace(question(ladder=("zero3",), largest=False, host_memory=f"{4 * host}GiB"), source=source)
@@ -415,6 +415,32 @@ def test_a_plan_says_where_building_decides() -> None:
         assert "building" not in plan_of(script, "zero2", "zero3")  # zero2 is recommended, and zero3 fits
         assert "building" not in plan_of(script, "zero3", zero_init=True)
     assert "building" not in plan_of(later, "zero3")
+
+
+@pytest.mark.parametrize(
+    ("kind", "rung", "ways"),
+    [
+        ("file", "zero2", ("from_pretrained(dtype=torch.bfloat16)", "one rank at a time")),
+        ("hf_config", "zero3", ("--zero-init", "a model.py with from_pretrained")),
+        ("script", "zero3", ("HfDeepSpeedConfig(ds_config) was made, and while it is kept", "torch.bfloat16")),
+    ],
+)
+def test_a_plan_says_how_a_node_loads_with_less(kind: Any, rung: str, ways: tuple[str, ...]) -> None:
+    def script(ask: EngineSpec, micro_batch: int) -> Simulation:
+        whole_bytes = 4 * FACTS.parameters
+        lives = {"build": {"host": whole_bytes}, "init": {"device": GIB}, "backward": {"device": 4 * GIB, "host": GIB}}
+        return replace(simulate_peaks(micro_batch, build=0, init=GIB, backward=4 * GIB), live_bytes=lives)
+
+    source = replace(SOURCE, kind=kind, script_kind="deepspeed" if kind == "script" else None)
+    asked = replace(question(ladder=(rung,), largest=False, host_memory="100GiB"), source=source)
+    planned = Planned(asked, script).forecast
+    text = printed(make_plan_document(planned), 900)
+    assert f"{rung}: the host of a node holds" in text
+    assert "while 8 ranks build the model" in text
+    assert all(way in text for way in ways)
+    loading = planned.sites[0].loading
+    assert loading is not None
+    assert (loading.whole, loading.in_fp32, loading.ranks) == (True, True, 8)
 
 
 def test_an_engine_spec_holds_the_whole_config() -> None:

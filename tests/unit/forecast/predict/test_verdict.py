@@ -146,6 +146,15 @@ def test_swap_files_of_a_node_are_held_against_its_nvme() -> None:
     assert forecast.reason == "needs 400.0 GiB of 300.0 GiB of NVMe a node"
 
 
+def test_the_host_of_a_node_is_known_by_phase() -> None:
+    made = simulated(host=2 * GIB, pinned=GIB)
+    lives = {**made.live_bytes, "build": {"device": 0, "host": 7 * GIB, "pinned": 0}}
+    forecast = judge_memory(ask(), replace(made, live_bytes=lives), limits={}, overheads=NOTHING_BESIDE)
+    phases = {"build": 28 * GIB, "init": 12 * GIB, "forward": 12 * GIB, "backward": 12 * GIB, "step": 12 * GIB}
+    assert forecast.host_by_phase == phases
+    assert (forecast.host_is_fullest_at_start, forecast.host_after_start_bytes) == (True, 12 * GIB)
+
+
 def test_a_tier_without_a_limit_cannot_fail() -> None:
     assert judge_memory(ask(), simulated(host=900 * GIB, nvme=900 * GIB), limits={"device": 24 * GIB}).verdict == "fits"
 

@@ -31,7 +31,7 @@ class Tensor:
 @pytest.fixture
 def ledger() -> Ledger:
     books = Ledger(one_memory=False)
-    books.begin("init")
+    books.begin("build")
     return books
 
 
@@ -57,7 +57,7 @@ def test_a_tensor_counts_on_its_tier_until_it_dies(ledger: Ledger) -> None:
     assert [ledger.current[tier] for tier in (DEVICE, HOST, PINNED)] == [100, 70, 50]
     del on_device, pinned
     assert [ledger.current[tier] for tier in (DEVICE, HOST, PINNED)] == [0, 70, 0]
-    assert ledger.peaks()["init"] == {"device": 100, "host": 70, "pinned": 50}
+    assert ledger.peaks()["build"] == {"device": 100, "host": 70, "pinned": 50}
 
 
 def test_a_view_is_not_counted_again(ledger: Ledger) -> None:
@@ -94,9 +94,9 @@ def test_a_second_step_can_raise_the_peak_of_a_phase(ledger: Ledger) -> None:
     most = Tensor(3, 60)
     ledger.enter(most)
     assert {phase: tiers["device"] for phase, tiers in ledger.peaks().items()} == {
-        "init": 100, "forward": 160, "step": 100,
+        "build": 100, "forward": 160, "step": 100,
     }  # fmt: skip
-    assert [phase for _, phase in ledger.trace(DEVICE).marks] == ["init", "forward", "step", "forward"]
+    assert [phase for _, phase in ledger.trace(DEVICE).marks] == ["build", "forward", "step", "forward"]
 
 
 def test_the_trace_replays_to_the_same_peak(ledger: Ledger) -> None:
@@ -105,7 +105,7 @@ def test_the_trace_replays_to_the_same_peak(ledger: Ledger) -> None:
         ledger.enter(tensor)
     del kept[2:5], tensor
     assert replayed(ledger, DEVICE) == (360, ledger.current[DEVICE])
-    assert ledger.peaks()["init"]["device"] == 360
+    assert ledger.peaks()["build"]["device"] == 360
 
 
 def test_on_cpu_ranks_every_tier_counts_as_the_device() -> None:
@@ -113,7 +113,21 @@ def test_on_cpu_ranks_every_tier_counts_as_the_device() -> None:
     on_host, pinned = Tensor(2, 70, "cpu"), Tensor(3, 50, "cpu")
     ledger.enter(on_host)
     ledger.enter(pinned, PINNED)
-    assert ledger.peaks()["init"] == {"device": 120, "host": 0, "pinned": 0}
+    assert ledger.peaks()["build"] == {"device": 120, "host": 0, "pinned": 0}
+
+
+def test_pages_of_a_file_count_on_cpu_ranks_alone() -> None:
+    for one_memory in (False, True):
+        ledger = Ledger(one_memory=one_memory)
+        weight = Tensor(1, 70, "cpu")
+        with ledger.map_files():
+            ledger.enter(weight)
+        ledger.enter(weight)  # an operator returns a view of it
+        cast = Tensor(2, 140, "cpu")
+        ledger.enter(cast)
+        assert sum(ledger.current[:3]) == (210 if one_memory else 140)
+        del weight, cast
+        assert sum(ledger.current[:3]) == 0
 
 
 def test_a_kernels_buffer_is_no_tensor_of_the_sum() -> None:
@@ -121,7 +135,7 @@ def test_a_kernels_buffer_is_no_tensor_of_the_sum() -> None:
     tensor = Tensor(1, 100)
     ledger.enter(tensor)
     ledger.borrow([40])
-    assert (ledger.peaks()["init"]["device"], ledger.summed_peaks()["init"]) == (140, 100)
+    assert (ledger.peaks()["build"]["device"], ledger.summed_peaks()["build"]) == (140, 100)
 
 
 def test_the_breakdown_is_that_of_the_peak(ledger: Ledger) -> None:

@@ -165,7 +165,7 @@ def test_json_keeps_the_contract() -> None:
     assert row["reason"]
     assert set(row["device"]) >= {"peak_bytes", "live_peak_bytes", "low_bytes", "high_bytes", "by_phase", "breakdown"}
     assert row["device"]["peak_bytes"] == 40 * GIB
-    assert list(row["device"]["by_phase"]) == ["init", "forward", "backward", "step"]
+    assert list(row["device"]["by_phase"]) == ["build", "init", "forward", "backward", "step"]
     assert row["nvme"]["peak_bytes"] == 0
     assert data["rungs"][4]["device"] is data["rungs"][4]["nvme"] is None
     assert data["hardware"]["device_bytes"] == LIMIT
