@@ -241,6 +241,7 @@ _HEADER = re.compile(
     re.IGNORECASE,
 )
 _HOST_MEMORY = b"CPU Virtual Memory"
+_LOADING = re.compile(read_toml("log_lines")["loading"].encode())
 _HEADS = (b"==", b"##", b"--", b"**", b">>")
 
 
@@ -265,6 +266,7 @@ class Reader:
         self.progress = 0
         self.parts: dict[str, int] = {}  # name → progress, in a log that joins several files
         self.last: list[str] = []  # of the last block
+        self.loading = ""  # the last bar of weights that were being loaded; "" where it came to its end
         self.host_memory = ""  # the last line in which DeepSpeed says how full it is; it writes many alike
         self._name = file
         self._raws: list[bytes] = []
@@ -306,6 +308,8 @@ class Reader:
         self.last = [text for text in _clean(block[-2000:]).splitlines() if text.strip()][-5:] or self.last
         if (place := block.rfind(_HOST_MEMORY)) >= 0:
             self.host_memory = _clean(block[place : place + 100]).splitlines()[0]
+        for bar in _LOADING.finditer(block):
+            self.loading = "" if int(bar["percent"]) >= 100 else _clean(bar[0])
         block, line_end = block.removesuffix(b"\n"), block[-1:] == b"\n"
         self._raws, self._first = block.split(b"\n"), self.number
         shapes = map(hash, block.translate(None, _DIGITS).split(b"\n"))

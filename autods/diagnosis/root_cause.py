@@ -54,6 +54,8 @@ _NOT_FULL = (
     "help"
 )
 _HOST_FULL = re.compile(r"percent = (?:[89]\d|100)\b")  # of DeepSpeed's see_memory_usage, some time before the end
+# Who ends a process from outside, mostly for its host memory.
+_KILLERS = ("exit code -9", "host/kernel-killer", "host/scheduler-killer", "host/limit-of-a-batch-system")
 _KILLED_PROGRAM = re.compile(r"[Kk]illed process (\d+) \(([^)]*)\)")
 _TRAINING_PROGRAM = re.compile(
     r"python|^pt_|ray|torchrun|deepspeed|accelerate|train|worker|jupyter|ipykernel", re.IGNORECASE
@@ -163,8 +165,17 @@ def pick_root_cause(summary: LogSummary, exit_code: int | None = None) -> Diagno
     """The diagnosis of a run. `exit_code` is the run's, as `subprocess` or a shell reports it, if it is known.
 
     The strongest evidence wins: a cause in the logs, ranks that only noticed, weak messages, the exit code,
-    memory pressure that the run survived.
+    memory pressure that the run survived. Where the run was killed while it loaded weights, the advice is about that.
     """
+    diagnosis, bar = _weigh(summary, exit_code), next(filter(None, summary.loading), "")
+    if not bar or diagnosis.signature not in _KILLERS:
+        return diagnosis
+    evidence = dict.fromkeys((*diagnosis.evidence[: _EVIDENCE_LINES - 1], bar[:_EVIDENCE_CHARS]))
+    advice = f"{read_toml('log_lines')['loading_advice']}. {diagnosis.advice}"
+    return replace(diagnosis, phase="load", evidence=tuple(evidence), advice=advice)
+
+
+def _weigh(summary: LogSummary, exit_code: int | None) -> Diagnosis:
     ended_well = exit_code == 0 or (exit_code is None and _finished(summary))
     alive = [symptom for symptom in summary.symptoms if not ended_well and not _survived(symptom, summary)]
     alive = [symptom for symptom in alive if not _repeats_user(symptom, summary)]

@@ -60,7 +60,8 @@ class LogSummary:
     """Everything that was read from the logs of one run.
 
     `progress` maps a file to the training progress at its end, `last` maps it to its last lines.
-    `host_memory` is DeepSpeed's last line about it in each file. `user_words` are what exceptions of the user's code
+    `loading` is the bar of weights that were being loaded when a file ends, and `host_memory` DeepSpeed's last line
+    about that, in each file. `user_words` are what exceptions of the user's code
     say. `text` tells whether any file was text; `not_text` names those that were none.
     """
 
@@ -70,6 +71,7 @@ class LogSummary:
     user_words: set[str] = field(default_factory=set)
     progress: dict[str, int] = field(default_factory=dict)
     last: dict[str, list[str]] = field(default_factory=dict)
+    loading: list[str] = field(default_factory=list)
     host_memory: list[str] = field(default_factory=list)
     bytes: int = 0
     lines: int = 0  # of the files that were read to their end
@@ -117,6 +119,7 @@ def _read_log(name: str, blocks: Iterator[bytes], summary: LogSummary) -> None:
     summary.progress |= {**reader.parts, reader.file: reader.progress}
     summary.files += len(reader.parts)
     summary.last[name] = reader.last
+    summary.loading.append(reader.loading)
     summary.host_memory.append(reader.host_memory)
 
 

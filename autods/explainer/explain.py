@@ -21,15 +21,17 @@ from ..config.deepspeed import (
 )
 from ..config.plan_settings import PlanSettings, resolve_plan
 from ..config.rungs import Rung, State
-from ..config.validator import EXPLAIN_RULES, InstalledKeys, Question, find_problems, walk_keys
+from ..config.validator import EXPLAIN_RULES, InstalledKeys, Problem, Question, find_problems, walk_keys
 from ..errors import InputError
-from ..forecast.values import ForecastListener, RungForecast, StartSimulator
+from ..forecast.values import BUILT_BY_SCRIPT, ForecastListener, RungForecast, StartSimulator
 from ..planner.plan import plan
 from ..report.results.explain import ExplainedKey, Explanation, KeyCost, NeededMemory
+from ..report.results.plan import PlanReport
 from ..requests import ExplainRequest, PlanRequest
 from ..schema import read_toml_as
 from ..system.host import Hardware, data_folder
 from ..types import TIERS, Tier, WorkloadSource
+from ..units import format_bytes
 from .installed import ask_deepspeed
 from .toy_engine import find_refusals
 
@@ -120,7 +122,8 @@ def explain(settings: ExplainSettings, listen: ForecastListener, start: StartSim
         problems = (*refusals, *problems)
     memory, costs = None, dict[str, KeyCost]()
     if settings.plan is not None and not any(problem.severity == "error" for problem in problems):
-        memory, costs = _simulate(settings.config, settings.plan, listen, start)
+        memory, costs, loading = _simulate(settings.config, settings.plan, listen, start)
+        problems = (*problems, *loading)
     return Explanation(
         config=settings.name,
         deepspeed=installed.version,
@@ -156,8 +159,9 @@ def _explain_keys(
 
 def _simulate(
     config: Mapping[str, Any], settings: PlanSettings, listen: ForecastListener, start: StartSimulator | None
-) -> tuple[NeededMemory, dict[str, KeyCost]]:
-    """Simulate the config, and once more for each sized key with another value of it.
+) -> tuple[NeededMemory, dict[str, KeyCost], tuple[Problem, ...]]:
+    """Simulate the config, and once more for each sized key with another value of it. A model that is loaded whole is a
+    problem.
 
     Each is a rung of a plan, so that they share one simulated device.
     """
@@ -180,7 +184,20 @@ def _simulate(
         tiers={tier: held.peak_bytes for tier, held in whole.memory.items()},
         limits={tier: held.limit_bytes for tier, held in whole.memory.items() if held.limit_bytes is not None},
     )
-    return memory, costs
+    return memory, costs, tuple(_find_whole_load(forecast))
+
+
+def _find_whole_load(forecast: PlanReport) -> Iterator[Problem]:
+    """A script of stage 3 whose ranks each load the whole model, and hold most host memory then."""
+    site = forecast.sites[0]
+    loading, ranks = site.loading, site.site.world_size
+    if loading is None or not loading.whole or loading.stage < 3 or ranks < 2 or not forecast.source.form.runs_as_main:
+        return
+    held = (
+        f"a node's host holds {format_bytes(loading.build_bytes)} then, and {format_bytes(loading.later_bytes)} later"
+    )
+    problem = f"stage 3 splits the parameters, but each rank loads all of them first: {held}"
+    yield Problem(severity="warning", key="zero_optimization.stage", problem=problem, hint=BUILT_BY_SCRIPT)
 
 
 def make_rung(name: str, config: Mapping[str, Any]) -> Rung:

@@ -160,6 +160,8 @@ def make_diagnosis_document(diagnosis: Diagnosis, *, whole: bool = False) -> doc
     if diagnosis.kind == "unknown":
         failed = "The run" if diagnosis.rank is None else f"Rank {diagnosis.rank}"
         headline = f"{failed} failed; the cause is not in the log"
+        if diagnosis.phase == "load":
+            headline = f"{failed} was killed while it loaded weights: host memory is likely, and not proven by the log"
     elif diagnosis.kind == "out_of_memory" and diagnosis.tier:
         headline = f"Out of {TIER_NAMES[diagnosis.tier]}{place}"
     style = {"none": "green", "memory_pressure": "yellow"}.get(diagnosis.kind, "red")

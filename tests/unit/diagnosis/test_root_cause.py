@@ -425,3 +425,24 @@ def test_an_allocation_that_failed_without_harm_is_pressure() -> None:
     )
     said = autods.diagnose(f"{warning}. The caller indicates that this is not a failure\nepoch 2 loss 0.3\n")
     assert (said.kind, said.tier) == ("memory_pressure", "device")
+
+
+BARS = "Loading weights:   0%|          | 0/146 [00:00<?, ?it/s]\rLoading weights:  {percent}%|███▎  | 48/146\n"
+KERNEL = "Out of memory: Killed process 4242 (python) total-vm:99999kB, anon-rss:88888kB\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "exit_code", "phase"),
+    [
+        (BARS.format(percent=33), -9, "load"),
+        (BARS.format(percent=33) + KERNEL, None, "load"),
+        (BARS.format(percent=100), -9, None),
+        (BARS.format(percent=33) + "RuntimeError: no data here\n", 1, None),
+    ],
+)
+def test_a_rank_that_is_killed_while_it_loads_gets_that_advice(log: str, exit_code: int | None, phase: str) -> None:
+    said = autods.diagnose(log, exit_code)
+    assert said.phase == phase
+    assert ("HfDeepSpeedConfig" in said.advice) is (phase == "load")
+    assert any("33%" in line for line in said.evidence) is (phase == "load")
+    assert said.tier == ("host" if KERNEL in log else None)

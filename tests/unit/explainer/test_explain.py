@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from autods.forecast.values import EngineSpec, Simulation
 from autods.report.answers.problems import make_explain_document
 from autods.report.results.explain import Explanation
 from autods.requests import ExplainRequest
+from autods.types import WorkloadSource
 from tests.support.ds_configs import GUIDE, PRETRAINING
 from tests.support.planned import FACTS, GIB, LAPTOP, SOURCE
 from tests.support.terminal import printed
@@ -41,17 +43,20 @@ SIZED: dict[str, Any] = {
 }
 
 
-def explained(config: dict[str, Any], **asked: Any) -> tuple[Explanation, list[EngineSpec]]:
+def explained(
+    config: dict[str, Any], source: WorkloadSource = SOURCE, built_bytes: int = 0, **asked: Any
+) -> tuple[Explanation, list[EngineSpec]]:
     """The explanation on a scripted simulator, and the engines that were simulated."""
     specs: list[EngineSpec] = []
 
     def peaks(spec: EngineSpec, micro_batch: int) -> Simulation:
         specs.append(spec)
         bucket = get_key(spec.ds_config, "zero_optimization.reduce_bucket_size") or 0
-        return simulate_peaks(micro_batch, init=GIB, backward=4 * GIB + 2 * bucket)
+        made = simulate_peaks(micro_batch, build=0, init=GIB, backward=4 * GIB + 2 * bucket)
+        return replace(made, live_bytes={**made.live_bytes, "build": {"host": built_bytes}})
 
     request = ExplainRequest(config=config, **asked)
-    settings = resolve_explain(request, lambda plan: SOURCE, hardware=LAPTOP)
+    settings = resolve_explain(request, lambda plan: source, hardware=LAPTOP)
     simulator = ScriptedSimulator(FACTS, peaks)
     return explain(settings, lambda event: None, start=lambda source: nullcontext(simulator)), specs
 
@@ -100,6 +105,15 @@ def test_each_sized_key_is_simulated_with_another_value() -> None:
     assert explanation.memory.verdict == "fits"
     assert {get_key(spec.ds_config, "train_micro_batch_size_per_gpu") for spec in specs} == {4}
     assert all(get_key(spec.ds_config, "zero_optimization.offload_optimizer.device") == "cpu" for spec in specs)
+
+
+@pytest.mark.parametrize(("weight_bytes", "gpus", "warns"), [(4, 8, True), (0, 8, False), (4, 1, False)])
+def test_a_script_that_loads_whole_under_stage_3_is_told(weight_bytes: int, gpus: int, warns: bool) -> None:
+    script = replace(SOURCE, kind="script", script_kind="deepspeed")
+    built_bytes = weight_bytes * FACTS.parameters
+    explanation, _ = explained(SIZED, script, built_bytes, workload="train.py", gpus=gpus, gpu_memory="40GiB")
+    hints = [finding.hint for finding in explanation.findings if "loads all of them first" in finding.problem]
+    assert ["HfDeepSpeedConfig" in hint for hint in hints] == [True] * warns
 
 
 def test_a_config_with_errors_is_not_simulated() -> None:
