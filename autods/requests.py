@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 from .arguments import (
     Amount,
     Axes,
+    Checkpointing,
     ConfigSource,
     Count,
     Counts,
     Duration,
     Names,
-    OnOff,
     Paths,
     PathText,
     Prices,
@@ -301,8 +301,11 @@ class PlanRequest(_MachineOptions, WorkloadRequest):
         "PRICE",
     )
     micro_batch: Count | None = option("Search", "Samples of a rank at a time.", "N", shown_default="1", most=10**6)
-    checkpointing: OnOff | None = option(
-        "Search", "Recompute activations.", "on|off", shown_default="on, if the model can"
+    checkpointing: Checkpointing | None = option(
+        "Search",
+        "Recompute activations; offload also keeps the inputs of layers on the host.",
+        "on|off|offload",
+        shown_default="on, if the model can",
     )
     as_written: Switch = option(
         "Search", "Buckets and limits of the base config, not as a fit would start them.", default=False

@@ -75,6 +75,8 @@ def main() -> None:
         model = peft.get_peft_model(model, peft.LoraConfig(**asked.lora), autocast_adapter_dtype=False)
     if asked.gradient_checkpointing:
         model.gradient_checkpointing_enable()
+        if config.get("activation_checkpointing", {}).get("cpu_checkpointing"):
+            keep_inputs_on_host(model)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = workload.build_optimizer(parameters) if hasattr(workload, "build_optimizer") else None
     engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, optimizer=optimizer, config=config)
@@ -132,6 +134,34 @@ def build_partitioned(workload, config: dict):
         model = workload.build_model()
     del known
     return model
+
+
+def keep_inputs_on_host(model) -> None:
+    """Each layer of transformers that recomputes its activations keeps its input in host memory until backward.
+
+    DeepSpeed's cpu_checkpointing does so only where the model calls deepspeed.checkpointing.
+    """
+    import torch
+
+    def on_host(checkpoint, function, *inputs, **named):
+        hidden = next(each for each in inputs if torch.is_tensor(each) and each.is_floating_point())
+        known = hidden.data_ptr(), hidden.shape
+
+        def pack(tensor):
+            if (tensor.data_ptr(), tensor.shape) != known:
+                return tensor
+            copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type != "cpu")
+            return tensor.device, copy.copy_(tensor, non_blocking=True)
+
+        def unpack(packed):
+            return packed[1].to(packed[0], non_blocking=True) if isinstance(packed, tuple) else packed
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return checkpoint(function, *inputs, **named)
+
+    for layer in model.modules():
+        if getattr(layer, "gradient_checkpointing", False):
+            layer._gradient_checkpointing_func = functools.partial(on_host, layer._gradient_checkpointing_func)
 
 
 def import_deepspeed():

@@ -33,6 +33,7 @@ from .catalogue import (
     find_machines,
     make_hardware,
 )
+from .checkpointing import State, read_state
 from .deepspeed import count_replicas
 from .releases import find_wrong_stages
 from .rungs import Rung
@@ -50,7 +51,7 @@ NVME_PLACE = Path("/local_nvme")  # a placeholder; nothing is written there
 class PlanSettings:
     """The settings of a plan. Several sites compare machines.
 
-    `checkpointing` is None where it is on if the model can do it. `largest` asks for the largest micro batch, too.
+    `checkpointing` is None where the forecast chooses it. `largest` asks for the largest micro batch, too.
     With `zero_init`, stage 3 builds the model under `deepspeed.zero.Init`. With `as_written`, buckets and limits are
     those of the base config, or DeepSpeed's defaults, and not those that a fit would start with.
     `stall_s` is the longest that loading or one simulation may take; None: as long as usual.
@@ -63,7 +64,7 @@ class PlanSettings:
     sites: tuple[Site, ...]
     ladder: tuple[Rung, ...]
     device: str = "cuda"
-    checkpointing: bool | None = None
+    checkpointing: State | None = None
     largest: bool = True
     adopts_batch: bool = False
     zero_init: bool = False
@@ -79,9 +80,10 @@ def resolve_plan(request: PlanRequest, source: WorkloadSource, *, hardware: Hard
 
     Raises InputError for a request that contradicts itself, or that leaves open what this machine cannot answer.
     """
-    checkpointing = request.checkpointing
-    if checkpointing not in (None, True, False, "on", "off"):
-        raise InputError(f"--checkpointing {checkpointing!r}: it is on or off", hint="give --checkpointing on")
+    checkpointing = None if request.checkpointing is None else read_state(request.checkpointing)
+    if checkpointing is None and request.checkpointing is not None:
+        problem = f"--checkpointing {request.checkpointing!r}: it is on, off or offload"
+        raise InputError(problem, hint="give --checkpointing on")
     rungs = select_ladder(request)
     device = find_device(request.device)
     if request.zero_init and source.form.runs_as_main:
@@ -90,6 +92,9 @@ def resolve_plan(request: PlanRequest, source: WorkloadSource, *, hardware: Hard
             place=source.path,
             hint="drop the option, or give the script's own arguments after --",
         )
+    if checkpointing == "offload" and source.form.runs_as_main:
+        problem = "--checkpointing offload is for models that autods builds: a script's code keeps its activations"
+        raise InputError(problem, place=source.path, hint="give --checkpointing on")
     if checkpointing is not None and source.keeps_checkpointing:
         raise InputError("--checkpointing and --keep-checkpointing contradict each other", hint="drop one of the two")
     if request.micro_batch is not None and request.micro_batch < 1:
@@ -121,7 +126,7 @@ def resolve_plan(request: PlanRequest, source: WorkloadSource, *, hardware: Hard
         sites=tuple(sites),
         ladder=rungs,
         device=device.name,
-        checkpointing=checkpointing == "on" if isinstance(checkpointing, str) else checkpointing,
+        checkpointing=checkpointing,
         largest=request.largest,
         adopts_batch=request.micro_batch is None,
         zero_init=request.zero_init or source.zero_init,

@@ -199,7 +199,8 @@ class RungForecast:
     `by_phase` has the bytes that the card must hold in each phase, and `host_by_phase` those of a node's host.
     `largest_micro_batch` is the largest whose peak fits; None when it was not searched for or none fits.
     `speed` is that of the largest micro batch, or of this one; None where the machine has no prices.
-    `expandable` tells that torch's allocator grows its segments there.
+    `expandable` tells that torch's allocator grows its segments there, and `offloads_inputs` that layers recompute
+    from inputs on the host.
     """
 
     rung: str
@@ -215,6 +216,7 @@ class RungForecast:
     largest_micro_batch: int | None = None
     speed: Speed | None = None
     expandable: bool = False
+    offloads_inputs: bool = False
     assumed: tuple[str, ...] = ()
     seconds: float = 0.0
 

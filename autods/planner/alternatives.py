@@ -87,6 +87,6 @@ def _switch_checkpointing(run: PlanRun, site: Site, spec: EngineSpec, best: Rung
 
 def _judge(run: PlanRun, site: Site, engine: CachedEngine, micro_batch: int) -> Alternative:
     checkpointing = engine.spec.checkpointing
-    switched = checkpointing != choose_checkpointing(run.settings, run.facts)
+    switched = checkpointing != (choose_checkpointing(run.settings, run.facts) != "off")
     forecast = run.forecast_at(site, engine, micro_batch)
     return Alternative(forecast=forecast, checkpointing=checkpointing, switched=switched)

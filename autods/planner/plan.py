@@ -97,7 +97,7 @@ def plan(settings: PlanSettings, *, listen: ForecastListener, start: StartSimula
         source=settings.source,
         facts=facts,
         device=settings.device,
-        checkpointing=checkpointing,
+        checkpointing=checkpointing != "off",
         zero_init=settings.zero_init,
         tokens=settings.tokens,
         timeline=timeline,

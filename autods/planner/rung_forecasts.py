@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config.catalogue import Machine, Site
+from ..config.checkpointing import State, set_state
 from ..config.deepspeed import choose_accumulation, count_replicas, get_key, micro_batches, start_settings
 from ..config.plan_settings import PlanSettings
 from ..config.rungs import Rung, unmet_need
@@ -69,15 +70,15 @@ def holds_on(simulation: Simulation, spec: EngineSpec, machine: Machine) -> bool
     )
 
 
-def choose_checkpointing(settings: PlanSettings, facts: ModelFacts) -> bool:
+def choose_checkpointing(settings: PlanSettings, facts: ModelFacts) -> State:
     """Return whether activations are recomputed. Raises InputError when the model cannot although it should."""
-    if settings.checkpointing and not facts.checkpointing:
+    if settings.checkpointing in ("on", "offload") and not facts.checkpointing:
         raise InputError(
-            "--checkpointing on: the model has no gradient_checkpointing_enable()",
+            f"--checkpointing {settings.checkpointing}: the model has no gradient_checkpointing_enable()",
             place=settings.source.path,
             hint="drop the option, or give the model that method",
         )
-    return facts.checkpointing if settings.checkpointing is None else settings.checkpointing
+    return settings.checkpointing or ("on" if facts.checkpointing else "off")
 
 
 def make_group_engine(
@@ -95,11 +96,11 @@ def make_group_engine(
     knobs = Knobs(
         micro_batch=site.micro_batch,
         accumulation=choose_accumulation(site, site.micro_batch, settings.source.form),
-        checkpointing=choose_checkpointing(settings, facts),
         settings=start_settings(
             rung, base=site.base, device_bytes=min(device_bytes), facts=facts, as_written=settings.as_written
         ),
     )
+    knobs = set_state(knobs, choose_checkpointing(settings, facts))
     spec = make_engine(site, rung, knobs, facts, zero_init=settings.zero_init)
     return replace(move_engine(spec, group[0]), device_bytes=max(device_bytes))
 

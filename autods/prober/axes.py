@@ -179,6 +179,8 @@ def _read_value(name: str, value: Any, option: str, rungs: Mapping[str, Rung]) -
             if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST_COUNT:
                 return value
             raise InputError(f"{option}: {show_value(value)} is not a whole number above 0, {MOST_COUNT:,} at most")
+        case "checkpointing" if value == "offload":
+            return "offload"
         case "checkpointing" | "pin_memory":
             switch = value if isinstance(value, bool) else _SWITCHES.get(str(value).lower())
             if switch is not None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config.base_config import precision_name
+from ..config.checkpointing import find_state, read_state, set_state
 from ..config.deepspeed import accumulation_for, compose, count_replicas, find_broken_op, start_settings
 from ..config.rungs import Rung, unmet_need
 from ..config.settings import Settings, apply_survey
@@ -103,9 +104,9 @@ def _fill_cell(question: ProbeSettings, cell: Cell, survey: Survey) -> Cell:
     knobs = Knobs(
         micro_batch=micro_batch,
         accumulation=accumulation,
-        checkpointing=bool(values.get("checkpointing", facts.checkpointing)),
         settings=keys,
     )
+    knobs = set_state(knobs, read_state(values.get("checkpointing", facts.checkpointing)) or "off")
     trial = Trial(rung=rung.name, knobs=knobs, purpose="probe", steps=question.steps, conditions=conditions)
     refused = refused or _why_not(question, settings, trial, facts, problems)
     return replace(cell, trial=None if refused else trial, refused=refused, unheeded=unheeded)
@@ -131,6 +132,8 @@ def _why_not(
         return reason
     if trial.knobs.checkpointing and not facts.checkpointing:
         return "the model has no gradient_checkpointing_enable()"
+    if find_state(trial.knobs) == "offload" and question.settings.source.form.runs_as_main:
+        return "a script's own code keeps its activations"
     config = compose_cell_config(question, trial, facts)
     precision = precision_name(config)
     if precision == "fp16" and "fp16" in problems:
@@ -162,7 +165,7 @@ def format_trial_label(question: ProbeSettings, trial: Trial) -> str:
     values: dict[str, Value] = {
         **settings,
         **trial.conditions,
-        "checkpointing": trial.knobs.checkpointing,
+        "checkpointing": find_state(trial.knobs),
         "precision": next((half for half in ("bf16", "fp16") if settings.get(f"{half}.enabled")), "fp32"),
         "pin_memory": next((settings[key] for key in PINS if key in settings), None),
     }

@@ -12,10 +12,10 @@ from typing import Any
 
 from ..types import ModelFacts
 from ..workload.protocol import Workload, WorkloadError
+from .checkpointing import list_recomputing
 from .pipeline import build_whole, pipeline_facts
 
 DRAWS = 16  # of build_batch if the workload has no build_longest_batch: it may pad to random lengths
-_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # in transformers 5.2x and later, and before
 
 _TOKEN_IDS = re.compile(r"(^|[._])(input)?ids|tokens")
 _NO_TEXT = re.compile("label|target|type|position|segment|mask")
@@ -139,75 +139,6 @@ def shifts_labels(model: Any) -> bool:
 def is_moe(module: Any) -> bool:
     """Whether this module is a layer of `deepspeed.moe`; DeepSpeed need not be imported for it."""
     return type(module).__name__ == "MoE" and isinstance(getattr(module, "num_experts", None), int)
-
-
-def list_recomputing(model: Any) -> list[Any]:
-    """List the outermost modules of a model that can recompute their activations in backward."""
-    if _find_switch(model, "enable") is not None:
-        return [model] if getattr(model, "supports_gradient_checkpointing", True) else []
-    return [module for child in model.children() for module in list_recomputing(child)]
-
-
-def recomputes(model: Any) -> bool:
-    """Whether a module of transformers recomputes its activations now."""
-    return bool(_list_switched_on(model))
-
-
-def _list_switched_on(model: Any) -> list[Any]:
-    return [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
-
-
-def set_checkpointing(model: Any, *, on: bool) -> None:
-    """Make the model recompute its activations in backward, or keep them.
-
-    One that recomputes already goes on in its own way. transformers does it without reentering autograd, as every
-    stage of DeepSpeed allows: `deepspeed/runtime/base_optimizer.py` has the extra care that the reentrant kind needs.
-    """
-    for module in list_recomputing(model):
-        if on and not recomputes(module):
-            _find_switch(module, "enable")()
-            _rest_without_gradients(module)
-        elif not on and (disable := _find_switch(module, "disable")) is not None:
-            disable()
-
-
-def _rest_without_gradients(model: Any) -> None:
-    """Let the model recompute nothing in a forward without gradients.
-
-    In training mode transformers' layers drop the cache of a generation where they recompute.
-    """
-    for module in model.modules():
-        if _find_switch(type(module), "enable") is not None:
-            rest = _Rest(module)
-            module.register_forward_pre_hook(rest.begin)
-            module.register_forward_hook(rest.end, always_call=True)
-
-
-class _Rest:
-    """Hooks of a model's forward. A model with such hooks can be pickled."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.resting: list[Any] = []  # modules that recompute otherwise
-
-    def begin(self, *_: Any) -> None:
-        import torch
-
-        if not torch.is_grad_enabled():
-            self.resting = _list_switched_on(self.model)
-        for module in self.resting:
-            module.gradient_checkpointing = False
-
-    def end(self, *_: Any) -> None:
-        for module in self.resting:
-            module.gradient_checkpointing = True
-        self.resting = []
-
-
-def _find_switch(model: Any, action: str) -> Any:
-    """The model's method that turns gradient checkpointing on ('enable') or off ('disable'), or None."""
-    names = (f"{name}_{action}" for name in _CHECKPOINTING)
-    return next((getattr(model, name) for name in names if hasattr(model, name)), None)
 
 
 def survey(workload: Workload) -> ModelFacts:

@@ -16,15 +16,17 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..config.checkpointing import offloads_inputs
 from ..config.deepspeed import count_sharers
 from ..types import Exam, Examined, Phase, WorkloadSource
 from ..workload.protocol import Workload, WorkloadError
 from . import comparable_losses, pipeline
+from .checkpointing import set_checkpointing
 from .distributed import Ranks, Traffic
 from .exam import WorstCaseExam, allow_gathering
 from .job import RankJob
 from .memory import Meter
-from .model_facts import check_batch, largest_shape, longest_batch, place, seed_all, set_checkpointing
+from .model_facts import check_batch, largest_shape, longest_batch, place, seed_all
 from .patching import declare
 from .record import RankResult
 from .step_recorder import StepRecorder, was_skipped
@@ -55,7 +57,7 @@ class SpeedTrial:
         workload, job = self.workload, self.job
         self.observe("build", 0)
         with drawing_weights(job.source):
-            model = build(workload, checkpointing=job.checkpointing)
+            model = build(workload, job.ds_config, checkpointing=job.checkpointing)
         sharers = count_sharers(job.ds_config)
         replicas = Ranks(self.ranks.rank // sharers, self.ranks.world_size // sharers)
         if pipeline.is_pipeline(model):
@@ -171,10 +173,13 @@ TRIALS: Mapping[Exam | None, type[SpeedTrial]] = {
 }
 
 
-def build(workload: Workload, *, checkpointing: bool) -> Any:
-    """Build the workload's model; with `checkpointing` it recomputes its activations, without it keeps them."""
+def build(workload: Workload, ds_config: Mapping[str, Any], *, checkpointing: bool) -> Any:
+    """Build the workload's model; with `checkpointing` it recomputes its activations, without it keeps them.
+
+    The config says whether it recomputes from inputs on the host.
+    """
     model = workload.build()
-    set_checkpointing(model, on=checkpointing)
+    set_checkpointing(model, on=checkpointing, inputs_on_host=offloads_inputs(ds_config))
     return model
 
 

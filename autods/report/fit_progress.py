@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from ..config.checkpointing import describe_state, find_state
 from ..events import (
     Event,
     Note,
@@ -279,7 +280,7 @@ def _describe_best(state: FitState, search: SearchStarted) -> Text:
     if best is None:
         return Text(f"{so_far}: nothing has fitted", style="dim")
     knobs, rate = best.trial.knobs, format_rate(best.samples_per_second)
-    checkpointing = "" if knobs.checkpointing else ", without checkpointing"
+    checkpointing = "" if find_state(knobs) == "on" else f", {describe_state(knobs)}"
     config = f" {knobs.micro_batch}×{knobs.accumulation}{checkpointing}, {rate} samples/s"
     return Text.assemble(f"{so_far}: ", (best.trial.rung, "bold green"), config)
 

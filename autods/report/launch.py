@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..config.checkpointing import find_state
 from ..config.deepspeed import enabled_half_precision, find_offloads, get_key, is_default_optimizer, required_ops
 from ..config.trainers import DS_CONFIG, DS_CONFIG_HF, SCRIPT_KINDS
 from ..runner.environment import GROUP_TIMEOUT
@@ -64,6 +65,8 @@ def launch_lines(report: FitReport) -> Iterator[tuple[str, str]]:
             yield "model", f"import peft; model = peft.get_peft_model(model, peft.LoraConfig({arguments}))"
         if report.knobs.checkpointing:
             yield "model", "model.gradient_checkpointing_enable()  # as it was measured"
+        if find_state(report.knobs) == "offload":
+            yield "model", "keep_inputs_on_host(model)  # the function of examples/train.py; then deepspeed.initialize"
         yield "code", f"deepspeed.initialize(model=model, config={str(folder / DS_CONFIG)!r})"
         yield "launch", commands["torchrun"]
         yield "or", commands["deepspeed"]

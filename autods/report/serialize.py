@@ -251,9 +251,12 @@ def _site(plan: PlanReport, forecast: SiteForecast) -> dict[str, Any]:
     }
 
 
+_SWITCHES = ("expandable", "offloads_inputs")
+
+
 def rung_to_dict(rung: RungForecast, ranks_per_node: int) -> dict[str, Any]:
     """Bytes per rank, and for host, pinned and NVMe also per node. A tier is null where nothing was forecast."""
-    names = ("rung", "verdict", "reason", "micro_batch", "largest_micro_batch", "decides", "expandable")
+    names = ("rung", "verdict", "reason", "micro_batch", "largest_micro_batch", "decides", *_SWITCHES)
     return {
         **{name: getattr(rung, name) for name in names},
         "exact": True,  # every figure is simulated; the key stays for readers of earlier plans
@@ -276,8 +279,9 @@ def _rung_from_row(row: Mapping[str, Any]) -> RungForecast:
     names = ("rung", "verdict", "reason", "micro_batch", "largest_micro_batch", "assumed", "seconds")
     known = {name: row[name] for name in names} | {name: device[name] for name in ("live_peak_bytes", "breakdown")}
     by_phase = {phase: size for phase, size in device["by_phase"].items() if size}
-    known |= {"by_phase": by_phase, "expandable": row.get("expandable", False)}
-    known["host_by_phase"] = {} if row["host"] is None else row["host"]["node"].get("by_phase", {})
+    later = {name: row.get(name, False) for name in _SWITCHES}  # older reports have none
+    host_by_phase = {} if row["host"] is None else row["host"]["node"].get("by_phase", {})
+    known |= {"by_phase": by_phase, "host_by_phase": host_by_phase, **later}
     rung = read_as(RungForecast, known)
     return replace(rung, memory=memory, speed=None if row["step"] is None else _speed_from_row(row["step"]))
 

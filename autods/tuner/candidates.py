@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..config.catalogue import Site
+from ..config.checkpointing import find_state, set_state
 from ..config.deepspeed import (
     ENOUGH_ACCUMULATION,
     accumulation_for,
@@ -84,7 +85,12 @@ def first_trial(candidate: Candidate, steps: Steps, micro_batch: int) -> Trial:
 
 def without_checkpointing(candidate: Candidate) -> Candidate:
     """The candidate with activations kept instead of recomputed: less arithmetic, more memory."""
-    return replace(candidate, knobs=replace(candidate.knobs, checkpointing=False))
+    return replace(candidate, knobs=set_state(candidate.knobs, "off"))
+
+
+def with_inputs_on_host(candidate: Candidate) -> Candidate:
+    """The candidate with the inputs of recomputed layers on the host: less memory of the device, and copies."""
+    return replace(candidate, knobs=set_state(candidate.knobs, "offload"))
 
 
 def in_precision(candidate: Candidate, precision: str) -> Candidate:
@@ -106,6 +112,7 @@ def unusual_knobs(knobs: Knobs, *, recomputes: bool) -> str:
         words.append(f"in {next((half for half in _HALVES if knobs.settings.get(f'{half}.enabled')), 'fp32')}")
     if knobs.checkpointing is not recomputes:
         words.append("recomputing" if knobs.checkpointing else "without checkpointing")
+    words += ["with inputs on the host"] if find_state(knobs) == "offload" else []
     words += ["with expandable segments"] if knobs.expandable else []
     return " ".join(words)
 

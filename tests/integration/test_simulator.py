@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import pytest
 
-from autods.config.deepspeed import merge
+from autods.config.checkpointing import INPUTS_ON_HOST
+from autods.config.deepspeed import merge, nest_key
 from autods.forecast.predict.prices import Work
 from autods.forecast.predict.step_time import BITS, CODES, HOST, RUN
 from autods.forecast.simulate import ProcessSimulator, SimulatedEngine, SimulationFailed
@@ -164,6 +165,15 @@ def test_offloaded_states_lie_on_the_host_and_pinned(llama: ProcessSimulator) ->
     assert offloaded.live_bytes["step"]["pinned"] >= 4 * offloaded.optimizer_elements
     assert offloaded.live_bytes["step"]["host"] >= 8 * offloaded.optimizer_elements
     assert offloaded.live_bytes["step"]["device"] < on_device.live_bytes["step"]["device"]
+
+
+def test_inputs_of_layers_wait_in_pinned_memory(llama: ProcessSimulator) -> None:
+    spec = spec_of("zero3", checkpointing=True)
+    offloaded = replace(spec, ds_config=merge(spec.ds_config, nest_key(INPUTS_ON_HOST, True)))
+    (on_device,), (on_host,) = (llama.simulate(each, (64,)) for each in (spec, offloaded))
+    held, left = on_device.live_bytes["backward"], on_host.live_bytes["backward"]
+    moved_bytes = 3 * 64 * 32 * 128 * 2  # layers, samples, tokens, hidden size
+    assert left["pinned"] - held["pinned"] == held["device"] - left["device"] == moved_bytes
 
 
 def test_swap_files_are_counted_and_not_written(llama: ProcessSimulator) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 
+from ...config.checkpointing import offloads_inputs
 from ...devices import find_device
 from ...devices.base import EXPANDABLE
 from ...types import Tier
@@ -113,6 +114,7 @@ def _judge(
         for tier, interval in intervals.items()
         if interval.high_bytes
     }
+    offloads = spec.checkpointing and offloads_inputs(spec.ds_config)
     by_phase = _raise_to_peak(need.by_phase, device.peak_bytes)
     host_by_phase = by_phase if kind.shares_host_memory else _raise_to_peak(need.host_by_phase, host.peak_bytes)
 
@@ -122,6 +124,7 @@ def _judge(
     if tier == "device" and by_phase:
         reason += f"; {_PHASE_WORDS[max(by_phase, key=by_phase.__getitem__)]} decides"
         reason += f", with {EXPANDABLE}" if expandable else ""
+        reason += ", with layers' inputs on the host" if offloads else ""
         in_lower_half = limit is not None and device.low_bytes <= limit < device.peak_bytes
         if advise and limit is not None and in_lower_half and kind.has_caching_allocator:
             left_bytes = limit - (device.peak_bytes - need.tensors_bytes)
@@ -138,6 +141,7 @@ def _judge(
         host_by_phase={phase: spec.ranks_of_node * size for phase, size in host_by_phase.items()},
         breakdown=simulation.breakdown,
         expandable=expandable,
+        offloads_inputs=offloads,
         assumed=simulation.assumed,
         seconds=simulation.seconds,
     )

@@ -95,7 +95,7 @@ class RankEngine:
         if spec.zero_init:
             workload = partition_at_build(workload, self._config)
         with context.active():
-            model = build(workload, checkpointing=spec.checkpointing)
+            model = build(workload, self._config, checkpointing=spec.checkpointing)
         attribution.label_gradients(context.ledger, model)
         context.ledger.begin("init")
         with context.active(), explain_optimizer_errors(self._config):

@@ -15,11 +15,12 @@ from ...system.stacks import find_caller
 from ...types import Examined, ModelFacts, Phase, Trained
 from ...workload.script_source import has_placeholder
 from .. import pipeline
+from ..checkpointing import list_recomputing, recomputes
 from ..comparable_losses import GradientMeter, UpdateMeter, generator_state, make_comparable
 from ..distributed import Ranks, Traffic
 from ..exam import WorstCaseExam, allow_gathering
 from ..job import RankJob
-from ..model_facts import count_parameters, list_recomputing, recomputes, shifts_labels
+from ..model_facts import count_parameters, shifts_labels
 from ..record import RankResult, ScriptEnd
 from ..step_recorder import StepRecorder, was_skipped
 from . import sandbox

@@ -21,7 +21,7 @@ from .token_files import TokenDataset
 def train(workload: Workload, job: RankJob, observe: Observe) -> None:
     """Train a workload until the job's order is done, on every rank. Exceptions of the user's code are passed on."""
     observe("build", 0)
-    model = build(workload, checkpointing=job.checkpointing)
+    model = build(workload, job.ds_config, checkpointing=job.checkpointing)
     if is_pipeline(model):
         raise WorkloadError(
             "a PipelineModule is not trained by autods run", hint="write a script: engine.train_batch(data_iter=…)"

@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...config.checkpointing import describe_state
 from ...config.settings import KEPT_BY_KERNEL, KEPT_BY_PYTHON
 from ...config.trainers import DS_CONFIG, DS_CONFIG_HF
 from ...forecast.values import RungForecast
-from ...types import TIERS, Fit, Knobs, OutOfMemory, Record, Tier, TierUse
+from ...types import TIERS, Fit, OutOfMemory, Record, Tier, TierUse
 from ...units import format_bytes, format_count, format_factor
 from .. import document as doc
 from ..document import Cell, Column, Medium, Words, line, make_document, tabulate, titled
@@ -333,17 +334,13 @@ def describe_effort(report: FitReport) -> str:
 def _describe_answer(report: FitReport) -> Words:
     """'Use zero3, micro batch 8, gradient checkpointing: 4.05 samples/s. Certified.'"""
     assert report.knobs is not None
-    config = f"{report.rung}, micro batch {report.knobs.micro_batch}, {_describe_checkpointing(report.knobs)}"
+    config = f"{report.rung}, micro batch {report.knobs.micro_batch}, {describe_state(report.knobs)}"
     answer = line(("Use ", "bold"), (config, "bold green"))
     if report.question.objective == "memory" and "device" in report.memory:
         answer = line(answer, (f": {format_use(report.memory['device'])} of device memory", "bold"))
     elif report.throughput is not None:
         answer = line(answer, (f": {format_rate(report.throughput.samples_per_second)} samples/s", "bold"))
     return line(answer, ". ", _describe_trust(report))
-
-
-def _describe_checkpointing(knobs: Knobs) -> str:
-    return "gradient checkpointing" if knobs.checkpointing else "no gradient checkpointing"
 
 
 def _describe_trust(report: FitReport) -> Words:

@@ -516,6 +516,8 @@ def compare_speeds(site: SiteForecast, *, faster: bool | None = None) -> Iterato
             continue
         if alternative.switched:
             manner, state = ("with", "on") if alternative.checkpointing else ("without", "off")
+            if forecast.offloads_inputs:
+                manner, state = "with layers' inputs on the host under", "offload"
             size, option = f"{manner} activation checkpointing, {size}", f" (--checkpointing {state})"
         else:
             size, option = f"{size} instead of {best.speed.micro_batch}", ""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ...config.checkpointing import describe_state
 from ...units import format_bytes, format_count
 from .. import document as doc
 from ..document import Column, Medium, line, make_document, tabulate
@@ -88,10 +89,12 @@ def _list_parts(report: RunReport, folder: Path | None) -> Iterator[doc.Part]:
 def _list_facts(report: RunReport) -> Iterator[tuple[str, str]]:
     """The config of the last attempt, how the loss went, and the speed."""
     if report.rung is not None and report.knobs is not None:
-        checkpointing = "gradient checkpointing" if report.knobs.checkpointing else "no gradient checkpointing"
         segments = ", expandable segments" if report.knobs.expandable else ""
         sizes = f"micro batch {report.knobs.micro_batch} × accumulation {report.knobs.accumulation}"
-        yield "config", f"{report.rung}, {sizes}, global batch {report.global_batch}, {checkpointing}{segments}"
+        yield (
+            "config",
+            f"{report.rung}, {sizes}, global batch {report.global_batch}, {describe_state(report.knobs)}{segments}",
+        )
     if report.losses is not None:
         yield "loss", f"{report.losses[1]:.4g} at the end, {report.losses[0]:.4g} at the start"
     if (rate := report.samples_per_second) is not None and report.step_s is not None:

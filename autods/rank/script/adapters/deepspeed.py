@@ -16,7 +16,7 @@ from typing import Any
 
 from ....config.deepspeed import get_key
 from ....system.stacks import Frame, find_caller
-from ...model_facts import set_checkpointing
+from ...checkpointing import set_checkpointing
 from ...patching import declare
 from ..engine_config import read_config
 from ..policy import Injection, Policy

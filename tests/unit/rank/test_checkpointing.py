@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from autods.rank.model_facts import list_recomputing, recomputes, set_checkpointing
+from autods.rank.checkpointing import list_recomputing, recomputes, set_checkpointing
 
 
 class Blocks(nn.Module):
@@ -81,3 +83,35 @@ def test_what_a_model_has_turned_on_is_turned_off() -> None:
     blocks.gradient_checkpointing_enable()
     set_checkpointing(blocks, on=False)
     assert not recomputes(blocks)
+
+
+class Layer(nn.Module):
+    """A layer of transformers with checkpointing, after another that makes its input."""
+
+    gradient_checkpointing = True
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.before, self.inner = nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+        self._gradient_checkpointing_func: Any = functools.partial(checkpoint, use_reentrant=use_reentrant)
+
+    def gradients(self, *, wipe: bool) -> list[float]:
+        """Sums of gradients; `wipe` loses the layer's input after forward, as autograd does not see."""
+        self.zero_grad()
+        hidden, mask = self.before(torch.ones(2, 3)), torch.tensor([[True], [False]])
+        out = self._gradient_checkpointing_func(lambda hidden, mask: self.inner(hidden) * mask, hidden, mask)
+        if wipe:
+            hidden.data.zero_()
+        out.square().sum().backward()
+        return [float(parameter.grad.sum()) for parameter in self.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_layer_recomputes_from_its_input_on_the_host(use_reentrant: bool) -> None:
+    blocks = Blocks()
+    blocks.layer = layer = Layer(use_reentrant=use_reentrant)
+    expected = layer.gradients(wipe=False)
+    assert layer.gradients(wipe=True) != pytest.approx(expected)
+    set_checkpointing(blocks, on=True, inputs_on_host=True)
+    assert layer.gradients(wipe=True) == pytest.approx(expected)
+    pickle.loads(pickle.dumps(layer))
