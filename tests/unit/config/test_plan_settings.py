@@ -202,7 +202,7 @@ def test_a_micro_batch_must_divide_the_global_batch() -> None:
         ({"gpus": 1, "gpu_memory": "1GiB", "nvme": "banana"}, "--nvme 'banana'"),
         ({"gpus": 1, "gpu_memory": "1GiB", "device": "tpu"}, "no device 'tpu'"),
         ({"gpus": 1, "gpu_memory": "1GiB", "micro_batch": 0}, "--micro-batch 0"),
-        ({"gpus": 1, "gpu_memory": "1GiB", "checkpointing": "maybe"}, "on or off"),
+        ({"gpus": 1, "gpu_memory": "1GiB", "checkpointing": "maybe"}, "it is on, off or offload"),
         ({"gpus": 1, "gpu_memory": "1GiB", "ladder": ("zero9",)}, "no rung 'zero9'"),
         ({"gpus": 1, "gpu_memory": "1GiB", "on": "all"}, "drop one of the two"),
         ({"gpus": 1, "device": "cpu"}, "give --gpu-memory"),
@@ -256,4 +256,4 @@ def test_how_a_script_builds_its_model_is_not_for_the_command_line() -> None:
 def test_checkpointing_that_is_kept_is_not_chosen() -> None:
     kept = replace(SCRIPT, keeps_checkpointing=True)
     assert "contradict each other" in refusal(source=kept, gpus=8, on="a100-80gb", checkpointing="on")
-    assert asked(source=SCRIPT, gpus=8, on="a100-80gb", checkpointing="on").checkpointing
+    assert asked(source=SCRIPT, gpus=8, on="a100-80gb", checkpointing="on").checkpointing == "on"
