@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 
 from ..config.catalogue import Site
-from ..config.deepspeed import BATCH_KEYS, ENOUGH_ACCUMULATION, compose, get_key, without_monitors
+from ..config.checkpointing import INPUTS_ON_HOST
+from ..config.deepspeed import BATCH_KEYS, ENOUGH_ACCUMULATION, compose, get_key, merge, nest_key, without_monitors
 from ..config.rungs import Rung
 from ..devices import find_device
 from ..system.host import count_cores, find_memory_groups, read_host_memory
@@ -69,6 +70,11 @@ def make_engine(site: Site, rung: Rung, knobs: Knobs, facts: ModelFacts, *, zero
         device_bytes=site.machine.device_bytes,
         machine=site.machine,
     )
+
+
+def offload_inputs(spec: EngineSpec) -> EngineSpec:
+    """Return the same engine with the inputs of recomputed layers on the host."""
+    return replace(spec, ds_config=merge(spec.ds_config, nest_key(INPUTS_ON_HOST, True)))
 
 
 def move_engine(spec: EngineSpec, site: Site) -> EngineSpec:

@@ -1,4 +1,4 @@
-"""What another setting would give: another micro batch or kind of checkpointing of the best rung, or `--zero-init`.
+"""What another setting would give: another micro batch or state of checkpointing of the best rung, or `--zero-init`.
 
 Micro batches were simulated in the search for the largest; the others need new simulations.
 """
@@ -10,11 +10,12 @@ from dataclasses import replace
 from ..config.catalogue import Site
 from ..config.deepspeed import BATCH_KEYS, choose_accumulation, says_accumulation
 from ..events import Note
+from ..forecast.predict.step_time import CLOSE, Speed
 from ..forecast.simulate.protocol import SimulationFailed
-from ..forecast.simulation_cache import CachedEngine, find_partitioned_build
+from ..forecast.simulation_cache import CachedEngine, find_partitioned_build, offload_inputs
 from ..forecast.values import EngineSpec, PartitionedBuild, RungForecast
 from ..report.results.plan import Alternative
-from .rung_forecasts import PlanRun, choose_checkpointing, make_group_engine
+from .rung_forecasts import PlanRun, make_group_engine
 
 
 def list_alternatives(run: PlanRun, site: Site, best: RungForecast) -> tuple[Alternative, ...]:
@@ -24,7 +25,9 @@ def list_alternatives(run: PlanRun, site: Site, best: RungForecast) -> tuple[Alt
         return ()
     alternatives = [*_list_micro_batches(run, site, spec, best.speed.micro_batch)]
     if run.facts.checkpointing:
-        alternatives += _switch_checkpointing(run, site, spec, best)
+        alternatives += _switch_checkpointing(run, site, spec, replace(spec, checkpointing=not spec.checkpointing))
+        if run.chooses_offload(spec) and not best.offloads_inputs and _waits(best.speed):
+            alternatives += _switch_checkpointing(run, site, spec, offload_inputs(spec))
     return tuple(alternatives)
 
 
@@ -64,29 +67,33 @@ def _list_micro_batches(run: PlanRun, site: Site, spec: EngineSpec, micro_batch:
     )
     larger = min((size for size in sizes if size > micro_batch), default=0)
     with run.cache.open(spec) as engine:
-        return [_judge(run, site, engine, size) for size in (smaller, larger) if size]
+        return [_judge(run, site, engine, size, switched=False) for size in (smaller, larger) if size]
 
 
-def _switch_checkpointing(run: PlanRun, site: Site, spec: EngineSpec, best: RungForecast) -> list[Alternative]:
-    """The rung at its largest micro batch with activations recomputed, where they are not, or the other way round."""
-    other = replace(spec, checkpointing=not spec.checkpointing)
-    run.listen(Note(text=f"{best.rung} with checkpointing {'on' if other.checkpointing else 'off'}", passing=True))
+def _waits(speed: Speed) -> bool:
+    """Whether the card waits for links and the host, so that a larger micro batch may gain what offloading costs."""
+    computed_s = speed.step.spent["compute"] + speed.step.spent["memory"]
+    return computed_s < (1 - CLOSE) * speed.step.seconds
+
+
+def _switch_checkpointing(run: PlanRun, site: Site, spec: EngineSpec, other: EngineSpec) -> list[Alternative]:
+    """The best rung's engine `spec` with another state of checkpointing, at its largest micro batch."""
+    run.listen(Note(text=f"{spec.rung} with another state of checkpointing", passing=True))
     try:
         with run.cache.open(other) as engine:
-            first = _judge(run, site, engine, site.micro_batch)
+            first = _judge(run, site, engine, site.micro_batch, switched=True)
             known = run.cache.get(spec, site.micro_batch)
             if known is not None and known.live_bytes == engine.simulate(site.micro_batch).live_bytes:
                 return []  # the model's own code decides
             if not run.settings.largest or first.forecast.verdict == "cannot_fit":
                 return [first]
             largest = run.find_largest(site, engine, first.forecast)
-            return [first if largest.micro_batch is None else _judge(run, site, engine, largest.micro_batch)]
+            size = largest.micro_batch
+            return [first if size is None else _judge(run, site, engine, size, switched=True)]
     except SimulationFailed:
         return []
 
 
-def _judge(run: PlanRun, site: Site, engine: CachedEngine, micro_batch: int) -> Alternative:
-    checkpointing = engine.spec.checkpointing
-    switched = checkpointing != (choose_checkpointing(run.settings, run.facts) != "off")
+def _judge(run: PlanRun, site: Site, engine: CachedEngine, micro_batch: int, *, switched: bool) -> Alternative:
     forecast = run.forecast_at(site, engine, micro_batch)
-    return Alternative(forecast=forecast, checkpointing=checkpointing, switched=switched)
+    return Alternative(forecast=forecast, checkpointing=engine.spec.checkpointing, switched=switched)

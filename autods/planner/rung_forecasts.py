@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config.catalogue import Machine, Site
-from ..config.checkpointing import State, set_state
+from ..config.checkpointing import State, may_offload, set_state
 from ..config.deepspeed import choose_accumulation, count_replicas, get_key, micro_batches, start_settings
 from ..config.plan_settings import PlanSettings
 from ..config.rungs import Rung, unmet_need
@@ -18,9 +18,16 @@ from ..forecast.attention import FLASH_FROM, find_family
 from ..forecast.largest_batch import MOST_MICRO_BATCH, LargestMicroBatch
 from ..forecast.predict.memory_model import estimate_outside_bytes
 from ..forecast.predict.step_time import Speed
-from ..forecast.predict.verdict import forecast_speed
+from ..forecast.predict.verdict import forecast_speed, is_surer, may_fit_offloaded
 from ..forecast.simulate.protocol import SimulationFailed
-from ..forecast.simulation_cache import CachedEngine, SimulationCache, make_engine, move_engine, why_not_forecast
+from ..forecast.simulation_cache import (
+    CachedEngine,
+    SimulationCache,
+    make_engine,
+    move_engine,
+    offload_inputs,
+    why_not_forecast,
+)
 from ..forecast.values import (
     STARTING,
     EngineSpec,
@@ -36,6 +43,8 @@ from ..types import Knobs, ModelFacts, first_line
 # Failures that every rung would share: the workload or the installation has to be mended first.
 _LASTING = ("user_code", "data_dependent", "unsupported", "stuck", "no_compiler", "build_failed", "environment")
 
+
+_ON_HOST = "{}: the inputs of its layers wait on the host (--checkpointing offload), which a fit sets"
 
 SiteGroup = tuple[Site, ...]  # sites that share simulations
 
@@ -173,8 +182,20 @@ class PlanRun:
             else:
                 self._report(site, spec)
         if shared is not None:
-            for site in self._forecast_on_one_engine(shared, applicable, search=search):
-                self._forecast_on_one_engine(move_engine(shared, site), [site], search=search)
+            self._forecast_on_engines(shared, applicable, search=search)
+            known = ((site, self.forecasts.get((site.machine.name, rung.name))) for site in applicable)
+            if self.chooses_offload(shared) and (full := [site for site, each in known if may_fit_offloaded(each)]):
+                self._forecast_on_engines(offload_inputs(shared), full, search=search)
+
+    def _forecast_on_engines(self, shared: EngineSpec, sites: Sequence[Site], *, search: bool) -> None:
+        """Forecast the sites on the engine that they share, and those for which it is not right on their own."""
+        for site in self._forecast_on_one_engine(shared, sites, search=search):
+            self._forecast_on_one_engine(move_engine(shared, site), [site], search=search)
+
+    def chooses_offload(self, spec: EngineSpec) -> bool:
+        """Whether nobody has said where the inputs of the engine's layers are, and the host may have them."""
+        settings, knobs = self.settings, Knobs(checkpointing=spec.checkpointing)
+        return settings.checkpointing is None and may_offload(knobs, settings.source.form, spec.device)
 
     def _forecast_on_one_engine(self, spec: EngineSpec, sites: Sequence[Site], *, search: bool) -> list[Site]:
         """Forecast the sites for which this engine is right. Returns those that need an engine of their own."""
@@ -187,6 +208,10 @@ class PlanRun:
                         others.append(site)
                         continue
                     forecast = self.forecast_at(site, engine, site.micro_batch)
+                    if forecast.offloads_inputs and self.chooses_offload(spec):
+                        if not is_surer(forecast, self.forecasts[site.machine.name, spec.rung]):
+                            continue
+                        forecast = replace(forecast, assumed=(*forecast.assumed, _ON_HOST.format(spec.rung)))
                     forecast = replace(forecast, assumed=(*forecast.assumed, *list_overruled(spec, site.base)))
                     self._report(site, forecast)
                     if not search or not forecast.memory:
@@ -215,6 +240,8 @@ class PlanRun:
         spec = make_group_engine(row, site, self.settings, self.facts, group)
         if not isinstance(spec, EngineSpec):
             return None
+        known = self.forecasts.get((site.machine.name, rung))
+        spec = offload_inputs(spec) if known is not None and known.offloads_inputs else spec
         simulation = self.cache.get(spec, site.micro_batch)
         shares = simulation is None or holds_on(simulation, spec, site.machine)
         return spec if shares else move_engine(spec, site)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ..config.checkpointing import find_state, is_as_lean
 from ..report.results.fit import FitReport
 from ..tuner.candidates import Candidate
 from ..types import Fit, Knobs, OutOfMemory, Scalar, Tier
@@ -33,8 +34,8 @@ class KnownRung:
 
     def find_fit(self, like: Knobs) -> Fit | None:
         """The last trial of this size that ran."""
-        size = (like.micro_batch, like.checkpointing)
-        fits = [outcome for knobs, outcome in self.trials if (knobs.micro_batch, knobs.checkpointing) == size]
+        size = (like.micro_batch, find_state(like))
+        fits = [outcome for knobs, outcome in self.trials if (knobs.micro_batch, find_state(knobs)) == size]
         return next((outcome for outcome in reversed(fits) if isinstance(outcome, Fit)), None)
 
     def rate(self, like: Knobs) -> float | None:
@@ -43,7 +44,7 @@ class KnownRung:
             (knobs.micro_batch, outcome.samples_per_second)
             for knobs, outcome in self.trials
             if isinstance(outcome, Fit)
-            and knobs.checkpointing == like.checkpointing
+            and find_state(knobs) == find_state(like)
             and knobs.micro_batch <= like.micro_batch
         ]
         return max(measured)[1] if measured else None
@@ -64,9 +65,7 @@ class KnownRung:
     def ran_out_at(self, like: Knobs) -> bool:
         """Whether a trial of this size, or of a smaller one, ran out of memory."""
         return any(
-            isinstance(outcome, OutOfMemory)
-            and knobs.micro_batch <= like.micro_batch
-            and knobs.checkpointing >= like.checkpointing
+            isinstance(outcome, OutOfMemory) and knobs.micro_batch <= like.micro_batch and is_as_lean(knobs, like)
             for knobs, outcome in self.trials
         )
 

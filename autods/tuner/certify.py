@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ..config.base_config import precision_name
+from ..config.checkpointing import find_state, is_as_lean
 from ..report.results.fit import Certificate
 from ..types import Failed, Fit, Record, Trial
 from .batch_curve import BatchCurve, MemoryLine
@@ -272,7 +273,7 @@ class _ExamSearch:
         return any(
             record.trial.rung == config.rung
             and (record.trial.knobs.micro_batch <= config.knobs.micro_batch or not grows_with_batch(record.outcome))
-            and (record.trial.knobs.checkpointing or not config.knobs.checkpointing)
+            and is_as_lean(record.trial.knobs, config.knobs)
             for record in self.short
         )
 
@@ -391,7 +392,7 @@ def usual_memory_line(config: Trial, records: Iterable[Record]) -> MemoryLine | 
         record
         for record in records
         if (record.trial.rung, record.trial.exam) == (config.rung, None)
-        and record.trial.knobs.checkpointing == config.knobs.checkpointing
+        and find_state(record.trial.knobs) == find_state(config.knobs)
     ).peak_bytes
     if len(peaks) < 2:
         return None

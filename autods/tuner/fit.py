@@ -36,6 +36,7 @@ from .certify import certify
 from .fit_report import FitResult, NothingFits, build_report
 from .ladder_walk import WalkResult, find_closest_rung, propose_partitioned_build, untried_rungs, walk_ladder
 from .optuna_search import tune
+from .prospects import offload_where_needed
 from .race import run_race
 from .trial_forecasts import NO_FORECASTER, Forecaster, open_forecaster
 from .trials import FitContext, open_journal
@@ -183,6 +184,7 @@ def search(context: FitContext) -> FitResult | NothingFits:
     listen(_describe_search(context))
 
     _begin_stage("walk", context)
+    rungs = offload_where_needed(rungs, context)
     walked = walk_ladder(rungs, context)
     if walked.winner is None:
         return NothingFits(

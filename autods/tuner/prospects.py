@@ -8,11 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from ..config.checkpointing import may_offload
 from ..events import Note
 from ..forecast.predict.step_time import find_fastest
+from ..forecast.predict.verdict import is_surer, may_fit_offloaded
 from ..forecast.simulation_cache import count_parallel_engines
 from ..types import Trial
-from .candidates import Candidate, first_trial, without_checkpointing
+from .candidates import Candidate, first_trial, with_inputs_on_host, without_checkpointing
 from .trials import FitContext
 
 MOST_AT_FIRST = 64  # micro batch: a thousand samples may fit where throughput stops growing at twenty
@@ -73,6 +75,24 @@ def rank(items: Sequence[Ranked], rates: Sequence[float | None]) -> list[Ranked]
     while (place := find_fastest([rates[each] for each in left])) is not None:
         order.append(left.pop(place))
     return [items[each] for each in (*order, *left)]
+
+
+def offload_where_needed(candidates: Sequence[Candidate], context: FitContext) -> tuple[Candidate, ...]:
+    """The candidates; layers' inputs are on the host where a rung should not fit otherwise by its forecast."""
+    settings, smallest = context.settings, context.sizes[0]
+
+    def choose(candidate: Candidate) -> Candidate:
+        if candidate.skip is not None or not may_offload(candidate.knobs, settings.source.form, settings.device):
+            return candidate
+        plain = context.forecast(first_trial(candidate, settings.profile.walk, smallest))
+        if plain is None or not may_fit_offloaded(plain):
+            return candidate
+        leaner = with_inputs_on_host(candidate)
+        forecast = context.forecast(first_trial(leaner, settings.profile.walk, smallest))
+        return leaner if forecast is not None and is_surer(forecast, plain) else candidate
+
+    with ThreadPoolExecutor(count_parallel_engines()) as pool:
+        return tuple(pool.map(choose, candidates))
 
 
 def order_by_time(candidates: Sequence[Candidate], context: FitContext) -> list[Candidate]:

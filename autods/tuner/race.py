@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from math import exp, log
 from statistics import mean, stdev
 
+from ..config.checkpointing import may_offload
 from ..config.rungs import unmet_need
 from ..forecast.predict.step_time import CLOSE
 from ..types import Fit, Record, Steps, Trial
 from .batch_curve import BatchCurve, least_sample_s
 from .batch_size import Growth, describe_misfit
-from .candidates import Candidate, config_name, first_trial, in_precision, without_checkpointing
+from .candidates import Candidate, config_name, first_trial, in_precision, with_inputs_on_host, without_checkpointing
 from .comparison import PRIOR_NOISE, comparison_words, finals
 from .ladder_walk import Lessons, WalkResult, try_rung, untried_rungs
 from .prospects import Prospect, find_prospect, rank
@@ -77,6 +78,7 @@ def run_race(first: Record, walked: WalkResult, rungs: Sequence[Candidate], cont
         race.add(rivals)
     if has_choice and race.leader().candidate.knobs.checkpointing:
         race.add([without_checkpointing(candidate) for candidate in race.leading(_WITHOUT_RECOMPUTING)])
+    race.add(race.list_offloaded())
     for precision in context.settings.precisions:
         site = replace(context.settings.site, precision=precision)
         able = (each for each in race.leading() if unmet_need(each.rung, site, context.facts) is None)
@@ -280,6 +282,15 @@ class _Race:
         ranked = sorted(self.contestants, key=lambda contestant: contestant.score, reverse=True)
         ranked, least = ranked[: self.context.settings.profile.race.finalists + 1], self.score_to_beat()
         return [contestant.candidate for contestant in ranked if speedup * contestant.score >= least]
+
+    def list_offloaded(self) -> list[Candidate]:
+        """The leader with the inputs of its layers on the host, where memory ended its growth and that looks faster."""
+        leader, settings = self.leader(), self.context.settings
+        if not may_offload(leader.candidate.knobs, settings.source.form, settings.device):
+            return []
+        offloaded = with_inputs_on_host(leader.candidate)
+        is_full = leader.stop is not None and leader.stop.is_limit
+        return [offloaded] if is_full and _favours(offloaded, leader.candidate, self.context) else []
 
     def lacks_memory(self, contestant: Contestant) -> bool:
         """Whether it never fitted, or could lead, also while recomputing, if it had memory for any batch."""

@@ -157,7 +157,8 @@ class TrialForecaster(Forecaster):
         except AutodsError as error:
             return self.forecast(trial) if self._can_retry(trial.rung, micro_batch, error) else None
         forecast = self.cache.judge(spec, simulation, self.observations.values())
-        self.forecasts.setdefault(trial.rung, forecast)
+        if (first := self.forecasts.get(trial.rung)) is None or (forecast.offloads_inputs > first.offloads_inputs):
+            self.forecasts[trial.rung] = forecast
         return forecast
 
     def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:

@@ -198,6 +198,29 @@ def replay_at_limit(simulation: Simulation, forecast: RungForecast) -> Replay | 
     return replay(trace, expandable=forecast.expandable, limit_bytes=left_bytes)
 
 
+def may_fit_offloaded(forecast: RungForecast | None) -> bool:
+    """Return whether a rung that should not fit may do so with the inputs of its layers on the host.
+
+    It must lack memory of the device alone, in forward or backward alone, and no more than activations take there.
+    """
+    if forecast is None or forecast.offloads_inputs:
+        return False
+    if {tier for tier, held in forecast.memory.items() if held.fill > 1} != {"device"}:
+        return False
+    device = forecast.memory["device"]
+    limit_bytes = device.limit_bytes or 0
+    others_bytes = max((size for phase, size in forecast.by_phase.items() if phase in ("init", "step")), default=0)
+    lacking_bytes = device.peak_bytes - limit_bytes
+    return others_bytes <= limit_bytes and lacking_bytes <= forecast.breakdown.get("activations", 0)
+
+
+def is_surer(forecast: RungForecast, other: RungForecast) -> bool:
+    """Return whether a rung fits more surely by one forecast than by the other."""
+    order: tuple[Verdict, ...] = ("not_applicable", "cannot_fit", "tight", "fits")
+    ranks = [(order.index(each.verdict), each.fill <= 1) for each in (forecast, other)]
+    return ranks[0] > ranks[1]
+
+
 def find_tier_short_at_build(forecast: RungForecast, device: str) -> Tier | None:
     """Return the tier that a rung lacks while it builds and initializes, and not after that; None without one.
 

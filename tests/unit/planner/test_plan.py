@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from autods.config.checkpointing import offloads_inputs
 from autods.errors import EnvironmentBroken, InputError, Interrupted
 from autods.forecast.predict.prices import Work
-from autods.forecast.predict.step_time import Schedule
+from autods.forecast.predict.step_time import BITS, HOST, Schedule
 from autods.forecast.simulate import SimulationFailed
 from autods.forecast.testing import Script, ScriptedSimulator, fail_with, simulate_peaks
 from autods.forecast.values import EngineSpec, RungFinished, RungForecast, Simulation
@@ -146,6 +147,34 @@ def test_without_a_time_no_other_setting_is_simulated() -> None:
     planned = Planned(question(ladder=("zero3",)), timed)
     assert planned.forecast.sites[0].alternatives == ()
     assert all(spec.checkpointing for spec in planned.simulator.engines)
+
+
+def holding_inputs(ask: EngineSpec, micro_batch: int) -> Simulation:
+    """30 GiB, and 20 of layers' inputs for each sample where they are not on the host; the step waits for the host."""
+    inputs = 0 if offloads_inputs(ask.ds_config) else 20 * micro_batch
+    simulation = simulate_peaks(micro_batch, init=GIB, backward=(29 + micro_batch + inputs) * GIB)
+    works = (Work(kind="matmul", flops=1e12 * micro_batch, dtype="bfloat16"), Work(kind="host", bytes=10**9))
+    return replace(simulation, schedule=Schedule(events=(1 << BITS | HOST, 0), works=works))
+
+
+@pytest.mark.parametrize(
+    ("asked", "verdict"), [({}, "fits"), ({"checkpointing": "on"}, "cannot_fit"), ({"device": "cpu"}, "cannot_fit")]
+)
+def test_inputs_of_layers_go_to_the_host_where_a_rung_lacks_them(asked: dict[str, Any], verdict: str) -> None:
+    planned = Planned(question(ladder=("zero3",), largest=False, **asked), holding_inputs)
+    (rung,) = planned.forecast.sites[0].rungs
+    assert (rung.verdict, rung.offloads_inputs) == (verdict, verdict == "fits")
+    assert any("wait on the host" in sentence for sentence in planned.forecast.assumed) == (verdict == "fits")
+
+
+def test_a_plan_says_what_larger_batches_by_offload_give() -> None:
+    planned = Planned(question(on="a100-80gb", gpus=8, ladder=("zero3",)), holding_inputs)
+    (site,) = planned.forecast.sites
+    assert site.best is not None
+    offloaded = next(each for each in site.alternatives if each.forecast.offloads_inputs)
+    assert offloaded.switched
+    assert offloaded.forecast.micro_batch > site.best.micro_batch
+    assert "(--checkpointing offload)" in printed(make_plan_document(planned.forecast), 200)
 
 
 def test_tokens_of_images_are_refused() -> None:
@@ -301,7 +330,7 @@ def test_accumulation_is_no_longer_than_what_changes_memory() -> None:
 
 def test_machines_with_the_same_ranks_share_one_simulation_of_a_rung() -> None:
     planned = Planned(question(on="a100-40gb,a100-80gb,h200-141gb", gpus=8, largest=False))
-    asked = [ask.rung for ask in planned.simulator.engines]
+    asked = [(ask.rung, offloads_inputs(ask.ds_config)) for ask in planned.simulator.engines]
     assert len(asked) == len(set(asked))
     assert [site.site.machine.name for site in planned.forecast.sites] == ["a100-40gb", "a100-80gb", "h200-141gb"]
     assert any("share simulations" in said for said in planned.forecast.assumed)
@@ -348,7 +377,9 @@ def test_no_second_simulation_where_another_phase_decides() -> None:
     def script(ask: EngineSpec, micro_batch: int) -> Simulation:
         return simulate_peaks(micro_batch, init=50 * GIB, backward=70 * GIB)
 
-    planned = Planned(question(on="a100-40gb,a100-80gb", gpus=8, ladder=("zero1",), largest=False), script)
+    planned = Planned(
+        question(on="a100-40gb,a100-80gb", gpus=8, ladder=("zero1",), largest=False, checkpointing="on"), script
+    )
     assert len(planned.simulator.engines) == 1
     assert planned.verdicts(0) == {"zero1": "cannot_fit"}
 

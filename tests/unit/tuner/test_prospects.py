@@ -7,16 +7,19 @@ from typing import Any
 
 import pytest
 
+from autods.config.checkpointing import find_state
+from autods.forecast.values import RungForecast, TierForecast
 from autods.runner.testing import ScriptedRunner
 from autods.tuner.candidates import list_candidates
 from autods.tuner.ladder_walk import walk_ladder
-from autods.tuner.prospects import MOST_AT_FIRST, Prospect, find_prospect, order_by_time, rank
+from autods.tuner.prospects import MOST_AT_FIRST, Prospect, find_prospect, offload_where_needed, order_by_time, rank
 from autods.tuner.trial_forecasts import Forecaster, StepForecast
 from autods.types import Trial
 from tests.support.contexts import make_context
 from tests.support.walks import FACTS, FITS, SETTINGS
 
 CANDIDATES = list_candidates(SETTINGS, FACTS, {})
+GIB = 2**30
 NAMES = [candidate.rung.name for candidate in CANDIDATES]
 
 
@@ -38,6 +41,31 @@ class Timed(Forecaster):
 
     def largest(self, trial: Trial, sizes: Any, usable_bytes: float) -> int | None:
         return self.most
+
+
+@dataclass
+class Full(Forecaster):
+    """Forecasts 8 GiB that do not fit 4, of which layers' inputs are `inputs_gib`."""
+
+    inputs_gib: int
+
+    def forecast(self, trial: Trial) -> RungForecast:
+        offloads = find_state(trial.knobs) == "offload"
+        size = (8 - self.inputs_gib * offloads) * GIB
+        return RungForecast(
+            rung=trial.rung, verdict="fits" if size <= 4 * GIB else "cannot_fit", reason="", micro_batch=1,
+            memory={"device": TierForecast(low_bytes=size, peak_bytes=size, high_bytes=size, limit_bytes=4 * GIB)},
+            breakdown={"activations": (self.inputs_gib + 1) * GIB}, offloads_inputs=offloads,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("inputs_gib", "device", "state"), [(5, "cuda", "offload"), (5, "cpu", "on"), (3, "cuda", "on"), (2, "cuda", "on")]
+)
+def test_inputs_are_on_the_host_where_nothing_else_fits(inputs_gib: int, device: str, state: str) -> None:
+    context = make_context(ScriptedRunner(lambda trial: FITS).run, forecaster=Full(inputs_gib), device=device)
+    chosen = offload_where_needed(CANDIDATES, context)
+    assert {find_state(candidate.knobs) for candidate in chosen if candidate.skip is None} == {state}
 
 
 def ordered(forecaster: Forecaster) -> list[str]:

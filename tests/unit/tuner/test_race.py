@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from autods.config.checkpointing import find_state
 from autods.config.profiles import Budget
 from autods.config.rungs import read_rungs
 from autods.config.settings import Settings
@@ -53,24 +54,28 @@ class Machine:
 
     kept_gib: of a sample's activations without checkpointing; recomputing them keeps a quarter of it and takes a third
     more time. fp16: how many times as fast it is as bf16. Says where a measurement was flattered: trial → factor.
-    least: the smallest micro batch that the model can be trained with.
+    least: the smallest micro batch that the model can be trained with. inputs_gib: of a sample's layers, while they
+    recompute; on the host they take no memory of the device, and a hundredth more time.
     """
 
     rungs: Mapping[str, Rung]
     least: int = 1
     kept_gib: float = 2.0
     fp16: float = 1.0
+    inputs_gib: float = 0.0
     flattery: Callable[[Trial], float] = lambda trial: 1.0
     wave: int = 1
     ran: list[Trial] = field(default_factory=list)
 
     def peak_gib(self, trial: Trial) -> float:
         knobs = trial.knobs
-        return self.rungs[trial.rung].gib + self.kept_gib * knobs.micro_batch / (4 if knobs.checkpointing else 1)
+        sample_gib = self.kept_gib / (4 if knobs.checkpointing else 1)
+        sample_gib += self.inputs_gib if find_state(knobs) == "on" else 0.0
+        return self.rungs[trial.rung].gib + sample_gib * knobs.micro_batch
 
     def step_s(self, trial: Trial) -> float:
         rung, knobs = self.rungs[trial.rung], trial.knobs
-        sample_s = rung.sample_s * (1.0 if knobs.checkpointing else 0.75)
+        sample_s = rung.sample_s * {"off": 0.75, "on": 1.0, "offload": 1.01}[find_state(knobs)]
         faster = self.fp16 if knobs.settings.get("fp16.enabled") else 1.0
         samples = self.wave * -(-knobs.micro_batch // self.wave)
         return knobs.accumulation * (rung.fixed_s + sample_s * samples) / faster
@@ -316,6 +321,16 @@ def test_no_checkpointing_loses_where_the_batch_gets_small(raced: Callable[..., 
     assert won(result) == ("ddp", 10)
     assert result.best.trial.knobs.checkpointing
     assert reasons_in_report(result, machine)["ddp without checkpointing"].startswith("no micro batch up to ")
+
+
+@pytest.mark.parametrize(("fixed_s", "state"), [(2.0, "offload"), (0.01, "off")], ids=["large batches", "any batch"])
+def test_inputs_go_to_the_host_where_larger_batches_pay(
+    raced: Callable[..., FitResult], fixed_s: float, state: str
+) -> None:
+    machine = Machine({"zero3-offload": Rung(gib=10, fixed_s=fixed_s)}, inputs_gib=0.5)
+    result = raced(machine, forecaster=Timing(machine), checkpointing=True, device="cuda")
+    assert find_state(result.best.trial.knobs) == state
+    assert ("zero3-offload with inputs on the host" in result.raced.reasons) == (state == "offload")
 
 
 def test_another_precision_wins_only_where_it_is_allowed(raced: Callable[..., FitResult], tmp_path: Path) -> None:
