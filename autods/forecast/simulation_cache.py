@@ -17,6 +17,7 @@ from ..config.rungs import Rung
 from ..devices import find_device
 from ..system.host import count_cores, find_memory_groups, read_host_memory
 from ..types import Knobs, ModelFacts, Tier, WorkloadForm
+from .interpolation import Line, draw_line
 from .largest_batch import Fills, LargestMicroBatch, find_largest
 from .predict.calibration import Observation, calibrate_forecast
 from .predict.verdict import find_tier_short_at_build, judge_memory
@@ -35,6 +36,7 @@ from .values import (
 PARALLEL_ENGINES = 2  # at least, and while trials run
 _ENGINE_BYTES = 2**30  # an engine of 8 billion parameters and its process hold half of it
 _ENOUGH_ON_THE_HOST = 3  # micro batches of a step
+_MOST_DOUBTS = 2  # answers that were not as foreseen, until nothing is foreseen any more
 _SETTING = re.compile(r"(\w+)\s*:\s*(\[[^\]]*\]|[^,\]]*)")
 _HARMLESS = ("expandable_segments", "pinned_use_cuda_host_register", "pinned_num_register_threads")
 
@@ -208,6 +210,7 @@ class CachedEngine:
     spec: EngineSpec
     _stack: contextlib.ExitStack
     _engine: Engine | None = None
+    _lines: dict[tuple[int, int], Line | None] = field(default_factory=dict)  # by the micro batches of its ends
 
     def simulate(self, micro_batch: int) -> Simulation:
         known = self.cache.get(self.spec, micro_batch)
@@ -237,24 +240,61 @@ class CachedEngine:
 
         `known` is its forecast at a micro batch. Where a larger one cannot be simulated (the data of a script may end),
         it counts as too large and stands in `failures`.
+
+        Two simulations foresee the others, see `interpolation`. The answer is simulated all the same, and what was
+        foreseen counts only if the answer allocates byte for byte as foreseen.
         """
-        spec = on or self.spec
+        spec, first = on or self.spec, None if known is None else (known.micro_batch, known.fills)
         failures: dict[int, str] = {}
-        measured = [] if known is None else [known.micro_batch]
+        fills: dict[int, Fills] = {}
+        foreseen: dict[int, Simulation] = {}
+        doubts = 0
+
+        def try_simulation(size: int) -> Simulation | None:
+            try:
+                return self.simulate(size)
+            except SimulationFailed as failed:
+                if not fills and known is None:
+                    raise
+                failures[size], fills[size] = " ".join(str(failed.problem).split()), {"failed": math.inf}
+                return None
 
         def fill(size: int) -> Fills:
-            try:
-                simulation = self.simulate(size)
-            except SimulationFailed as failed:
-                if not measured:
-                    raise
-                failures[size] = " ".join(str(failed.problem).split())
-                return {"failed": math.inf}
-            measured.append(size)
-            return self.cache.judge(spec, simulation, observations, advise=False).fills
+            if size not in fills:
+                line = self._find_line(size) if doubts < _MOST_DOUBTS and not failures else None
+                simulation = try_simulation(size) if line is None else line.reach(size)
+                if simulation is None:
+                    return fills[size]
+                if line is not None:
+                    foreseen[size] = simulation
+                fills[size] = self.cache.judge(spec, simulation, observations, advise=False).fills
+            return fills[size]
 
-        first = None if known is None else (known.micro_batch, known.fills)
-        return replace(find_largest(fill, sizes, known=first), failures=failures)
+        while True:
+            largest = replace(find_largest(fill, sizes, known=first), failures=failures)
+            answer = largest.refused if largest.micro_batch is None else largest.micro_batch
+            if answer is None or answer not in foreseen:
+                return largest
+            simulation = try_simulation(answer)
+            if simulation is not None and foreseen[answer].holds_as(simulation):
+                return largest
+            doubts += 1
+            for size in foreseen.keys() - failures.keys():
+                del fills[size]
+            foreseen.clear()
+
+    def _find_line(self, size: int) -> Line | None:
+        """Return the line through the two simulations that are nearest to this size; None where it was simulated."""
+        simulated = self.cache.list_simulated(self.spec)
+        if size in simulated or len(simulated) < 2:
+            return None
+        smaller, larger = sorted(sorted(simulated, key=lambda other: abs(other - size))[:2])
+        if (smaller, larger) not in self._lines:
+            ends = self.cache.get(self.spec, smaller), self.cache.get(self.spec, larger)
+            assert ends[0] is not None
+            assert ends[1] is not None
+            self._lines[smaller, larger] = draw_line(ends[0], ends[1])
+        return self._lines[smaller, larger]
 
 
 def find_partitioned_build(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ def simulate_peaks(micro_batch: int, host: int = 0, nvme: int = 0, **device: int
     peaks = {cast(ForecastPhase, phase): size for phase, size in device.items()}
     most = max(peaks.values(), default=0)
     trace = Trace(
-        events=[event for block, size in enumerate(peaks.values()) for event in (size, ~block)],
+        events=array("q", (event for block, size in enumerate(peaks.values()) for event in (size, ~block))),
         marks=tuple((2 * block, phase) for block, phase in enumerate(peaks)),
     )
     return Simulation(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal, Protocol
 
 from ..config.catalogue import Machine
@@ -149,6 +150,20 @@ class Trace:
     issued: Sequence[int] = ()
     kinds: Sequence[int] = ()
 
+    def split_peak(self) -> dict[str, int]:
+        """Return the bytes at the moment of the highest peak, by kind; nothing where the kinds are not known."""
+        if not self.kinds:
+            return {}
+        sizes = [event for event in self.events if event >= 0]
+        totals = list(accumulate(event if event >= 0 else -sizes[~event] for event in self.events))
+        until_peak = self.events[: totals.index(max(totals)) + 1] if totals else self.events
+        freed = {~event for event in until_peak if event < 0}
+        by_kind = dict.fromkeys(KINDS, 0)
+        for block, size in enumerate(event for event in until_peak if event >= 0):
+            if block not in freed:
+                by_kind[KINDS[self.kinds[block]]] += size
+        return {kind: size for kind, size in by_kind.items() if size}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
@@ -188,6 +203,11 @@ class Simulation:
     def builds_whole(self, parameters: int) -> bool:
         """Whether the rank held that many parameters, in half precision at least, while it built its model."""
         return sum(self.live_bytes.get("build", {}).values()) >= _LEAST_OF_A_WEIGHT * parameters
+
+    def holds_as(self, other: Simulation) -> bool:
+        """Return whether both hold the same bytes on every tier, and allocate them on the device in the same order."""
+        events, others = self.traces["device"].events, other.traces["device"].events
+        return self.live_bytes == other.live_bytes and events == others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """What another setting would give: another micro batch or state of checkpointing of the best rung, or `--zero-init`.
 
-Micro batches were simulated in the search for the largest; the others need new simulations.
+A smaller micro batch was simulated in the search for the largest; the others need new simulations.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ def propose_partitioned_build(run: PlanRun, site: Site) -> PartitionedBuild | No
 
 
 def _list_micro_batches(run: PlanRun, site: Site, spec: EngineSpec, micro_batch: int) -> list[Alternative]:
-    """The simulated micro batch nearest to half of this one, and the next larger one that was simulated."""
-    sizes = run.cache.list_simulated(spec)
-    smaller = min(
-        (size for size in sizes if size < micro_batch), key=lambda size: abs(2 * size - micro_batch), default=0
-    )
-    larger = min((size for size in sizes if size > micro_batch), default=0)
+    """The simulated micro batch nearest to half of this one, and after a search the next larger one."""
+    simulated = (size for size in run.cache.list_simulated(spec) if size < micro_batch)
+    sizes = [min(simulated, key=lambda size: abs(2 * size - micro_batch), default=0)]
+    if run.settings.largest:
+        sizes.append(next((size for size in run.list_sizes(site) if size > micro_batch), 0))
     with run.cache.open(spec) as engine:
-        return [_judge(run, site, engine, size, switched=False) for size in (smaller, larger) if size]
+        judged = (_try_to_judge(run, site, engine, size, switched=False) for size in sizes if size)
+        return [each for each in judged if each is not None]
 
 
 def _waits(speed: Speed) -> bool:
@@ -92,6 +92,15 @@ def _switch_checkpointing(run: PlanRun, site: Site, spec: EngineSpec, other: Eng
             return [first if size is None else _judge(run, site, engine, size, switched=True)]
     except SimulationFailed:
         return []
+
+
+def _try_to_judge(
+    run: PlanRun, site: Site, engine: CachedEngine, micro_batch: int, *, switched: bool
+) -> Alternative | None:
+    try:
+        return _judge(run, site, engine, micro_batch, switched=switched)
+    except SimulationFailed:
+        return None
 
 
 def _judge(run: PlanRun, site: Site, engine: CachedEngine, micro_batch: int, *, switched: bool) -> Alternative:

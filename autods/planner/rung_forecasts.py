@@ -263,11 +263,11 @@ class PlanRun:
 
     def find_largest(self, site: Site, engine: CachedEngine, first: RungForecast) -> LargestMicroBatch:
         """Search the engine's largest micro batch at the site, from its first forecast there."""
-        return engine.find_largest(
-            micro_batches(site.global_batch, count_replicas(site.base, site.world_size), MOST_MICRO_BATCH),
-            on=move_engine(engine.spec, site),
-            known=first,
-        )
+        return engine.find_largest(self.list_sizes(site), on=move_engine(engine.spec, site), known=first)
+
+    def list_sizes(self, site: Site) -> Sequence[int]:
+        """Return the micro batches that the site's global batch allows, ascending."""
+        return micro_batches(site.global_batch, count_replicas(site.base, site.world_size), MOST_MICRO_BATCH)
 
     def _report(self, site: Site, forecast: RungForecast) -> None:
         with self._lock:

@@ -19,7 +19,7 @@ from ...types import ModelFacts, Phase
 from ...workload.protocol import Workload
 from ..attention import UNKNOWN_FAMILY
 from ..predict.memory_model import estimate_outside_bytes
-from ..values import KINDS, EngineSpec, ForecastPhase, Simulation
+from ..values import EngineSpec, ForecastPhase, Simulation
 from . import attribution, custom_kernels, deepspeed_patches, fake_gpu, packed_weights, torch_patches, unknown_values
 from .dispatch import Recorder, join_world
 from .ledger import DEVICE, PINNED, Ledger
@@ -124,10 +124,11 @@ class RankEngine:
 def read_ledger(ledger: Ledger, engine: Any, micro_batch: int, seconds: float) -> Simulation:
     """What the ledger has recorded of this micro batch on DeepSpeed's engine."""
     attribution.label_persistent(ledger, engine)
+    device = ledger.trace(DEVICE)
     return Simulation(
         micro_batch=micro_batch,
         live_bytes=ledger.peaks(),
-        traces={"device": ledger.trace(DEVICE), "pinned": ledger.trace(PINNED)},
+        traces={"device": device, "pinned": ledger.trace(PINNED)},
         summed_peak_bytes=ledger.summed_peaks(),
         nvme_bytes=sum(ledger.nvme.values()),
         optimizer_elements=attribution.optimizer_elements(engine),
@@ -135,7 +136,7 @@ def read_ledger(ledger: Ledger, engine: Any, micro_batch: int, seconds: float) -
         modules=sum(1 for _ in engine.module.modules()),
         communicators=ledger.work.communicators,
         families=frozenset(ledger.families),
-        breakdown={KINDS[kind]: size for kind, size in sorted(ledger.bytes_at_peak().items())},
+        breakdown=device.split_peak(),
         assumed=(*ledger.assumed, *((unknown_values.UPPER_BOUND,) if ledger.is_upper_bound else ())),
         is_upper_bound=ledger.is_upper_bound,
         schedule=None if ledger.one_memory else ledger.work.schedule(),

@@ -6,8 +6,7 @@ import contextlib
 import weakref
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
-from itertools import accumulate
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from ...types import Tier
@@ -192,19 +191,6 @@ class Ledger:
             issued=array("q", self._issued) if on_device else (),
             kinds=bytes(self._kinds) if on_device else (),
         )
-
-    def bytes_at_peak(self) -> Mapping[int, int]:
-        """Bytes on the device at the moment of its highest peak, by kind."""
-        events = self._tapes[DEVICE].events
-        sizes = [event for event in events if event >= 0]
-        totals = list(accumulate(event if event >= 0 else -sizes[~event] for event in events))
-        until_peak = events[: totals.index(max(totals)) + 1] if totals else events
-        freed = {~event for event in until_peak if event < 0}
-        by_kind: Counter[int] = Counter()
-        for block, size in enumerate(event for event in until_peak if event >= 0):
-            if block not in freed:
-                by_kind[self._kinds[block]] += size
-        return by_kind
 
     def _find_block(self, tensor: Any, tier: int) -> int | None:
         """Return the block of a living tensor; None if it lies on another tier."""

@@ -147,7 +147,7 @@ def test_the_breakdown_is_that_of_the_peak(ledger: Ledger) -> None:
     later = Tensor(3, 20)
     ledger.enter(later)
     ledger.label(later, 5)
-    assert ledger.bytes_at_peak() == {3: 100, 0: 40}
+    assert ledger.trace(DEVICE).split_peak() == {"activations": 100, "parameters": 40}
 
 
 def test_a_block_has_the_stream_on_which_it_was_allocated(ledger: Ledger) -> None:

@@ -1,0 +1,126 @@
+"""The line through two simulations, and the search for the largest micro batch along it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+
+import pytest
+
+from autods.config.catalogue import find_machines
+from autods.config.rungs import read_rungs
+from autods.forecast.interpolation import draw_line
+from autods.forecast.simulate.protocol import SimulationFailed
+from autods.forecast.simulation_cache import SimulationCache, make_engine
+from autods.forecast.testing import ScriptedSimulator
+from autods.forecast.values import KINDS, EngineSpec, Simulation, Trace
+from autods.types import Knobs
+from tests.support.composed import FACTS, make_site
+
+GIB, MIB = 2**30, 2**20
+_ACTIVATIONS = KINDS.index("activations")
+(_MACHINE,) = find_machines("a100-40gb")
+ENGINE = make_engine(make_site(8, machine=_MACHINE), read_rungs()["zero1"], Knobs(), FACTS)
+SIZES = range(1, 4097)
+Bytes = Callable[[int], int]
+
+
+def simulate(micro_batch: int, kept: Bytes, copied: Bytes, nvme_bytes: int = 0) -> Simulation:
+    """Weights, then activations that stay until the end; several samples are copied, and the copy outlives them."""
+    events, kinds = [GIB, kept(micro_batch)], [0, _ACTIVATIONS]
+    peak = sum(events)
+    if micro_batch > 1:
+        events += [copied(micro_batch), ~1, ~2]
+        kinds.append(_ACTIVATIONS)
+        peak += copied(micro_batch)
+    else:
+        events.append(~1)
+    return Simulation(
+        micro_batch=micro_batch,
+        live_bytes={"init": {"device": GIB, "host": 5}, "forward": {"device": peak, "host": 5}},
+        traces={"device": Trace(events=array("q", events), marks=((0, "init"), (1, "forward")), kinds=bytes(kinds))},
+        nvme_bytes=nvme_bytes,
+        breakdown={"parameters": GIB, "activations": peak - GIB},
+    )
+
+
+def grow(micro_batch: int) -> Simulation:
+    return simulate(micro_batch, lambda size: 7 * MIB + 300 * MIB * size, lambda size: 50 * MIB * size)
+
+
+@pytest.mark.parametrize("smaller", [1, 2])
+@pytest.mark.parametrize("asked", [3, 5, 90])
+def test_a_line_reaches_what_would_be_simulated(smaller: int, asked: int) -> None:
+    line = draw_line(grow(smaller), grow(8))
+    assert line is not None
+    reached, simulated = line.reach(asked), grow(asked)
+    assert list(reached.traces["device"].events) == list(simulated.traces["device"].events)
+    assert (reached.live_bytes, reached.breakdown) == (simulated.live_bytes, simulated.breakdown)
+    assert reached.micro_batch == asked
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        simulate(8, lambda size: 7 * MIB + 1, lambda size: 8),  # no whole bytes a sample
+        simulate(8, lambda size: 2 * 10**9, lambda size: 8 * MIB),  # less than nothing without a sample
+        simulate(8, lambda size: 7 * MIB * size, lambda size: 9),  # a copy that does not grow from nothing
+        simulate(8, lambda size: 7 * MIB * size, lambda size: 8, nvme_bytes=1),
+    ],
+)
+def test_no_line_is_drawn_where_two_do_not_tell(other: Simulation) -> None:
+    assert draw_line(simulate(1, lambda size: 7 * MIB, lambda size: 0), other) is None
+
+
+def search(script: Callable[[EngineSpec, int], Simulation]) -> tuple[int | None, list[int], dict[int, str]]:
+    simulator = ScriptedSimulator(FACTS, script)
+    with SimulationCache(simulator).open(ENGINE) as engine:
+        largest = engine.find_largest(SIZES, known=engine.forecast(1))
+    return largest.micro_batch, [size for _, size in simulator.measured], dict(largest.failures)
+
+
+def bend(spec: EngineSpec, micro_batch: int) -> Simulation:
+    """Above 30 samples another kernel needs more."""
+    more = 2 * GIB if micro_batch > 30 else 0
+    return simulate(micro_batch, lambda size: 300 * MIB * size + more, lambda size: 50 * MIB * size)
+
+
+def fits(simulation: Simulation) -> bool:
+    return SimulationCache(ScriptedSimulator(FACTS, bend)).judge(ENGINE, simulation).fill <= 1
+
+
+def test_the_largest_batch_takes_three_simulations() -> None:
+    largest, simulated, _ = search(lambda spec, micro_batch: grow(micro_batch))
+    assert largest is not None
+    assert fits(grow(largest))
+    assert not fits(grow(largest + 1))
+    assert simulated == [1, 8, largest]
+
+
+def test_an_answer_that_was_not_as_foreseen_is_searched_anew() -> None:
+    largest, simulated, _ = search(bend)
+    assert largest is not None
+    assert largest in simulated
+    assert fits(bend(ENGINE, largest))
+    assert not fits(bend(ENGINE, largest + 1))
+
+
+def test_a_foreseen_batch_that_fails_bounds_the_search() -> None:
+    def end(spec: EngineSpec, micro_batch: int) -> Simulation:
+        if micro_batch > 20:
+            raise SimulationFailed(kind="user_code", problem="the data end")
+        return grow(micro_batch)
+
+    largest, simulated, failures = search(end)
+    assert largest == 20
+    assert 21 in failures
+    assert 20 in simulated
+
+
+def test_uneven_engines_are_searched_by_simulations_alone() -> None:
+    def waver(spec: EngineSpec, micro_batch: int) -> Simulation:
+        return simulate(micro_batch, lambda size: 300 * MIB * size + size * size, lambda size: 50 * MIB * size)
+
+    largest, simulated, _ = search(waver)
+    assert largest is not None
+    assert {largest, largest + 1} <= set(simulated)
