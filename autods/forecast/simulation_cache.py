@@ -186,6 +186,7 @@ class SimulationCache:
         *,
         advise: bool = True,
         chooses: bool = True,
+        roughly: bool = False,
     ) -> RungForecast:
         """Return the forecast within the limits of the engine's machine, corrected by the measurements of trials.
 
@@ -199,6 +200,7 @@ class SimulationCache:
             calibration=calibrate_forecast(spec, observations),
             expandable=expandable if chooses else bool(expandable),
             advise=advise,
+            roughly=roughly,
         )
 
 
@@ -267,7 +269,7 @@ class CachedEngine:
                     return fills[size]
                 if line is not None:
                     foreseen[size] = simulation
-                fills[size] = self.cache.judge(spec, simulation, observations, advise=False).fills
+                fills[size] = self.cache.judge(spec, simulation, observations, advise=False, roughly=True).fills
             return fills[size]
 
         while True:

@@ -394,7 +394,12 @@ def replay(
 
 
 def find_least_limit(
-    trace: Trace, unlimited: Replay, *, expandable: bool = False, tolerance: float = 0.01
+    trace: Trace,
+    unlimited: Replay,
+    *,
+    expandable: bool = False,
+    tolerance: float = 0.01,
+    bound_bytes: int | None = None,
 ) -> tuple[int, Replay]:
     """Return the least limit in bytes at which the trace runs well, and its replay there.
 
@@ -405,12 +410,17 @@ def find_least_limit(
     The need is not monotonic: the trace may run out of a limit above the answer. It was replayed at the answer itself.
     The peak without a limit may be too little. The repeated step may need more. And torch asks for a whole segment
     before it knows how few pages it has to map.
+
+    With `bound_bytes` only whether the answer is above it is as without: the search ends as soon as it knows that, with
+    the middle of what is left of it.
     """
     trace = repeat_last_step(trace)
     low, high = unlimited.peak_allocated_bytes, unlimited.peak_reserved_bytes
     best: Replay | None = None
     while high - low > (margin := max(2**21, int(tolerance * high))):
         middle = (low + high) // 2
+        if bound_bytes is not None and (low > bound_bytes or (best is not None and high <= bound_bytes)):
+            return middle, best or unlimited
         if best is not None and middle >= best.same_from_bytes:
             high = middle
             continue

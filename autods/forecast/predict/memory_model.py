@@ -160,17 +160,34 @@ class RankMemory:
     host_by_phase: Mapping[ForecastPhase, int]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardLimit:
+    """The bytes of a card, which hold `ratio` of what torch's allocator is forecast to hold, and what lies `beside`."""
+
+    limit_bytes: int
+    ratio: float = 1.0
+    beside: Interval | None = None  # None: as the overheads say
+
+    def bound_allocator(self, outside: Interval, inside: Interval) -> int:
+        """Return the largest bytes of tensors and cache that fit."""
+        left_bytes = self.limit_bytes - (self.beside or outside).peak_bytes
+        return int(left_bytes / self.ratio) - inside.peak_bytes
+
+
 def compute_rank_memory(
-    spec: EngineSpec, simulation: Simulation, overheads: Overheads, *, expandable: bool
+    spec: EngineSpec, simulation: Simulation, overheads: Overheads, *, expandable: bool, card: CardLimit | None = None
 ) -> RankMemory:
-    """Replay the traces of a simulation on the allocators' models and add the overheads."""
+    """Replay the traces of a simulation on the allocators' models and add the overheads.
+
+    With a `card` the device's peak only tells whether it fits there: how far it is from that is rough, and so are its
+    bounds.
+    """
     live = {
         tier: {phase: peaks.get(tier, 0) for phase, peaks in simulation.live_bytes.items()}
         for tier in ("device", "host", "pinned")
     }
     live_bytes, live_pinned = (max(live[tier].values(), default=0) for tier in ("device", "pinned"))
-    traced, clocked = _with_clocks(spec, simulation)
-    tensors, by_phase = _replay_device(spec, traced, live["device"], expandable=expandable)
+    clocked = _is_clocked(spec, simulation)
     bucket = int(get_key(spec.ds_config, "zero_optimization.reduce_bucket_size") or _DEFAULT_BUCKET)
     amounts = {
         "tensors": live_bytes,
@@ -181,7 +198,10 @@ def compute_rank_memory(
         "modules": simulation.modules,
         "further_communicators": max(0, simulation.communicators - 1),
     }
-    inside = overheads.sum(spec, "device", "inside", amounts)
+    inside, outside = (overheads.sum(spec, "device", held, amounts) for held in ("inside", "outside"))
+    traced = _return_late(spec, simulation) if clocked and card is None else simulation.traces["device"]
+    bound_bytes = None if card is None else card.bound_allocator(outside, inside)
+    tensors, by_phase = _replay_device(spec, traced, live["device"], expandable=expandable, bound_bytes=bound_bytes)
 
     trace = simulation.traces.get("pinned")
     peak_pinned = live_pinned if trace is None else max(peak_pinned_bytes(trace), live_pinned)
@@ -197,7 +217,7 @@ def compute_rank_memory(
     nvme_bytes = simulation.nvme_bytes * spec.ranks_of_node
     return RankMemory(
         device=tensors + inside,
-        outside_allocator=overheads.sum(spec, "device", "outside", amounts),
+        outside_allocator=outside,
         host=host + overheads.sum(spec, "host", "outside", {}),
         pinned=Interval(low_bytes=live_pinned, peak_bytes=peak_pinned, high_bytes=peak_pinned),
         nvme=Interval(low_bytes=nvme_bytes, peak_bytes=nvme_bytes, high_bytes=nvme_bytes),
@@ -208,16 +228,24 @@ def compute_rank_memory(
     )
 
 
-def _with_clocks(spec: EngineSpec, simulation: Simulation) -> tuple[Trace, bool]:
-    """Return the device's trace with the blocks that come back late, and whether the machine's clocks tell that."""
-    trace = simulation.traces["device"]
-    if spec.machine is None or simulation.schedule is None or not trace.issued:
-        return trace, False
-    prices = PriceList.usual(spec.machine, spec.ranks_of_node)
+def _is_clocked(spec: EngineSpec, simulation: Simulation) -> bool:
+    """Return whether the machine's clocks tell when blocks come back."""
+    if spec.machine is None or simulation.schedule is None or not simulation.traces["device"].issued:
+        return False
     try:
-        return replace(trace, held=find_returns(trace, simulation.schedule, prices)), True
+        StepClocks(simulation.schedule, PriceList.usual(spec.machine, spec.ranks_of_node))
     except Unpriced:
-        return trace, False
+        return False
+    return True
+
+
+def _return_late(spec: EngineSpec, simulation: Simulation) -> Trace:
+    """Return the device's trace with the blocks that come back late, by the machine's clocks."""
+    trace = simulation.traces["device"]
+    assert spec.machine is not None
+    assert simulation.schedule is not None
+    prices = PriceList.usual(spec.machine, spec.ranks_of_node)
+    return replace(trace, held=find_returns(trace, simulation.schedule, prices))
 
 
 def find_returns(trace: Trace, schedule: Schedule, prices: PriceList) -> dict[int, int]:
@@ -257,7 +285,12 @@ def find_returns(trace: Trace, schedule: Schedule, prices: PriceList) -> dict[in
 
 
 def _replay_device(
-    spec: EngineSpec, trace: Trace, live: Mapping[ForecastPhase, int], *, expandable: bool
+    spec: EngineSpec,
+    trace: Trace,
+    live: Mapping[ForecastPhase, int],
+    *,
+    expandable: bool,
+    bound_bytes: int | None = None,
 ) -> tuple[Interval, dict[ForecastPhase, int]]:
     """Return the bytes that the device's allocator holds, and its peak in each phase.
 
@@ -273,9 +306,9 @@ def _replay_device(
         at_once = replace(trace, held={})
         first = replay(at_once, expandable=expandable)
         unlimited = first.peak_reserved_bytes
-        if trace.held:
+        if trace.held and bound_bytes is None:  # it tells the high end alone
             unlimited = max(unlimited, replay(trace, expandable=expandable).peak_reserved_bytes)
-        least, best = find_least_limit(at_once, first, expandable=expandable)
+        least, best = find_least_limit(at_once, first, expandable=expandable, bound_bytes=bound_bytes)
     used = {phase: max(size, best.allocated_by_phase.get(phase, 0)) for phase, size in live.items()}
     peak = max([least, *live.values()])
     # The phase with the most in use decides, not the one in which the cache happened to grow.

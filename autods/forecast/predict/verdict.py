@@ -24,7 +24,7 @@ from ..values import (
 )
 from .allocator import Replay, repeat_last_step, replay
 from .calibration import Calibration, calibrate_forecast
-from .memory_model import Overheads, compute_rank_memory, read_overheads
+from .memory_model import CardLimit, Overheads, compute_rank_memory, read_overheads
 from .prices import PriceList, Unpriced, read_constants
 from .step_time import Speed, forecast_step
 
@@ -54,6 +54,7 @@ def judge_memory(
     overheads: Overheads | None = None,
     expandable: bool | None = False,
     advise: bool = True,
+    roughly: bool = False,
 ) -> RungForecast:
     """Return the forecast of one rung at one micro batch, with its verdict.
 
@@ -66,15 +67,18 @@ def judge_memory(
     `limits` has the bytes of the tiers whose limit is known: device and pinned a rank, host and NVMe a node.
     `calibration` is None before any trial.
     `advise` adds to the reason of a tight fit how the allocator would fail, which takes a further replay.
+    `roughly` leaves of the device only whether its peak is within the limit, in a third of the time.
     """
     overheads = overheads or read_overheads()
     calibration = calibration or calibrate_forecast(spec, (), overheads)
-    judge = partial(_judge, spec, simulation, limits, calibration, overheads, advise=advise)
+    judge = partial(_judge, spec, simulation, limits, calibration, overheads, advise=advise, roughly=roughly)
     forecast = judge(expandable=bool(expandable))
     if expandable is not None or not find_device(spec.device).has_caching_allocator:
         return forecast
     device, limit = forecast.memory.get("device"), limits.get("device")
-    if device is None or limit is None or not device.low_bytes <= limit < device.high_bytes:
+    if device is None or limit is None:
+        return forecast
+    if not device.low_bytes <= limit < (device.peak_bytes if roughly else device.high_bytes):
         return forecast
     trace = repeat_last_step(simulation.traces["device"])
     left_bytes = limit - max(0, device.low_bytes - forecast.live_peak_bytes)  # at most, of what lies beside
@@ -95,11 +99,13 @@ def _judge(
     *,
     expandable: bool,
     advise: bool,
+    roughly: bool,
 ) -> RungForecast:
-    need = compute_rank_memory(spec, simulation, overheads, expandable=expandable)
-    device = need.device.times(calibration.ratios(spec.rung)) + (
-        calibration.outside_allocator or need.outside_allocator
-    )
+    ratios, card = calibration.ratios(spec.rung), None
+    if roughly and (limit := limits.get("device")) is not None:
+        card = CardLimit(limit_bytes=limit, ratio=ratios.middle, beside=calibration.outside_allocator)
+    need = compute_rank_memory(spec, simulation, overheads, expandable=expandable, card=card)
+    device = need.device.times(ratios) + (calibration.outside_allocator or need.outside_allocator)
     if simulation.is_upper_bound:  # sure are the states at the peak, and what building takes
         states_bytes = sum(simulation.breakdown.get(kind, 0) for kind in _STATES)
         built_bytes = max(simulation.live_bytes.get(phase, {}).get("device", 0) for phase in STARTING)

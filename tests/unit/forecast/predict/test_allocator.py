@@ -219,6 +219,17 @@ def test_the_least_limit_runs_well(seed: int, expandable: bool) -> None:
 
 
 @pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_bound_leaves_the_least_limit_on_its_side(seed: int, expandable: bool) -> None:
+    made = trace(*made_up(seed))
+    roomy = replay(made, expandable=expandable)
+    least, _ = find_least_limit(made, roomy, expandable=expandable)
+    for bound in range(roomy.peak_allocated_bytes * 9 // 10, roomy.peak_reserved_bytes * 11 // 10, 7 * MIB):
+        rough, _ = find_least_limit(made, roomy, expandable=expandable, bound_bytes=bound)
+        assert (rough > bound) == (least > bound)
+
+
+@pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize("seed", range(6))
 def test_a_replay_is_the_same_down_to_what_it_was_granted(seed: int, expandable: bool) -> None:
     made = trace(*made_up(seed))

@@ -203,6 +203,14 @@ def test_segments_stay_fixed_where_growing_would_not_help(limit: int) -> None:
     assert not judge_fragments(limit).expandable
 
 
+@pytest.mark.parametrize("expandable", [None, False, True])
+def test_a_rough_judgement_fits_where_the_exact_one_does(expandable: bool | None) -> None:
+    limits = range(1500 * MIB, 4000 * MIB, 100 * MIB)
+    exact = [judge_fragments(limit, expandable=expandable).fill <= 1 for limit in limits]
+    assert exact == [judge_fragments(limit, expandable=expandable, roughly=True).fill <= 1 for limit in limits]
+    assert set(exact) == {False, True}
+
+
 def test_segments_never_grow_for_a_device_without_that_allocator() -> None:
     events, marks = fragment(steps=2)
     made = replace(simulated(device=FRAGMENTED_LIVE), traces={"device": Trace(events=events, marks=marks)})
