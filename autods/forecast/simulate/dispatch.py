@@ -91,6 +91,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Tell torch that nothing is compiled here: its guard against that takes a microsecond of each operator."""
+        return False
+
     def __init__(self, ledger: Ledger, mode: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger, self._mode = ledger, mode
