@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import exp, log
 from statistics import mean, stdev
 
-from ..config.checkpointing import may_offload
+from ..config.checkpointing import find_state, may_offload
 from ..config.rungs import unmet_need
 from ..forecast.predict.step_time import CLOSE
 from ..types import Fit, Record, Steps, Trial
@@ -399,8 +399,11 @@ class _Race:
             stayed = "never fitted" if contestant.best() is None else "raced to the end"
             reasons.setdefault(contestant.name, contestant.out or stayed)
             rung = contestant.candidate.rung.name
-            if rung not in names:  # it was raced only without checkpointing
-                reasons.setdefault(rung, f"checkpointing would only cost it time: see {contestant.name}")
+            if rung not in names:  # it was raced in another state of checkpointing
+                why = "checkpointing would only cost it time"
+                if find_state(contestant.candidate.knobs) == "offload":
+                    why = "its layers' inputs would not fit on the device by the forecast"
+                reasons.setdefault(rung, f"{why}: see {contestant.name}")
         behind = (contestant.best() for contestant in fitting if contestant is not winner)
         others = tuple(record for record in behind if record is not None)
         return RaceResult(best=decision.best, growth=winner, others=others, reasons=reasons)
