@@ -33,7 +33,7 @@ from ..events import (
 from ..forecast.values import ForecastEvent, RungFinished, RungForecast, SimulationStarted
 from ..types import Skipped, Trial
 from ..units import escape_controls, format_bytes
-from .answers.plan import tabulate_rungs
+from .answers.plan_rungs import tabulate_rungs
 from .document import Medium
 from .fit_progress import FitState, advance, describe_progress, describe_status, leaves_headroom, render_search
 from .rank_logs import RankLogs

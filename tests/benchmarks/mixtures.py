@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import autods
-from autods.report.answers.plan import format_spent
+from autods.report.answers.plan_figures import format_spent
 from autods.report.serialize import plan_to_dict
 
 GIB = 2**30

@@ -18,7 +18,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import autods
-from autods.report.answers.plan import compare_speeds, describe_site_answer, format_spent
+from autods.report.answers.plan_advice import compare_speeds, describe_site_answer
+from autods.report.answers.plan_figures import format_spent
 from autods.report.results.plan import PlanReport
 from autods.report.serialize import plan_to_dict
 from autods.system.host import data_folder

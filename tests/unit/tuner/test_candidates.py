@@ -10,7 +10,7 @@ from autods.config.deepspeed import count_replicas
 from autods.config.settings import apply_survey
 from autods.errors import InputError
 from autods.forecast.simulation_cache import why_not_forecast
-from autods.report.answers.plan import list_suggestions
+from autods.report.answers.plan_advice import list_suggestions
 from autods.tuner.candidates import (
     Candidate,
     idle_stages_warning,

@@ -1,0 +1,88 @@
+"""How the figures of a plan are written, and why one is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...config.catalogue import HERE, Site
+from ...config.deepspeed import choose_accumulation, count_replicas
+from ...forecast.predict.step_time import Speed, StepTime
+from ...types import Knobs
+from ..results.plan import PlanReport, SiteForecast, Training
+from ..text import format_batch, format_rate, format_share
+
+MAY_FIT = ("fits", "tight")
+_WORTH_NAMING = 0.1  # of a step
+
+
+def describe_batch(plan: PlanReport, site: Site, micro_batch: int) -> str:
+    """'micro batch 1 × accumulation 2 × 8 ranks = global batch 16'."""
+    replicas = count_replicas(site.base, site.world_size)
+    accumulation = choose_accumulation(site, micro_batch, plan.source.form)
+    knobs = Knobs(micro_batch=micro_batch, accumulation=accumulation)
+    return format_batch(knobs, replicas, "ranks" if replicas == site.world_size else "replicas")
+
+
+def explain_no_time(site: SiteForecast) -> str:
+    """'the file of the machine lacks dram_gb_per_s'."""
+    machine, links = site.site.machine, site.site.machine.links
+    if machine.rates is None:
+        card = machine.title if machine.name == HERE else "the card"
+        return f"the rates of {card} are not known (--on NAME or FILE.toml has them)"
+    figures: dict[str, object] = {"links": links, "dram_gb_per_s": machine.dram_gb_per_s}
+    if links is not None and site.site.nodes > 1:
+        figures["network_gb_per_s"] = links.network_gb_per_s
+    if site.best is not None and "nvme" in site.best.memory:
+        figures["nvme_gb_per_s"] = machine.nvme_gb_per_s
+    lacks = [name for name, figure in figures.items() if figure is None]
+    return f"the file of the machine lacks {' or '.join(lacks)}" if lacks else "no step was recorded"
+
+
+def format_ranks_of_site(site_forecast: SiteForecast) -> str:
+    """'2 × 8 bf16'."""
+    site = site_forecast.site
+    ranks = f"{site.nodes} × {site.ranks_per_node}" if site.nodes > 1 else str(site.world_size)
+    return f"{ranks} {site.precision}"
+
+
+def _format_interval(write: Callable[[float], str], value: float, low: float, high: float) -> str:
+    """'30.7 (23–39.9)'; '30.7 (up to 39.9)' without a low bound."""
+    if not low:
+        return f"{write(value)} (up to {write(high)})"
+    return f"{write(value)} ({write(low)}–{write(high)})"
+
+
+def format_step(step: StepTime) -> str:
+    """'2.13 (1.6–2.77) s'."""
+    return f"{_format_interval('{:.3g}'.format, step.seconds, step.low_seconds, step.high_seconds)} s"
+
+
+def format_speed(speed: Speed) -> str:
+    """'15,403 tokens/s', or samples/s where a sample has no fixed number of tokens."""
+    if speed.tokens_per_second is None:
+        return f"{format_rate(speed.samples_per_second)} samples/s"
+    return f"{format_rate(speed.tokens_per_second)} tokens/s"
+
+
+def format_spent(step: StepTime) -> str:
+    """'compute 62 %, memory 30 %'; parts below a tenth are left out."""
+    parts = sorted(step.spent.items(), key=lambda part: -part[1])
+    named = [(cause, seconds / step.seconds) for cause, seconds in parts if seconds >= _WORTH_NAMING * step.seconds]
+    return ", ".join(f"{cause} {format_share(round(share, 2))}" for cause, share in named)
+
+
+def format_days(training: Training) -> str:
+    """'30.7 (23–39.9)'."""
+    return _format_interval(format_rate, training.days, training.low_days, training.high_days)
+
+
+def format_cost(training: Training) -> str:
+    """'11,800 (8,830–15,300)'; '–' without a price."""
+    if training.cost is None or training.low_cost is None or training.high_cost is None:
+        return "–"
+    return _format_interval(format_money, training.cost, training.low_cost, training.high_cost)
+
+
+def format_money(amount: float) -> str:
+    """'11,800': three significant digits."""
+    return f"{float(f'{amount:.3g}'):,.10g}"

@@ -1,0 +1,148 @@
+"""The machines of a plan side by side: which is enough, how fast it is, and what a training costs on it.
+
+A row is a `MachineRow`. A column is one entry of `MACHINES`.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ...forecast.predict.step_time import Speed
+from ...forecast.values import RungForecast
+from ...units import format_bytes, format_count
+from .. import document as doc
+from ..document import Cell, Column, line, tabulate
+from ..results.plan import PlanReport, SiteForecast, Training
+from ..text import MARKS, format_predicted, format_rate
+from .plan_figures import (
+    explain_no_time,
+    format_cost,
+    format_days,
+    format_money,
+    format_ranks_of_site,
+    format_speed,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineRow:
+    """A machine with its best rung, or with the leanest one where none fits; then it has no speed."""
+
+    site: SiteForecast
+    rung: RungForecast
+    training: Training | None
+
+    @property
+    def speed(self) -> Speed | None:
+        return None if self.site.best is None else self.site.best.speed
+
+
+def _describe_rung(row: MachineRow) -> Cell:
+    best, rung = row.site.best, row.rung
+    mark = MARKS["cannot_fit" if best is None and rung.verdict != "not_applicable" else rung.verdict]
+    batch = f", batch {best.largest_micro_batch}" if best is not None and best.largest_micro_batch else ""
+    return line((row.site.best_rung or "none", "bold")), line(mark.words, batch)
+
+
+def _describe_rate(row: MachineRow, *, tokens: bool) -> Cell:
+    speed = row.speed
+    if speed is None or (speed.tokens_per_second is not None) is not tokens:
+        return "" if row.site.best is None else "–"
+    rate = speed.tokens_per_second or speed.samples_per_second
+    bounds_s = (speed.step.high_seconds, speed.step.low_seconds)
+    low, high = (rate * speed.step.seconds / bound_s if bound_s else math.inf for bound_s in bounds_s)
+    return _with_bounds(format_rate(rate), low, high)
+
+
+def _describe_cost(row: MachineRow) -> Cell:
+    training = row.training
+    if training is None or training.cost is None or training.low_cost is None or training.high_cost is None:
+        return "–"
+    return _with_bounds(format_money(training.cost), training.low_cost, training.high_cost)
+
+
+def _describe_days(row: MachineRow) -> Cell:
+    training = row.training
+    return "–" if training is None else _with_bounds(format_rate(training.days), training.low_days, training.high_days)
+
+
+def _with_bounds(value: str, low: float, high: float) -> Cell:
+    """'2,048,000', and below it '1.71M–2.56M', or the one bound that is known."""
+    texts = [format_count(bound) if 1000 <= bound < math.inf else format_rate(bound) for bound in (low, high)]
+    return value, f"from {texts[0]}" if high == math.inf else f"up to {texts[1]}" if not low else "–".join(texts)
+
+
+def _describe_device(row: MachineRow) -> Cell:
+    device = row.rung.memory.get("device")
+    return format_bytes(row.site.site.machine.device_bytes) if device is None else format_predicted(device)
+
+
+MACHINES: tuple[Column[MachineRow], ...] = (
+    Column(name="machine\nranks", read=lambda row: (row.site.site.machine.name, format_ranks_of_site(row.site))),
+    Column(name="rung\nlargest batch", read=_describe_rung),
+    Column(name="tokens/s", read=lambda row: _describe_rate(row, tokens=True), right=True),
+    Column(name="samples/s", read=lambda row: _describe_rate(row, tokens=False), right=True),
+    Column(name="days", read=_describe_days, right=True),
+    Column(name="cost", read=_describe_cost, right=True),
+    Column(name="bound by", read=lambda row: "" if row.speed is None else row.speed.step.bound, spare=1),
+    Column(name="device", read=_describe_device, spare=2),
+    Column(name="why", read=lambda row: row.rung.reason, wraps=True, least_width=24, spare=3),
+)
+_NO_RUNG = RungForecast(rung="none", verdict="not_applicable", reason="", micro_batch=1)
+
+
+def tabulate_machines(plan: PlanReport) -> doc.Table:
+    """A row a machine, the fastest that is enough first."""
+    rows = (
+        MachineRow(
+            site=site,
+            rung=site.best or (site.rungs[-1] if site.rungs else _NO_RUNG),
+            training=plan.forecast_training(site, site.best),
+        )
+        for site in plan.ranked_sites
+    )
+    return tabulate(MACHINES, rows)
+
+
+def describe_machines_answer(plan: PlanReport) -> str:
+    """'a100-80gb is the smallest that is enough: zero2 on 8 bf16; h100-80gb is the fastest: 70,100 tokens/s'."""
+    enough = plan.smallest_enough
+    if enough is None:
+        return "no machine of the list is surely enough"
+    rung = f"{enough.best_rung} on {format_ranks_of_site(enough)}"
+    answer = f"{enough.site.machine.name} is the smallest that is enough: {rung}"
+    fastest = next((site for site in plan.ranked_sites if site.rate), None)
+    if fastest is None or fastest.best is None or fastest.best.speed is None:
+        return answer
+    rate = format_speed(fastest.best.speed)
+    return f"{answer}; {fastest.site.machine.name} is the fastest: {rate} with {fastest.best_rung}"
+
+
+def compare_machines(plan: PlanReport) -> Iterator[str]:
+    """What follows: the duration and the cost of a training, machines without a time, the command for one of them."""
+    ranked = [site for site in plan.ranked_sites if site.best is not None]
+    known = ((site, plan.forecast_training(site, site.best)) for site in ranked)
+    trainings = [(site, training) for site, training in known if training is not None]
+    if plan.tokens is not None and trainings:
+        (first, quickest), *_ = trainings
+        tokens = f"{format_count(plan.tokens)} tokens"
+        yield f"{tokens} take {format_days(quickest)} days on {first.site.machine.name}"
+        priced = [(site, training) for site, training in trainings if training.cost is not None]
+        if priced:
+            cheap, least = min(priced, key=lambda pair: pair[1].cost or math.inf)
+            name = cheap.site.machine.name
+            yield f"{tokens} cost least on {name}: {format_cost(least)}, in {format_days(least)} days"
+    reasons: dict[str, list[str]] = {}
+    for site in ranked:
+        if site.best is not None and site.best.speed is None:
+            reasons.setdefault(explain_no_time(site), []).append(site.site.machine.name)
+    for reason, names in reasons.items():
+        yield f"no time of {', '.join(names)}, because {reason}"
+    enough = plan.smallest_enough
+    if enough is not None:
+        machine = enough.site.machine.name
+        command = f"autods plan {shlex.quote(plan.source.path)} --gpus {enough.site.world_size} --on {machine}"
+        yield f"each machine has the first rung of the ladder that fits; all of its rungs: {command}"
