@@ -109,7 +109,7 @@ def draw_progress() -> str:
     state = FitState(since_s=0.0)
     for event in events:
         state = advance(state, event, 0.0)
-    stages = plan_stages(profile, rungs=len(question.ladder), is_forecast=True, is_timed=True, recomputes=True)
+    stages = plan_stages(profile, rungs=len(question.ladder), is_forecast=True, is_timed=False, recomputes=True)
     state = advance(state, StageStarted(stages=tuple(stages), place=1), 0.0)
     state = advance(state, TrialStarted(id=len(walk) + 1, trial=grown), 0.0)
     for step in range(2):

@@ -21,7 +21,7 @@ _LONGEST_FLAT_JUMP = 4  # the same while the peak has not begun to grow
 _CLOSE = 1 / 16  # relative distance of two micro batches below which nothing between them is worth a trial
 _WIDE = 2  # ratio of two micro batches from which their times show the cost of a sample; closer ones show noise
 SURE = 0.85  # share of a measured slope that is relied upon, for its noise
-_WORTH_GROWING = 1.02  # predicted gain that is worth a trial
+WORTH_GROWING = 1.02  # predicted gain that is worth a trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +181,7 @@ class BatchCurve:
             rate, size = (1 / each if each > 0 else math.inf), 2 * last
         else:
             rate, size = most / (times[last] + each * (most - last)), int(most)
-        return ThroughputBound(rate=max(best, rate), size=size if rate > best * _WORTH_GROWING else None)
+        return ThroughputBound(rate=max(best, rate), size=size if rate > best * WORTH_GROWING else None)
 
     def slope(self, small: int, large: int) -> float:
         """Seconds of one more sample between two measured micro batches."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 
 from ..types import Failed, Fit, Outcome, Purpose, Record, Steps, Trial
 from ..units import format_bytes, format_factor
-from .batch_curve import LONGEST_JUMP, SURE, BatchCurve, well_below
+from .batch_curve import LONGEST_JUMP, SURE, WORTH_GROWING, BatchCurve, well_below
 from .certificate import describe_exam
 from .prospects import MOST_AT_FIRST
 from .trials import FitContext, fit_steps_to_budget, median_step_s, run_with_retry, samples_per_second
 
-_LONGER_STEPS = 4  # a step may take so many times the shortest one, even where that exceeds the trial's budget
+LONGER_STEPS = 4  # a step may take so many times the shortest one, even where that exceeds the trial's budget
 _WORTH_A_LONG_STEP = 1.15  # ratio of micro batches below which a trial with steps near the longest is not worth it
 
 
@@ -144,7 +144,7 @@ class Growth:
     def longest_step_s(self) -> float:
         """The seconds that a step may take. Where even the shortest step of the model is long, four times that time."""
         known = [seconds for record in (*self.all_records, *self.like) if (seconds := median_step_s(record))]
-        return max(self.steps.budget_s, _LONGER_STEPS * min(known, default=0.0))
+        return max(self.steps.budget_s, LONGER_STEPS * min(known, default=0.0))
 
     def forecast_limit(self) -> int | None:
         """The largest micro batch that should fit by the forecast; None when unknown."""
@@ -175,9 +175,13 @@ class Growth:
         return max(size, size + (longest_s - times[size]) / (SURE * sample_s))
 
     def _step_at(self, micro_batch: int) -> float:
-        """Seconds of an optimizer step; 0 where nothing is known."""
-        curve = self.curve if self.curve.micro_step_s else BatchCurve.from_records(self.like)
-        return curve.micro_step_at(micro_batch) * self.trial_at(micro_batch).knobs.accumulation
+        """Seconds of an optimizer step, by the forecast where nothing is measured; 0 where nothing is known."""
+        curve, trial = self.curve, self.trial_at(micro_batch)
+        if not curve.micro_step_s:
+            curve = BatchCurve.from_records(self.like)
+        if not curve.micro_step_s and (step := self.context.forecaster.step_time(trial)) is not None:
+            return step.seconds
+        return curve.micro_step_at(micro_batch) * trial.knobs.accumulation
 
     # Decisions
 
@@ -193,6 +197,10 @@ class Growth:
             size = max((other for other in curve.open_sizes(sizes) if other <= most), default=size)
         if size is None:
             return self._stop_without_size(curve)
+        if self.records:
+            if isinstance(choice := self._check_forecast(size), GrowthEnd):
+                return choice
+            size = choice
         if curve.too_large is None and self._sizes_tried() >= self.most_trials:
             fits = f"micro batch {curve.fits} fits, and no larger one was tried"
             return GrowthEnd(is_limit=False, reason=f"all {self.most_trials} trials are spent: {fits}")
@@ -246,6 +254,38 @@ class Growth:
         reason = f"micro batch {last} is only {format_factor(best[last] / best[before])} times as fast as {before}"
         most = min(curve.line_limit() or math.inf, self.context.sizes[-1], (curve.too_large or math.inf) - 1)
         return GrowthEnd(is_limit=False, reason=f"{reason}; memory would allow about {int(max(curve.fits, most))}")
+
+    def _check_forecast(self, size: int) -> int | GrowthEnd:
+        """`size`, or a smaller micro batch that the forecast allows, or a stop where it promises no gain worth a trial.
+
+        Where no step times are forecast, growth needs the trial.
+        """
+        curve, step_time = self.curve, self.context.forecaster.step_time
+        fits = curve.fits
+        if fits not in curve.peak_bytes or (now := step_time(self.trial_at(fits))) is None:
+            return size
+        if len(curve.peak_bytes) == 1 and curve.too_large is None:  # no line through measured peaks yet
+            limit = self._limit_by_forecast(size)
+            if limit < size:
+                size = max((each for each in curve.open_sizes(self.context.sizes) if each <= limit), default=fits)
+            if size == fits:
+                filled = f"fills the {format_bytes(curve.usable_bytes)} that the headroom leaves"
+                return GrowthEnd(is_limit=True, reason=f"by the forecast micro batch {int(limit)} {filled}")
+        if (then := step_time(self.trial_at(size))) is None:
+            return size
+        samples = [self.trial_at(each).knobs.train_batch(1) for each in (fits, size)]
+        gain = samples[1] / then.seconds / (samples[0] / now.seconds)
+        if gain >= WORTH_GROWING:
+            return size
+        reason = f"by the forecast micro batch {size} is only {format_factor(gain)} times as fast as {fits}"
+        return GrowthEnd(is_limit=False, reason=reason)
+
+    def _limit_by_forecast(self, size: int) -> float:
+        """The micro batch up to `size` that fills the usable memory, by the measured peak and the forecast's rise."""
+        context, fits, measured = self.context, self.curve.fits, self.curve.peak_bytes[self.curve.fits]
+        now, then = (context.forecaster.forecast(self.trial_at(each)) for each in (fits, size))
+        rise = 0 if now is None or then is None else then.memory["device"].peak_bytes - now.memory["device"].peak_bytes
+        return float(size) if rise <= 0 else min(size, fits + (size - fits) * (context.usable_bytes - measured) / rise)
 
     def _sizes_tried(self) -> int:
         """How many trials growth had, those that measured a size again not counted."""

@@ -14,7 +14,7 @@ from ..types import Failed, Fit, Record, Trial
 from .batch_curve import BatchCurve, MemoryLine
 from .candidates import Candidate
 from .certificate import certificate_of_exam, describe_exam, grows_with_batch, lacks_device_memory
-from .ladder_walk import try_rung
+from .contestant import try_rung
 from .loss_parity import FEWEST_UPDATES, ParityResult, compare_losses, is_same_maths
 from .trials import FitContext, fit_steps_to_budget, fits_well, median_step_s, run_with_retry
 

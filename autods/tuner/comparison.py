@@ -178,7 +178,7 @@ class _Finals:
         winner = max(scores, key=lambda place: scores[place])  # the first of equals
         best_word, _ = comparison_words(self.context.score)
         many = f"was the {best_word}, and none was measured again"
-        reason = f"{_name(self.contestants[winner])} {many if len(scores) > 1 else 'had no other to be compared with'}"
+        reason = f"{_name(self.contestants[winner])} {many if len(scores) > 1 else 'had no other that came close'}"
         best, model = self.contestants[winner], self.model(())
         return FinalsResult(winner=winner, best=best, reason=reason, scores=scores, measured={}, model=model)
 

@@ -192,10 +192,10 @@ def search(context: FitContext) -> FitResult | NothingFits:
             closest=find_closest_rung(walked, context),
             partitioned=None if walked.stopped else propose_partitioned_build(rungs, walked, context),
         )
-    context = replace(context, least_micro_batch=walked.winner.trial.knobs.micro_batch)
+    context = replace(context, least_micro_batch=walked.least_micro_batch)
     context.save_best(walked.winner)
     _begin_stage("race", context, walked.winner)
-    raced = run_race(walked.winner, walked, rungs, context)  # grows the micro batch of each rung that it tries
+    raced = run_race(walked, rungs, context)  # grows the micro batch of each rung that it tries
     context.save_best(raced.best)
     _begin_stage("tune", context, walked.winner)
     tuned = tune(raced.best, context)
@@ -262,7 +262,8 @@ def plan_stages(
         entering = rivals + race.turns * (rivals + 1) if rivals else 0  # in a turn the leader is measured again, too
     else:  # each is tried, with its activations recomputed and kept
         entering = 2 * rivals + race.turns * (_LIKELY_RIVALS + 1)
-    yield Stage(name="race", trials=min(_USUAL_GROWTH, profile.grow.most_trials) + entering)
+    growth = 0 if is_timed else min(_USUAL_GROWTH, profile.grow.most_trials)  # the walk begins at the forecast's size
+    yield Stage(name="race", trials=growth + entering)
     if tuning.trials:
         yield Stage(name="tune", trials=1 if is_timed and tuning.priced else tuning.trials + tuning.turns)
     if certify.most_trials and not rehearsed:

@@ -8,21 +8,22 @@ from dataclasses import dataclass, field, replace
 from ..config.rungs import Rung
 from ..forecast.values import PartitionedBuild
 from ..report.results.fit import ClosestRung
-from ..types import Failed, Fit, Outcome, OutOfMemory, Record, Run, Skipped, Tier, is_machines_fault
-from .candidates import Candidate, first_trial
-from .prospects import order_by_time
+from ..types import Failed, Fit, Outcome, OutOfMemory, Record, Skipped, Tier, is_machines_fault
+from .candidates import Candidate, first_trial, without_checkpointing
+from .contestant import Contestant, make_contestant
+from .prospects import favours, has_choice, order_by_time
 from .trial_forecasts import lacking_bytes, why_impossible
-from .trials import FitContext, fits_well, run_with_retry
-
-_MOST_FIRST_MICRO_BATCH = 8  # a model that cannot be trained with so many samples lacks something else
+from .trials import FitContext, fits_well
 
 
 @dataclass(slots=True, kw_only=True)
 class WalkResult:
     """The records of a walk, and how it ended.
 
+    `entrants` are the configs that were tried, in order.
     `winner` is the first rung that fits well. If none does, it is the first one that fits although its allocator had to
     flush its cache in the steps, or None. `stopped` is a failure that every rung would share.
+    `least_micro_batch` is the smallest that the model can be trained with, as far as is known.
     """
 
     records: list[Record] = field(default_factory=list)
@@ -30,6 +31,12 @@ class WalkResult:
     lessons: Lessons = field(default_factory=lambda: Lessons())
     winner: Record | None = None
     stopped: Record | None = None
+    entrants: list[Contestant] = field(default_factory=list)
+    least_micro_batch: int = 1
+
+    def find_entrant(self) -> Contestant:
+        """The config of the winner."""
+        return next(entrant for entrant in self.entrants if self.winner in entrant.all_records)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,32 +72,44 @@ def _states_on_host(rung: Rung) -> set[str]:
 
 
 def walk_ladder(rungs: Sequence[Candidate], context: FitContext) -> WalkResult:
-    """Try each rung at the smallest micro batch until one fits, in the order of forecast time.
+    """Try rungs until one fits, in the order of forecast time.
 
-    Where no time can be forecast, the order is the ladder's. A rung is skipped when its forecast cannot fit, or by
-    `Lessons`. A full device does not skip the rungs below: a leaner rung can need more device memory (ZeRO-2 with CPU
-    offload more than ZeRO-1). When no rung fits, the one whose forecast lacks least of
-    the device still runs, so that its verdict is measured. One that would overfill the node's memory or disk does not.
+    Each starts at the micro batch of its forecast, without checkpointing where that should be faster, and falls back to
+    smaller ones. Where no time can be forecast, it starts at the smallest, and the order is the ladder's. A rung is
+    skipped when its forecast cannot fit, or by `Lessons`. A full device does not skip the rungs below: a leaner rung
+    can need more device memory (ZeRO-2 with CPU offload more than ZeRO-1). When no rung fits, the one whose forecast
+    lacks least of the device still runs, so that its verdict is measured. One that would overfill the node's memory or
+    disk does not.
     """
-    memory, steps = context.memory, context.settings.profile.walk
-    walked = WalkResult()
+    memory, profile = context.memory, context.settings.profile
+    walked = WalkResult(least_micro_batch=context.least_micro_batch)
     impossible: dict[str, tuple[int, Candidate]] = {}
 
-    def try_candidate(candidate: Candidate) -> bool:
-        """Run the rung's trials; True when that ends the walk."""
+    def try_config(candidate: Candidate) -> bool:
+        """Run the config's trials; True when that ends the walk."""
         nonlocal context
-        walked.records += try_rung(candidate, context, memory.run)
-        last = walked.records[-1]
-        context = replace(context, least_micro_batch=last.trial.knobs.micro_batch)
+        entrant = make_contestant(candidate, context, profile.grow.most_trials, profile.timed)
+        before = len(memory.records)
+        entrant.walk(memory.run)
+        walked.entrants.append(entrant)
+        walked.records += memory.records[before:]
+        last, context = walked.records[-1], entrant.context
+        walked.least_micro_batch = context.least_micro_batch
         walked.winner = last if fits_well(last) else None
         walked.stopped = last if _stops_walk(last) else None
         walked.lessons = walked.lessons.add(candidate.rung, last.outcome)
         return walked.winner is not None or walked.stopped is not None
 
+    def try_candidate(candidate: Candidate) -> bool:
+        """Try the rung's configs, the faster one first; True when that ends the walk."""
+        plain = without_checkpointing(candidate)
+        is_faster = has_choice(candidate, context) and favours(plain, candidate, context)
+        return (is_faster and try_config(plain)) or try_config(candidate)
+
     for candidate in order_by_time(rungs, context):
         reason = candidate.skip or walked.lessons.reason_to_skip(candidate.rung, candidate.ops)
         if reason is None:
-            forecast = context.forecast(first_trial(candidate, steps, context.sizes[0]))
+            forecast = context.forecast(first_trial(candidate, profile.walk, context.sizes[0]))
             reason = why_impossible(forecast)
             missing_bytes = None if reason is None or forecast is None else lacking_bytes(forecast)
             if missing_bytes is not None:
@@ -107,7 +126,7 @@ def walk_ladder(rungs: Sequence[Candidate], context: FitContext) -> WalkResult:
             walked.skipped = [skipped for skipped in walked.skipped if skipped.rung != closest]
             try_candidate(impossible[closest][1])
     if walked.stopped is None and walked.winner is None:
-        walked.winner = next((record for record in walked.records if isinstance(record.outcome, Fit)), None)
+        walked.winner = next((entrant.walked for entrant in walked.entrants if entrant.walked is not None), None)
     return walked
 
 
@@ -120,26 +139,6 @@ def _stops_walk(record: Record) -> bool:
             return True
         case outcome:
             return is_machines_fault(outcome)
-
-
-def try_rung(candidate: Candidate, context: FitContext, run: Run) -> tuple[Record, ...]:
-    """Run a rung's first trial at the smallest micro batch; the last record returned has the verdict.
-
-    Where pinned memory runs out, a second trial leaves it unpinned. Where the model cannot be trained with so small a
-    micro batch, the next trial takes the next one that is at least twice as large.
-    """
-    first = first_trial(candidate, context.settings.profile.walk, context.sizes[0])
-    records = run_with_retry(first, run)
-    match records[-1].outcome:
-        case OutOfMemory(tier="pinned") if candidate.pinned:
-            unpinned = {**candidate.knobs.settings, **dict.fromkeys(candidate.pinned, False)}
-            pageable = replace(first, knobs=replace(first.knobs, settings=unpinned))
-            return records + run_with_retry(pageable, run)
-        case Failed(wants_larger_batch=True) if first.knobs.micro_batch < _MOST_FIRST_MICRO_BATCH:
-            larger = replace(context, least_micro_batch=2 * first.knobs.micro_batch)
-            return records + (try_rung(candidate, larger, run) if larger.sizes else ())
-        case _:
-            return records
 
 
 def find_closest_rung(walked: WalkResult, context: FitContext) -> ClosestRung | None:

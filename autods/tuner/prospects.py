@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from ..config.checkpointing import may_offload
 from ..events import Note
-from ..forecast.predict.step_time import find_fastest
+from ..forecast.predict.step_time import CLOSE, find_fastest
 from ..forecast.predict.verdict import is_surer, may_fit_offloaded
 from ..forecast.simulation_cache import count_parallel_engines
 from ..types import Trial
@@ -27,12 +27,14 @@ class Prospect:
 
     `rate` is that of `micro_batch`, in samples a second of all ranks. `most_rate` is the one of `largest`, if its step
     takes as little as the forecast's interval allows: a larger micro batch shares a step's fixed costs.
+    `sample_s` are the seconds of one more sample in a micro step; 0 where one micro batch alone may fit.
     """
 
     micro_batch: int
     largest: int
     rate: float
     most_rate: float
+    sample_s: float = 0.0
 
 
 def find_prospect(candidate: Candidate, context: FitContext) -> Prospect | None:
@@ -45,7 +47,8 @@ def find_prospect(candidate: Candidate, context: FitContext) -> Prospect | None:
         return replace(first, knobs=context.resize(first.knobs, micro_batch))
 
     smallest = trial_at(context.sizes[0])
-    if context.forecaster.step_time(smallest) is None:  # before the search for the largest, which simulates more
+    shortest = context.forecaster.step_time(smallest)
+    if shortest is None:  # before the search for the largest, which simulates more
         return None
     largest = context.forecaster.largest(smallest, context.sizes, context.usable_bytes)
     if largest is None:
@@ -60,12 +63,27 @@ def find_prospect(candidate: Candidate, context: FitContext) -> Prospect | None:
     def samples(size: int) -> int:
         return trial_at(size).knobs.train_batch(context.world_size)
 
+    longest_s = longest.seconds / trial_at(largest).knobs.accumulation
+    more_s, more = longest_s - shortest.seconds / smallest.knobs.accumulation, largest - smallest.knobs.micro_batch
+
     return Prospect(
         micro_batch=micro_batch,
         largest=largest,
         rate=samples(micro_batch) / step.seconds,
         most_rate=samples(largest) / longest.low_seconds if longest.low_seconds else math.inf,
+        sample_s=max(0.0, more_s) / more if more else 0.0,
     )
+
+
+def has_choice(candidate: Candidate, context: FitContext) -> bool:
+    """Whether the config may also be tried without checkpointing."""
+    return context.settings.profile.race.checkpointing and candidate.knobs.checkpointing
+
+
+def favours(config: Candidate, other: Candidate, context: FitContext) -> bool:
+    """Whether the forecast finds the config clearly faster than the other."""
+    first, second = find_prospect(config, context), find_prospect(other, context)
+    return first is not None and second is not None and first.rate > (1 + CLOSE) * second.rate
 
 
 def rank(items: Sequence[Ranked], rates: Sequence[float | None]) -> list[Ranked]:
@@ -105,7 +123,7 @@ def order_by_time(candidates: Sequence[Candidate], context: FitContext) -> list[
         prospect = find_prospect(candidate, context)
         if prospect is None:  # without checkpointing it needs more memory still
             return None
-        if not (context.settings.profile.race.checkpointing and candidate.knobs.checkpointing):
+        if not has_choice(candidate, context):
             return prospect.rate
         plain = find_prospect(without_checkpointing(candidate), context)
         return prospect.rate if plain is None else max(prospect.rate, plain.rate)

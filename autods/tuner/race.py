@@ -7,20 +7,18 @@ from dataclasses import dataclass, replace
 from math import exp, log
 from statistics import mean, stdev
 
-from ..config.checkpointing import find_state, may_offload
+from ..config.checkpointing import find_state, may_offload, set_state
 from ..config.rungs import unmet_need
-from ..forecast.predict.step_time import CLOSE
-from ..types import Fit, Record, Steps, Trial
+from ..types import Record, Trial
 from .batch_curve import BatchCurve, least_sample_s
-from .batch_size import Growth, describe_misfit
-from .candidates import Candidate, config_name, first_trial, in_precision, with_inputs_on_host, without_checkpointing
+from .batch_size import Growth
+from .candidates import Candidate, in_precision, with_inputs_on_host, without_checkpointing
 from .comparison import PRIOR_NOISE, comparison_words, finals
-from .ladder_walk import Lessons, WalkResult, try_rung, untried_rungs
-from .prospects import Prospect, find_prospect, rank
-from .trial_forecasts import why_impossible
+from .contestant import Contestant, make_contestant
+from .ladder_walk import Lessons, WalkResult, untried_rungs
+from .prospects import Prospect, favours, has_choice, rank
 from .trials import FitContext, fit_steps_to_budget, median_step_s, repeat_difference
 
-_ENTRY_TRIALS = 3  # at ever smaller micro batches, before the contestant is tried as the walk would try it
 _LAST_TRIALS = 2  # of the leader's growth, before the last comparison
 _FEWEST_FINAL_STEPS = 2
 _ERROR_MARGIN = 5  # standard deviations: few errors are known, and those of what the forecast praised most
@@ -44,8 +42,8 @@ class RaceResult:
     reasons: Mapping[str, str]
 
 
-def run_race(first: Record, walked: WalkResult, rungs: Sequence[Candidate], context: FitContext) -> RaceResult:
-    """Grow the walk's winner `first`, and race the untried rungs against it, unless the profile says "first-fit".
+def run_race(walked: WalkResult, rungs: Sequence[Candidate], context: FitContext) -> RaceResult:
+    """Grow the walk's winner, and race the untried rungs against it, unless the profile says "first-fit".
 
     Rivals enter in the order of forecast time, with one short trial at the micro batch that should be their best, or at
     the leader's where no time is forecast. A rival that could not lead by the best end of its forecast gets no
@@ -57,26 +55,27 @@ def run_race(first: Record, walked: WalkResult, rungs: Sequence[Candidate], cont
     precisions. At last the leaders are measured again in turn.
     """
     profile = context.settings.profile
-    rung = next(candidate for candidate in rungs if candidate.rung.name == first.trial.rung)
-    winner = replace(rung, knobs=replace(rung.knobs, settings=first.trial.knobs.settings))
-    leader = _make_contestant(winner, context, profile.grow.most_trials, profile.timed)
-    leader.first, leader.walked = first.trial, first
-    has_choice = profile.race.checkpointing and winner.knobs.checkpointing
-    if not (has_choice and _favours(without_checkpointing(winner), winner, context)):
+    leader = walked.find_entrant()
+    leader.context, winner = context, leader.candidate
+    rung = next(candidate for candidate in rungs if candidate.rung == winner.rung)
+    recomputing = replace(winner, knobs=set_state(winner.knobs, find_state(rung.knobs)))
+    is_open = has_choice(recomputing, context)
+    if not (winner.knobs.checkpointing and is_open and favours(without_checkpointing(winner), winner, context)):
         leader.run()
-    race = _Race(context=context, lessons=walked.lessons, contestants=[leader])
-    if profile.race.stop == "first-fit" and not has_choice:
+    alike = [other for other in walked.entrants if other.candidate.rung == winner.rung and other is not leader]
+    race = _Race(context=context, lessons=walked.lessons, contestants=[leader, *alike])
+    if profile.race.stop == "first-fit" and not is_open:
         return race.compare()  # it has nobody to race against, so its growth is over
     rivals = untried_rungs(rungs, walked) if profile.race.stop == "fastest" else ()
-    if has_choice:
-        race.add([without_checkpointing(winner)])
-    if has_choice and not race.leader().candidate.knobs.checkpointing:
+    if is_open:
+        race.add([without_checkpointing(winner), recomputing])
+    if is_open and not race.leader().candidate.knobs.checkpointing:
         plain = race.add([without_checkpointing(rival) for rival in rivals])
         lacking = [contestant.candidate.rung for contestant in plain if race.lacks_memory(contestant)]
         race.add([rival for rival in rivals if rival.rung in lacking])
     else:
         race.add(rivals)
-    if has_choice and race.leader().candidate.knobs.checkpointing:
+    if is_open and race.leader().candidate.knobs.checkpointing:
         race.add([without_checkpointing(candidate) for candidate in race.leading(_WITHOUT_RECOMPUTING)])
     race.add(race.list_offloaded())
     for precision in context.settings.precisions:
@@ -84,93 +83,6 @@ def run_race(first: Record, walked: WalkResult, rungs: Sequence[Candidate], cont
         able = (each for each in race.leading() if unmet_need(each.rung, site, context.facts) is None)
         race.add([in_precision(candidate, precision) for candidate in able])
     return race.decide()
-
-
-def _favours(config: Candidate, other: Candidate, context: FitContext) -> bool:
-    """Whether the forecast finds the config clearly faster than the other."""
-    first, second = find_prospect(config, context), find_prospect(other, context)
-    return first is not None and second is not None and first.rate > (1 + CLOSE) * second.rate
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Contestant(Growth):
-    """A config in the race.
-
-    `prospect` is what the forecast expects of it. `out` is the reason that it left the race; None while it is in.
-    `entry` are the trials that tried it at the smallest micro batch.
-    """
-
-    candidate: Candidate
-    prospect: Prospect | None = None
-    out: str | None = None
-    entry: tuple[Record, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """The rung, and how the config differs from its usual knobs."""
-        recomputes = self.context.facts.checkpointing
-        return config_name(self.candidate.rung.name, self.candidate.knobs, recomputes=recomputes)
-
-    @property
-    def score(self) -> float:
-        """The score of its best trial; 0 where none fitted."""
-        best = self.best()
-        return 0.0 if best is None else self.context.score(best)
-
-    def check_forecast(self, size: int) -> int:
-        """The micro batch to enter with: `size`, or the one that should be best if that is larger, within memory.
-
-        Sets `out` where even the smallest cannot fit. Where the middle of the forecast leaves the headroom on the
-        device and fits on the other tiers, it is `size`.
-        """
-        context, smallest = self.context, self.context.sizes[0]
-        self.prospect = find_prospect(self.candidate, context)
-        if self.prospect is not None:
-            size = min(max(size, self.prospect.micro_batch), self.prospect.largest)
-        forecast = context.forecast(self.trial_at(size))
-        if forecast is None:
-            return smallest
-        if all(
-            use.limit_bytes is None or use.peak_bytes <= (context.usable_bytes if tier == "device" else use.limit_bytes)
-            for tier, use in forecast.memory.items()
-        ):
-            return size
-        self.out = why_impossible(context.forecast(self.trial_at(smallest)))
-        return smallest if self.out else min(size, self.forecast_limit() or smallest)
-
-    def enter(self, size: int) -> None:
-        """Run the first trials: at `size`, then at smaller ones, at last as the walk tries a rung."""
-        context, most_trials = self.context, self.most_trials
-        for _ in range(_ENTRY_TRIALS):
-            if size <= context.sizes[0]:
-                break
-            record = self.measure(size)
-            if context.fits(record):
-                return
-            # Half the size, or less where the peak was measured: about half of a peak grows with the micro batch.
-            share = 0.5
-            if isinstance(record.outcome, Fit):
-                share = max(0.5, 2 * context.usable_bytes / record.outcome.device_peak_bytes - 1)
-            smaller = (other for other in context.sizes if other <= min(size - 1, size * share))
-            size = max(smaller, default=context.sizes[0])
-            self.most_trials = most_trials + len(self.records)  # growth does not pay for a size that was too large
-        self.entry = try_rung(self.candidate, context, context.run)
-        last = self.entry[-1]
-        if not isinstance(last.outcome, Fit):
-            self.out = describe_misfit(last.outcome, context.usable_bytes)
-            return
-        if last.trial.knobs.settings != self.candidate.knobs.settings:  # unpinned: earlier trials ran another config
-            self.entry, self.records = (*self.records, *self.entry), []
-            knobs = replace(self.candidate.knobs, settings=last.trial.knobs.settings)
-            self.candidate = replace(self.candidate, knobs=knobs, pinned=())
-        self.first, self.walked = last.trial, last
-        if not self.records:
-            self.try_next()
-
-
-def _make_contestant(candidate: Candidate, context: FitContext, most_trials: int, steps: Steps) -> Contestant:
-    first = first_trial(candidate, steps, context.sizes[0])
-    return Contestant(candidate=candidate, context=context, first=first, most_trials=most_trials, steps=steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +114,7 @@ class _Race:
         trials.
         """
         context, limits, leader = self.context, self.context.settings.profile.race, self.leader()
-        entering = [_make_contestant(each, context, limits.most_trials, limits.steps) for each in candidates]
+        entering = [make_contestant(each, context, limits.most_trials, limits.steps) for each in candidates]
         names = {contestant.name for contestant in self.contestants}
         rivals = [rival for rival in entering if rival.name not in names]
         best, stop = leader.best(), leader.stop
@@ -224,7 +136,7 @@ class _Race:
             if rival.out is None and not self._may_go_on():
                 rival.out = "not tried: the budget is spent"
             if rival.out is None:
-                rival.enter(entry_size)
+                rival.enter(entry_size, self.score_to_beat())
                 decisive = (rival.entry or rival.records)[-1]  # a large batch can fail where the rung does not
                 self.lessons = self.lessons.add(rung, decisive.outcome)
             self.contestants.append(rival)
@@ -241,7 +153,7 @@ class _Race:
         prospect, leader = rival.prospect, self.leader()
         for other in self.contestants:
             is_alike = other.candidate.rung == rival.candidate.rung and other.best() is not None
-            if is_alike and _favours(other.candidate, rival.candidate, self.context):
+            if is_alike and favours(other.candidate, rival.candidate, self.context):
                 return f"not tried: the forecast finds {other.name} faster"
         if prospect is None:
             return None
@@ -252,7 +164,7 @@ class _Race:
         return f"not tried: the forecast allows {most}, and {leader.name} is faster"
 
     def _most_by_errors(self, rival: Contestant, prospect: Prospect) -> float:
-        """The rate that a rival may have if its forecast errs as those of the others did; 0 where fewer than two show.
+        """The rate that a rival may have if its forecast errs as those of the others did; 0 where none shows.
 
         Without it 30 % of error between rungs would cost six good answers of 100 (tests/benchmarks/regret.py).
         """
@@ -265,9 +177,9 @@ class _Race:
         rates = [(self.context.score(record), forecast_rate(record.trial)) for record in best]
         errors = [log(measured / rate) for measured, rate in rates if rate is not None and measured > 0]
         expected = forecast_rate(rival.trial_at(prospect.largest))
-        if len(errors) < 2 or expected is None:
+        if not errors or expected is None:
             return 0.0
-        return expected * exp(mean(errors) + _ERROR_MARGIN * stdev(errors))
+        return expected * exp(mean(errors) + (_ERROR_MARGIN * stdev(errors) if len(errors) > 1 else 0.0))
 
     def leader(self) -> Contestant:
         """The best so far; of equals the first."""
@@ -290,7 +202,7 @@ class _Race:
             return []
         offloaded = with_inputs_on_host(leader.candidate)
         is_full = leader.stop is not None and leader.stop.is_limit
-        return [offloaded] if is_full and _favours(offloaded, leader.candidate, self.context) else []
+        return [offloaded] if is_full and favours(offloaded, leader.candidate, self.context) else []
 
     def lacks_memory(self, contestant: Contestant) -> bool:
         """Whether it never fitted, or could lead, also while recomputing, if it had memory for any batch."""
@@ -303,13 +215,17 @@ class _Race:
         return bound.rate * self.context.world_size / _WITHOUT_RECOMPUTING >= self.score_to_beat()
 
     def sample_s(self, contestant: Contestant) -> float:
-        """Seconds of one more sample, at least: by configs that recompute as this one does, else by the others."""
+        """Seconds of one more sample, at least: by configs that recompute as this one does, else by the others.
+
+        Where no config has timed two micro batches, the forecast tells.
+        """
         recomputes = contestant.candidate.knobs.checkpointing
         alike: list[BatchCurve] = []
         others: list[BatchCurve] = []
         for rival in self.contestants:
             (alike if rival.candidate.knobs.checkpointing is recomputes else others).append(rival.curve)
-        return least_sample_s(alike) or least_sample_s(others) / (1 if recomputes else _WITHOUT_RECOMPUTING)
+        measured_s = least_sample_s(alike) or least_sample_s(others) / (1 if recomputes else _WITHOUT_RECOMPUTING)
+        return measured_s or contestant.forecast_sample_s()
 
     def _may_go_on(self) -> bool:
         """Whether one more trial leaves enough to measure the leaders again."""
@@ -442,8 +358,9 @@ class _Race:
                 self._grow(contestant)
 
     def _close_to_leader(self) -> list[tuple[Record, Contestant]]:
-        """The trials that led, give or take the noise, best first; the runner-up is always among them.
+        """The trials that led, give or take the noise, best first.
 
+        The runner-up is among them, unless the forecast agrees that it is slower.
         Where micro batches of one config are similar, the largest is kept unless a smaller one was clearly faster.
         """
         score, least, fitting = self.context.score, self.score_to_beat(), self._fitting()
@@ -462,6 +379,12 @@ class _Race:
             else:
                 kept.append((record, contestant))
         others = [contestant for contestant in fitting if contestant is not kept[0][1]]
-        if others and all(owner is kept[0][1] for _, owner in kept) and (best := others[0].best()) is not None:
+        is_alone = all(owner is kept[0][1] for _, owner in kept)
+        if (
+            others
+            and is_alone
+            and not kept[0][1].is_forecast_faster(others[0])
+            and (best := others[0].best()) is not None
+        ):
             kept.insert(1, (best, others[0]))
         return kept

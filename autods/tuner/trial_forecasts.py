@@ -56,7 +56,7 @@ class StepForecast:
 class Forecaster:
     """Forecasts trials on this machine. This one knows nothing; `TrialForecaster` simulates them."""
 
-    forecasts: Mapping[str, RungForecast] = MappingProxyType({})  # the first of each rung, by rung name
+    forecasts: Mapping[str, RungForecast] = MappingProxyType({})  # by rung name: of its first trial, else the first
 
     def prepare(self, trials: Iterable[Trial]) -> None:
         """Simulate these trials side by side, so that their forecasts are at hand."""
@@ -132,7 +132,8 @@ class TrialForecaster(Forecaster):
     facts: ModelFacts
     report: Callable[[str], None]
     observations: dict[str, Observation] = field(default_factory=dict)
-    forecasts: dict[str, RungForecast] = field(default_factory=dict)  # the first forecast of each rung, for the report
+    forecasts: dict[str, RungForecast] = field(default_factory=dict)
+    _tried: set[str] = field(default_factory=set)  # rungs
     _failed: dict[tuple[str, int], AutodsError] = field(default_factory=dict)
     _reported: set[str] = field(default_factory=set)
     _expandable: dict[tuple[str, int], bool] = field(default_factory=dict)  # by `memory_key` and micro batch
@@ -225,6 +226,9 @@ class TrialForecaster(Forecaster):
         simulation = self.cache.get(spec, trial.knobs.micro_batch)
         if simulation is None or key in self.observations:
             return None
+        if trial.rung not in self._tried:
+            self._tried.add(trial.rung)
+            self.forecasts[trial.rung] = self.cache.judge(spec, simulation, self.observations.values())
         observation = observe_trial(
             spec, simulation, outcome, expandable=bool(spec.expandable or self.cache.expandable)
         )

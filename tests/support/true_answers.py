@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from autods.tuner.batch_curve import WORTH_GROWING
 from autods.tuner.fit_report import FitResult, build_report
 from autods.tuner.trials import FitContext
 from autods.types import Fit, Record, Trial
@@ -132,7 +133,8 @@ class _Measured:
             return surface.peak_bytes(trial) * (1 + 3 * surface.peak_noise) <= usable
 
         is_missed = any(size >= fitting * (1 + _CLOSE) and truly_fits(size) for size in between)
-        if is_missed and "a step of" not in reason and not surface.busy:
+        is_foreseen = reason.startswith("by the forecast")
+        if is_missed and "a step of" not in reason and not is_foreseen and not surface.busy:
             yield f"sizes between {fitting} and {refused} were missed"
         if match := re.match(r"micro batch (\d+)( already)? needs (.+), which does not leave the headroom", reason):
             peaks = [r.outcome.device_peak_bytes for r in self._of_size(int(match[1])) if isinstance(r.outcome, Fit)]
@@ -142,7 +144,7 @@ class _Measured:
             if not any(record.outcome.kind == "out_of_memory" for record in self._of_size(int(match[1]))):
                 yield "no trial ran out"
         elif match := re.match(
-            r"by the line through the measured peaks micro batch (\d+) fills the .* headroom", reason
+            r"by the (?:line through the measured peaks|forecast) micro batch (\d+) fills the .* headroom", reason
         ):
             if not fitting <= int(match[1]) or truly_fits(int(int(match[1]) * (1 + _CLOSE)) + 2):
                 yield "a larger one fits"
@@ -161,6 +163,9 @@ class _Measured:
                       if (slow := _rate(self._of_size(int(match[3])), purposes))}  # fmt: skip
             if match[2] not in ratios or not fitting <= int(match[4]) < (refused or int(match[4]) + 1):
                 yield "the measurements show another ratio or limit"
+        elif match := re.match(r"by the forecast micro batch \d+ is only ([\d.]+) times as fast as (\d+)", reason):
+            if int(match[2]) != fitting or float(match[1]) > WORTH_GROWING:
+                yield "it promises a gain"
         elif match := re.match(r"the race ended before micro batch (\d+) was measured( again)?", reason):
             if bool(self._of_size(int(match[1]))) is not bool(match[2]):
                 yield "it was measured"

@@ -202,7 +202,7 @@ def _find_measured(report: FitReport, forecast: RungForecast) -> TierUse | None:
     """What the trial that the forecast was made for held on the device, if it fitted."""
     for record in report.trials:
         trial = record.trial
-        if trial.rung == forecast.rung and trial.purpose == "walk" and trial.knobs.micro_batch == forecast.micro_batch:
+        if trial.rung == forecast.rung and trial.knobs.micro_batch == forecast.micro_batch:
             return record.outcome.memory.get("device") if isinstance(record.outcome, Fit) else None
     return None
 
@@ -362,7 +362,7 @@ def _describe_claim(report: FitReport) -> str:
 def _compare_with_first(report: FitReport) -> str | None:
     """'2.7 times as fast as the first that fitted (zero3, micro batch 1)'; None where it is that one."""
     for record in report.trials:
-        if record.trial.purpose == "walk" and isinstance(record.outcome, Fit) and report.throughput is not None:
+        if record.trial.limited and isinstance(record.outcome, Fit) and report.throughput is not None:
             config = find_measured(report.trials, record.trial.rung, record.trial.knobs)
             if config is None or (config.trial.rung == report.rung and config.trial.knobs == report.knobs):
                 return None

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
 from autods.config.deepspeed import accumulation_for
 from autods.config.settings import Settings
+from autods.forecast.values import RungForecast
 from autods.report.results.fit import ClosestRung
 from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
 from autods.tuner.candidates import Candidate, list_candidates
 from autods.tuner.ladder_walk import WalkResult, find_closest_rung, propose_partitioned_build, walk_ladder
+from autods.tuner.trial_forecasts import Forecaster, StepForecast
 from autods.types import Action, Outcome, Tier, Trial
 from tests.support.contexts import make_context
-from tests.support.forecasters import ScriptedForecaster
+from tests.support.forecasters import ScriptedForecaster, scripted_forecast
 from tests.support.walks import FACTS, FITS, OOM, SETTINGS, STEPS, TOO_SMALL
 
 BROKEN_OP = failed(failure="toolchain", action="fix_environment", evidence="ninja: not found", op="cpu_adam")
@@ -278,3 +281,57 @@ def test_the_rungs_that_ran_out_while_they_built_are_told() -> None:
     context = make_context(runner.run, forecaster=forecaster)  # type: ignore[arg-type]
     assert propose_partitioned_build(candidates, walked, context) is None
     assert forecaster.ran_out == {"zero3": "host"}
+
+
+@dataclass
+class Known(Forecaster):
+    """Forecasts that 16 samples fit, and a step of one second and `sample_s` a sample."""
+
+    sample_s: float = 0.1
+
+    def forecast(self, trial: Trial) -> RungForecast:
+        return scripted_forecast(trial.rung, "fits", limit=2)
+
+    def step_time(self, trial: Trial) -> StepForecast:
+        step_s = trial.knobs.accumulation * (1 + self.sample_s * trial.knobs.micro_batch)
+        return StepForecast(seconds=step_s, low_seconds=step_s / 2, computed_seconds=step_s)
+
+    def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int:
+        return max(size for size in sizes if size <= 16)
+
+
+def sizes_walked(most: int, beyond: Outcome = OOM, sample_s: float = 0.1, **asked: Any) -> list[int]:
+    """The micro batches that the walk tries of a rung in which `most` fit; `beyond` is how larger ones end."""
+    runner = ScriptedRunner(lambda trial: FITS if trial.knobs.micro_batch <= most else beyond)
+    context = make_context(runner.run, forecaster=Known(sample_s), **asked)
+    walked = walk_ladder(list_candidates(context.settings, FACTS, {}), context)
+    assert walked.winner is not None
+    assert [trial.rung for trial in runner.trials] == ["ddp"] * len(runner.trials)
+    assert walked.winner.trial == runner.trials[-1]
+    return [trial.knobs.micro_batch for trial in runner.trials]
+
+
+def test_the_walk_starts_at_the_forecasts_micro_batch() -> None:
+    assert sizes_walked(16) == [16]
+
+
+@pytest.mark.parametrize(("most", "tried"), [(15, [16, 8]), (7, [16, 8, 1])])
+def test_a_forecast_that_is_too_high_costs_two_trials_at_most(most: int, tried: list[int]) -> None:
+    assert sizes_walked(most) == tried
+
+
+def test_the_smallest_shows_whether_a_large_batch_failed_alone() -> None:
+    assert sizes_walked(4, failed(action="fix_code", evidence="int32 overflow")) == [16, 1]
+
+
+def test_the_walk_takes_what_divides_the_global_batch() -> None:
+    assert sizes_walked(16, global_batch=24) == [12]
+    assert sizes_walked(11, global_batch=24) == [12, 6]
+
+
+def test_the_walk_starts_where_a_step_is_short_enough_to_time() -> None:
+    assert sizes_walked(16, sample_s=2.0) == [5]  # 11 s; the shortest takes 3 s
+
+
+def test_the_least_memory_is_walked_at_the_smallest() -> None:
+    assert sizes_walked(16, objective="memory") == [1]

@@ -111,7 +111,9 @@ def test_without_a_least_time_a_prospect_may_be_any_fast() -> None:
 def test_a_prospect_has_the_rates_of_its_best_micro_batch() -> None:
     context = make_context(ScriptedRunner(lambda trial: FITS).run, forecaster=Timed({"ddp": 0.5}))
     prospect = find_prospect(CANDIDATES[0], context)  # 2 ranks of 0.5 s a sample
-    assert prospect == Prospect(micro_batch=8, largest=8, rate=pytest.approx(4.0), most_rate=pytest.approx(8.0))
+    assert prospect == Prospect(
+        micro_batch=8, largest=8, rate=pytest.approx(4.0), most_rate=pytest.approx(8.0), sample_s=0.5
+    )
 
 
 def test_a_prospect_keeps_the_global_batch() -> None:

@@ -145,7 +145,7 @@ def test_a_fit_accumulates_unless_the_user_asks_for_none(tmp_path: Path) -> None
 
 def test_stage_3_warms_up_for_longer_as_on_real_ranks(tmp_path: Path) -> None:
     report, _ = run(tmp_path, ladder="zero3", base_config={"gradient_accumulation_steps": 1})
-    record = next(record for record in report.trials if record.trial.steps.timed > 1)
+    record = [record for record in report.trials if record.trial.steps.timed > 1][1]
     assert isinstance(record.outcome, Fit)
     assert (record.trial.steps.warmup, record.trial.knobs.accumulation) == (1, 1)
     started_s = 8  # an earlier trial has built the model
