@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from ..types import Tier
 from .predict.allocator import phases
 from .values import ForecastPhase, Simulation, Trace
 
@@ -13,11 +15,11 @@ from .values import ForecastPhase, Simulation, Trace
 class Line:
     """The line through two simulations of one engine, the larger of which gives the order of events.
 
-    `slopes` has the bytes that each block of the device gains with a sample.
+    `slopes` has the bytes that each block gains with a sample, by the tier of its trace.
     """
 
     larger: Simulation
-    slopes: array[int]
+    slopes: Mapping[Tier, array[int]]
 
     def reach(self, micro_batch: int) -> Simulation:
         """Return the simulation of a micro batch, as the line has it.
@@ -25,21 +27,19 @@ class Line:
         The work stays that of the larger one: of memory only the cache of blocks that come back late hangs on it.
         """
         samples = micro_batch - self.larger.micro_batch
-        trace = self.larger.traces["device"]
-        gains = iter(self.slopes)
-        events = array("q", (event + samples * next(gains) if event >= 0 else event for event in trace.events))
-        trace = replace(trace, events=events)
-        peaks = _find_peaks(trace)
+        traces = {tier: _stretch(trace, self.slopes[tier], samples) for tier, trace in self.larger.traces.items()}
+        peaks = {tier: _find_peaks(trace) for tier, trace in traces.items()}
         live_bytes = {
-            phase: {**tiers, "device": peaks.get(phase, 0)} for phase, tiers in self.larger.live_bytes.items()
+            phase: {tier: peaks[tier].get(phase, 0) if tier in peaks else size for tier, size in tiers.items()}
+            for phase, tiers in self.larger.live_bytes.items()
         }
         return replace(
             self.larger,
             micro_batch=micro_batch,
             live_bytes=live_bytes,
-            traces={**self.larger.traces, "device": trace},
+            traces=traces,
             summed_peak_bytes={},
-            breakdown=trace.split_peak() or self.larger.breakdown,
+            breakdown=traces["device"].split_peak() or self.larger.breakdown,
             seconds=0.0,
         )
 
@@ -47,37 +47,44 @@ class Line:
 def draw_line(smaller: Simulation, larger: Simulation) -> Line | None:
     """Return the line through two micro batches of one engine; None where they do not tell.
 
-    They must agree in everything but the sizes of the device's blocks, in whole bytes a sample. Blocks that only the
-    larger one has grow from nothing: some operators copy a batch of several samples, and not that of a single one.
+    They must agree in everything but the sizes of traced blocks, in whole bytes a sample. Blocks that only the larger
+    one has grow from nothing: some operators copy a batch of several samples, and not that of a single one.
     """
-    slopes = _find_slopes(smaller, larger)
-    return None if slopes is None or _list_fixed(smaller) != _list_fixed(larger) else Line(larger=larger, slopes=slopes)
+    if _list_fixed(smaller) != _list_fixed(larger):
+        return None
+    slopes: dict[Tier, array[int]] = {}
+    for tier, trace in larger.traces.items():
+        gains = _find_slopes(smaller.traces[tier], smaller.micro_batch, trace, larger.micro_batch)
+        if gains is None:
+            return None
+        slopes[tier] = gains
+    return Line(larger=larger, slopes=slopes)
 
 
 def _list_fixed(simulation: Simulation) -> tuple[object, ...]:
     """All that must not depend on the micro batch."""
-    device = simulation.traces["device"]
-    elsewhere = {
-        phase: {tier: size for tier, size in tiers.items() if tier != "device"}
+    untraced = {
+        phase: {tier: size for tier, size in tiers.items() if tier not in simulation.traces}
         for phase, tiers in simulation.live_bytes.items()
     }
-    others = {tier: trace for tier, trace in simulation.traces.items() if tier != "device"}
+    traces = {
+        tier: ([phase for _, phase in trace.marks], len(trace.emptied), [size for _, size in trace.copied])
+        for tier, trace in simulation.traces.items()
+    }
     return (
-        elsewhere, others, simulation.nvme_bytes, simulation.families, simulation.assumed, simulation.is_upper_bound,
-        [phase for _, phase in device.marks], len(device.emptied), [size for _, size in device.copied],
+        untraced, traces, simulation.nvme_bytes, simulation.families, simulation.assumed, simulation.is_upper_bound,
     )  # fmt: skip
 
 
-def _find_slopes(smaller: Simulation, larger: Simulation) -> array[int] | None:
-    few, many = smaller.traces["device"], larger.traces["device"]
-    sizes, samples = [event for event in few.events if event >= 0], larger.micro_batch - smaller.micro_batch
+def _find_slopes(few: Trace, smaller_batch: int, many: Trace, larger_batch: int) -> array[int] | None:
+    sizes, samples = [event for event in few.events if event >= 0], larger_batch - smaller_batch
     slopes, at = array("q"), 0
     for size in (event for event in many.events if event >= 0):
-        if at < len(sizes) and _is_on_line(sizes[at], size, smaller.micro_batch, samples):
+        if at < len(sizes) and _is_on_line(sizes[at], size, smaller_batch, samples):
             slopes.append((size - sizes[at]) // samples)
             at += 1
-        elif size % larger.micro_batch == 0:
-            slopes.append(size // larger.micro_batch)
+        elif size % larger_batch == 0:
+            slopes.append(size // larger_batch)
         else:
             return None
     return slopes if at == len(sizes) else None
@@ -87,6 +94,13 @@ def _is_on_line(bytes_of_smaller: int, bytes_of_larger: int, micro_batch: int, s
     """Return whether the block gains whole bytes with each sample, and no sample would need less than nothing."""
     slope, rest = divmod(bytes_of_larger - bytes_of_smaller, samples)
     return not rest and 0 <= slope * micro_batch <= bytes_of_smaller
+
+
+def _stretch(trace: Trace, slopes: array[int], samples: int) -> Trace:
+    """Return the trace with so many samples more."""
+    gains = iter(slopes)
+    events = array("q", (event + samples * next(gains) if event >= 0 else event for event in trace.events))
+    return replace(trace, events=events)
 
 
 def _find_peaks(trace: Trace) -> dict[ForecastPhase, int]:

@@ -205,8 +205,8 @@ class Simulation:
         return sum(self.live_bytes.get("build", {}).values()) >= _LEAST_OF_A_WEIGHT * parameters
 
     def holds_as(self, other: Simulation) -> bool:
-        """Return whether both hold the same bytes on every tier, and allocate them on the device in the same order."""
-        events, others = self.traces["device"].events, other.traces["device"].events
+        """Return whether both hold the same bytes on every tier, and allocate them in the same order."""
+        events, others = ({tier: trace.events for tier, trace in each.traces.items()} for each in (self, other))
         return self.live_bytes == other.live_bytes and events == others
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -46,6 +47,21 @@ def simulate(micro_batch: int, kept: Bytes, copied: Bytes, nvme_bytes: int = 0) 
 
 def grow(micro_batch: int) -> Simulation:
     return simulate(micro_batch, lambda size: 7 * MIB + 300 * MIB * size, lambda size: 50 * MIB * size)
+
+
+def pin(micro_batch: int) -> Simulation:
+    """As `grow`, with the inputs of layers in pinned memory."""
+    simulation, size = grow(micro_batch), 3 * MIB * micro_batch
+    pinned = Trace(events=array("q", [5 * MIB, size, ~1]), marks=((0, "init"), (1, "forward")))
+    peaks = {"init": 5 * MIB, "forward": 5 * MIB + size}
+    live_bytes = {phase: {**tiers, "pinned": peaks[phase]} for phase, tiers in simulation.live_bytes.items()}
+    return replace(simulation, live_bytes=live_bytes, traces={**simulation.traces, "pinned": pinned})
+
+
+def test_pinned_memory_that_grows_lies_on_a_line_too() -> None:
+    line = draw_line(pin(1), pin(8))
+    assert line is not None
+    assert line.reach(30).holds_as(pin(30))
 
 
 @pytest.mark.parametrize("smaller", [1, 2])
