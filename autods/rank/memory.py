@@ -155,9 +155,14 @@ class CpuMeter(Meter):
         limits = resource.getrlimit(resource.RLIMIT_DATA)
         self.lift()
         try:
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
         finally:
             resource.setrlimit(resource.RLIMIT_DATA, limits)
+        # What was freed before may serve a small model: the kernel alone would not refuse it.
+        if self.limit_bytes is not None and self.held_bytes() > self.limit_bytes:
+            held, limit = format_bytes(self.held_bytes()), format_bytes(self.limit_bytes)
+            raise MemoryError(f"{held} are held, and the limit is {limit}")
+        return result
 
     def sample(self) -> None:
         data, private = _read_statm()

@@ -261,7 +261,7 @@ def _run(
             _compute_as_on_cuda()
         join_world(WORLD, WORLD)
         begin("build")
-        module = build(workload, checkpointing=checkpointing)
+        module = build(workload, config, checkpointing=checkpointing)
         begin("init")
         samples = workload.build_batch(micro_batch)
         engine = initialize(workload, module, config)
