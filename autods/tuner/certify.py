@@ -106,6 +106,7 @@ def certify(
 def _find_reference(winner: Trial, reference: Record, context: FitContext) -> Trial | None:
     """The plain config for the winner's losses, at the largest micro batch that is known to fit.
 
+    Where the reference is the winner but for its batch, a config of another rung that fits takes its place.
     With `--zero-init` only stage 3 is built in parts, with other random weights than a whole model has. There a
     reference of another build is replaced by the first config that is built as the winner is, and fits with other
     knobs. None where there is none. The weights of a checkpoint are the same in each build.
@@ -117,7 +118,10 @@ def _find_reference(winner: Trial, reference: Record, context: FitContext) -> Tr
 
     usual = [record for record in context.memory.records if record.trial.exam is None and record.trial.limited]
     fitting = [record for record in usual if context.fits(record)]
-    candidates = [reference, *(record for record in fitting if not is_same_maths(record.trial, winner))]
+    others = [record for record in fitting if not is_same_maths(record.trial, winner)]
+    candidates = [reference, *others]
+    if is_same_maths(reference.trial, winner):  # says nothing of the winner's maths: another rung says most
+        candidates = [*sorted(others, key=lambda record: record.trial.rung == winner.rung), reference]
     plain = next((record for record in candidates if is_split(record.trial) == is_split(winner)), None)
     if plain is None:
         return None

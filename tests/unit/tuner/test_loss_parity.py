@@ -473,6 +473,15 @@ def test_a_script_whose_steps_overflow_differently_is_not_compared() -> None:
     assert why.endswith("fp16 gradients overflowed in 5 and 3 steps, so the updates come from other samples")
 
 
+def test_a_winner_like_its_reference_meets_another_rung() -> None:
+    settings = dict(PLAIN.trial.knobs.settings)
+    winner, other = winner_with(settings), timed(trial("zero1", 2, settings=settings), 30)
+    run = against(winner, losing(never), seen=(PLAIN, other, winner))
+    assert [each.rung for each in parities(run)] == ["zero2", "zero1"]
+    run = against(winner, losing(never), seen=(PLAIN, winner))
+    assert parities(run) == []
+
+
 def test_zero_init_compares_stage_3_with_stage_3_alone() -> None:
     """A model that is built in parts has other random weights, and the whole one may not fit into host memory."""
     winner, plain = timed(trial("zero3", 4, settings={OVERLAP: True}), 60), timed(trial("zero3", 2), 51)
