@@ -70,7 +70,9 @@ VALUES = {
     "NVMe: no folder": refused(f"{FIT} --nvme-path gone", "--nvme-path gone: is not a folder that can be written"),
     "NVMe: a file": refused(f"{FIT} --nvme-path model.py", "is not a folder that can be written"),
     "micro batch: none": refused(f"{PLAN} --micro-batch 0", "--micro-batch 0: at least one sample is needed"),
-    "checkpointing: a word": refused(f"{PLAN} --checkpointing maybe", "--checkpointing 'maybe': it is on, off or offload"),
+    "checkpointing: a word": refused(
+        f"{PLAN} --checkpointing maybe", "--checkpointing 'maybe': it is on, off or offload"
+    ),
     "machine: unknown": refused("plan model.py --gpus 2 --on a100", "the catalogue has no machine 'a100'"),
     "machine: all and another": refused("plan model.py --gpus 2 --on all,a100-80gb", "give --on all, without other"),
     "machine: no file": refused("plan model.py --gpus 2 --on gone.toml", "gone.toml: cannot be read: No such file"),
