@@ -61,8 +61,8 @@ class LogSummary:
 
     `progress` maps a file to the training progress at its end, `last` maps it to its last lines.
     `loading` is the bar of weights that were being loaded when a file ends, and `host_memory` DeepSpeed's last line
-    about that, in each file. `user_words` are what exceptions of the user's code
-    say. `text` tells whether any file was text; `not_text` names those that were none.
+    about that, in each file. `user_words` are what exceptions of the user's code say. `text` tells whether any file was
+    text; `not_text` names those that were none.
     """
 
     symptoms: list[Symptom] = field(default_factory=list)

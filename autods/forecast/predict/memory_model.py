@@ -187,19 +187,21 @@ def compute_rank_memory(
         for tier in ("device", "host", "pinned")
     }
     live_bytes, live_pinned = (max(live[tier].values(), default=0) for tier in ("device", "pinned"))
-    clocked = _is_clocked(spec, simulation)
+    clocks = _make_clocks(spec, simulation)
     bucket = int(get_key(spec.ds_config, "zero_optimization.reduce_bucket_size") or _DEFAULT_BUCKET)
     amounts = {
         "tensors": live_bytes,
         "activations": simulation.breakdown.get("activations", 0),
         # Where clocks tell when blocks come back, the replay's cache has what is freed late.
-        "reduce_bucket": 0 if clocked else bucket * (2 if enabled_half_precision(spec.ds_config) else 4),
+        "reduce_bucket": 0 if clocks is not None else bucket * (2 if enabled_half_precision(spec.ds_config) else 4),
         "further_groups": simulation.further_groups,
         "modules": simulation.modules,
         "further_communicators": max(0, simulation.communicators - 1),
     }
     inside, outside = (overheads.sum(spec, "device", held, amounts) for held in ("inside", "outside"))
-    traced = _return_late(spec, simulation) if clocked and card is None else simulation.traces["device"]
+    traced, schedule = simulation.traces["device"], simulation.schedule
+    if clocks is not None and schedule is not None and card is None:
+        traced = replace(traced, held=_follow_clocks(traced, schedule, clocks))
     bound_bytes = None if card is None else card.bound_allocator(outside, inside)
     tensors, by_phase = _replay_device(spec, traced, live["device"], expandable=expandable, bound_bytes=bound_bytes)
 
@@ -228,24 +230,14 @@ def compute_rank_memory(
     )
 
 
-def _is_clocked(spec: EngineSpec, simulation: Simulation) -> bool:
-    """Return whether the machine's clocks tell when blocks come back."""
+def _make_clocks(spec: EngineSpec, simulation: Simulation) -> StepClocks | None:
+    """Return the machine's clocks, which tell when blocks come back; None where it or the trace does not tell."""
     if spec.machine is None or simulation.schedule is None or not simulation.traces["device"].issued:
-        return False
+        return None
     try:
-        StepClocks(simulation.schedule, PriceList.usual(spec.machine, spec.ranks_of_node))
+        return StepClocks(simulation.schedule, PriceList.usual(spec.machine, spec.ranks_of_node))
     except Unpriced:
-        return False
-    return True
-
-
-def _return_late(spec: EngineSpec, simulation: Simulation) -> Trace:
-    """Return the device's trace with the blocks that come back late, by the machine's clocks."""
-    trace = simulation.traces["device"]
-    assert spec.machine is not None
-    assert simulation.schedule is not None
-    prices = PriceList.usual(spec.machine, spec.ranks_of_node)
-    return replace(trace, held=find_returns(trace, simulation.schedule, prices))
+        return None
 
 
 def find_returns(trace: Trace, schedule: Schedule, prices: PriceList) -> dict[int, int]:
@@ -258,7 +250,11 @@ def find_returns(trace: Trace, schedule: Schedule, prices: PriceList) -> dict[in
     Blocks of earlier steps are left out. Memory is reserved there, which keeps the host behind the device. None comes
     back later than `Trace.held` says: the driver's queue does not let the host run ahead any further.
     """
-    clocks = StepClocks(schedule, prices)
+    return _follow_clocks(trace, schedule, StepClocks(schedule, prices))
+
+
+def _follow_clocks(trace: Trace, schedule: Schedule, clocks: StepClocks) -> dict[int, int]:
+    """Run the clocks, which are new, through the schedule; return what `find_returns` does."""
     returns: dict[int, int] = {}
     waiting: list[tuple[float, int]] = []  # when the last of its streams is done with it, and the block
 
