@@ -215,7 +215,7 @@ def may_fit_offloaded(forecast: RungForecast | None) -> bool:
         return False
     device = forecast.memory["device"]
     limit_bytes = device.limit_bytes or 0
-    others_bytes = max((size for phase, size in forecast.by_phase.items() if phase in ("init", "step")), default=0)
+    others_bytes = max((size for phase, size in forecast.by_phase.items() if phase in (*STARTING, "step")), default=0)
     lacking_bytes = device.peak_bytes - limit_bytes
     return others_bytes <= limit_bytes and lacking_bytes <= forecast.breakdown.get("activations", 0)
 

@@ -10,7 +10,7 @@ import pytest
 
 from autods.forecast.predict.calibration import Observation, fit_calibration
 from autods.forecast.predict.memory_model import Overheads, compute_rank_memory, read_overheads
-from autods.forecast.predict.verdict import judge_memory
+from autods.forecast.predict.verdict import judge_memory, may_fit_offloaded
 from autods.forecast.values import EngineSpec, ForecastPhase, RungForecast, Simulation, TierForecast, Trace
 from autods.types import Tier
 from tests.support.growth import FRAGMENTED_LIVE, GIB, MIB, fragment
@@ -245,3 +245,13 @@ def test_the_shipped_constants_are_read_and_each_has_a_source() -> None:
     rows = read_overheads().constant
     assert {row.device for row in rows} == {"cuda", "cpu"}
     assert all(row.source for row in rows)
+
+
+@pytest.mark.parametrize(("full", "helps"), [("forward", True), ("backward", True), ("build", False), ("step", False)])
+def test_inputs_on_the_host_help_forward_and_backward(full: ForecastPhase, helps: bool) -> None:
+    device = TierForecast(low_bytes=9, peak_bytes=11, high_bytes=12, limit_bytes=10)
+    forecast = RungForecast(
+        rung="zero2", verdict="tight", reason="", micro_batch=1,
+        memory={"device": device}, by_phase={full: 11}, breakdown={"activations": 2},
+    )  # fmt: skip
+    assert may_fit_offloaded(forecast) is helps
