@@ -271,18 +271,19 @@ class Lines:
         if id(case) not in self.endings:
             folder = self.folder / f"{len(self.endings):03}"
             folder.mkdir()
-            self.endings[id(case)] = self.pool.submit(self._run, case, folder)
+            # Read here: pytest writes PYTEST_CURRENT_TEST on this thread, and a copy made on another one trips over it.
+            self.endings[id(case)] = self.pool.submit(self._run, case, folder, dict(os.environ))
 
     def end(self, case: Case) -> Ending:
         self.start(case)
         return self.endings[id(case)].result()
 
-    def _run(self, case: Case, folder: Path) -> Ending:
+    def _run(self, case: Case, folder: Path, environ: Mapping[str, str]) -> Ending:
         case.write_files(folder)
         before = _names(folder)
         root = str(Path(__file__).parents[2])
         mark = f"AUTODS_TEST_CASE={uuid.uuid4()}"
-        env = {**os.environ, "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": root}
+        env = {**environ, "PATH": f"{self.folder / 'bin'}:{environ['PATH']}", "PYTHONPATH": root}
         env |= {"PYTHONFAULTHANDLER": "1", "NO_COLOR": "1", **dict([mark.split("=")])}
         env |= {name: value for name, value in case.env.items() if value is not None}
         env = {name: value for name, value in env.items() if case.env.get(name, "") is not None}
