@@ -36,6 +36,7 @@ from .values import (
 PARALLEL_ENGINES = 2  # at least, and while trials run
 _ENGINE_BYTES = 2**30  # an engine of 8 billion parameters and its process hold half of it
 _ENOUGH_ON_THE_HOST = 3  # micro batches of a step
+_FAR = 61  # times the size from which a line starts; a prime, see `draw_line`
 _MOST_DOUBTS = 2  # answers that were not as foreseen, until nothing is foreseen any more
 _SETTING = re.compile(r"(\w+)\s*:\s*(\[[^\]]*\]|[^,\]]*)")
 _HARMLESS = ("expandable_segments", "pinned_use_cuda_host_register", "pinned_num_register_threads")
@@ -243,8 +244,8 @@ class CachedEngine:
         `known` is its forecast at a micro batch. Where a larger one cannot be simulated (the data of a script may end),
         it counts as too large and stands in `failures`.
 
-        Two simulations foresee the others, see `interpolation`. The answer is simulated all the same, and what was
-        foreseen counts only if the answer allocates byte for byte as foreseen.
+        Two simulations foresee the others, see `interpolation`. An answer between them needs no other. One beyond them
+        is simulated all the same, and what was foreseen counts only if it allocates byte for byte as foreseen.
         """
         spec, first = on or self.spec, None if known is None else (known.micro_batch, known.fills)
         failures: dict[int, str] = {}
@@ -263,7 +264,10 @@ class CachedEngine:
 
         def fill(size: int) -> Fills:
             if size not in fills:
-                line = self._find_line(size) if doubts < _MOST_DOUBTS and not failures else None
+                foresees = doubts < _MOST_DOUBTS and not failures
+                if foresees:
+                    self._simulate_far_end(size)
+                line = self._find_line(size) if foresees else None
                 simulation = try_simulation(size) if line is None else line.reach(size)
                 if simulation is None:
                     return fills[size]
@@ -277,6 +281,10 @@ class CachedEngine:
             answer = largest.refused if largest.micro_batch is None else largest.micro_batch
             if answer is None or answer not in foreseen:
                 return largest
+            line = self._find_line(answer)
+            if line is not None and line.proves(answer):
+                self.cache.keep(self.spec, answer, foreseen[answer])
+                return largest
             simulation = try_simulation(answer)
             if simulation is not None and foreseen[answer].holds_as(simulation):
                 return largest
@@ -284,6 +292,17 @@ class CachedEngine:
             for size in foreseen.keys() - failures.keys():
                 del fills[size]
             foreseen.clear()
+
+    def _simulate_far_end(self, size: int) -> None:
+        """Simulate the other end of a line from the only size that was simulated so far, if that is a smaller one.
+
+        The line proves what lies between its ends, so it should reach beyond what fits. A simulation takes as long at
+        any size. Where none can be made there, the search goes on without.
+        """
+        simulated = self.cache.list_simulated(self.spec)
+        if len(simulated) == 1 and simulated[0] < size:
+            with contextlib.suppress(SimulationFailed):
+                self.simulate(_FAR * simulated[0])
 
     def _find_line(self, size: int) -> Line | None:
         """Return the line through the two simulations that are nearest to this size; None where it was simulated."""

@@ -11,6 +11,8 @@ import pytest
 from autods.config.catalogue import find_machines
 from autods.config.rungs import read_rungs
 from autods.forecast.interpolation import draw_line
+from autods.forecast.predict.prices import Work
+from autods.forecast.predict.step_time import BITS, CODES, HOST, RUN, SWITCH, Schedule
 from autods.forecast.simulate.protocol import SimulationFailed
 from autods.forecast.simulation_cache import SimulationCache, make_engine
 from autods.forecast.testing import ScriptedSimulator
@@ -80,7 +82,6 @@ def test_a_line_reaches_what_would_be_simulated(smaller: int, asked: int) -> Non
     [
         simulate(8, lambda size: 7 * MIB + 1, lambda size: 8),  # no whole bytes a sample
         simulate(8, lambda size: 2 * 10**9, lambda size: 8 * MIB),  # less than nothing without a sample
-        simulate(8, lambda size: 7 * MIB * size, lambda size: 9),  # a copy that does not grow from nothing
         simulate(8, lambda size: 7 * MIB * size, lambda size: 8, nvme_bytes=1),
     ],
 )
@@ -105,18 +106,66 @@ def fits(simulation: Simulation) -> bool:
     return SimulationCache(ScriptedSimulator(FACTS, bend)).judge(ENGINE, simulation).fill <= 1
 
 
-def test_the_largest_batch_takes_three_simulations() -> None:
-    largest, simulated, _ = search(lambda spec, micro_batch: grow(micro_batch))
+def test_a_sum_over_samples_does_not_grow() -> None:
+    def total(micro_batch: int) -> Simulation:
+        return simulate(micro_batch, lambda size: 300 * MIB * size, lambda size: 50 * MIB)
+
+    line = draw_line(total(1), total(61))
+    assert line is not None
+    assert line.reach(30).holds_as(total(30))
+
+
+@pytest.mark.parametrize(("bytes_of_sample", "simulated"), [(300 * MIB, [1, 61, 109]), (900 * MIB, [1, 61])])
+def test_an_answer_between_two_simulations_takes_no_third(bytes_of_sample: int, simulated: list[int]) -> None:
+    def script(micro_batch: int) -> Simulation:
+        return simulate(micro_batch, lambda size: 7 * MIB + bytes_of_sample * size, lambda size: 50 * MIB * size)
+
+    largest, measured, _ = search(lambda spec, micro_batch: script(micro_batch))
     assert largest is not None
-    assert fits(grow(largest))
-    assert not fits(grow(largest + 1))
-    assert simulated == [1, 8, largest]
+    assert fits(script(largest))
+    assert not fits(script(largest + 1))
+    assert measured == simulated
+
+
+def work_of(micro_batch: int) -> Simulation:
+    """As `grow`, with a matmul and a copy, which a single sample does not need, beside a view."""
+    size = 10 * micro_batch
+    works = [Work(kind="view"), Work(kind="matmul", name="mm", flops=7e12 * size, bytes=100 + size, dtype="bfloat16")]
+    events = [0 << BITS | RUN, 1 << BITS | RUN, 3 << BITS | SWITCH, 1 << BITS | RUN]
+    if micro_batch > 1:
+        works.append(Work(kind="kernel", name="clone", bytes=2 * size))
+        events.append(2 << BITS | RUN)
+    schedule = Schedule(events=array("q", events), works=tuple(works), first=5)
+    return replace(grow(micro_batch), schedule=schedule)
+
+
+def list_work(schedule: Schedule | None) -> list[tuple[int, Work | int]]:
+    assert schedule is not None
+    codes = [(event & CODES, event >> BITS) for event in schedule.events]
+    return [(code, schedule.works[place] if code == RUN else place) for code, place in codes]
+
+
+def test_work_lies_on_the_line_too() -> None:
+    line = draw_line(work_of(1), work_of(61))
+    assert line is not None
+    assert line.proves(17)
+    assert list_work(line.reach(17).schedule) == list_work(work_of(17).schedule)
+
+
+def test_work_that_malloc_maps_anew_has_no_line() -> None:
+    def on_host(micro_batch: int) -> Simulation:
+        works = (Work(kind="host", bytes=micro_batch << 22, fresh=micro_batch << 22 if micro_batch > 8 else 0),)
+        return replace(grow(micro_batch), schedule=Schedule(events=array("q", [HOST]), works=works))
+
+    line = draw_line(on_host(1), on_host(61))
+    assert line is not None
+    assert not line.proves(17)
 
 
 def test_an_answer_that_was_not_as_foreseen_is_searched_anew() -> None:
     largest, simulated, _ = search(bend)
     assert largest is not None
-    assert largest in simulated
+    assert len(simulated) > 3
     assert fits(bend(ENGINE, largest))
     assert not fits(bend(ENGINE, largest + 1))
 
