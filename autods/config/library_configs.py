@@ -26,6 +26,7 @@ _KEYS = {
     "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
 }
 _DEFAULTS = {"gradient_accumulation_steps": "auto", "zero_stage": 2}
+_HALVES = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}  # FP8 is inside bf16's autocast (set_mixed_precision)
 _WORDS = {"true": True, "false": False}  # the questions of `accelerate config` are answered by text
 # Keys that the Trainer fills in, and refuses where they are another value than its argument, which has this default
 # (transformers/integrations/deepspeed.py, training_args.py).
@@ -73,7 +74,7 @@ def read_yaml_config(path: Path, read_json: ReadConfig) -> dict[str, Any]:
         raise InputError("has no deepspeed_config of accelerate", place=str(path), hint=hint)
     named = plugin.get("deepspeed_config_file")
     if named not in (None, "none"):
-        return _read_named("deepspeed_config_file", named, path, read_json)
+        return _read_file_of_accelerate(named, content, path, read_json)
     config: dict[str, Any] = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
     given = {**_DEFAULTS, **{name: value for name, value in plugin.items() if value is not None}}
     for name, key in _KEYS.items():
@@ -82,9 +83,23 @@ def read_yaml_config(path: Path, read_json: ReadConfig) -> dict[str, Any]:
             config = merge(config, nest_key(key, _WORDS.get(value, value) if isinstance(value, str) else value))
     if config.get("gradient_clipping", "auto") == "auto":
         config["gradient_clipping"] = 1.0  # accelerate's own, and the Trainer's default
-    if content.get("mixed_precision") in ("bf16", "fp16"):
-        config[str(content["mixed_precision"])] = {"enabled": True}
+    if half := _HALVES.get(str(content.get("mixed_precision"))):
+        config[half] = {"enabled": True}
     return config
+
+
+def _read_file_of_accelerate(
+    named: Any, content: Mapping[str, Any], path: Path, read_json: ReadConfig
+) -> dict[str, Any]:
+    """Read the file that accelerate's YAML names. Raises InputError where the YAML decides what the file has to."""
+    given = [name for name in _KEYS if name in content["deepspeed_config"]]
+    if content.get("mixed_precision") is not None:
+        given.append("mixed_precision")
+    if given:
+        problem = f"accelerate refuses {', '.join(given)} beside deepspeed_config_file"
+        hint = f"leave {'them' if len(given) > 1 else 'it'} out: the DeepSpeed file decides"
+        raise InputError(problem, place=str(path), hint=hint)
+    return {"gradient_accumulation_steps": 1, **_read_named("deepspeed_config_file", named, path, read_json)}
 
 
 def are_training_arguments(content: Mapping[str, Any]) -> bool:
@@ -115,7 +130,8 @@ def fill_in_arguments(content: Mapping[str, Any], path: Path, read_json: ReadCon
         if given == "auto":
             config = merge(config, nest_key(key, value))
         elif name and given is not None and "auto" != value != given:
-            unequal.append(f"{key} is {given}, but {name} {value}")
+            source = "" if any(each in arguments for each in name.split(" and ")) else ", its default"
+            unequal.append(f"{key} is {json.dumps(given)}, but {name} {json.dumps(value)}{source}")
     if unequal:
         hint = 'write "auto" for them in the DeepSpeed config'
         raise InputError(f"the Trainer refuses it: {'; '.join(unequal)}", place=str(path), hint=hint)

@@ -7,7 +7,7 @@ problem of `EXPLAIN_RULES`. A rule is a function of the config that yields probl
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from math import gcd
@@ -220,7 +220,10 @@ def _find_near(name: str, known: Iterable[str], section: str = "") -> str | None
     """
     if len(name) > _LONGEST_COMPARED or name.startswith("_"):
         return None
-    return next(iter(get_close_matches(name, list(known), n=1, cutoff=0.7 if section else 0.85)), None)
+    known = list(known)
+    begun = [each for each in known if "_" in name and each.startswith(f"{name}_")]
+    near = get_close_matches(name, known, n=1, cutoff=0.7 if section else 0.85)
+    return begun[0] if len(begun) == 1 else next(iter(near), None)
 
 
 def _shorten(value: Any) -> str:
@@ -272,6 +275,10 @@ def _find_ill_typed(question: Question) -> Iterator[Problem]:
             yield _warning(key, f'"{key}" is {_shorten(enabled)}; it must be true or false')
     if isinstance(enabled := question.get("flops_profiler.enabled"), str):
         yield _error("flops_profiler.enabled", f'"flops_profiler.enabled" is {_shorten(enabled)}, not true or false')
+    for key, default in question.installed.defaults.items():  # DeepSpeed's models read text themselves
+        is_switch = isinstance(default, bool) and key.rpartition(".")[0] not in question.installed.strict
+        if is_switch and isinstance(text := question.get(key), str) and text != "auto":
+            yield _warning(key, f'"{key}" is the text {_shorten(text)}, which is no switch', "write true or false")
     for key, least in _LEAST.items():
         number = question.get(key)
         if number not in (None, "auto") and not (_is_number(number) and number >= least):
@@ -340,6 +347,10 @@ def _find_uneven_groups(question: Question) -> Iterator[Problem]:
         each = count_sharers(question.config, key)
         if ranks is not None and ranks % each:
             yield _error(key, f"{ranks} ranks make no groups of {each}", f"give a multiple of {each} GPUs")
+    shard = question.zero.get("zero_hpz_partition_size")
+    if ranks is not None and question.stage == 3 and _is_count(shard) and ranks % min(shard, ranks):
+        key, hint = f"{_ZERO}.zero_hpz_partition_size", "give the GPUs of a node, or another divisor of all GPUs"
+        yield _error(key, f"{ranks} ranks make no groups of {shard}", hint)
     each = count_sharers(question.config, SEQUENCE_RANKS)
     if ranks is not None and SEQUENCE_RANKS in question.config and _is_count(replicas) and replicas * each != ranks:
         problem = f"{replicas} × {SEQUENCE_RANKS} {each} = {replicas * each} ranks, and there are {ranks}"
@@ -390,26 +401,27 @@ def _find_complaints(question: Question) -> Iterator[Problem]:
             value = question.get(key)
             yield _error(key, f'"{key}" must be an object, not {_shorten(value)}', _suggest(key, value))
         else:
-            yield _error(key, complaint, "leave it out" if "has been removed" in complaint else "")
+            hint = "leave it out" if "has been removed" in complaint else ""
+            yield _error(key, complaint, read_known_keys().removed.get(key, hint))
 
 
 def _find_unknown(question: Question) -> Iterator[Problem]:
     """Keys that DeepSpeed does not know. It refuses them in some sections, and ignores them elsewhere."""
     installed = question.installed
     sections: dict[str, list[str]] = {}  # and the names in each
-    homes: dict[str, str] = {}  # of each name, the first section that knows it
+    homes: dict[str, str | None] = {}  # of each name, the section that knows it; None where several do
     for key in installed.defaults:
         section, _, last = key.rpartition(".")
         sections.setdefault(section, []).append(last)
-        homes.setdefault(last, section or "the top")
+        homes[last] = (section or "the top") if last not in homes else None
     left = _MOST_COMPARED
     for name, _ in _walk(question.config):
         section, _, last = name.rpartition(".")
         if name in installed.defaults or section not in sections or name.startswith(OPEN_SECTIONS):
             continue  # an unknown section itself is reported, or DeepSpeed does not say what belongs there
         hint = "leave it out"
-        if last in homes:
-            hint = f'it belongs into "{homes[last]}"'
+        if home := homes.get(last):
+            hint = f'it belongs into "{home}"'
         elif (left := left - 1) >= 0 and (near := _find_near(last, sections[section], section)):
             hint = f'{_MEANT} "{near}"?'
         if section in installed.strict:
@@ -472,26 +484,32 @@ def _find_ignored(question: Question) -> Iterator[Problem]:
             yield _warning(f"{_ZERO}.offload_{part}", f"stage {stage} has nothing to offload here", hint)
     fp16 = question.get("fp16")
     if isinstance(fp16, Mapping):
-        off, fixed = not fp16.get("enabled"), fp16.get("loss_scale") not in (None, 0, "auto")
-        for name in fp16:
-            if off and name != "enabled":
-                yield _note(f"fp16.{name}", "fp16 is off, so it has no effect")
-            elif fixed and name in _DYNAMIC_SCALE:
-                problem = f"loss_scale {fp16['loss_scale']} is fixed, so it has no effect"
-                yield _note(f"fp16.{name}", problem, "give loss_scale 0 to adapt it")
+        if not fp16.get("enabled"):
+            yield from _note_idle("fp16", [name for name in fp16 if name != "enabled"], "fp16 is off")
+        elif fp16.get("loss_scale") not in (None, 0, "auto"):
+            adapting = [name for name in fp16 if name in _DYNAMIC_SCALE]
+            problem = f"loss_scale {fp16['loss_scale']} is fixed"
+            yield from _note_idle("fp16", adapting, problem, "give loss_scale 0 to adapt it")
     devices = {part: question.offload_device(part) for part in _PARTS}
     for part, device in devices.items():
         section = question.get(f"{_ZERO}.offload_{part}")
         if isinstance(section, Mapping) and device != "nvme":
-            for name in section:
-                if name in _ONLY_NVME:
-                    yield _note(f"{_ZERO}.offload_{part}.{name}", f"only NVMe uses it, and the device is {device}")
+            swapping = [name for name in section if name in _ONLY_NVME]
+            yield from _note_idle(f"{_ZERO}.offload_{part}", swapping, f"the device is {device}, not NVMe")
     if "aio" in question.config and "nvme" not in devices.values():
         yield _note("aio", "nothing is offloaded to NVMe, so it has no effect")
 
 
+def _note_idle(section: str, names: Sequence[str], reason: str, hint: str = "") -> Iterator[Problem]:
+    """One note on keys of a section that have no effect for the same reason."""
+    if names:
+        more, have = (f" and {len(names) - 1} more", "they have") if len(names) > 1 else ("", "it has")
+        yield _note(f"{section}.{names[0]}{more}", f"{reason}, so {have} no effect", hint)
+
+
 def _find_auto(question: Question) -> Iterator[Problem]:
-    names = [name for name, value in walk_keys(question.config) if value == "auto"]
+    defaults = question.installed.defaults
+    names = [name for name, value in walk_keys(question.config) if value == "auto" and defaults.get(name) != "auto"]
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         problem = '"auto" is filled in by the Hugging Face Trainer and accelerate only'

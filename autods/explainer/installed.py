@@ -32,12 +32,18 @@ _MODELS = {
     "csv_monitor": ("deepspeed.monitor.config", "CSVConfig"),
     "comet": ("deepspeed.monitor.config", "CometConfig"),
     "comms_logger": ("deepspeed.comm.config", "CommsLoggerConfig"),
+    "compile": ("deepspeed.compile.config", "CompileConfig"),
+    "hybrid_engine": ("deepspeed.runtime.config", "HybridEngineConfig"),
+    "tensor_parallel": ("deepspeed.runtime.tensor_parallel.config", "TPTrainingConfig"),
+    "timers.throughput": ("deepspeed.utils.config", "DeepSpeedThroughputTimerConfig"),
 }
 # Modules with a constant for each key of a section, and one of the same name and _DEFAULT. "" is the top.
 _CONSTANTS = {
     "": "deepspeed.runtime.constants",
     "activation_checkpointing": "deepspeed.runtime.activation_checkpointing.config",
     "aio": "deepspeed.runtime.swap_tensor.constants",
+    "checkpoint": "deepspeed.runtime.constants",
+    "data_types": "deepspeed.runtime.constants",
     "flops_profiler": "deepspeed.profiling.constants",
 }
 _LIMIT_S = 300.0
@@ -66,7 +72,7 @@ def main() -> None:
 def describe(config: Mapping[str, Any]) -> InstalledKeys:
     """What DeepSpeed, as this process imports it, says about a config."""
     import deepspeed
-    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, get_pipeline_config
     from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
 
     known = read_known_keys()
@@ -77,6 +83,7 @@ def describe(config: Mapping[str, Any]) -> InstalledKeys:
     for section, names in {"": known.top, **known.inside}.items():
         constants = _read_constants(_CONSTANTS[section]) if section in _CONSTANTS else {}
         defaults |= {f"{section}.{name}".lstrip("."): constants.get(name) for name in names}
+    defaults |= {f"pipeline.{name}": default for name, default in get_pipeline_config({}).items()}
     return InstalledKeys(
         version=str(deepspeed.__version__),
         defaults=defaults | {name: default for name, default, _ in fields},
@@ -112,8 +119,9 @@ def _walk_models(section: str, model: Any) -> Iterator[tuple[str, Any]]:
     yield section, model
     for name, field in model.model_fields.items():
         for part in (field.annotation, *get_args(field.annotation)):
-            if inspect.isclass(part) and issubclass(part, BaseModel):
-                yield from _walk_models(f"{section}.{name}", part)
+            for spelling in dict.fromkeys((field.alias or name, name)):
+                if inspect.isclass(part) and issubclass(part, BaseModel):
+                    yield from _walk_models(f"{section}.{spelling}", part)
 
 
 def _read_fields(section: str, model: Any) -> Iterator[tuple[str, Any, str | None]]:
@@ -130,7 +138,7 @@ def _check_section(section: str, model: Any, config: Mapping[str, Any]) -> Itera
     """Yield (dotted key, complaint) for each value of the section that DeepSpeed's model refuses, but unknown keys."""
     from pydantic import ValidationError
 
-    values = config.get(section)
+    values = get_key(config, section)
     if not isinstance(values, Mapping) or (section == "bfloat16" and "bf16" in config):  # the old name is not read then
         return
     try:
@@ -157,7 +165,8 @@ def _find_removed(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             DeepSpeedConfig({key: value})
         except Exception as error:  # mostly that a batch size is missing
             if "has been removed" in str(error):
-                yield key, str(error).split(". ")[0].rstrip(".")
+                inside = re.search(rf"'({re.escape(key)}\.\w+)'", str(error))
+                yield inside[1] if inside else key, str(error).split(". ")[0].rstrip(".")
 
 
 def _find_schedule_arguments(name: Any) -> tuple[str, ...] | None:

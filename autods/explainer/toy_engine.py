@@ -28,8 +28,10 @@ from ..types import WorkloadSource
 _TOY = Path(__file__).with_name("toy_model.py")
 _ENGINE = "deepspeed.initialize"  # the place of what names no key
 _ARGUMENTS = "optimizer.params"
+_OWN_PROCESS = "zero_optimization.offload_optimizer.super_offload"  # its optimizer is a child, which nothing simulates
 _LIMIT_S = 120.0
 _MOST_ACCUMULATED = 64  # micro batches of a step
+_SHORTEST_VALUE = 3  # characters: "cpu" may be part of any message
 # They need a model or batches of their own, a launcher, or packages that this machine may lack.
 _NOT_TRIED = (
     "autotuning", "compile", "compression_training", "curriculum_learning", "data_efficiency", "data_parallel_size",
@@ -82,7 +84,7 @@ def ask_engine(simulator: Simulator, config: Mapping[str, Any], ranks: int | Non
         simulator.simulate(spec, [1])
     except SimulationFailed as error:
         if error.kind == "engine":
-            key = next(_find_named(config, error.problem), _ENGINE)
+            key = next(find_named_keys(config, error.problem), _ENGINE)
             return Problem(severity="error", key=key, problem=error.problem, hint=error.hint or "")
         if error.kind in ("no_compiler", "build_failed", "environment"):
             return Problem(severity="note", key=_ENGINE, problem=f"the engine was not asked: {error.problem}")
@@ -102,6 +104,8 @@ def _make_toy_config(config: Mapping[str, Any], *, is_world_known: bool) -> dict
         toy = {key: value for key, value in toy.items() if key not in BATCH_KEYS} | {BATCH_KEYS[1]: 1}
     if get_key(toy, "zero_optimization.stage") is not None:
         toy = merge(toy, nest_key("zero_optimization.stage", Question(config=config).stage))  # it may be text
+    if get_key(toy, _OWN_PROCESS):
+        toy = merge(toy, nest_key(_OWN_PROCESS, False))
     if get_key(toy, "optimizer.type") is None and toy.get("optimizer", {}) is not None:  # the training brings one
         toy["optimizer"] = DEFAULT_OPTIMIZER
     return toy
@@ -112,9 +116,29 @@ def _leave_out_auto(section: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _leave_out_auto(value) if isinstance(value, Mapping) else value for key, value in kept}
 
 
-def _find_named(config: Mapping[str, Any], message: str) -> Iterator[str]:
-    """Yield the keys of the config whose names stand in the message: of several words by their place, then others."""
-    lasts = {name: name.rpartition(".")[2] for name, _ in walk_keys(config)}
-    found = {name: re.search(rf"\b{re.escape(last)}\b", message) for name, last in lasts.items()}
-    places = {name: match.start() for name, match in found.items() if match}
-    yield from sorted(places, key=lambda name: (0, places[name]) if "_" in lasts[name] else (1, -len(lasts[name])))
+def find_named_keys(config: Mapping[str, Any], message: str) -> Iterator[str]:
+    """Yield the keys of the config that the message is about: of several words by their place, of one, then by value.
+
+    A word such as "enabled" or "type" says nothing without its section, or quotation marks.
+    """
+    squeezed, places, words, values = _squeeze(message), dict[str, int](), list[str](), list[str]()
+    for name, value in walk_keys(config):
+        section, _, last = name.rpartition(".")
+        parent = section.rpartition(".")[2]
+        if "_" in last:
+            if (place := squeezed.find(_squeeze(last))) >= 0:
+                places[name] = place
+        elif f"'{last}'" in message or (_names(message, last) and _names(message, parent or last)):
+            words.append(name)
+        if isinstance(value, str) and len(value) > _SHORTEST_VALUE and _names(message, value):
+            values.append(name)
+    yield from (*sorted(places, key=places.__getitem__), *words, *values)
+
+
+def _names(message: str, word: str) -> bool:
+    return re.search(rf"\b{re.escape(word)}\b", message) is not None
+
+
+def _squeeze(text: str) -> str:
+    """'Pre-scale gradients' and 'prescale_gradients' are the same."""
+    return re.sub(r"[\W_]", "", text).lower()

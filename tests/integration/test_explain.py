@@ -42,7 +42,7 @@ def toy() -> Iterator[Simulator]:
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {  # config, key that is named, words of the engine
     "an untested optimizer": (
         {"optimizer": {"type": "Lamb", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 1}},
-        "deepspeed.initialize",
+        "optimizer.type",
         "has not tested ZeRO with the optimizer Lamb",
     ),
     "clipping in the optimizer": (

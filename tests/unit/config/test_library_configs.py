@@ -45,7 +45,20 @@ def test_accelerates_yaml_may_name_a_file_of_deepspeed(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
     path = tmp_path / "acc.yml"
     path.write_text(f"deepspeed_config:\n  deepspeed_config_file: {tmp_path}/ds.json\n")
-    assert read_base_config(path) == {"zero_optimization": {"stage": 1}}
+    assert read_base_config(path) == {"gradient_accumulation_steps": 1, "zero_optimization": {"stage": 1}}
+
+
+def test_accelerate_runs_fp8_inside_bf16(tmp_path: Path) -> None:
+    (tmp_path / "acc.yaml").write_text(ACCELERATE.replace("bf16", "fp8"))
+    assert read_base_config(tmp_path / "acc.yaml")["bf16"] == {"enabled": True}
+
+
+def test_accelerate_refuses_what_the_named_file_decides(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
+    text = "deepspeed_config: {deepspeed_config_file: ds.json, zero_stage: 3}\nmixed_precision: bf16"
+    (tmp_path / "acc.yaml").write_text(text)
+    with pytest.raises(InputError, match="refuses zero_stage, mixed_precision beside deepspeed_config_file"):
+        read_base_config(tmp_path / "acc.yaml")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +81,7 @@ def test_other_yaml_is_refused_with_its_place(tmp_path: Path, text: str, problem
 def test_a_file_that_is_named_may_stand_beside_the_one_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
     (tmp_path / "acc.yaml").write_text("deepspeed_config: {deepspeed_config_file: ds.json}")
-    assert read_base_config(tmp_path / "acc.yaml") == {"zero_optimization": {"stage": 1}}
+    assert read_base_config(tmp_path / "acc.yaml")["zero_optimization"] == {"stage": 1}
 
 
 # ------------------------------------------------------------------------------------------------- TrainingArguments
@@ -139,7 +152,7 @@ def test_what_the_trainer_computes_of_the_data_stays_auto(tmp_path: Path) -> Non
             "the Trainer refuses it: train_micro_batch_size_per_gpu is 2, but per_device_train_batch_size 4; "
             "gradient_clipping is 1.0, but max_grad_norm 0.3",
         ),
-        ({"deepspeed": {"bf16": {"enabled": False}}}, "bf16.enabled is False, but bf16 True"),
+        ({"deepspeed": {"bf16": {"enabled": False}}}, "bf16.enabled is false, but bf16 true"),
     ],
 )
 def test_training_arguments_that_do_not_work_are_refused(tmp_path: Path, given: dict[str, Any], said: str) -> None:

@@ -161,6 +161,10 @@ READ_BY_DEEPSPEED: dict[str, tuple[dict[str, Any], set[tuple[str, str]]]] = {
         {("warning", "zero_optimization.stage")},
     ),
     "a comment": ({"_comment": "ours"}, {("warning", "_comment")}),
+    "an auto of DeepSpeed's own": ({"pipeline": {"stages": "auto"}, "timers": {"throughput": {}}}, set()),
+    "a switch as text": ({"prescale_gradients": "false"}, {("warning", "prescale_gradients")}),
+    "a key of compile's that is none": ({"compile": {"enabled": True}}, {("error", "compile.enabled")}),
+    "a value that compile refuses": ({"compile": {"passes": ["z2"]}}, {("error", "compile.passes.0")}),
 }
 
 
@@ -170,6 +174,24 @@ def test_a_key_that_deepspeed_reads_is_not_unknown(name: str) -> None:
     whole = {"train_batch_size": 8, "gradient_clipping": 1.0, "bf16": {"enabled": True}, **config}
     whole = {key: value for key, value in whole.items() if value is not None}
     assert {(problem.severity, problem.key) for problem in judge(whole)} == expected
+
+
+@pytest.mark.parametrize("begun", ["train_micro_batch_size", "gradient_accumulation"])
+def test_the_beginning_of_a_key_names_the_key(begun: str) -> None:
+    (problem,) = [each for each in judge({"train_batch_size": 8, begun: 1}) if each.key == begun]
+    assert f'did you mean "{begun}_' in problem.hint
+
+
+def test_a_key_of_many_sections_belongs_to_none() -> None:
+    (problem,) = [each for each in judge({"train_batch_size": 8, "enabled": True}) if each.key == "enabled"]
+    assert problem.hint == "leave it out"
+
+
+@pytest.mark.parametrize(("ranks", "size", "is_refused"), [(8, 3, True), (8, 4, False), (8, 16, False)])
+def test_a_second_partition_needs_whole_groups(ranks: int, size: int, is_refused: bool) -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": size}}
+    refused = [each.key for each in judge(config, ranks) if each.severity == "error"]
+    assert refused == ["zero_optimization.zero_hpz_partition_size"] * is_refused
 
 
 def test_a_comment_resembles_no_key() -> None:
@@ -219,7 +241,7 @@ def test_an_object_that_is_no_object_is_an_error() -> None:
         ("optimizer", "Lamb", 'write {"type": "Lamb"}'),
         ("scheduler", True, 'write {"type": "WarmupLR"}'),
         ("data_types", "bf16", "its keys: buffer_dtype, grad_accum_dtype, keep_in_fp32_modules, param_dtype"),
-        ("pipeline", True, ""),
+        ("timers", True, ""),
     ],
 )  # fmt: skip
 def test_a_section_given_as_a_value_gets_the_object_to_write(key: str, value: Any, advice: str) -> None:
@@ -313,5 +335,6 @@ def test_nothing_is_noted_of_what_a_fit_chooses_among() -> None:
 
 def test_keys_of_features_that_no_fit_chooses_have_a_meaning() -> None:
     features = ("zero_optimization.zenflow.", "zero_optimization.mics_", "tensor_parallel.")
-    keys = [key for key in describe({}).defaults if key.startswith(features)]
+    groups = ("tensor_parallel.tp.", "tensor_parallel.tensor_parallel.")  # for inference
+    keys = [key for key in describe({}).defaults if key.startswith(features) and not key.startswith(groups)]
     assert [key for key in keys if key not in read_meanings().means] == []

@@ -42,6 +42,16 @@ def test_a_field_may_be_given_by_both_of_its_names(installed: InstalledKeys) -> 
     assert names <= set(installed.defaults)
 
 
+@pytest.mark.parametrize("section", ["compile", "hybrid_engine", "tensor_parallel", "timers.throughput"])
+def test_a_section_that_refuses_unknown_keys_is_strict(installed: InstalledKeys, section: str) -> None:
+    assert section in installed.strict
+
+
+def test_a_removed_key_of_a_section_is_named() -> None:
+    ((key, _),) = describe({"zero_optimization": {"stage": 3, "mics_shard_size": 8}}).complaints
+    assert key == "zero_optimization.mics_shard_size"
+
+
 def test_a_removed_feature_is_a_complaint() -> None:
     complaints = dict(describe({"sparse_attention": {"mode": "fixed"}, "steps_per_print": 5}).complaints)
     assert complaints == {
