@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ..config.base_config import precision_name
 from ..config.checkpointing import find_state, is_as_lean
 from ..report.results.fit import Certificate
-from ..types import Failed, Fit, Record, Trial
+from ..types import Failed, Fit, Record, Steps, Trial
 from .batch_curve import BatchCurve, MemoryLine
 from .candidates import Candidate
 from .certificate import certificate_of_exam, describe_exam, grows_with_batch, lacks_device_memory
@@ -62,29 +62,35 @@ def certify(
     if limits.most_trials < 1 or settings.rehearsed:  # nothing runs there, so there is nothing to prove
         return None
     tolerance = max(TOLERANCE[name] for name in (precision_name(settings.base), *settings.precisions))
-    plain = _find_reference(winner.trial, reference, context)
+    plain = find_reference(winner.trial, reference, context)
     has_comparison = limits.parity is not None and plain is not None and not is_same_maths(winner.trial, plain)
     search = _ExamSearch(
         context=context,
         known=(winner, *alternates, reference, *context.memory.records),
         reserve=_COMPARISON_TRIALS if has_comparison else 0,
     )
+
+    def compare(config: Record, run: Callable[[Trial], Fit | str]) -> ParityResult:
+        if limits.parity is None:
+            return ParityResult()
+        if (plain := find_reference(config.trial, reference, context)) is None:
+            return ParityResult(not_checked=_NONE_BUILT_ALIKE)
+        return compare_losses(
+            config.trial,
+            plain,
+            run,
+            steps=make_parity_steps(config, limits.parity),
+            tolerance=tolerance,
+            alike=settings.source.form.runs_as_main,
+        )
+
+    if has_comparison and search.left > _COMPARISON_TRIALS and runs_losses_first(context):
+        compare(winner, search.run_ahead)  # the same trials, asked for again below, are answered by these
     differing: CertifyResult | None = None  # holds, but its losses differ
     for config in _configs(search, alternates, untried):
         if (proven := search.prove(config)) is None:
             continue
-        parity, plain = ParityResult(), _find_reference(proven.best.trial, reference, context)
-        if limits.parity is not None and plain is None:
-            parity = ParityResult(not_checked=_NONE_BUILT_ALIKE)
-        elif limits.parity is not None and plain is not None:
-            parity = compare_losses(
-                proven.best.trial,
-                plain,
-                search.run_for_losses,
-                steps=fit_steps_to_budget(limits.parity, median_step_s(proven.best), least=FEWEST_UPDATES + 1),
-                tolerance=tolerance,
-                alike=settings.source.form.runs_as_main,
-            )
+        parity = compare(proven.best, search.run_for_losses)
         if parity.taken_back is None:
             return search.certified(proven, parity)
         unproven = replace(parity, failure=f"{parity.failure}; without it, no micro batch was proven to hold")
@@ -103,7 +109,21 @@ def certify(
     return search.result(winner, certificate)
 
 
-def _find_reference(winner: Trial, reference: Record, context: FitContext) -> Trial | None:
+def runs_losses_first(context: FitContext) -> bool:
+    """Whether the winner's losses are compared before its exam, while nodes share the model built for the search.
+
+    The exam's ranks share none, so that the model would be built once more for the comparison. Where the longest batch
+    is longer than a usual one, the exam may choose a smaller micro batch, and is worth more as the first.
+    """
+    return context.facts.longest_ratio < _LONGER
+
+
+def make_parity_steps(config: Record, steps: Steps) -> Steps:
+    """The steps of each trial that compares losses with the config's, few where one of them takes many seconds."""
+    return fit_steps_to_budget(steps, median_step_s(config), least=FEWEST_UPDATES + 1)
+
+
+def find_reference(winner: Trial, reference: Record, context: FitContext) -> Trial | None:
     """The plain config for the winner's losses, at the largest micro batch that is known to fit.
 
     Where the reference is the winner but for its batch, a config of another rung that fits takes its place.
@@ -194,6 +214,7 @@ class _ExamSearch:
     short: list[Record] = field(default_factory=list)
     backed_off: list[str] = field(default_factory=list)
     _answers: list[tuple[Trial, Record]] = field(default_factory=list)
+    _ahead: list[tuple[Trial, Record]] = field(default_factory=list)
 
     @property
     def winner(self) -> Record:
@@ -221,7 +242,8 @@ class _ExamSearch:
             return known
 
         def run_once(trial: Trial) -> Record:
-            record = self.context.memory.run(trial)
+            record = next((record for ran, record in self._ahead if ran == trial), None)
+            record = record or self.context.memory.run(trial)
             ran_its_steps = record.outcome.kind != "fit" and record.outcome.phase in ("evaluate", "save", "load")
             self.records.append(record if ran_its_steps else self.context.check(record))
             return self.records[-1]
@@ -242,6 +264,14 @@ class _ExamSearch:
         """The trial that times this config as the winner was timed, at the fit's global batch."""
         knobs = self.context.resize(config.knobs, micro_batch or config.knobs.micro_batch)
         return replace(config, knobs=knobs, purpose="verify", steps=self.winner.trial.steps, exam=None, repeat=0)
+
+    def run_ahead(self, trial: Trial) -> Fit | str:
+        """As `run_for_losses`, for a trial that counts once it is asked for again: a config and its reference alone."""
+        if len(self._ahead) < _COMPARISON_TRIALS:
+            self._ahead.append((trial, self.context.memory.run(trial)))
+            if isinstance(fit := self._ahead[-1][1].outcome, Fit) and fit.losses:
+                return fit
+        return "was not run yet"
 
     # The search
 

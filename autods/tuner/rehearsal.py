@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -24,10 +25,10 @@ from ..runner.rank_fork import may_share
 from ..runner.time_limits import warm_up
 from ..types import Failed, Fit, ModelFacts, Outcome, OutOfMemory, Record, Tier, TierUse, Timing, Trial
 from ..units import format_bytes
-from .certify import make_exam
+from .certify import find_reference, make_exam, make_parity_steps, runs_losses_first
 from .fit import fit
 from .fit_report import FitResult, NothingFits
-from .loss_parity import is_same_maths
+from .loss_parity import is_same_maths, same_samples
 from .trial_forecasts import Forecaster, TrialForecaster, make_trial_engine, start_processes
 from .trials import FitContext, median_step_s
 
@@ -35,8 +36,11 @@ from .trials import FitContext, median_step_s
 # weights, drawn in host memory once or by each rank, and a checkpoint, written to a disk of the node and read from it.
 _START_S = 8.0
 _BUILT_PARAMETERS_PER_S = 3e8
-_CHECKPOINT_BYTES_PER_S = 1e9
-_CHECKPOINT_BYTES = 14  # of a parameter: a half, and Adam's weight and moments in fp32
+_HALF_BYTES, _STATE_BYTES = 2, 12  # of a parameter: its half, and Adam's weight and moments in fp32
+# A rank's torch.save and torch.load into and out of the page cache, on two cores of a virtual machine: 0.4 to 1.1 GB/s
+# and 1.3 to 1.7 GB/s. What is more than a tenth of a node's memory (vm.dirty_background_ratio) waits for its disk.
+_SAVED_BYTES_PER_S, _LOADED_BYTES_PER_S, _DISK_BYTES_PER_S = 5e8, 1.2e9, 1e9
+_CACHED_SHARE = 0.1
 _EXAM_STEPS = 3  # besides the exam's own: one after saving, one after loading, and two evaluations count as another
 _LIMITED: tuple[Tier, ...] = ("device", "host", "nvme")
 
@@ -141,18 +145,35 @@ class RehearsalRunner:
         limits = self.settings.profile.certify
         if isinstance(result, NothingFits) or limits.most_trials < 1:
             return seconds
-        best, plain = result.best.trial, result.walked.winner
-        assert plain is not None, "a config fits"
+        best, first = result.best.trial, result.walked.winner
+        assert first is not None, "a config fits"
         longest_s = median_step_s(result.best) * self.facts.longest_ratio
         steps = make_exam(best, context, longest_s).steps
-        exam_s = _START_S + (steps.warmup + steps.timed + _EXAM_STEPS) * longest_s
-        moved_s = 2 * self.facts.parameters * _CHECKPOINT_BYTES / self.settings.nodes / _CHECKPOINT_BYTES_PER_S
-        # Each of the two trials that compare losses takes about as long as the exam.
-        compares_losses = limits.parity is not None and not is_same_maths(best, plain.trial)
-        trials = 3 if compares_losses else 1
-        # Each rank builds the model for the exam, after which two trials that compare losses share another one.
-        builds = min(trials, 2) if self._shares_model(plain.trial) else trials
-        return seconds + trials * exam_s + builds * self._build_s + moved_s
+        seconds += _START_S + self._build_s + (steps.warmup + steps.timed + _EXAM_STEPS) * longest_s
+        seconds += self._time_checkpoint(best)
+        plain = find_reference(best, first, context)
+        if limits.parity is None or plain is None or is_same_maths(best, plain):
+            return seconds
+        steps = make_parity_steps(result.best, limits.parity)
+        builds = 2 if not self._shares_model(best) else 0 if runs_losses_first(context) else 1
+        step_s = median_step_s(result.best)
+        reference = context.forecaster.step_time(replace(plain, knobs=same_samples(plain.knobs, best.knobs)))
+        compared_s = step_s + (step_s if reference is None else reference.seconds)
+        return seconds + 2 * _START_S + builds * self._build_s + (steps.warmup + steps.timed) * compared_s
+
+    def _time_checkpoint(self, trial: Trial) -> float:
+        """The seconds in which the ranks save a checkpoint and load it, as long as the one that moves most.
+
+        Rank 0 saves what ranks have alike, and all of them load it. Stage 3 saves the whole weights, too.
+        """
+        stage, ranks, nodes = self.settings.rung(trial.rung).stage, self.settings.gpus, self.settings.nodes
+        states = _STATE_BYTES / (ranks if stage else 1)
+        loaded = states + _HALF_BYTES / (ranks if stage == 3 else 1)
+        saved = loaded + (_HALF_BYTES if stage == 3 else 0)
+        written = _HALF_BYTES + (_STATE_BYTES / nodes if stage else _STATE_BYTES) + (_HALF_BYTES if stage == 3 else 0)
+        beyond = max(0.0, written * self.facts.parameters - _CACHED_SHARE * (self.machine.host_bytes or 0))
+        rank_s = self.facts.parameters * (saved / _SAVED_BYTES_PER_S + loaded / _LOADED_BYTES_PER_S)
+        return rank_s + 2 * beyond / _DISK_BYTES_PER_S
 
     @property
     def _build_s(self) -> float:

@@ -70,6 +70,27 @@ def test_a_tuned_config_has_to_compute_what_the_plain_one_does() -> None:
     assert ours.purpose == theirs.purpose == "certify"
 
 
+@pytest.mark.parametrize(
+    ("longest_ratio", "exams"),
+    [(1.0, ["parity", "parity", "worst_case"]), (1.5, ["worst_case", "parity", "parity"])],
+)
+def test_losses_come_first_where_the_exam_should_hold(longest_ratio: float, exams: list[str]) -> None:
+    """The ranks of both comparisons share the model of the search, which ends with the exam."""
+    run = against(winner_with({OVERLAP: False}), losing(never), longest_ratio=longest_ratio)
+    assert [asked.exam for asked in run.trials] == exams
+    assert run.certified.certificate.passed
+
+
+def test_a_smaller_batch_is_compared_again_after_its_exam() -> None:
+    def answer(asked: Trial) -> Outcome:
+        is_full = asked.exam == "worst_case" and asked.knobs.micro_batch > 2
+        return out_of_memory() if is_full else losing(never)(asked)
+
+    run = against(winner_with({OVERLAP: False}), answer, most_trials=5, global_batch=8)
+    assert run.certified.certificate.passed
+    assert [asked.knobs.micro_batch for asked in parities(run)] == [4, 1, 2]  # the reference is at its own
+
+
 def test_both_run_on_as_many_samples() -> None:
     winner = timed(trial("zero1", 6, accumulation=2, settings={BUCKET: 7}), 60)
     reference = timed(trial("zero2", 4, settings={BUCKET: 7}), 1)
