@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import replace
@@ -258,8 +258,19 @@ def list_assumptions(
         if not facts.checkpointing and not source.form.runs_as_main:  # a script decides that by itself
             yield "no gradient checkpointing: the model has no gradient_checkpointing_enable()"
 
-    of_rungs = (sentence for site in sites for rung in site.rungs for sentence in rung.assumed)
+    of_rungs = join_assumptions(rung for site in sites for rung in site.rungs)
     return tuple(dict.fromkeys((*settled, *about_steps(), *about_workload(), *of_rungs)))
+
+
+def join_assumptions(forecasts: Iterable[RungForecast]) -> tuple[str, ...]:
+    """Return what the forecasts assume, one sentence for all rungs that assume the same."""
+    rungs: dict[str, list[str]] = {}
+    for forecast in forecasts:
+        for sentence in forecast.assumed:
+            about_it = sentence.startswith(f"{forecast.rung}: ")
+            names = rungs.setdefault(sentence.removeprefix(f"{forecast.rung}: "), [])
+            names += [forecast.rung] if about_it and forecast.rung not in names else []
+    return tuple(f"{', '.join(names)}: {sentence}" if names else sentence for sentence, names in rungs.items())
 
 
 def _write_timeline(run: PlanRun, site: SiteForecast) -> tuple[Timeline | None, tuple[str, ...]]:

@@ -12,6 +12,7 @@ from math import isfinite
 from typing import Any
 
 from ..arguments import MOST_COUNT, show_value
+from ..config.checkpointing import read_state
 from ..config.deepspeed import get_key, read_known_keys
 from ..config.profiles import find_toml
 from ..config.releases import find_removed_keys
@@ -179,9 +180,12 @@ def _read_value(name: str, value: Any, option: str, rungs: Mapping[str, Rung]) -
             if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST_COUNT:
                 return value
             raise InputError(f"{option}: {show_value(value)} is not a whole number above 0, {MOST_COUNT:,} at most")
-        case "checkpointing" if value == "offload":
-            return "offload"
-        case "checkpointing" | "pin_memory":
+        case "checkpointing":
+            state = read_state(value)
+            if state is None:
+                raise InputError(f"{option}: {value!r} is none of on, off, offload", hint="give on,off or on,offload")
+            return state if state == "offload" else state == "on"
+        case "pin_memory":
             switch = value if isinstance(value, bool) else _SWITCHES.get(str(value).lower())
             if switch is not None:
                 return switch

@@ -112,9 +112,9 @@ def unusual_knobs(knobs: Knobs, *, recomputes: bool) -> str:
         words.append(f"in {next((half for half in _HALVES if knobs.settings.get(f'{half}.enabled')), 'fp32')}")
     if knobs.checkpointing is not recomputes:
         words.append("recomputing" if knobs.checkpointing else "without checkpointing")
-    words += ["with inputs on the host"] if find_state(knobs) == "offload" else []
-    words += ["with expandable segments"] if knobs.expandable else []
-    return " ".join(words)
+    extras = ["inputs on the host"] if find_state(knobs) == "offload" else []
+    extras += ["expandable segments"] if knobs.expandable else []
+    return " ".join([*words, *([f"with {' and '.join(extras)}"] if extras else [])])
 
 
 class DifferenceFromFirst:

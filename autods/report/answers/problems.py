@@ -129,8 +129,8 @@ def make_doctor_document(checkup: Checkup) -> doc.Document:
     counts = {status: sum(check.status == status for check in checkup.checks) for status in _CHECK_MARKS}
     counted = f"{counts['broken']} broken, {format_number_of(counts['warning'], 'warning')}, {counts['ok']} ok"
     ready = (f"ready for {', '.join(checkup.ready_for) or 'nothing'}", "red" if checkup.is_broken else "green")
-    lacks = "; ".join(f"not for {use}: {name}" for use, name in checkup.obstacles.items())
-    parts.append(doc.Headline(words=line(ready, ("; " + lacks) if lacks else ""), effort=counted, gap=True))
+    lacks = ", ".join(f"{use} (see {name})" for use, name in checkup.obstacles.items())
+    parts.append(doc.Headline(words=line(ready, f"; not for {lacks}" if lacks else ""), effort=counted, gap=True))
     return make_document(title="doctor", question="", parts=parts)
 
 

@@ -74,7 +74,7 @@ class Checkup(Shown):
 
     @property
     def obstacles(self) -> Mapping[Use, str]:
-        """What the machine is not ready for, with the name of the first line that stops it."""
+        """What the machine is not ready for, each with the name of the first line that stops it."""
         stopped = [(use, check.name) for check in self.checks for use in check.stops]
         first = dict(reversed(stopped))
         return {use: first[use] for use in get_args(Use) if use in first}

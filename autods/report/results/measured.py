@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from ...types import TIERS, Fit, Knobs, Record, Tier, TierUse, Trial
@@ -88,5 +88,4 @@ def find_measured(records: Iterable[Record], rung: str, knobs: Knobs) -> Measure
 
 
 def _key(rung: str, knobs: Knobs) -> str:
-    settings = sorted(knobs.settings.items())
-    return f"{rung} {knobs.micro_batch} {knobs.accumulation} {knobs.checkpointing} {settings}"
+    return f"{rung} {replace(knobs, settings=dict(sorted(knobs.settings.items())))}"

@@ -108,7 +108,7 @@ def test_a_checkup_tells_what_the_machine_is_ready_for(
 def test_a_machine_without_cards_is_ready_for_the_rest() -> None:
     checkup = Checkup(checks=(Check.warning("GPUs", "cards", "none"),))
     assert not checkup.is_broken
-    assert "not for GPUs: cards" in printed(make_doctor_document(checkup), 80)
+    assert "not for GPUs (see cards)" in printed(make_doctor_document(checkup), 80)
 
 
 def test_nvme_is_needed_where_a_folder_for_it_is_named() -> None:

@@ -16,11 +16,12 @@ from autods.forecast.simulate import SimulationFailed
 from autods.forecast.simulation_cache import SimulationCache
 from autods.forecast.testing import Script, ScriptedSimulator, fail_with, simulate_peaks
 from autods.forecast.values import EngineSpec, RungFinished, RungForecast, Simulation
-from autods.planner.plan import plan
+from autods.planner.plan import join_assumptions, plan
 from autods.planner.rung_forecasts import group_sites, make_group_engine
 from autods.report.answers.plan import make_plan_document
 from autods.types import ModelFacts
 from tests.support.planned import FACTS, GIB, NEEDS, SOURCE, Planned, question, shrinking
+from tests.support.plans import rung
 from tests.support.terminal import printed
 
 
@@ -557,3 +558,11 @@ def test_a_plan_takes_the_batch_that_a_script_fixes() -> None:
 def test_a_micro_batch_that_was_asked_for_is_not_replaced() -> None:
     with pytest.raises(InputError, match="its batches hold 2 samples"):
         Planned(question(micro_batch=4), fixed)
+
+
+def test_rungs_that_assume_the_same_share_a_sentence() -> None:
+    forecasts = [
+        rung("zero2", 1, verdict="fits", assumed=("zero2: takes segments", "sequences of 8")),
+        rung("zero3", 1, verdict="fits", assumed=("zero3: takes segments", "sequences of 8", "zero3: alone")),
+    ]
+    assert join_assumptions(forecasts) == ("zero2, zero3: takes segments", "sequences of 8", "zero3: alone")

@@ -64,6 +64,11 @@ def test_an_environment_variable_is_text_and_null_leaves_it_unset() -> None:
     assert axis.values == ("Ring", "0", "true", None)
 
 
+def test_checkpointing_has_three_states() -> None:
+    (axis,) = read_axes(["checkpointing=on,off,offload"], RUNGS)
+    assert axis.values == (True, False, "offload")
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -75,7 +80,7 @@ def test_an_environment_variable_is_text_and_null_leaves_it_unset() -> None:
         ("micro_batch=0", "not a whole number above 0"),
         ("micro_batch=two", "not a whole number above 0"),
         ("gpus=true", "not a whole number above 0"),
-        ("checkpointing=maybe", "neither on nor off"),
+        ("checkpointing=maybe", "none of on, off, offload"),
         ("reduce_bucket=1,2", "did you mean zero_optimization.reduce_bucket_size"),
         ("zero_optimization.nonsense=1", "possible are rung, precision"),
         ("zero_optimization=1", "nothing of that name"),

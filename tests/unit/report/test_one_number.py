@@ -21,7 +21,7 @@ from autods.report.render_html import to_page
 from autods.report.render_markdown import to_markdown
 from autods.report.render_terminal import print_document
 from autods.report.results.fit import Certificate, FitQuestion, FitReport, Throughput
-from autods.report.results.measured import measure_configs
+from autods.report.results.measured import find_measured, measure_configs
 from autods.report.text import format_rate, format_use
 from autods.runner.testing import fit, out_of_memory
 from autods.types import Knobs, Purpose, Record, Trial
@@ -152,3 +152,9 @@ def test_the_live_view_shows_what_the_answer_shows(seed: int) -> None:
         row.rung: row.rate for row in list_ladder(so_far) if row.rate
     }
     assert best.samples_per_second in {row.rate for row in list_rows(state)}
+
+
+def test_expandable_segments_make_another_config() -> None:
+    records = tuple(invent_trials(random.Random(0)))
+    knobs = records[0].trial.knobs
+    assert find_measured(records, records[0].trial.rung, replace(knobs, expandable=not knobs.expandable)) is None
