@@ -216,9 +216,15 @@ class CachedEngine:
     _lines: dict[tuple[int, int], Line | None] = field(default_factory=dict)  # by the micro batches of its ends
 
     def simulate(self, micro_batch: int) -> Simulation:
+        """Return the simulation, which two others may tell already: nothing is simulated where they do."""
         known = self.cache.get(self.spec, micro_batch)
         if known is not None:
             return known
+        line = self._find_line(micro_batch)
+        if line is not None and line.proves(micro_batch):
+            simulation = line.reach(micro_batch)
+            self.cache.keep(self.spec, micro_batch, simulation)
+            return simulation
         if self._engine is None:
             self._engine = self._stack.enter_context(self.cache.simulator.engine(self.spec))
         if self.cache.before_simulation is not None:
@@ -281,10 +287,6 @@ class CachedEngine:
             answer = largest.refused if largest.micro_batch is None else largest.micro_batch
             if answer is None or answer not in foreseen:
                 return largest
-            line = self._find_line(answer)
-            if line is not None and line.proves(answer):
-                self.cache.keep(self.spec, answer, foreseen[answer])
-                return largest
             simulation = try_simulation(answer)
             if simulation is not None and foreseen[answer].holds_as(simulation):
                 return largest
@@ -305,11 +307,12 @@ class CachedEngine:
                 self.simulate(_FAR * simulated[0])
 
     def _find_line(self, size: int) -> Line | None:
-        """Return the line through the two simulations that are nearest to this size; None where it was simulated."""
+        """Return the line through the simulations around this size, or else the two nearest; None if it is known."""
         simulated = self.cache.list_simulated(self.spec)
         if size in simulated or len(simulated) < 2:
             return None
-        smaller, larger = sorted(sorted(simulated, key=lambda other: abs(other - size))[:2])
+        above = next((place for place, other in enumerate(simulated) if other > size), len(simulated) - 1)
+        smaller, larger = simulated[max(above, 1) - 1 : max(above, 1) + 1]
         if (smaller, larger) not in self._lines:
             ends = self.cache.get(self.spec, smaller), self.cache.get(self.spec, larger)
             assert ends[0] is not None

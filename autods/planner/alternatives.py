@@ -1,6 +1,6 @@
 """What another setting would give: another micro batch or state of checkpointing of the best rung, or `--zero-init`.
 
-A smaller micro batch was simulated in the search for the largest; the others need new simulations.
+The search for the largest micro batch tells what a smaller one needs; the others take new simulations.
 """
 
 from __future__ import annotations
@@ -60,13 +60,14 @@ def propose_partitioned_build(run: PlanRun, site: Site) -> PartitionedBuild | No
 
 
 def _list_micro_batches(run: PlanRun, site: Site, spec: EngineSpec, micro_batch: int) -> list[Alternative]:
-    """The simulated micro batch nearest to half of this one, and after a search the next larger one."""
-    simulated = (size for size in run.cache.list_simulated(spec) if size < micro_batch)
-    sizes = [min(simulated, key=lambda size: abs(2 * size - micro_batch), default=0)]
-    if run.settings.largest:
-        sizes.append(next((size for size in run.list_sizes(site) if size > micro_batch), 0))
+    """After a search for the largest micro batch, the one nearest to half of this one, and the next larger one."""
+    if not run.settings.largest:
+        return []
+    smaller = (size for size in run.list_sizes(site) if size < micro_batch)
+    half = min(smaller, key=lambda size: abs(2 * size - micro_batch), default=0)
+    larger = next((size for size in run.list_sizes(site) if size > micro_batch), 0)
     with run.cache.open(spec) as engine:
-        judged = (_try_to_judge(run, site, engine, size, switched=False) for size in sizes if size)
+        judged = (_try_to_judge(run, site, engine, size, switched=False) for size in (half, larger) if size)
         return [each for each in judged if each is not None]
 
 
