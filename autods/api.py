@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, get_type_hin
 from .arguments import PathText, describe_arguments
 from .config.base_config import check_ranks
 from .config.plan_settings import PlanSettings, resolve_plan, resolve_rehearsal
-from .config.settings import Settings, check_exported, check_nodes, resolve_fit
+from .config.settings import Settings, check_exported, check_nodes, refuse_shared_sequences, resolve_fit
 from .errors import AutodsError, InputError
 from .events import Event, Listener, Note, RunEvent, RunListener
 from .explainer.explain import ExplainSettings, resolve_explain
@@ -86,12 +86,12 @@ class UseCase(Generic[Request, Resolved, AnyEvent, Result]):
 
 def _resolve_fit(request: FitRequest) -> Settings:
     if request.rehearse:
-        return resolve_rehearsal(request, _make_trial_source(request))
+        return refuse_shared_sequences(resolve_rehearsal(request, _make_trial_source(request)))
     if request.on is not None:
         raise InputError(f"--on {request.on} is for a rehearsal: a fit runs here", hint="add --rehearse, or drop --on")
     hardware = _find_hardware(request, request.gpus)
     source = _make_trial_source(request)
-    return resolve_fit(request, source, hardware=hardware)
+    return refuse_shared_sequences(resolve_fit(request, source, hardware=hardware))
 
 
 def _run_fit(settings: Settings, listen: Listener) -> FitReport:
@@ -124,13 +124,13 @@ def _run_run(settings: RunSettings, listen: RunListener) -> RunReport:
 
 
 def _resolve_plan(request: PlanRequest) -> PlanSettings:
-    source = _make_source(request, keep_checkpointing=request.keep_checkpointing)
+    source = _make_source(request, keep_checkpointing=request.keep_checkpointing, **_list_long_options(request))
     return resolve_plan(request, source, hardware=read_hardware())
 
 
 def _resolve_probe(request: ProbeRequest) -> ProbeSettings:
     ranks = count_most_ranks(request) if request.address else None
-    source = _make_trial_source(request)
+    source = _make_trial_source(request, **_list_long_options(request))
     return resolve_probe(request, source, hardware=_find_hardware(request, ranks))
 
 
@@ -163,8 +163,12 @@ def _find_hardware(request: SearchRequest | ProbeRequest, ranks: int | None) -> 
     return weakest_of(request.address, gpus=ranks, nodes=nodes, device=request.device)
 
 
-def _make_trial_source(request: TrialRequest) -> WorkloadSource:
-    options = {"zero_init": request.zero_init, "keep_checkpointing": request.keep_checkpointing}
+def _list_long_options(request: PlanRequest | ProbeRequest) -> dict[str, Any]:
+    return {"sequence_parallel": request.sequence_parallel, "tiled_loss": request.tiled_loss}
+
+
+def _make_trial_source(request: TrialRequest, **options: Any) -> WorkloadSource:
+    options |= {"zero_init": request.zero_init, "keep_checkpointing": request.keep_checkpointing}
     return _make_source(request, out=request.out, **options)
 
 

@@ -133,6 +133,25 @@ class _MachineOptions(Request):
 
 
 @dataclass(frozen=True, kw_only=True)
+class _LongSequenceOptions(Request):
+    """How a Hugging Face causal language model gets by with long sequences."""
+
+    sequence_parallel: Count | None = option(
+        "Workload",
+        "So many ranks share each sequence of a Hugging Face causal language model, by DeepSpeed's Ulysses attention; "
+        "sequence_parallel_size in the config.",
+        "N",
+        shown_default="the base config's",
+        most=MOST_RANKS,
+    )
+    tiled_loss: Switch = option(
+        "Workload",
+        "Compute such a model's logits and loss in tiles, by DeepSpeed's sequence_tiled_compute: never all logits.",
+        default=False,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkloadRequest(_WorkloadOptions):
     """The options of every command about a workload."""
 
@@ -288,7 +307,7 @@ class RunRequest(SearchRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanRequest(_MachineOptions, WorkloadRequest):
+class PlanRequest(_MachineOptions, _LongSequenceOptions, WorkloadRequest):
     """Forecast what every rung of the ladder needs for WORKLOAD, on every tier. No GPU, no trial.
 
     DeepSpeed's own engine runs on a simulated GPU. A number is what a rank, or a node, must hold, with its interval.
@@ -323,7 +342,7 @@ class PlanRequest(_MachineOptions, WorkloadRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProbeRequest(TrialRequest):
+class ProbeRequest(_LongSequenceOptions, TrialRequest):
     """Measure WORKLOAD under every combination of what is varied: throughput, memory on each tier, what runs out.
 
     Each cell is a real short trial, repeated in turns, so that noise is told from difference. Finished trials are

@@ -392,7 +392,8 @@ class WorkloadSource:
     'build_batch.NAME' to values for these functions. For an hf_config, NAME is a key of its config. With `zero_init`,
     stage 3 builds the model under `deepspeed.zero.Init`, already split. With `lora`, '[4bit:]RANK,NAME,…',
     the weights of an hf_config are frozen, and adapters train (`workload.lora`). With `weights` its ranks start from
-    the safetensors of its folder (`workload.hf_weights`), and forecasts from random ones.
+    the safetensors of its folder (`workload.hf_weights`), and forecasts from random ones. `sequence_parallel` ranks
+    share each of its sequences, and with `tiled_loss` its logits are made in parts (`workload.long_sequences`).
 
     The other fields describe a script. `argv` has the placeholders of `workload.script_source`. `script_kind` names a
     row of `config.trainers`, None if its imports do not show it. It runs in `folder`. If it starts with
@@ -417,6 +418,8 @@ class WorkloadSource:
     zero_init: bool = False
     lora: str | None = None
     weights: bool = False
+    sequence_parallel: int | None = None
+    tiled_loss: bool = False
     keeps_checkpointing: bool = False
 
     @property

@@ -19,6 +19,7 @@ from ..types import MOST_RANKS, WorkloadSource
 from ..units import parse_bytes
 from .deepspeed import (
     BATCH_KEYS,
+    SEQUENCE_RANKS,
     TENSOR_RANKS,
     count_sharers,
     enabled_half_precision,
@@ -118,6 +119,10 @@ def resolve_base_config(
     users = source.base_config if given is None else given
     place = str(users) if isinstance(users, (str, os.PathLike)) else "base config"
     base = read_base_config(Path(users)) if isinstance(users, (str, os.PathLike)) else copy_as_json(users or {}, place)
+    sharers = source.sequence_parallel
+    if sharers is not None and (users_sharers := base.setdefault(SEQUENCE_RANKS, sharers)) != sharers:
+        problem = f"--sequence-parallel {sharers}, but {SEQUENCE_RANKS} is {users_sharers} there"
+        raise InputError(problem, place=place, hint="drop one of the two")
     check_base_config(base, world_size=world_size, place=place, filled_in=fills_in_auto(source))
     base = use_documented_names(base)
     if precision != "auto":

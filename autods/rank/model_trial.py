@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..config.checkpointing import offloads_inputs
-from ..config.deepspeed import count_sharers
+from ..config.deepspeed import SEQUENCE_RANKS, count_sharers
 from ..types import Exam, Examined, Phase, WorkloadSource
 from ..workload.protocol import Workload, WorkloadError
 from . import comparable_losses, pipeline
@@ -44,7 +44,8 @@ class SpeedTrial:
     steps: ModelSteps | pipeline.PipelineSteps
 
     def __init__(self, workload: Workload, job: RankJob, *, observe: Observe, meter: Meter, ranks: Ranks) -> None:
-        self.workload, self.job, self.observe, self.meter, self.ranks = workload, job, observe, meter, ranks
+        self.workload, self.job, self.observe = share_sequences(workload, job.ds_config), job, observe
+        self.meter, self.ranks = meter, ranks
         self.traffic, self.recorder = Traffic(meter.synchronize), StepRecorder(job.steps)
         self.engine: Any = None
         self.batches: list[Any] = []  # of an optimizer step, on the engine's device
@@ -173,6 +174,12 @@ TRIALS: Mapping[Exam | None, type[SpeedTrial]] = {
 }
 
 
+def share_sequences(workload: Workload, ds_config: Mapping[str, Any]) -> Workload:
+    """Return the workload whose sequences are shared by as many ranks as the config says."""
+    sharers, share = count_sharers(ds_config, SEQUENCE_RANKS), workload.share_sequences
+    return workload if sharers == 1 or share is None else share(workload, sharers)
+
+
 def build(workload: Workload, ds_config: Mapping[str, Any], *, checkpointing: bool) -> Any:
     """Build the workload's model; with `checkpointing` it recomputes its activations, without it keeps them.
 
@@ -229,8 +236,9 @@ def initialize(workload: Workload, model: Any, ds_config: Mapping[str, Any]) -> 
 
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = workload.build_optimizer(parameters) if workload.build_optimizer else None
+    mpu = None if workload.join_ranks is None else workload.join_ranks(model)
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=parameters, optimizer=optimizer, config=dict(ds_config)
+        model=model, model_parameters=parameters, optimizer=optimizer, mpu=mpu, config=dict(ds_config)
     )
     return engine
 

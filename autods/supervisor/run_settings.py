@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.deepspeed import count_replicas
-from ..config.settings import Settings, resolve_fit
+from ..config.settings import Settings, refuse_shared_sequences, resolve_fit
 from ..errors import InputError
 from ..events import Note, RunListener
 from ..journal import OtherFitError
@@ -108,7 +108,7 @@ def resolve_run(request: RunRequest, source: WorkloadSource, *, hardware: Hardwa
             hint = "write def build_dataset(path): …, or drop --data"
             raise InputError("it defines no build_dataset, so --data has no effect", place=source.place, hint=hint)
         data = _check_data(data, is_name=not source.form.is_model_config)
-    fit = resolve_fit(request, source, hardware=hardware)
+    fit = refuse_shared_sequences(resolve_fit(request, source, hardware=hardware))
     out = fit.out if request.out is not None else fit.out.with_name(f"{fit.out.name}-run")
     folder = fit.out if request.out is None else fit.out / "fit"
     if request.fit is not None:

@@ -17,6 +17,7 @@ from ..files import read_text
 from ..schema import parse_json
 from ..types import Task, WorkloadSource
 from .hf_weights import load_weights
+from .long_sequences import share_sequences, tile_loss
 from .lora import add_lora, import_packages, parse_lora
 from .protocol import Batch, Workload, WorkloadError
 
@@ -117,11 +118,17 @@ def load_config(source: WorkloadSource) -> Workload:
 
         return auto.from_config(config, dtype=torch.float32)
 
+    def adapt_model(model: Any) -> Any:
+        model = tile_loss(model, place=str(path)) if source.tiled_loss else model
+        return model if lora is None else add_lora(model, lora=lora, place=str(path))
+
+    share = functools.partial(share_sequences, config=config, place=str(path))
     return Workload(
         build_model=build_model,
         build_batch=_batch_builder(config, source),
         load_model=functools.partial(load_weights, auto, config, path.parent) if source.weights else None,
-        adapt_model=None if lora is None else functools.partial(add_lora, lora=lora, place=str(path)),
+        adapt_model=adapt_model if source.tiled_loss or lora is not None else None,
+        share_sequences=share if source.task == "causal-lm" else None,
     )
 
 

@@ -43,6 +43,8 @@ def make_source(
     zero_init: bool = False,
     lora: str | int | None = None,
     weights: bool = False,
+    sequence_parallel: int | None = None,
+    tiled_loss: bool = False,
     keep_checkpointing: bool = False,
 ) -> WorkloadSource:
     """Return a reference to the workload, from which every rank can load it.
@@ -56,6 +58,7 @@ def make_source(
     _check_form(workload, kind)
     options = {"--task": task, "--seq-len": seq_len, "--target-len": target_len, "--lora": lora}
     options |= {"--zero-init": zero_init or None, "--weights": weights or None}
+    options |= {"--sequence-parallel": sequence_parallel, "--tiled-loss": tiled_loss or None}
     given = [name for name, value in options.items() if value is not None]
     for name, tokens in (("--seq-len", seq_len), ("--target-len", target_len)):
         if tokens is not None and tokens < 1:
@@ -90,12 +93,13 @@ def make_source(
                 raise InputError(NOT_IN_PARTS[0], hint=NOT_IN_PARTS[1])
         in_parts = zero_init or (weights and not (adapters is not None and adapters.quantized))
         source = _make_config_source(config, task, seq_len, target_len, in_parts)
+        source = _with_long_sequences(source, sequence_parallel, tiled_loss)
         if weights:
             described = describe_weights(config.parent)
             source = replace(source, weights=True, digest=_digest(source.digest.encode() + described))
         return source if adapters is None else _with_options(source, lora=str(adapters))
     for name in given:
-        if name in ("--task", "--target-len", "--lora", "--weights"):
+        if name not in ("--seq-len", "--zero-init"):
             raise InputError(f"{name} is for a Hugging Face config; a model.py decides that itself")
     if isinstance(workload, Workload):
         source = _pickle_source(workload, folder or Path())
@@ -203,6 +207,16 @@ def _make_config_source(
     )
     options = {"seq_len": seq_len, "target_len": target_len, "task": chosen}
     return _with_options(source, **options, zero_init=zero_init or None)
+
+
+def _with_long_sequences(source: WorkloadSource, sequence_parallel: int | None, tiled_loss: bool) -> WorkloadSource:
+    """The source with these options. Raises InputError where it is no causal language model."""
+    given = [
+        name for name, value in (("--sequence-parallel", sequence_parallel), ("--tiled-loss", tiled_loss)) if value
+    ]
+    if given and source.task != "causal-lm":
+        raise InputError(f"{given[0]} is for --task causal-lm, and this is {source.task}", place=source.path)
+    return _with_options(source, sequence_parallel=sequence_parallel, tiled_loss=tiled_loss or None)
 
 
 def _with_options(source: WorkloadSource, **options: Any) -> WorkloadSource:

@@ -67,6 +67,10 @@ class Workload:
     None. `collate(samples)` makes a batch of some of them; without it torch's default does.
 
     `deepspeed_config` is the workload's base config. The driver reads it; `--base-config` takes precedence.
+
+    `share_sequences(workload, ranks)` returns the workload of which so many neighbouring ranks share each sequence, as
+    `sequence_parallel_size` of the DeepSpeed config asks for; without it the model does so itself. `join_ranks(model)`
+    is called before the engine is made, and returns its `mpu`: the groups of such ranks.
     """
 
     build_model: Callable[[], torch.nn.Module]
@@ -79,6 +83,8 @@ class Workload:
     collate: Callable[[Sequence[Any]], Batch] | None = None
     adapt_model: Callable[[Any], Any] | None = None
     load_model: Callable[[], Any] | None = None
+    share_sequences: Callable[[Workload, int], Workload] | None = None
+    join_ranks: Callable[[Any], Any] | None = None
 
     def with_weights(self) -> Workload:
         """The workload whose model training begins with."""

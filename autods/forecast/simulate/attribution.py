@@ -113,13 +113,15 @@ def further_groups() -> int:
     """The number of this rank's process groups beside that of all ranks.
 
     Layers of experts make two, for expert and for data parallelism. Of AutoTP's two one is further, if there are ranks
-    with the same part of a layer.
+    with the same part of a layer. Of the two of Ulysses one was seen to take memory.
     """
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
     from deepspeed.utils import groups
 
     experts = len(groups._get_expert_parallel_group_dict()) + len(groups._get_expert_data_parallel_group_dict())
     is_split = groups._TENSOR_MODEL_PARALLEL_GROUP is not None
-    return experts + int(is_split and groups.get_data_parallel_world_size() > 1)
+    shares_sequences = parallel_state_sp._SEQUENCE_PARALLEL_GROUP is not None
+    return experts + int(is_split and groups.get_data_parallel_world_size() > 1) + int(shares_sequences)
 
 
 def optimizer_elements(engine: Any) -> int:

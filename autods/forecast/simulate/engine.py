@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...devices import Device
 from ...rank.model_facts import check_batch, describe_model, place
-from ...rank.model_trial import build, initialize, optimizer_step
+from ...rank.model_trial import build, initialize, optimizer_step, share_sequences
 from ...rank.pipeline import build_whole
 from ...rank.zero_init import partition_at_build
 from ...types import ModelFacts, Phase
@@ -83,8 +83,9 @@ class RankEngine:
     """
 
     def __init__(self, context: SimulationContext, workload: Workload, spec: EngineSpec, scratch: str) -> None:
-        self._context, self._workload, self._spec = context, workload, spec
+        self._context, self._spec = context, spec
         self._config = swap_into(scratch, spec.ds_config)
+        self._workload = share_sequences(workload, self._config)
         self._accumulation = int(self._config.get("gradient_accumulation_steps", 1))
         self._engine: Any = None
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
+from ...config.deepspeed import SEQUENCE_RANKS, count_sharers
 from ...forecast.values import BUILT_BY_SCRIPT, PartitionedBuild, RungForecast
 from ...types import TIERS_OF_A_NODE, Failed, OutOfMemory, Tier, first_line
 from ...units import format_bytes
+from ...workload.hf_config import read_config
+from ...workload.long_sequences import find_most_sharers
 from ..results.fit import ClosestRung, FitReport
 from ..results.plan import PlanReport, SiteForecast, find_closest
 from ..text import TIER_NAMES
@@ -94,6 +98,8 @@ def list_plan_remedies(plan: PlanReport, site: SiteForecast) -> Iterator[str]:
     if site.partitioned is not None:
         yield describe_partitioned_build(site.partitioned)
     yield f"{closest.rung} comes closest: it {describe_need(closest)}"
+    if (way := _shorten_sequences(plan, site, closest)) is not None:
+        yield way
     if site.partitioned is None and (loading := describe_loading(plan, site)) is not None:
         yield loading
     for rung in site.lacks_nvme:
@@ -102,6 +108,25 @@ def list_plan_remedies(plan: PlanReport, site: SiteForecast) -> Iterator[str]:
     if any(rung.memory and rung.micro_batch > 1 for rung in site.rungs):
         yield "a smaller micro batch (--micro-batch 1)"
     yield "a shorter sequence (--seq-len), or --on all: which machine would do?"
+
+
+def _shorten_sequences(plan: PlanReport, site: SiteForecast, closest: RungForecast) -> str | None:
+    """'--sequence-parallel 8 --tiled-loss: 190.1 GiB are activations, which …'; None where the sequence is not it."""
+    source, held = plan.source, closest.breakdown
+    activations_bytes = held.get("activations", 0)
+    if (
+        source.task != "causal-lm"
+        or 2 * activations_bytes < sum(held.values())
+        or find_fullest_tier(closest) != "device"
+    ):
+        return None
+    ranks = site.site.world_size if count_sharers(site.site.base, SEQUENCE_RANKS) == 1 else 1
+    sharers = find_most_sharers(read_config(Path(source.path)), ranks)
+    ways = [f"--sequence-parallel {sharers}"] * (sharers > 1) + ["--tiled-loss"] * (not source.tiled_loss)
+    if not ways:
+        return None
+    share = f"{sharers} ranks then share each sequence" if sharers > 1 else "logits are then made in tiles"
+    return f"{' '.join(ways)}: {format_bytes(activations_bytes)} of it are activations, and {share}"
 
 
 def describe_loading(plan: PlanReport, site: SiteForecast) -> str | None:
