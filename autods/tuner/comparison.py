@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import ceil, exp, log, sqrt
+from math import ceil, exp, inf, log, sqrt
 from statistics import mean, median, median_low, stdev
 
 from ..report.results.probe import Ratio
@@ -104,11 +104,14 @@ def finals(
     *,
     turns: int,
     purpose: Purpose = "verify",
+    lead: float = inf,
 ) -> FinalsResult:
     """Measure all again in turn, drop those that are clearly slower, until one is left or the turns are spent.
 
-    The contestants' first measurements do not count, because these were chosen for being high. On a tie the earlier
-    contestant wins. One that no longer leaves the headroom is dropped; one that never did only has to run.
+    The contestants' first measurements do not count, because these were chosen for being high. They only help to drop
+    one that lies behind the best by more than `lead` in the mean of all its measurements, and in the last turn, too.
+    On a tie the earlier contestant wins. One that no longer leaves the headroom is dropped; one that never did only has
+    to run.
 
     `purpose` and a new repeat number keep the journal from answering with earlier trials.
     """
@@ -119,7 +122,7 @@ def finals(
         return under_way.first_result()
     for turn in range(1, turns + 1):
         under_way.run_turn(turn)
-        if len(under_way.drop_slower()) <= 1:
+        if len(under_way.drop_slower(lead)) <= 1:
             break
     return under_way.result()
 
@@ -166,10 +169,22 @@ class _Finals:
         rates = {place: dict(enumerate(map(score, each))) for place, each in records.items()}
         return TurnModel.from_rates(rates, prior)
 
-    def drop_slower(self) -> list[int]:
-        """Drop those that are clearly slower than the best, and return those that are left."""
+    def drop_slower(self, lead: float) -> list[int]:
+        """Drop those that are clearly slower than the best, or behind it by `lead`, and return those that are left."""
         if len(self.left) > 1:
             self.left = self.model(self.left).may_be_fastest()
+        score = self.context.score
+        means = {
+            place: mean(log(score(record)) for record in (self.contestants[place], *self.measured[place]))
+            for place in self.left
+        }
+        best = max(self.left, key=lambda place: means[place], default=0)
+
+        def is_behind(place: int) -> bool:
+            last, others = self.measured[place][-1], self.measured[best][-1]
+            return means[best] - means[place] > lead and score(last) < score(others)
+
+        self.left = [place for place in self.left if not is_behind(place)]
         return self.left
 
     def first_result(self) -> FinalsResult:

@@ -21,7 +21,7 @@ from .trials import FitContext, fit_steps_to_budget, median_step_s, repeat_diffe
 
 _LAST_TRIALS = 2  # of the leader's growth, before the last comparison
 _FEWEST_FINAL_STEPS = 2
-_ERROR_MARGIN = 5  # standard deviations: few errors are known, and those of what the forecast praised most
+_ERROR_MARGIN = 4  # standard deviations: few errors are known, and those of what the forecast praised most
 _OTHER_SIZE = 1.25  # ratio of two micro batches of one config below which only the larger is compared
 # Recomputing activations adds a third to forward and backward, so that leaving it out gains no more than this.
 _WITHOUT_RECOMPUTING = 4 / 3
@@ -147,8 +147,8 @@ class _Race:
     def _why_hopeless(self, rival: Contestant) -> str | None:
         """The reason that a contestant should not be tried by its forecast; None where it may lead.
 
-        It may not where the leader is faster than the best end of its forecast, which errors of others widen. Nor where
-        the forecast finds its rung faster with the other checkpointing, which has been tried.
+        It may not where the best end of its forecast, which errors of others widen, lacks a gain over the leader that
+        counts. Nor where the forecast finds its rung faster with the other checkpointing, which has been tried.
         """
         prospect, leader = rival.prospect, self.leader()
         for other in self.contestants:
@@ -158,15 +158,17 @@ class _Race:
         if prospect is None:
             return None
         most_rate = max(prospect.most_rate, self._most_by_errors(rival, prospect))
-        if most_rate >= leader.score:  # its interval is wider than the noise of a timing
+        if most_rate >= self.context.settings.profile.tune.gain * leader.score:
             return None
         most = f"at most {most_rate:.3g} samples/s, with micro batch {prospect.largest}"
-        return f"not tried: the forecast allows {most}, and {leader.name} is faster"
+        than = "is faster" if most_rate < leader.score else "is about as fast"
+        return f"not tried: the forecast allows {most}, and {leader.name} {than}"
 
     def _most_by_errors(self, rival: Contestant, prospect: Prospect) -> float:
         """The rate that a rival may have if its forecast errs as those of the others did; 0 where none shows.
 
-        Without it 30 % of error between rungs would cost six good answers of 100 (tests/benchmarks/regret.py).
+        Without it 30 % of error between rungs would cost six good answers of 100 (tests/benchmarks/regret.py). Where
+        they err by 10 %, a margin of four deviations costs no answer that five would find, and half a trial less.
         """
 
         def forecast_rate(trial: Trial) -> float | None:
@@ -340,7 +342,7 @@ class _Race:
             trial = replace(record.trial, steps=steps)
             finalists.append(replace(record, trial=replace(trial, purpose="race", repeat=repeat) if repeat else trial))
         affordable = sum(context.may_run(count * len(finalists), limits.finals) for count in range(1, turns + 1))
-        final = finals(finalists, context, turns=affordable, purpose="race")
+        final = finals(finalists, context, turns=affordable, purpose="race", lead=PRIOR_NOISE)
         for finalist, (_, owner) in zip(finalists, close, strict=False):
             config, new = (finalist.trial.rung, finalist.trial.knobs), context.memory.records[len(earlier) :]
             owner.records.extend(record for record in new if (record.trial.rung, record.trial.knobs) == config)

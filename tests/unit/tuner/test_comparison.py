@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -41,10 +42,10 @@ def script(**speeds: list[float]) -> Callable[[Trial], Outcome]:
 
 
 def held(
-    answer: Callable[[Trial], Outcome], *contestants: Record, turns: int = 3
+    answer: Callable[[Trial], Outcome], *contestants: Record, turns: int = 3, lead: float = math.inf
 ) -> tuple[FinalsResult, ScriptedRunner]:
     runner = ScriptedRunner(answer)
-    final = finals(contestants, comparing(runner.run), turns=turns)
+    final = finals(contestants, comparing(runner.run), turns=turns, lead=lead)
     return final, runner
 
 
@@ -93,6 +94,17 @@ def test_who_is_clearly_slower_is_measured_no_further() -> None:
 def test_it_ends_when_one_is_left() -> None:
     final, runner = held(by_rung({"a": 100, "slow": 80}), contestant("a"), contestant("slow"), turns=9)
     assert rungs(runner) == ["a", "slow"] * 2
+    assert final.best.trial.rung == "a"
+
+
+@pytest.mark.parametrize(
+    ("first", "again", "turns"),
+    [(96, 96, 1), (98, 98, 3), (104, 96, 3), (90, 101, 2)],  # the last is ahead in turn 1, and behind in all others
+)
+def test_what_lies_behind_by_the_lead_is_measured_no_further(first: float, again: float, turns: int) -> None:
+    speeds = script(a=[100.0] * 3, b=[again, 96.0, 96.0] if again > 100 else [again] * 3)
+    final, runner = held(speeds, contestant("a"), contestant("b", first), lead=0.03)
+    assert rungs(runner) == ["a", "b"] * turns
     assert final.best.trial.rung == "a"
 
 
