@@ -112,18 +112,23 @@ def advise_arguments(parser: Any) -> str:
 
 
 def _find_versions(error: TypeError, name: str) -> str:
-    """The installed libraries, as far as they are loaded, that define a class or function which a script miscalls."""
-    *_, (caller, _) = traceback.walk_tb(error.__traceback__)
-    if caller.f_globals.get("__name__", "").startswith(f"{_AUTODS}."):
+    """The installed libraries, as far as they are loaded, that define what a script miscalls; else the one that calls.
+
+    A library calls the script's own methods with the arguments of its release.
+    """
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    caller = frame.f_globals.get("__name__", "")
+    if caller.startswith(f"{_AUTODS}."):
         return ""
     named = ((module.__name__, vars(module).get(name)) for module in list(sys.modules.values()) if module is not None)
-    return _format_versions(module for module, value in named if getattr(value, "__module__", None) == module)
+    defining = _format_versions(module for module, value in named if getattr(value, "__module__", None) == module)
+    return defining or _format_versions([caller])
 
 
 def _format_versions(modules: Iterable[str]) -> str:
     """The libraries of these modules that are installed, with their versions."""
     found = []
-    for package in sorted({module.partition(".")[0] for module in modules}):
+    for package in sorted({module.partition(".")[0] for module in modules if module}):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found.append(f"{package} {importlib.metadata.version(package)}")
     return " and ".join(found)

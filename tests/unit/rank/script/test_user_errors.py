@@ -180,6 +180,13 @@ def test_a_call_for_another_version_tells_the_installed_one(tmp_path, code):
     assert explained.place == f"{tmp_path}/train.py:2"
 
 
+def test_a_library_that_miscalls_the_script_tells_its_version(tmp_path):
+    code = "from torch.utils.data import DataLoader\ndef own(): ...\nnext(iter(DataLoader([1], collate_fn=own)))"
+    explained = explain(raise_in(tmp_path, code), "cpu")
+    assert f"torch {version('torch')}" in explained.hint
+    assert explained.place == f"{tmp_path}/train.py:3"
+
+
 def test_a_wrong_call_of_the_user_s_own_function_is_not_explained(tmp_path):
     error = raise_in(tmp_path, "def own_step(): ...\nown_step(1)")
     assert explain(error, "cpu", kind="hf_trainer") is error
