@@ -63,12 +63,13 @@ class Journal:
         """Start a journal with the memory of a rank's device, or read the existing one.
 
         A torn last line is cut off: the driver died while it wrote, and the trial of that line will run again. A
-        journal of another fit that has begun no trial is started anew. Raises InputError when the journal belongs to
-        another fit, which names the `options` that differ, cannot be read, or is damaged, which names the line.
+        journal of another fit is started anew where none of its trials counts, as those whose fault their user mends.
+        Raises InputError when the journal belongs to another fit, which names the `options` that differ, cannot be
+        read, or is damaged, which names the line.
         """
         header = {"kind": "header", "version": VERSION, "fingerprint": fingerprint, "device_bytes": device_bytes}
         header |= {"options": dict(options)} if options else {}
-        rows = self.begin(header, _OF_TRIALS)
+        rows = self.begin(header, self._holds_trials)
         match rows[0]:
             case {"kind": "header", "version": int(version), "fingerprint": str(known)} if (version, known) != (
                 VERSION,
@@ -86,16 +87,25 @@ class Journal:
             return self.read_rows()[0].get("options")
         return None
 
-    def begin(self, header: Mapping[str, Any], kept: Container[str]) -> list[dict[str, Any]]:
-        """Return the rows, `header` alone for a new journal, and for one with another header and no row of `kept`."""
+    def begin(
+        self, header: Mapping[str, Any], holds: Callable[[Sequence[dict[str, Any]]], bool]
+    ) -> list[dict[str, Any]]:
+        """Return the rows, `header` alone for a new journal, and for one with another header that `holds` nothing."""
         rows = self.read_rows()
         is_header = bool(rows) and rows[0].get("kind") == "header"
-        if is_header and rows[0] != header and not any(row.get("kind") in kept for row in rows):
+        if is_header and rows[0] != header and not holds(rows):
             self._cut(0)
             rows = []
         if not rows:
             self.append(header)
         return rows or [dict(header)]
+
+    def _holds_trials(self, rows: Sequence[dict[str, Any]]) -> bool:
+        """Whether something is lost with the journal: a trial that counts or was under way, or a forecast."""
+        if rows[0].get("version") != VERSION:
+            return any(row.get("kind") in _OF_TRIALS for row in rows)
+        history = self._replay(rows[1:])
+        return bool(history.records or history.unfinished or history.forecasts)
 
     def _cut(self, size: int) -> None:
         try:
@@ -166,7 +176,7 @@ class Journal:
             self._cut(len(data) - len(torn))
         return rows
 
-    def _replay(self, rows: list[dict[str, Any]]) -> History:
+    def _replay(self, rows: Sequence[dict[str, Any]]) -> History:
         records: dict[str, Record] = {}
         unfinished: dict[str, int] = {}
         forecasts: dict[str, Mapping[str, Any]] = {}

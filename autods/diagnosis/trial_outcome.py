@@ -284,5 +284,5 @@ def make_input_error(failure: Failed, path: str, log: Path) -> InputError:
     place, text = CONFIG if failure.action == "fix_config" else path, failure.evidence
     if place == path and (match := _PLACE.match(text)):  # a line of the workload, or of a module that it imports
         place, text = match[1], text[match.end() :]
-    details = f"rank {failure.rank}, {failure.phase}; log: {log}"
-    return InputError(text, place=place, hint=f"{failure.advice} ({details})" if failure.advice else details)
+    details = f"rank {failure.rank}, {failure.phase}, log: {log}"
+    return InputError(text, place=place, hint=f"{failure.advice}; {details}" if failure.advice else details)

@@ -164,7 +164,7 @@ class RunJournal:
         run, which names the options that differ, or is damaged.
         """
         mine = {"kind": "header", "version": VERSION, "identity": dict(identity)}
-        header, *rows = self._journal.begin(mine, ("started",))
+        header, *rows = self._journal.begin(mine, lambda rows: any(row.get("kind") == "started" for row in rows))
         if header.get("kind") != "header" or header.get("version") != VERSION:
             raise self._damaged(1, "it is of another version")
         known = header.get("identity") or {}

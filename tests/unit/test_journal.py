@@ -144,6 +144,15 @@ def test_another_fit_without_a_trial_is_no_obstacle(journal: Journal, version: i
     assert len(journal.path.read_text().splitlines()) == 1
 
 
+def test_another_fit_whose_trials_failed_of_the_code_is_no_obstacle(journal: Journal) -> None:
+    journal.open(fingerprint="other")
+    journal.write_start(TRIAL)
+    faulty = replace(FAILED, failure="user_code", action="fix_code", evidence="KeyError: 'labels'")
+    journal.write_record(Record(id=1, trial=TRIAL, outcome=faulty, seconds=1.0))
+    assert journal.open(fingerprint="q").records == {}
+    assert len(journal.path.read_text().splitlines()) == 1
+
+
 @pytest.mark.parametrize("kept", [1, 2])
 def test_a_torn_last_line_loses_no_whole_line(journal: Journal, kept: int) -> None:
     lines = written(journal)

@@ -85,7 +85,7 @@ class Batches:
                 "(train_micro_batch_size_per_gpu)",
                 at=place,
                 hint=f"{subject} take the size from the command line, given as {{micro_batch_size}} after --; "
-                f"autods plan --micro-batch {size} forecasts it as it is",
+                f"`autods plan --micro-batch {size}` forecasts it as it is",
             )
             error.own_batch = None if takes_size else size
             raise error

@@ -250,7 +250,8 @@ def _list_parts(report: FitReport, folder: Path | None, columns: Sequence[Column
         yield doc.Pairs(items=tuple(list_answer(report)))
         launch = tuple(launch_lines(report))
         lines = [command for name, command in launch if name in ("launch", "or")][:2]
-        use = tuple(zip(("use it", "or"), lines, strict=False))
+        code = [each for each in launch if each[0] == "code" and report.question.script is not None]  # it needs them
+        use = (*code, *zip(("use it", "or"), lines, strict=False))
         yield doc.Pairs(items=use, whole=True, on=Medium.TERMINAL)
         yield from titled("Train with it", doc.Pairs(items=launch, whole=True, on=Medium.PAGE))
         if report.ds_config is not None:

@@ -323,7 +323,7 @@ def test_a_line_in_an_imported_module_is_the_place() -> None:
 def test_without_a_line_the_file_is_the_place() -> None:
     error = make_input_error(failed(contract="the loss is nan", hint="check it"), "/x/model.py", LOG)
     assert (error.place, error.problem) == ("/x/model.py", "the loss is nan")
-    assert str(error.hint).startswith("check it (rank 0, forward")
+    assert str(error.hint).startswith("check it; rank 0, forward")
 
 
 def test_sys_exit_is_reported_with_its_line() -> None:

@@ -16,6 +16,7 @@ from autods.report.render_html import to_page
 from autods.report.render_markdown import to_markdown
 from autods.report.results.fit import Certificate, Spread
 from autods.types import Examined, Failed, Knobs, Record, Skipped, TierUse
+from autods.workload.script_source import ScriptLaunch
 from tests.support.reports import HARDWARE, fit, fitting_report, hopeless_report, memory, oom, record
 from tests.support.reports import failed as failure
 from tests.support.terminal import printed, shown
@@ -254,6 +255,14 @@ def test_the_answer_comes_first_in_four_lines() -> None:
         "or DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 YOUR_SCRIPT.py",
     ):
         assert words in answer
+
+
+@pytest.mark.parametrize("argv", [(), ("--deepspeed_config", "{ds_config}")])
+def test_a_script_is_told_where_its_config_goes(argv: tuple[str, ...]) -> None:
+    report = fitting_report()
+    script = ScriptLaunch(path="train.py", argv=argv, kind="deepspeed", takes_local_rank=True)
+    text = shown(replace(report, question=replace(report.question, script=script)), 120, verbose=False)
+    assert ("deepspeed.initialize(…, config=" in text) is (not argv)
 
 
 def test_without_v_only_failures_are_explained() -> None:
