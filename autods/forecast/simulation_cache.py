@@ -36,7 +36,7 @@ from .values import (
 PARALLEL_ENGINES = 2  # at least, and while trials run
 _ENGINE_BYTES = 2**30  # an engine of 8 billion parameters and its process hold half of it
 _ENOUGH_ON_THE_HOST = 3  # micro batches of a step
-_FAR = 61  # times the size from which a line starts; a prime, see `draw_line`
+FAR = 61  # times the size from which a line starts; a prime, see `draw_line`
 _MOST_DOUBTS = 2  # answers that were not as foreseen, until nothing is foreseen any more
 _SETTING = re.compile(r"(\w+)\s*:\s*(\[[^\]]*\]|[^,\]]*)")
 _HARMLESS = ("expandable_segments", "pinned_use_cuda_host_register", "pinned_num_register_threads")
@@ -304,7 +304,7 @@ class CachedEngine:
         simulated = self.cache.list_simulated(self.spec)
         if len(simulated) == 1 and simulated[0] < size:
             with contextlib.suppress(SimulationFailed):
-                self.simulate(_FAR * simulated[0])
+                self.simulate(FAR * simulated[0])
 
     def _find_line(self, size: int) -> Line | None:
         """Return the line through the simulations around this size, or else the two nearest; None if it is known."""
