@@ -36,6 +36,7 @@ from .trials import FitContext, median_step_s
 # weights, drawn in host memory once or by each rank, and a checkpoint, written to a disk of the node and read from it.
 _START_S = 8.0
 _BUILT_PARAMETERS_PER_S = 3e8
+_PARTITIONED_PARAMETERS_PER_S = 3e9  # drawn on each card, sent from the first rank, and gathered to be set
 _HALF_BYTES, _STATE_BYTES = 2, 12  # of a parameter: its half, and Adam's weight and moments in fp32
 # A rank's torch.save and torch.load into and out of the page cache, on two cores of a virtual machine: 0.4 to 1.1 GB/s
 # and 1.3 to 1.7 GB/s. What is more than a tenth of a node's memory (vm.dirty_background_ratio) waits for its disk.
@@ -133,7 +134,7 @@ class RehearsalRunner:
             )  # fmt: skip
         seconds = _START_S
         if not (self._shares_model(trial) and self._has_built):
-            seconds += self._build_s
+            seconds += self._time_build(trial)
             self._has_built = True
         if isinstance(outcome, Fit):
             seconds += self._count_steps(trial, median(outcome.step_s)) * median(outcome.step_s)
@@ -149,7 +150,7 @@ class RehearsalRunner:
         assert first is not None, "a config fits"
         longest_s = median_step_s(result.best) * self.facts.longest_ratio
         steps = make_exam(best, context, longest_s).steps
-        seconds += _START_S + self._build_s + (steps.warmup + steps.timed + _EXAM_STEPS) * longest_s
+        seconds += _START_S + self._time_build(best) + (steps.warmup + steps.timed + _EXAM_STEPS) * longest_s
         seconds += self._time_checkpoint(best)
         plain = find_reference(best, first, context)
         if limits.parity is None or plain is None or is_same_maths(best, plain):
@@ -159,7 +160,7 @@ class RehearsalRunner:
         step_s = median_step_s(result.best)
         reference = context.forecaster.step_time(replace(plain, knobs=same_samples(plain.knobs, best.knobs)))
         compared_s = step_s + (step_s if reference is None else reference.seconds)
-        return seconds + 2 * _START_S + builds * self._build_s + (steps.warmup + steps.timed) * compared_s
+        return seconds + 2 * _START_S + builds * self._time_build(best) + (steps.warmup + steps.timed) * compared_s
 
     def _time_checkpoint(self, trial: Trial) -> float:
         """The seconds in which the ranks save a checkpoint and load it, as long as the one that moves most.
@@ -175,10 +176,10 @@ class RehearsalRunner:
         rank_s = self.facts.parameters * (saved / _SAVED_BYTES_PER_S + loaded / _LOADED_BYTES_PER_S)
         return rank_s + 2 * beyond / _DISK_BYTES_PER_S
 
-    @property
-    def _build_s(self) -> float:
-        """The seconds in which ranks build the model."""
-        return self.facts.parameters / _BUILT_PARAMETERS_PER_S
+    def _time_build(self, trial: Trial) -> float:
+        """The seconds in which ranks build the model: whole in host memory, or partitioned as it is made."""
+        is_partitioned = self.settings.source.zero_init and self.settings.rung(trial.rung).stage == 3
+        return self.facts.parameters / (_PARTITIONED_PARAMETERS_PER_S if is_partitioned else _BUILT_PARAMETERS_PER_S)
 
     def _shares_model(self, trial: Trial) -> bool:
         """Whether the ranks of a real trial get a model that an earlier trial has built; see `rank_fork.may_share`."""
