@@ -33,6 +33,11 @@ _SAME_ON_ALL_RANKS = declare_all(
     ("assert_lst_len_same_as_other_ranks", "get_lst_from_rank0"),
     "they compare values of all ranks, and simulated tensors have none",
 )
+_REFILL = declare(
+    "deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter.refill",
+    "it reads how long the batches of other ranks are, and simulated tensors have no values",
+    optional=True,
+)
 _NVTX = declare("deepspeed.utils.nvtx.enable_nvtx", "ranges for a profiler around each function cost time")
 _DUPLICATES = declare(
     "deepspeed.runtime.engine.DeepSpeedEngine._check_for_duplicates",
@@ -67,12 +72,30 @@ def install(ledger: Ledger) -> None:
     _OP_BUILDER["is_compatible"].install(lambda self, verbose=False: True)
     _SAME_ON_ALL_RANKS["assert_lst_len_same_as_other_ranks"].install(lambda values: None)
     _SAME_ON_ALL_RANKS["get_lst_from_rank0"].install(lambda values: values)
+    _REFILL.wrap(_refill)
     _NVTX.install(False)
     PROCESSOR.install(dict)  # no vendor: an optimizer on the CPU asks for it, to warn of fp16
     _DUPLICATES.wrap(_check_for_duplicates)
     _COMPILE_PASS.install(lambda *args, **kwargs: None)
     for patch in _COORDINATOR.values():
         patch.wrap(_count_hook, ledger.work)
+
+
+def _refill(refill: Any, adapter: Any) -> None:
+    """`UlyssesSPDataLoaderAdapter.refill` where every rank has drawn a batch like this one."""
+    try:
+        batch = dict(next(adapter.iter))
+    except StopIteration:
+        adapter.iter = iter(adapter.dl)
+        raise
+    size, start = batch["input_ids"].shape[1] // adapter.sp_world_size, adapter.sp_rank
+    batch["shift_labels"] = torch.nn.functional.pad(batch.pop("labels"), (0, 1), value=-100)[..., 1:]
+    for _ in range(adapter.sp_world_size):
+        parts = {
+            name: value[:, start * size : (start + 1) * size] if isinstance(value, torch.Tensor) else value
+            for name, value in batch.items()
+        }
+        adapter.micro_batches.append(parts)
 
 
 def _check_for_duplicates(complain: Any, engine: Any, optimizer: Any) -> None:

@@ -83,15 +83,15 @@ class RankEngine:
     """
 
     def __init__(self, context: SimulationContext, workload: Workload, spec: EngineSpec, scratch: str) -> None:
-        self._context, self._spec = context, spec
+        self._context, self._workload, self._spec = context, workload, spec
         self._config = swap_into(scratch, spec.ds_config)
-        self._workload = share_sequences(workload, self._config)
         self._accumulation = int(self._config.get("gradient_accumulation_steps", 1))
         self._engine: Any = None
 
     def initialize(self) -> None:
         """Build the model, and DeepSpeed's engine on it. Passes on errors of user code."""
-        context, workload, spec = self._context, self._workload, self._spec
+        context, spec = self._context, self._spec
+        workload = self._workload = share_sequences(self._workload, self._config)
         context.become_rank(spec)
         if spec.zero_init:
             workload = partition_at_build(workload, self._config)

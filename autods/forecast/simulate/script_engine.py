@@ -18,7 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ...config.deepspeed import BATCH_KEYS, DEFAULT_OPTIMIZER, ENOUGH_ACCUMULATION, merge, strip_rung_keys
+from ...config.deepspeed import (
+    BATCH_KEYS,
+    DEFAULT_OPTIMIZER,
+    ENOUGH_ACCUMULATION,
+    count_sharers,
+    merge,
+    strip_rung_keys,
+)
 from ...rank.job import RankJob
 from ...rank.memory import Meter
 from ...rank.record import ScriptEnd
@@ -129,6 +136,7 @@ class _ScriptRun:
             scratch=self.scratch,
             private=tempfile.mkdtemp(dir=Path(self.scratch).parents[1]),  # its path is short, for sockets
             world_size=self.spec.world_size,
+            replica_ranks=count_sharers(config),
             ds_config=config,
             micro_batch=self.micro_batch,
             accumulation=accumulation,

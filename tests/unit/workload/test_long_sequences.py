@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+import autods
 from autods.config.base_config import resolve_base_config
 from autods.config.deepspeed import SEQUENCE_RANKS, count_replicas
 from autods.errors import InputError
 from autods.workload import Workload, WorkloadError, load, long_sequences, make_source
-from autods.workload.long_sequences import IGNORED, take_part
+from autods.workload.long_sequences import IGNORED, find_most_sharers, take_part
 
 LLAMA = {
     "model_type": "llama", "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64,
@@ -100,3 +102,18 @@ def test_ranks_of_a_sequence_reach_the_config_once(tmp_path: Path) -> None:
         resolve_base_config(source, {SEQUENCE_RANKS: 2}, "auto", world_size=8, bf16=True)
     with pytest.raises(InputError, match="groups of 4"):
         resolve_base_config(source, None, "auto", world_size=6, bf16=True)
+
+
+def test_a_fit_of_a_config_with_shared_sequences_is_refused(tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"gpus": 2, "device": "cpu", "gpu_memory": "1GiB", "base_config": {SEQUENCE_RANKS: 2}}
+    for command in (autods.find_best_config, functools.partial(autods.run, steps=1)):
+        with pytest.raises(InputError, match=f"{SEQUENCE_RANKS} 2: only a script trains so"):
+            command(write(tmp_path, LLAMA), out=tmp_path / "out", **asked)
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "most"),
+    [(LLAMA, 8, 4), (LLAMA, 3, 1), ({"n_head": 12}, 8, 1), ({"num_attention_heads": 32}, 8, 8)],
+)
+def test_heads_limit_the_ranks_of_a_sequence(config: dict[str, Any], ranks: int, most: int) -> None:
+    assert find_most_sharers(config, ranks) == most
