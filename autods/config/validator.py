@@ -326,14 +326,27 @@ def _find_wrong_batch(question: Question) -> Iterator[Problem]:
             problem = f"{total} = {micro} × {accumulation} × {gpus}; another number of GPUs is refused"
             yield _note(key, problem)
     elif not keeps_batch_identity(total, micro, accumulation, ranks):
-        product = f"micro batch {micro or '?'} × accumulation {accumulation or '?'} × {ranks} ranks"
+        factors = {f"micro batch {micro}": micro, f"accumulation {accumulation}": accumulation, f"{ranks} ranks": ranks}
+        product = " × ".join(text for text, factor in factors.items() if factor)
         product += f" ({question.ranks} / {SEQUENCE_RANKS} {sharers})" if sharers > 1 else ""
         fitting_ranks *= sharers
         meant = f"those sizes are for {fitting_ranks} rank{'s' if fitting_ranks > 1 else ''}; " if is_whole else ""
-        if micro and not accumulation and total % ranks == 0:
-            meant = f"micro batch {gcd(micro, total // ranks)} goes, or {key} a multiple of {micro * ranks}; "
-        hint = f"{meant}keep train_batch_size alone: autods solves for the other two"
-        yield _error(key, f"{key} {total} ≠ {product}", hint)
+        advice = _advise_batch(total, micro, accumulation, ranks)
+        relation = "≠" if micro and accumulation else "is no multiple of"
+        yield _error(key, f"{key} {total} {relation} {product}", f"{meant}{advice}")
+
+
+def _advise_batch(total: int, micro: int | None, accumulation: int | None, ranks: int) -> str:
+    """The numbers with which sizes go together that do not."""
+    key, each = BATCH_KEYS[0], (micro or 1) * (accumulation or 1) * ranks
+    if micro and accumulation:
+        return f"write {key} {each}, or leave it out: it is the product of the others"
+    size, name = (micro, "micro batch") if micro else (accumulation, "accumulation")
+    if size and total % ranks == 0:
+        return f"{name} {gcd(size, total // ranks)} goes, or {key} a multiple of {each}"
+    below = total // each * each
+    near = " or ".join(str(number) for number in (below, below + each) if number)
+    return f"write {key} {near}"
 
 
 def _find_uneven_groups(question: Question) -> Iterator[Problem]:

@@ -67,7 +67,7 @@ BATCHES = {
 } | {
     "a fraction": config({"train_batch_size": 4.0}, '"train_batch_size" is 4.0; it must be a whole number'),
     "true": config({"train_batch_size": True}, '"train_batch_size" is true; it must be a whole number'),
-    "no share for each rank": config({"train_batch_size": 3}, "train_batch_size 3 ≠ micro batch ?"),
+    "no share for each rank": config({"train_batch_size": 3}, "train_batch_size 3 is no multiple of"),
     "sizes that contradict each other": config(
         {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 1},
         "base.json: train_batch_size 8 ≠ micro batch 3 × accumulation 1 × 2 ranks",

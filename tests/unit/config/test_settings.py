@@ -164,7 +164,7 @@ def test_micro_batch_and_accumulation_imply_a_global_batch() -> None:
     [
         ({"amp": {"enabled": True}, "zero_optimization": {"stage": 1}}, "amp and ZeRO"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16 and bf16"),
-        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 5}, "train_batch_size 64 ≠"),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 5}, "train_batch_size 64 is no multiple"),
     ],
 )
 def test_a_contradicting_base_config_is_refused_before_any_trial(
@@ -428,7 +428,7 @@ def test_a_scripts_precision_stays_unless_one_is_given() -> None:
 def test_a_script_s_config_is_checked_and_its_global_batch_is_kept() -> None:
     assert of_script({"train_batch_size": 64}).global_batch == 64
     assert of_script({"train_batch_size": 64}, global_batch=32).global_batch == 32
-    with pytest.raises(InputError, match="train_batch_size 7 ≠"):
+    with pytest.raises(InputError, match="train_batch_size 7 is no multiple"):
         of_script({"train_batch_size": 7})
 
 

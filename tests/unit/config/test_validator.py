@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from autods.config.deepspeed import merge, nest_key
+from autods.config.deepspeed import BATCH_KEYS, merge, nest_key
 from autods.config.validator import EXPLAIN_RULES, SEARCH_RULES, Problem, Question, find_misspelt_keys, find_problems
 from autods.explainer.explain import read_meanings
 from autods.explainer.installed import describe
@@ -37,13 +37,20 @@ def test_sizes_that_go_together_depend_on_the_gpus() -> None:
     assert errors(GUIDE, ranks=24) == {}
 
 
-def test_a_micro_batch_that_goes_is_named() -> None:
-    (problem,) = [
-        each
-        for each in judge({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 32}, ranks=8)
-        if each.severity == "error"
-    ]
-    assert problem.hint.startswith("micro batch 4 goes, or train_batch_size a multiple of 256; ")
+@pytest.mark.parametrize(
+    ("sizes", "advice"),
+    [
+        ((32, 32, None), "micro batch 4 goes, or train_batch_size a multiple of 256"),
+        ((24, None, 2), "accumulation 1 goes, or train_batch_size a multiple of 16"),
+        ((30, None, None), "write train_batch_size 24 or 32"),
+        ((4, None, None), "write train_batch_size 8"),
+        ((32, 2, 4), "those sizes are for 4 ranks; write train_batch_size 64, or leave it out"),
+    ],
+)
+def test_a_size_that_goes_is_named(sizes: tuple[int | None, ...], advice: str) -> None:
+    config = {key: size for key, size in zip(BATCH_KEYS, sizes, strict=True) if size is not None}
+    (problem,) = [each for each in judge(config, ranks=8) if each.severity == "error"]
+    assert problem.hint.startswith(advice)
 
 
 SIZES = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}
