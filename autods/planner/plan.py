@@ -117,8 +117,9 @@ def _read_facts(simulator: Simulator, settings: PlanSettings, listen: ForecastLi
     except SimulationFailed:
         if not settings.source.form.runs_as_main or ranks == 1:
             raise
+    facts = simulator.facts(settings.device, ranks=ranks)  # it may fail for another reason
     listen(Note(text=f"the script does not run on one rank alone, so its model is read on {ranks}"))
-    return simulator.facts(settings.device, ranks=ranks)
+    return facts
 
 
 # A rung to forecast on some sites of a group.

@@ -533,6 +533,21 @@ def test_a_script_may_be_read_on_all_of_its_ranks() -> None:
     assert any("its model is read on 8" in getattr(one, "text", "") for one in told)
 
 
+class Broken(Crowd):
+    """Of a script that fails on any number of ranks."""
+
+    def facts(self, device: str = "cuda", *, ranks: int = 1) -> ModelFacts:
+        return super().facts(device)
+
+
+def test_a_script_that_fails_on_all_ranks_is_not_read_there() -> None:
+    told: list[object] = []
+    script = replace(question(), source=replace(SOURCE, kind="script", path="/home/me/train.py"))
+    with pytest.raises(InputError, match="devices=8"):
+        plan(script, listen=told.append, start=lambda source: nullcontext(Broken(FACTS, shrinking)))
+    assert not [one for one in told if "its model is read" in getattr(one, "text", "")]
+
+
 def test_a_model_whose_facts_fail_is_not_read_twice() -> None:
     with pytest.raises(InputError, match="devices=8"):
         plan(question(), listen=lambda event: None, start=lambda source: nullcontext(Crowd(FACTS, shrinking)))
