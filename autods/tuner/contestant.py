@@ -12,6 +12,7 @@ from .trial_forecasts import why_impossible
 from .trials import FitContext, run_with_retry
 
 _WALK_TRIALS, _RACE_TRIALS = 2, 3  # at ever smaller micro batches, before the smallest
+_SHARE_WITHOUT_RETRIES = 0.75  # of a micro batch whose allocator ran full
 _MOST_FIRST_MICRO_BATCH = 8  # a model that cannot be trained with so many samples lacks something else
 
 
@@ -125,6 +126,8 @@ class Contestant(Growth):
                 case Fit(alloc_retries=0) if context.score(record) < least:
                     self.out = f"micro batch {size} does not leave the headroom, and is too slow"
                     return
+                case Fit(alloc_retries=retries) if retries:  # its peak is what it has after giving memory back
+                    share = _SHARE_WITHOUT_RETRIES
                 case Fit(device_peak_bytes=peak_bytes):
                     share = max(0.5, 2 * context.usable_bytes / peak_bytes - 1)
                 case OutOfMemory(tier="device"):

@@ -674,6 +674,21 @@ def test_a_slow_rival_without_headroom_is_not_tried_smaller(raced: Callable[...,
     assert result.raced.reasons["zero1"] == "micro batch 25 does not leave the headroom, and is too slow"
 
 
+def test_after_an_allocator_ran_full_a_quarter_less_is_tried(raced: Callable[..., FitResult]) -> None:
+    """What it holds after it gave memory back does not show how much less is enough."""
+    machine = Machine({"ddp": Rung(gib=3)})
+    answer = machine.answer
+
+    def run_full(trial: Trial) -> Outcome:
+        outcome = answer(trial)
+        is_full = isinstance(outcome, Fit) and trial.knobs.micro_batch > 20
+        return replace(outcome, alloc_retries=2) if isinstance(outcome, Fit) and is_full else outcome
+
+    machine.answer = run_full  # type: ignore[method-assign]
+    assert won(raced(machine, forecaster=Timing(machine))) == ("ddp", 20)
+    assert machine.sizes("ddp")[:2] == [24, 18]
+
+
 def test_growth_tries_no_size_without_a_forecast_gain(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"ddp": Rung(gib=3, fixed_s=0.02)}, kept_gib=0.1)  # room for 488
     result = raced(machine, forecaster=Timing(machine))
