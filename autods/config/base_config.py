@@ -27,7 +27,14 @@ from .deepspeed import (
     merge,
     use_documented_names,
 )
-from .library_configs import are_training_arguments, fill_in_arguments, is_yaml, read_yaml_config
+from .library_configs import (
+    are_training_arguments,
+    fill_in_arguments,
+    is_of_accelerate,
+    is_yaml,
+    make_accelerates_config,
+    read_yaml_config,
+)
 from .trainers import find_library
 from .validator import SEARCH_RULES, Question, find_problems, find_unfilled_auto
 
@@ -46,6 +53,8 @@ def read_base_config(path: Path) -> dict[str, Any]:
     if is_yaml(path):
         return read_yaml_config(path, _read_json)
     config = _read_json(path)
+    if is_of_accelerate(config):
+        return make_accelerates_config(config, path, _read_json)
     return fill_in_arguments(config, path, _read_json) if are_training_arguments(config) else config
 
 

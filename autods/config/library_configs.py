@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..files import LARGEST_CONFIG, read_text
-from .deepspeed import BATCH_KEYS, get_key, merge, nest_key
+from .deepspeed import BATCH_KEYS, get_key, merge, nest_key, read_known_keys
 
 ReadConfig = Callable[[Path], dict[str, Any]]
 # Fields of accelerate's DeepSpeedPlugin (utils/dataclasses.py) and the keys that it writes for them.
@@ -66,12 +66,27 @@ def read_yaml_config(path: Path, read_json: ReadConfig) -> dict[str, Any]:
         raise InputError(
             f"is not YAML: {getattr(error, 'problem', None) or type(error).__name__}", place=place
         ) from None
+    if isinstance(content, dict) and is_of_accelerate(content):
+        return make_accelerates_config(content, path, read_json)
     if isinstance(content, dict) and are_training_arguments(content):
         return fill_in_arguments(content, path, read_json)
-    plugin = content.get("deepspeed_config") if isinstance(content, dict) else None
-    if not isinstance(plugin, Mapping):
-        hint = "give accelerate's YAML with a deepspeed_config, or a DeepSpeed JSON file"
-        raise InputError("has no deepspeed_config of accelerate", place=str(path), hint=hint)
+    hint = "give accelerate's YAML with a deepspeed_config, or a DeepSpeed JSON file"
+    raise InputError("has no deepspeed_config of accelerate", place=str(path), hint=hint)
+
+
+def is_of_accelerate(content: Mapping[str, Any]) -> bool:
+    """Whether this is a file of `accelerate config`, YAML or JSON, that uses DeepSpeed."""
+    return isinstance(content.get("deepspeed_config"), Mapping) or content.get("distributed_type") == "DEEPSPEED"
+
+
+def make_accelerates_config(content: Mapping[str, Any], path: Path, read_json: ReadConfig) -> dict[str, Any]:
+    """Return the config that accelerate makes of its file. Raises InputError where accelerate refuses the file."""
+    plugin = content.get("deepspeed_config") or {}
+    if unread := [name for name in plugin if name in read_known_keys().top and name not in _KEYS]:
+        hint = "write DeepSpeed's keys into a JSON file, and name it: deepspeed_config_file"
+        raise InputError(
+            f"accelerate does not read {', '.join(unread)} there", place=f"{path}: deepspeed_config", hint=hint
+        )
     named = plugin.get("deepspeed_config_file")
     if named not in (None, "none"):
         return _read_file_of_accelerate(named, content, path, read_json)
@@ -79,11 +94,13 @@ def read_yaml_config(path: Path, read_json: ReadConfig) -> dict[str, Any]:
     given = {**_DEFAULTS, **{name: value for name, value in plugin.items() if value is not None}}
     for name, key in _KEYS.items():
         value = given.get(name, "none")
+        if isinstance(value, str):  # as `accelerate launch` writes it into the environment
+            value = value if name.endswith("path") else _WORDS.get(value.lower(), _as_number(value.lower()))
         if value != "none" and not isinstance(value, Mapping | list):
-            config = merge(config, nest_key(key, _WORDS.get(value, value) if isinstance(value, str) else value))
+            config = merge(config, nest_key(key, value))
     if config.get("gradient_clipping", "auto") == "auto":
         config["gradient_clipping"] = 1.0  # accelerate's own, and the Trainer's default
-    if half := _HALVES.get(str(content.get("mixed_precision"))):
+    if half := _HALVES.get(str(content.get("mixed_precision")).lower()):
         config[half] = {"enabled": True}
     return config
 
@@ -117,7 +134,7 @@ def fill_in_arguments(content: Mapping[str, Any], path: Path, read_json: ReadCon
     if isinstance(named, str) and named.lstrip().startswith("{"):
         with suppress(ValueError):
             named = json.loads(named)
-    if named is None:
+    if not named:
         hint = 'add "deepspeed": "ds_config.json" to them, or give that file'
         raise InputError("are TrainingArguments that name no DeepSpeed config", place=str(path), hint=hint)
     config = dict(named) if isinstance(named, Mapping) else _read_named("deepspeed", named, path, read_json)

@@ -53,6 +53,21 @@ def test_accelerate_runs_fp8_inside_bf16(tmp_path: Path) -> None:
     assert read_base_config(tmp_path / "acc.yaml")["bf16"] == {"enabled": True}
 
 
+def test_accelerate_reads_text_as_its_launcher_does(tmp_path: Path) -> None:
+    text = ACCELERATE.replace("3", "'2'").replace("cpu", "CPU").replace("none", "NONE").replace("bf16", "BF16")
+    (tmp_path / "acc.yaml").write_text(text + "distributed_type: DEEPSPEED")
+    config = read_base_config(tmp_path / "acc.yaml")
+    assert config["zero_optimization"]["stage"] == 2
+    assert config["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
+    assert "offload_param" not in config["zero_optimization"]
+    assert config["bf16"] == {"enabled": True}
+
+
+def test_accelerates_file_may_be_json(tmp_path: Path) -> None:
+    (tmp_path / "acc.json").write_text('{"distributed_type": "DEEPSPEED", "mixed_precision": "bf16"}')
+    assert read_base_config(tmp_path / "acc.json")["zero_optimization"] == {"stage": 2}
+
+
 def test_accelerate_refuses_what_the_named_file_decides(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
     text = "deepspeed_config: {deepspeed_config_file: ds.json, zero_stage: 3}\nmixed_precision: bf16"
@@ -69,6 +84,7 @@ def test_accelerate_refuses_what_the_named_file_decides(tmp_path: Path) -> None:
         ("deepspeed: {gradient_clipping: .nan}", "acc.yaml: is not YAML: ValueError"),
         ("deepspeed: &a {b: *a}", "acc.yaml: is not YAML: "),
         ("- 1", "has no deepspeed_config of accelerate"),
+        ("deepspeed_config: {zero_optimization: {stage: 2}}", "accelerate does not read zero_optimization there"),
         ("deepspeed_config: {deepspeed_config_file: acc.yaml}", "deepspeed_config_file: is YAML"),
     ],
 )
