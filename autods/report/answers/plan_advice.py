@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...config.deepspeed import count_replicas
+from ...config.deepspeed import SEQUENCE_RANKS, count_replicas, count_sharers
 from ...forecast.predict.step_time import Speed
 from ...forecast.values import RungForecast
 from ...units import format_bytes, format_count, format_factor
@@ -92,7 +92,13 @@ def list_suggestions(plan: PlanReport, site: SiteForecast) -> Iterator[str]:
         yield f"{leaner.rung} leaves more memory free: {describe_need(leaner)}{more}"
     yield from (f"{rung.rung}: {rung.reason}" for rung in site.rungs if rung.verdict == "not_applicable")
     if best.verdict == "fits":
-        yield "prove it on the machine itself: autods fit"
+        yield f"prove it on the machine itself: autods {'probe' if _has_long_sequences(plan, site) else 'fit'}"
+
+
+def _has_long_sequences(plan: PlanReport, site: SiteForecast) -> bool:
+    """Whether the plan is of a model config's long sequences, which a fit does not train."""
+    shares = count_sharers(site.site.base, SEQUENCE_RANKS) > 1
+    return plan.source.tiled_loss or (shares and plan.source.form.is_model_config)
 
 
 def describe_accumulation(site: SiteForecast) -> str | None:

@@ -94,6 +94,13 @@ def test_plan_names_the_fastest_fitting_rung_and_its_neighbours() -> None:
     assert "zero3-offload leaves more memory free: needs 6.0 GiB of device memory, up to micro batch 40" in text
 
 
+def test_long_sequences_are_proved_by_a_probe() -> None:
+    plan = forecast()
+    assert "prove it on the machine itself: autods fit" in sentence(printed(plan))
+    tiled = replace(plan, source=replace(plan.source, tiled_loss=True))
+    assert "prove it on the machine itself: autods probe" in sentence(printed(tiled))
+
+
 def test_a_faster_rung_that_cannot_fit_is_said_to_lack_so_much() -> None:
     rates = {"ddp": speed(20), "zero2": speed(10)}
     text = sentence(printed(forecast(tuple(replace(row, speed=rates[row.rung]) for row in (RUNGS[0], RUNGS[2])))))
