@@ -21,7 +21,7 @@ from .trials import FitContext, fit_steps_to_budget, median_step_s, repeat_diffe
 
 _LAST_TRIALS = 2  # of the leader's growth, before the last comparison
 _FEWEST_FINAL_STEPS = 2
-_ERROR_MARGIN = 4  # standard deviations: few errors are known, and those of what the forecast praised most
+_ERROR_MARGIN = 5  # standard deviations: few errors are known, and those of what the forecast praised most
 _OTHER_SIZE = 1.25  # ratio of two micro batches of one config below which only the larger is compared
 # Recomputing activations adds a third to forward and backward, so that leaving it out gains no more than this.
 _WITHOUT_RECOMPUTING = 4 / 3
@@ -167,8 +167,7 @@ class _Race:
     def _most_by_errors(self, rival: Contestant, prospect: Prospect) -> float:
         """The rate that a rival may have if its forecast errs as those of the others did; 0 where none shows.
 
-        Without it 30 % of error between rungs would cost six good answers of 100 (tests/benchmarks/regret.py). Where
-        they err by 10 %, a margin of four deviations costs no answer that five would find, and half a trial less.
+        Without it 30 % of error between rungs would cost six good answers of 100 (tests/benchmarks/regret.py).
         """
 
         def forecast_rate(trial: Trial) -> float | None:
