@@ -76,9 +76,11 @@ def test_shared_models_train_with_the_same_losses(ray: object, tmp_path: Path) -
     assert (shared[1], again[1], alone[1], examined_shares, later) == (True, True, False, False, True)
     assert shared[0].losses == again[0].losses == alone[0].losses
     assert len(set(alone[0].losses)) == 3
-    for tier in ("device", "host"):
+    # A rank that did not count its model would lack 64 MiB: of the 343 MiB of a rank's device, and of a node's host two
+    # times of some 510, where whatever malloc keeps differs by up to 60 MB between equal trials.
+    for tier, spread in (("device", 1.05), ("host", 1.2)):
         peaks = [fit.memory[tier].peak_bytes for fit in (shared[0], again[0], alone[0])]
-        assert max(peaks) < 1.08 * min(peaks), (tier, peaks)  # a model is 64 MiB of some 270
+        assert max(peaks) < spread * min(peaks), (tier, peaks)
 
 
 def test_the_reason_to_build_in_each_rank_is_said_once(ray: object, tmp_path: Path) -> None:
