@@ -15,6 +15,8 @@ from .predict.prices import Work
 from .predict.step_time import BITS, CODES, HOST, RUN, Schedule
 from .values import ForecastPhase, Simulation, Trace
 
+FAR = 61  # times the size from which a line starts, a prime: see `draw_line`
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
@@ -22,17 +24,19 @@ class Line:
 
     `slopes` has the bytes that each block gains with a sample, by the tier of its trace.
     `work` is that of the last optimizer step; None where it lies on no line, and for engines without a schedule.
+    `is_sure` tells that no block's slope had to be guessed.
     """
 
     smaller: Simulation
     larger: Simulation
     slopes: Mapping[Tier, array[int]]
+    is_sure: bool
     work: WorkLine | None = None
 
     def proves(self, micro_batch: int) -> bool:
         """Return whether a simulation would tell nothing new: both ends are simulated, and all between is known."""
         is_whole = self.work is not None or self.larger.schedule is None
-        return is_whole and self.smaller.micro_batch <= micro_batch <= self.larger.micro_batch
+        return self.is_sure and is_whole and self.smaller.micro_batch <= micro_batch <= self.larger.micro_batch
 
     def reach(self, micro_batch: int) -> Simulation:
         """Return the simulation of a micro batch, as the line has it.
@@ -82,7 +86,8 @@ def draw_line(smaller: Simulation, larger: Simulation) -> Line | None:
 
     They must agree in everything but the sizes of traced blocks, in whole bytes a sample. Some operators copy a batch
     of several samples or sum over it, and not that of a single one. A block that only the larger one has grows from
-    nothing where its size is divided by the samples, and else not at all. So they should be a multiple of a prime.
+    nothing where its size is divided by the samples, and else not at all. That is sure for multiples of a prime only:
+    sizes of models are products of small factors.
     """
     if _list_fixed(smaller) != _list_fixed(larger):
         return None
@@ -92,7 +97,13 @@ def draw_line(smaller: Simulation, larger: Simulation) -> Line | None:
         if gains is None:
             return None
         slopes[tier] = gains
-    return Line(smaller=smaller, larger=larger, slopes=slopes, work=_draw_work_line(smaller, larger))
+    same = all(_count_blocks(trace) == _count_blocks(smaller.traces[tier]) for tier, trace in larger.traces.items())
+    is_sure = same or larger.micro_batch % FAR == 0
+    return Line(smaller=smaller, larger=larger, slopes=slopes, is_sure=is_sure, work=_draw_work_line(smaller, larger))
+
+
+def _count_blocks(trace: Trace) -> int:
+    return sum(event >= 0 for event in trace.events)
 
 
 def _list_fixed(simulation: Simulation) -> tuple[object, ...]:
@@ -122,10 +133,10 @@ def _find_slopes(few: Trace, smaller_batch: int, many: Trace, larger_batch: int)
     return slopes if at == len(sizes) else None
 
 
-def _is_on_line(bytes_of_smaller: int, bytes_of_larger: int, micro_batch: int, samples: int) -> bool:
-    """Return whether the block gains whole bytes with each sample, and no sample would need less than nothing."""
-    slope, rest = divmod(bytes_of_larger - bytes_of_smaller, samples)
-    return not rest and 0 <= slope * micro_batch <= bytes_of_smaller
+def _is_on_line(smaller: float, larger: float, micro_batch: int, samples: int) -> bool:
+    """Return whether bytes or FLOPs grow by a whole number with each sample, and none would need less than nothing."""
+    slope, rest = divmod(larger - smaller, samples)
+    return not rest and 0 <= slope * micro_batch <= smaller
 
 
 def _draw_work_line(smaller: Simulation, larger: Simulation) -> WorkLine | None:
@@ -190,12 +201,10 @@ class _Joined:
             return None
         if (few.fresh, few.compared) != (many.fresh, many.compared):  # malloc maps large blocks alone: no line
             return None
-        if not _is_on_line(few.bytes, many.bytes, self.smaller_batch, samples):
-            return None
-        flops = (many.flops - few.flops) / samples
-        if not flops.is_integer() or not 0 <= flops * self.smaller_batch <= few.flops:
-            return None
-        return flops, (many.bytes - few.bytes) // samples
+        for smaller, larger in ((few.flops, many.flops), (few.bytes, many.bytes)):
+            if not _is_on_line(smaller, larger, self.smaller_batch, samples):
+                return None
+        return (many.flops - few.flops) // samples, (many.bytes - few.bytes) // samples
 
 
 def _stretch(trace: Trace, slopes: array[int], samples: int) -> Trace:

@@ -17,7 +17,7 @@ from ..config.rungs import Rung
 from ..devices import find_device
 from ..system.host import count_cores, find_memory_groups, read_host_memory
 from ..types import Knobs, ModelFacts, Tier, WorkloadForm
-from .interpolation import Line, draw_line
+from .interpolation import FAR, Line, draw_line
 from .largest_batch import Fills, LargestMicroBatch, find_largest
 from .predict.calibration import Observation, calibrate_forecast
 from .predict.verdict import find_tier_short_at_build, judge_memory
@@ -36,7 +36,6 @@ from .values import (
 PARALLEL_ENGINES = 2  # at least, and while trials run
 _ENGINE_BYTES = 2**30  # an engine of 8 billion parameters and its process hold half of it
 _ENOUGH_ON_THE_HOST = 3  # micro batches of a step
-FAR = 61  # times the size from which a line starts; a prime, see `draw_line`
 _MOST_DOUBTS = 2  # answers that were not as foreseen, until nothing is foreseen any more
 _SETTING = re.compile(r"(\w+)\s*:\s*(\[[^\]]*\]|[^,\]]*)")
 _HARMLESS = ("expandable_segments", "pinned_use_cuda_host_register", "pinned_num_register_threads")
@@ -154,6 +153,7 @@ class SimulationCache:
     expandable: bool | None = False
     before_simulation: Callable[[EngineSpec, int], None] | None = None
     _simulations: dict[tuple[str, int], Simulation] = field(default_factory=dict)
+    _told: dict[tuple[str, int], Simulation] = field(default_factory=dict)  # by two of these
 
     @contextlib.contextmanager
     def open(self, spec: EngineSpec) -> Iterator[CachedEngine]:
@@ -167,12 +167,17 @@ class SimulationCache:
             return engine.simulate(micro_batch)
 
     def get(self, spec: EngineSpec, micro_batch: int) -> Simulation | None:
-        """Return the simulation of a micro batch; None where it was not simulated."""
-        return self._simulations.get((memory_key(spec), micro_batch))
+        """Return the simulation of a micro batch; None where none was made and none is told by others."""
+        key = memory_key(spec), micro_batch
+        return self._simulations.get(key) or self._told.get(key)
 
     def keep(self, spec: EngineSpec, micro_batch: int, simulation: Simulation) -> None:
         """Keep the simulation of a micro batch for all engines that allocate the same."""
         self._simulations[memory_key(spec), micro_batch] = simulation
+
+    def keep_told(self, spec: EngineSpec, micro_batch: int, simulation: Simulation) -> None:
+        """Keep what two simulations tell of a micro batch between them. It is no end of a further line."""
+        self._told[memory_key(spec), micro_batch] = simulation
 
     def list_simulated(self, spec: EngineSpec) -> list[int]:
         """Return the micro batches of the engine that were simulated so far, ascending."""
@@ -223,7 +228,7 @@ class CachedEngine:
         line = self._find_line(micro_batch)
         if line is not None and line.proves(micro_batch):
             simulation = line.reach(micro_batch)
-            self.cache.keep(self.spec, micro_batch, simulation)
+            self.cache.keep_told(self.spec, micro_batch, simulation)
             return simulation
         if self._engine is None:
             self._engine = self._stack.enter_context(self.cache.simulator.engine(self.spec))

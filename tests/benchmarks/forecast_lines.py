@@ -21,11 +21,11 @@ from causal_lms import write_config
 
 from autods.config.catalogue import find_machines
 from autods.config.rungs import read_rungs
-from autods.forecast.interpolation import draw_line
+from autods.forecast.interpolation import FAR, draw_line
 from autods.forecast.predict.verdict import forecast_speed
 from autods.forecast.simulate import ProcessSimulator
 from autods.forecast.simulate.protocol import SimulationFailed
-from autods.forecast.simulation_cache import FAR, make_engine
+from autods.forecast.simulation_cache import make_engine
 from autods.forecast.values import EngineSpec, Simulation
 from autods.types import Knobs
 from tests.support.composed import make_site

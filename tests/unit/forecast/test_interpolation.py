@@ -127,6 +127,23 @@ def test_an_answer_between_two_simulations_takes_no_third(bytes_of_sample: int, 
     assert measured == simulated
 
 
+def test_what_was_foreseen_is_no_end_of_a_line() -> None:
+    def script(spec: EngineSpec, micro_batch: int) -> Simulation:
+        return simulate(micro_batch, lambda size: 300 * MIB * size, lambda size: 27 * MIB)  # the sum is no 61 of bytes
+
+    with SimulationCache(ScriptedSimulator(FACTS, script)).open(ENGINE) as engine:
+        for micro_batch in (1, 61, 27, 13):
+            assert engine.simulate(micro_batch).holds_as(script(ENGINE, micro_batch))
+
+
+@pytest.mark.parametrize(("ends", "proves"), [((1, 61), True), ((1, 24), False), ((2, 24), True)])
+def test_a_line_proves_nothing_where_slopes_were_guessed(ends: tuple[int, int], proves: bool) -> None:
+    """24 samples divide the bytes of many a block that does not grow."""
+    line = draw_line(*(simulate(size, lambda size: 300 * MIB * size, lambda size: 24 * MIB) for size in ends))
+    assert line is not None
+    assert line.proves(13) is proves
+
+
 def work_of(micro_batch: int) -> Simulation:
     """As `grow`, with a matmul and a copy, which a single sample does not need, beside a view."""
     size = 10 * micro_batch
