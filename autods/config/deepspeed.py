@@ -12,7 +12,7 @@ from typing import Any
 
 from ..schema import read_toml_as
 from ..system.host import data_folder
-from ..types import Knobs, ModelFacts, Scalar, WorkloadForm
+from ..types import Knobs, ModelFacts, Scalar, WorkloadForm, WorkloadSource
 from .catalogue import Site
 from .rungs import Rung, fill_in
 
@@ -157,6 +157,11 @@ def count_sharers(config: Mapping[str, Any], *keys: str) -> int:
     """Return how many neighbouring ranks train on the same samples by these keys; without keys, by all that do so."""
     sizes = [get_key(config, key) for key in keys or (SEQUENCE_RANKS, TENSOR_RANKS)]
     return math.prod(int(size) for size in sizes if isinstance(size, int | float) and size > 1)
+
+
+def count_sequence_sharers(source: WorkloadSource, config: Mapping[str, Any]) -> int:
+    """Return how many ranks share each sequence of a model's config; 1 for code, which sets that up by itself."""
+    return count_sharers(config, SEQUENCE_RANKS) if source.form.is_model_config else 1
 
 
 def count_replicas(config: Mapping[str, Any], world_size: int, facts: ModelFacts | None = None) -> int:

@@ -28,7 +28,7 @@ from .base_config import (
     resolve_global_batch,
 )
 from .catalogue import Machine, Site, describe_this_machine
-from .deepspeed import SEQUENCE_RANKS, count_replicas, count_sharers, default_accumulation
+from .deepspeed import SEQUENCE_RANKS, count_replicas, count_sequence_sharers, default_accumulation
 from .profiles import Budget, Profile, Stop, read_profile
 from .releases import find_wrong_stages
 from .rungs import Rung, list_ladder, read_rungs, select_rungs
@@ -343,8 +343,7 @@ def refuse_shared_sequences(settings: Settings) -> Settings:
 
     What a fit or a run hands over trains with plain DeepSpeed, which does not set that up by itself.
     """
-    sharers = count_sharers(settings.base, SEQUENCE_RANKS)
-    if sharers > 1 and settings.source.form.is_model_config:
+    if (sharers := count_sequence_sharers(settings.source, settings.base)) > 1:
         hint = "give a training script that sets it up (UlyssesSPAttentionHF), or autods plan and probe for this config"
         raise InputError(f"{SEQUENCE_RANKS} {sharers}: only a script trains so", place=settings.source.path, hint=hint)
     return settings

@@ -516,17 +516,21 @@ def _find_ignored(question: Question) -> Iterator[Problem]:
 def _note_idle(section: str, names: Sequence[str], reason: str, hint: str = "") -> Iterator[Problem]:
     """One note on keys of a section that have no effect for the same reason."""
     if names:
-        more, have = (f" and {len(names) - 1} more", "they have") if len(names) > 1 else ("", "it has")
-        yield _note(f"{section}.{names[0]}{more}", f"{reason}, so {have} no effect", hint)
+        have = "they have" if len(names) > 1 else "it has"
+        yield _note(f"{section}.{_name_first(names)}", f"{reason}, so {have} no effect", hint)
+
+
+def _name_first(names: Sequence[str]) -> str:
+    """'overlap_comm and 2 more'."""
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
 
 
 def _find_auto(question: Question) -> Iterator[Problem]:
     defaults = question.installed.defaults
     names = [name for name, value in walk_keys(question.config) if value == "auto" and defaults.get(name) != "auto"]
     if names:
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         problem = '"auto" is filled in by the Hugging Face Trainer and accelerate only'
-        yield _note(f"{names[0]}{more}", problem, "elsewhere give a value")
+        yield _note(_name_first(names), problem, "elsewhere give a value")
 
 
 def _find_sizes_that_hurt(question: Question) -> Iterator[Problem]:

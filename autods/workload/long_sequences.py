@@ -79,7 +79,7 @@ def take_part(batch: Any, index: int, sharers: int, *, place: str) -> Batch:
     if length % sharers:
         hint = f"give --seq-len {max(1, length // sharers) * sharers}, say"
         raise WorkloadError(f"{sharers} ranks cannot share sequences of {length} tokens", place=place, hint=hint)
-    following = _shift(labels)
+    following = shift_labels_by_one(labels)
     whole = {
         "input_ids": tokens,
         "position_ids": torch.arange(length).expand_as(tokens),
@@ -90,7 +90,7 @@ def take_part(batch: Any, index: int, sharers: int, *, place: str) -> Batch:
     return {name: values[:, index * size : (index + 1) * size].contiguous() for name, values in whole.items()}
 
 
-def _shift(labels: Any) -> Any:
+def shift_labels_by_one(labels: Any) -> Any:
     """Return the label of the token after each: the last has none."""
     import torch
 
@@ -168,7 +168,7 @@ def _compute_tiled_loss(model: Any, input_ids: Any, labels: Any = None, shift_la
 
     head: Callable[[Any], Any] = model.get_output_embeddings()
     hidden = model.base_model(input_ids=input_ids, **inputs).last_hidden_state
-    following = _shift(labels) if shift_labels is None else shift_labels
+    following = shift_labels_by_one(labels) if shift_labels is None else shift_labels
     rows, length = following.shape
     vocabulary = model.config.get_text_config().vocab_size
 

@@ -14,6 +14,7 @@ import torch
 
 from ...rank.patching import declare, declare_all
 from ...rank.preload import PROCESSOR
+from ...workload.long_sequences import shift_labels_by_one
 from .ledger import Ledger
 from .protocol import SimulationFailed
 from .work_log import WorkLog
@@ -89,7 +90,7 @@ def _refill(refill: Any, adapter: Any) -> None:
         adapter.iter = iter(adapter.dl)
         raise
     size, start = batch["input_ids"].shape[1] // adapter.sp_world_size, adapter.sp_rank
-    batch["shift_labels"] = torch.nn.functional.pad(batch.pop("labels"), (0, 1), value=-100)[..., 1:]
+    batch["shift_labels"] = shift_labels_by_one(batch.pop("labels"))
     for _ in range(adapter.sp_world_size):
         parts = {
             name: value[:, start * size : (start + 1) * size] if isinstance(value, torch.Tensor) else value

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ...config.catalogue import ASKED, HERE, Site
-from ...config.deepspeed import SEQUENCE_RANKS, count_sharers
+from ...config.deepspeed import count_sequence_sharers
 from ...units import format_bytes, format_count
 from .. import document as doc
 from ..document import Medium, line, make_document, titled
@@ -90,7 +90,7 @@ def describe_workload(plan: PlanReport) -> str:
     facts, source = plan.facts, plan.source
     target = f" to {source.target_len}" if source.target_len else ""
     sequence = f", sequence {facts.seq_len}{target}" if facts.seq_len else ""
-    sharers = count_sharers(plan.sites[0].site.base, SEQUENCE_RANKS) if source.form.is_model_config else 1
+    sharers = count_sequence_sharers(source, plan.sites[0].site.base)
     sequence += f" shared by {sharers} ranks" if sharers > 1 else ""
     sequence += ", tiled loss" if source.tiled_loss else ""
     checkpointing = "on" if plan.checkpointing else "off"

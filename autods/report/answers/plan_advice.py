@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...config.deepspeed import SEQUENCE_RANKS, count_replicas, count_sharers
+from ...config.deepspeed import count_replicas, count_sequence_sharers
 from ...forecast.predict.step_time import Speed
 from ...forecast.values import RungForecast
 from ...units import format_bytes, format_count, format_factor
@@ -97,8 +97,7 @@ def list_suggestions(plan: PlanReport, site: SiteForecast) -> Iterator[str]:
 
 def _has_long_sequences(plan: PlanReport, site: SiteForecast) -> bool:
     """Whether the plan is of a model config's long sequences, which a fit does not train."""
-    shares = count_sharers(site.site.base, SEQUENCE_RANKS) > 1
-    return plan.source.tiled_loss or (shares and plan.source.form.is_model_config)
+    return plan.source.tiled_loss or count_sequence_sharers(plan.source, site.site.base) > 1
 
 
 def describe_accumulation(site: SiteForecast) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...config.deepspeed import SEQUENCE_RANKS, count_sharers
+from ...config.deepspeed import count_sequence_sharers
 from ...forecast.values import BUILT_BY_SCRIPT, PartitionedBuild, RungForecast
 from ...types import TIERS_OF_A_NODE, Failed, OutOfMemory, Tier, first_line
 from ...units import format_bytes
@@ -120,7 +120,7 @@ def _shorten_sequences(plan: PlanReport, site: SiteForecast, closest: RungForeca
         or find_fullest_tier(closest) != "device"
     ):
         return None
-    ranks = site.site.world_size if count_sharers(site.site.base, SEQUENCE_RANKS) == 1 else 1
+    ranks = site.site.world_size if count_sequence_sharers(source, site.site.base) == 1 else 1
     sharers = find_most_sharers(read_config(Path(source.path)), ranks)
     ways = [f"--sequence-parallel {sharers}"] * (sharers > 1) + ["--tiled-loss"] * (not source.tiled_loss)
     if not ways:
