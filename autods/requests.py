@@ -194,6 +194,9 @@ class WorkloadRequest(_WorkloadOptions):
     with_rungs: Names = option(
         "Search", "Try these rungs, too, which are not in the ladder.", "A,B", default=(), flags=("--with",)
     )
+    lossy: Switch = option(
+        "Search", "Try the rungs that change the numbers, too: bf16 states, quantized weights.", default=False
+    )
     strategies: Paths = option("Search", "A folder of your own rungs; may be repeated.", "DIR", default=())
 
 

@@ -259,6 +259,8 @@ def required_ops(config: Mapping[str, Any]) -> tuple[str, ...]:
         ops.append("cpu_adam" if "optimizer" in offloads else "fused_adam")
     if "nvme" in offloads.values():
         ops.append("async_io")
+    if get_key(config, "zero_optimization.zero_quantized_weights") is True:
+        ops.append("quantizer")
     return tuple(ops)
 
 

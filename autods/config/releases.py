@@ -24,7 +24,8 @@ _REMOVAL = Version("0.19.8")  # DeepSpeed #8489
 class ReleaseFault:
     """A fault of the releases from `since` to before `fixed`, under these ZeRO stages; without `precisions` in all.
 
-    Without `fixed` every later release has it. `below` maps a dotted key to the value below which a config has it.
+    Without `fixed` every later release has it. `below` maps a dotted key to the value below which a config has it,
+    `switches` are keys that bring it where they are true.
     """
 
     since: str
@@ -32,6 +33,7 @@ class ReleaseFault:
     stages: tuple[int, ...]
     precisions: tuple[str, ...] = ()
     below: Mapping[str, float] = field(default_factory=dict)
+    switches: tuple[str, ...] = ()
     effect: Literal["wrong", "sometimes wrong", "slow"]
     what: str
     source: str
@@ -40,12 +42,18 @@ class ReleaseFault:
     def remedy(self) -> str:
         if self.fixed is not None:
             return f"pip install 'deepspeed>={self.fixed}'"
-        return "; ".join(f"leave {key} at {value:g}" for key, value in self.below.items())
+        left = (f"leave {key} at {value:g}" for key, value in self.below.items())
+        return "; ".join((*left, *(f"leave {key} out" for key in self.switches)))
 
     @property
     def key(self) -> str:
         """The key of a config that brings the fault."""
-        return next(iter(self.below), "zero_optimization.stage")
+        return next(iter((*self.below, *self.switches)), "zero_optimization.stage")
+
+    @property
+    def is_by_stage(self) -> bool:
+        """Whether every config of its stages has it, whatever else it says."""
+        return not (self.below or self.switches)
 
     def describe(self, version: str) -> str:
         """What this release, which has the fault, does."""
@@ -54,6 +62,8 @@ class ReleaseFault:
     def concerns(self, stage: int, precision: str, config: Mapping[str, Any] = MappingProxyType({})) -> bool:
         """Whether a config of this ZeRO stage and precision has it."""
         if stage not in self.stages or (self.precisions and precision not in self.precisions):
+            return False
+        if not all(get_key(config, key) is True for key in self.switches):
             return False
         values = ((get_key(config, key), least) for key, least in self.below.items())
         return all(isinstance(value, int | float) and value < least for value, least in values)
@@ -79,13 +89,16 @@ def find_faults(version: str) -> tuple[ReleaseFault, ...]:
     return tuple(fault for fault in faults if fault.fixed is None or known < Version(fault.fixed))
 
 
-def find_tolerated(ladder: Iterable[Rung], precision: str) -> tuple[ReleaseFault, ...]:
-    """What the installed release does slowly or sometimes wrong on rungs of this ladder; they are not left out."""
-    rungs, faults = tuple(ladder), find_faults(_installed())
+def find_tolerated(ladder: Iterable[Rung], precision: str, base: Mapping[str, Any]) -> tuple[ReleaseFault, ...]:
+    """What the installed release does slowly or sometimes wrong on rungs of this ladder; they are not left out.
+
+    They train with the keys of the user's config `base`, too.
+    """
+    configs, faults = [(rung.stage, merge(base, rung.ds_config)) for rung in ladder], find_faults(_installed())
     return tuple(
         fault
         for fault in faults
-        if fault.effect != "wrong" and any(fault.concerns(rung.stage, precision, rung.ds_config) for rung in rungs)
+        if fault.effect != "wrong" and any(fault.concerns(stage, precision, config) for stage, config in configs)
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from ..devices import find_device
 from ..errors import InputError
 from ..schema import check_name, read_toml_as
 from ..system.host import data_folder
@@ -71,6 +72,7 @@ class Rung:
     `places` maps a state to the tier that holds it between steps. `needs` maps rows of `NEEDS` to what the rung asks
     of them. `start` maps a dotted DeepSpeed key to its first value, and `tune` maps it to its search space.
     `opt_in` is the reason that only who names the rung gets it; without one it is in the ladder that all walk.
+    `lossy`: it trains with other numbers than the rungs of the ladder do.
     """
 
     name: str
@@ -82,6 +84,7 @@ class Rung:
     ds_config: Mapping[str, Any]
     needs: Mapping[str, bool | int | str] = field(default_factory=dict)
     opt_in: str = ""
+    lossy: bool = False
     start: Mapping[str, Sizing] = field(default_factory=dict)
     tune: Mapping[str, Dimension] = field(default_factory=dict)
 
@@ -110,6 +113,16 @@ def _lack_precision(wanted: str, site: Site, facts: ModelFacts | None) -> str | 
     return None if site.precision == wanted else f"the config trains in {site.precision}: it needs {wanted}"
 
 
+def _lack_nodes(least: int, site: Site, facts: ModelFacts | None) -> str | None:
+    nodes = f"{site.nodes} node{'s' if site.nodes > 1 else ''}"
+    return None if least <= site.nodes else f"{nodes}: it saves traffic between nodes, so it needs {least} or more"
+
+
+def _lack_cards(wanted: bool, site: Site, facts: ModelFacts | None) -> str | None:
+    lacks = wanted and not find_device(site.device).has_cards
+    return f"{site.device} ranks: its op is for cards" if lacks else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RungNeed:
     """A need that rungs may have. `value` is the type of what a rung asks for; every rung has to, if it is `required`.
@@ -127,6 +140,8 @@ NEEDS: dict[str, RungNeed] = {
     "world_size": RungNeed(value=int, find_lack=_lack_ranks, required=True),  # with fewer replicas it gains nothing
     "nvme_path": RungNeed(value=bool, find_lack=_lack_nvme, required=True),
     "precision": RungNeed(value=str, find_lack=_lack_precision),
+    "nodes": RungNeed(value=int, find_lack=_lack_nodes),
+    "cards": RungNeed(value=bool, find_lack=_lack_cards),
 }
 # (what the model has, the ZeRO stages under which DeepSpeed refuses it, the reason)
 _REFUSALS: tuple[tuple[Callable[[ModelFacts], int], tuple[int, ...], str], ...] = (
@@ -201,6 +216,8 @@ def _check(rung: Rung) -> None:
         if state not in rung.places:
             raise ValueError(f"places lacks {state!r}")
     _check_needs(rung.needs)
+    if rung.lossy and not rung.opt_in:
+        raise ValueError("lossy needs opt_in, the reason that nobody gets it unasked")
     for key, sizing in rung.start.items():
         if [sizing.device_share, sizing.largest_parameter, sizing.switch].count(None) != 2:
             raise ValueError(f"start.{key} needs one of device_share, largest_parameter and switch")

@@ -377,7 +377,8 @@ def select_ladder(request: WorkloadRequest, otherwise: tuple[str, ...] = ()) -> 
     """
     rungs = read_rungs(tuple(Path(folder) for folder in request.strategies))
     names = split_names(request.ladder) or otherwise or list_ladder(rungs)
-    return select_rungs((*names, *split_names(request.with_rungs)), rungs)
+    lossy = [name for name, rung in rungs.items() if rung.lossy and request.lossy]
+    return select_rungs((*names, *split_names(request.with_rungs), *lossy), rungs)
 
 
 def split_names(given: str | Sequence[str]) -> tuple[str, ...]:

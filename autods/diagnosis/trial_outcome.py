@@ -39,7 +39,7 @@ _READS_A_CONFIG = re.compile(rf"/(?:{'|'.join(module.replace('.', '/') for modul
 _PLACE = re.compile(r"(/[^\n]*?\.py:\d+): ")
 _PYDANTIC_ERROR = re.compile(r"\n(\S+)\n  (.+?)(?: \[type=|\n|$)")
 _OP = re.compile(
-    r"building extension '(\w+)'|(?:Deep[Ss]peed|DS_)?(cpu_adam|fused_adam|async_io)(?:\.so|')|'(\w+)Builder'"
+    r"building extension '(\w+)'|(?:Deep[Ss]peed|DS_)?(cpu_adam|fused_adam|async_io|quantizer)(?:\.so|')|'(\w+)Builder'"
 )
 # From torch, DeepSpeed's MoE layers, and trainers that compare the samples of a batch.
 _TOO_SMALL = re.compile(

@@ -249,7 +249,7 @@ def _check_builds(
 
 def _check_release(settings: Settings) -> Iterator[Check]:
     """What the installed DeepSpeed does slowly or sometimes wrong on this ladder; rungs that are wrong are left out."""
-    for fault in find_tolerated(settings.ladder, precision_name(settings.base)):
+    for fault in find_tolerated(settings.ladder, precision_name(settings.base), settings.base):
         yield toolchain.grade_fault(fault, installed_versions()["deepspeed"])
 
 

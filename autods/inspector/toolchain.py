@@ -13,7 +13,7 @@ from typing import Any
 from ..config.releases import ReleaseFault, find_faults
 from ..devices import CPU
 from ..errors import EnvironmentBroken
-from ..rank.ops import BUILDERS, USUAL_BUILD_S
+from ..rank.ops import USUAL_BUILD_S
 from ..report.results.doctor import Check
 from ..system.host import installed_versions
 from ..system.processes import ask_module
@@ -35,7 +35,7 @@ def check_versions(versions: Callable[[], Mapping[str, str]] = installed_version
         else:
             yield Check.ok("Software", name, version)
         if name == "deepspeed":
-            yield from (grade_fault(fault, version) for fault in find_faults(version) if not fault.below)
+            yield from (grade_fault(fault, version) for fault in find_faults(version) if fault.is_by_stage)
 
 
 def grade_fault(fault: ReleaseFault, version: str) -> Check:
@@ -74,7 +74,7 @@ def check_ray(measure: Callable[[], float]) -> Iterator[Check]:
 
 def check_ops(*, has_cards: bool, build: bool, note: Callable[[str], None] = lambda text: None) -> Iterator[Check]:
     """Whether each op is built, or can be. With `build` they are built now, one after the other."""
-    names = [name for name in BUILDERS if has_cards or name not in _ONLY_ON_CARDS]
+    names = [name for name in USUAL_BUILD_S if has_cards or name not in _ONLY_ON_CARDS]
     try:
         state = _ask(["state", *names], has_cards=has_cards)
     except RuntimeError as error:

@@ -301,8 +301,7 @@ def _list_notes(settings: PlanSettings, allocator: AllocConf) -> tuple[str, ...]
         notes.append(f"expandable segments, as {allocator.variable} has them")
     if allocator.warning is not None:
         notes.append(allocator.warning)
-    precisions = dict.fromkeys(site.precision for site in settings.sites)
-    faults = (fault for precision in precisions for fault in find_tolerated(settings.ladder, precision))
+    faults = (fault for site in settings.sites for fault in find_tolerated(settings.ladder, site.precision, site.base))
     version = installed_versions()["deepspeed"]
     notes += dict.fromkeys(f"{fault.describe(version)}; {fault.remedy}" for fault in faults)
     return tuple(notes)

@@ -96,7 +96,8 @@ def resolve_probe(request: ProbeRequest, source: WorkloadSource, *, hardware: Ha
         if find_device(request.device).has_cards:
             shared["gpu_memory"] = None  # the machine's card is of that size
             hardware = make_hardware(machine, max(ranks))
-    fit = FitRequest(**{**shared, "gpus": max(ranks, default=None), "ladder": named["rung"], "with_rungs": ()})
+    shared |= {"ladder": named["rung"], "with_rungs": (), "lossy": False}
+    fit = FitRequest(**{**shared, "gpus": max(ranks, default=None)})
     settings = resolve_fit(fit, source, hardware=hardware)
     for count in ranks:  # a base config, or a global batch, may suit some and not others
         base = resolve_base_config(source, request.base_config, request.precision, world_size=count, bf16=True)
@@ -193,12 +194,13 @@ def _with_rung(
     request: ProbeRequest, axes: tuple[Axis, ...], *, capacity: bool
 ) -> tuple[tuple[Axis, ...], tuple[str, ...]]:
     """Return the axes with one of rungs, and a sentence where a rung had to be assumed."""
+    given = {"--ladder": request.ladder, "--with": request.with_rungs, "--lossy": request.lossy}
+    option = next((name for name, value in given.items() if value), None)
     if any(axis.name == "rung" for axis in axes):
-        if request.ladder or request.with_rungs:
-            option = "--ladder" if request.ladder else "--with"
+        if option is not None:
             raise InputError(f"{option} and an axis both name the rungs", hint="give them once: --vary rung=…")
         return axes, ()
-    if not (request.ladder or request.with_rungs or capacity):
+    if not (option or capacity):
         return (Axis(name="rung", values=(_PLAINEST,)), *axes), (f"rung {_PLAINEST} (--vary rung=…)",)
     profile = read_profile(os.fspath(request.config))
     ladder = select_ladder(request, profile.ladder)

@@ -19,8 +19,12 @@ from ..errors import EnvironmentBroken
 from ..system import private, processes
 from ..system.host import cache_folder
 
-BUILDERS = {"cpu_adam": "CPUAdamBuilder", "fused_adam": "FusedAdamBuilder", "async_io": "AsyncIOBuilder"}
-# Seconds on two cores with a cold cache, for the note that announces the wait.
+BUILDERS = {
+    "cpu_adam": "CPUAdamBuilder", "fused_adam": "FusedAdamBuilder", "async_io": "AsyncIOBuilder",
+    "quantizer": "QuantizerBuilder",
+}  # fmt: skip
+# Seconds on two cores with a cold cache, for the note that announces the wait. An op that only rungs by name load has
+# none: no card has built it here.
 USUAL_BUILD_S = {"cpu_adam": 45, "fused_adam": 40, "async_io": 180}
 
 

@@ -22,7 +22,7 @@ from ..diagnosis.trial_outcome import LARGEST_SURVEY_BATCH, blame_code_for_hang,
 from ..errors import AutodsError, EnvironmentBroken, InputError
 from ..events import Event, Note, TrialMoved
 from ..rank.job import JobKind, RankJob, RunOrder
-from ..rank.ops import BUILDERS, USUAL_BUILD_S, check_caches
+from ..rank.ops import USUAL_BUILD_S, check_caches
 from ..rank.record import MeasureResult, PreflightResult, RunResult, SurveyResult
 from ..system.processes import read_tail
 from ..types import PHASES, Exam, Failed, Fit, Knobs, ModelFacts, Outcome, OutOfMemory, Record, Steps, Trial
@@ -265,7 +265,7 @@ class RayRunner:
         rungs = [rung for rung in settings.ladder if unmet_need(rung, settings.site, None) is None]
         ops = tuple(dict.fromkeys(op for rung in rungs for op in required_ops(self._native_config(rung))))
         if settings.source.form.brings_config:
-            ops = tuple(BUILDERS)  # its config is not known yet
+            ops = tuple(dict.fromkeys((*USUAL_BUILD_S, *ops)))  # its config is not known yet
         return self._make_job(
             "survey",
             self._log_folder(f"survey{self._log_suffix}"),
@@ -369,7 +369,8 @@ class RayRunner:
         """Build and load the ops that this job needs, before any time limit begins; return why that failed, if so."""
         for op in [op for op in required_ops(job.ds_config) if op not in self.workers.built_ops]:
             if self.workers.needs_build([op]):
-                self._note(f"building DeepSpeed's {op}: about {USUAL_BUILD_S[op]} s on two cores, once on this machine")
+                usual = f"about {USUAL_BUILD_S[op]} s on two cores" if op in USUAL_BUILD_S else "some minutes"
+                self._note(f"building DeepSpeed's {op}: {usual}, once on this machine")
             build = self.building_job(op)
             failure = find_failure(self._execute(build, everywhere=True), build)
             if failure is not None:

@@ -475,11 +475,27 @@ def test_an_untested_optimizer_names_the_key_that_allows_it(llama: ProcessSimula
 
 
 def test_a_compiled_op_of_unknown_memory_is_refused(llama: ProcessSimulator) -> None:
-    config = golden.config_of("zero3", accumulation=1)
-    config["zero_optimization"]["zero_quantized_weights"] = True
-    with pytest.raises(SimulationFailed, match=r"compiled function quantizer\..* is not simulated") as failed:
-        llama.simulate(spec_of("zero3", ds_config=config), (1,))
+    config = golden.config_of("zero3", accumulation=1, world=16)
+    config["zero_optimization"]["zero_quantized_gradients"] = True
+    with pytest.raises(SimulationFailed, match=r"function quantizer\.swizzle_quant is not simulated") as failed:
+        llama.simulate(spec_of("zero3", ds_config=config, world_size=16), (1,))
     assert failed.value.kind == "unsupported"
+
+
+def test_quantized_weights_halve_what_is_gathered(llama: ProcessSimulator) -> None:
+    def count_gathered(result: Simulation) -> int:
+        works = count_work(result).items()
+        return sum(work.bytes * count for work, count in works if work.name.startswith("allgather"))
+
+    spec = spec_of("zero3", world_size=16)
+    config = merge(spec.ds_config, nest_key("zero_optimization.zero_quantized_weights", True))
+    (plain,), (quantized,) = (llama.simulate(each, (1,)) for each in (spec, replace(spec, ds_config=config)))
+    assert count_gathered(quantized) == pytest.approx(count_gathered(plain) / 2, rel=0.02)
+    for state in ("parameters", "gradients", "optimizer"):
+        assert quantized.breakdown[state] == plain.breakdown[state]
+    names = {work.name for work in count_work(quantized)}
+    assert {"quantizer.quantize", "quantizer.dequantize"} <= names
+    assert not quantized.assumed
 
 
 @pytest.fixture(scope="module")

@@ -69,7 +69,7 @@ _RANGE = declare(
 
 def install(ledger: Ledger) -> None:
     """Patch DeepSpeed in this process: compiled ops do nothing, ranks agree, and costs that are no memory go."""
-    _OP_BUILDER["load"].install(lambda self, verbose=True: _Ops(self.name, ledger))
+    _OP_BUILDER["load"].install(lambda self, verbose=True: _OPS.get(self.name, _Ops)(self.name, ledger))
     _OP_BUILDER["is_compatible"].install(lambda self, verbose=False: True)
     _SAME_ON_ALL_RANKS["assert_lst_len_same_as_other_ranks"].install(lambda values: None)
     _SAME_ON_ALL_RANKS["get_lst_from_rank0"].install(lambda values: values)
@@ -138,6 +138,26 @@ class _Ops(types.ModuleType):
             )
 
         return refuse
+
+
+class _Quantizer(_Ops):
+    """The op that quantizes weights: csrc/quantization/pt_binding.cpp makes what it returns, and nothing beside it."""
+
+    def quantize(self, values: Any, groups: int, bits: int, kind: Any) -> list[Any]:
+        """Return the numbers as signed bytes, and a scale in fp32 for each group of them."""
+        quantized = torch.empty_like(values, dtype=torch.int8)
+        scales = torch.empty(groups, 1, dtype=torch.float32, device=values.device)
+        self._work.launch("quantizer.quantize", {"values": values, "quantized": quantized, "scales": scales})
+        return [quantized, scales]
+
+    def dequantize(self, quantized: Any, scales: Any, groups: int, bits: int, kind: Any) -> Any:
+        """Return the numbers in fp16, whatever the model trains in."""
+        values = torch.empty_like(quantized, dtype=torch.float16)
+        self._work.launch("quantizer.dequantize", {"quantized": quantized, "scales": scales, "values": values})
+        return values
+
+
+_OPS: dict[str, type[_Ops]] = {"quantizer": _Quantizer}
 
 
 def _lamb(parameter: Any, *args: Any) -> Any:

@@ -27,6 +27,9 @@ RATIO = "zero_optimization.offload_optimizer.ratio"
 REMOVED = releases.read_known_keys().removed
 
 
+QGZ = "zero_optimization.zero_quantized_gradients"
+
+
 @pytest.fixture
 def old_release(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
     """DeepSpeed 0.18.2, or the release of the test's parameter, seems to be installed."""
@@ -44,7 +47,7 @@ def with_ratio(ladder: tuple[Rung, ...], ratio: float) -> tuple[Rung, ...]:
 def test_no_known_fault_of_the_installed_release_touches_a_rung(precision: str) -> None:
     ladder = question().ladder
     assert len(ladder) == 9
-    assert (find_tolerated(ladder, precision), find_wrong_stages(precision)) == ((), {})
+    assert (find_tolerated(ladder, precision, {}), find_wrong_stages(precision)) == ((), {})
 
 
 @pytest.mark.parametrize(
@@ -78,6 +81,18 @@ def test_explain_warns_of_a_ratio_below_one() -> None:
 
     assert judge(3, 0.3) == [("warning", f"leave {RATIO} at 1")]
     assert judge(3, 1) == judge(3, "auto") == judge(2, 0.3) == []
+
+
+def test_quantized_gradients_of_a_users_config_are_warned_of() -> None:
+    def list_faults(value: Any) -> list[str]:
+        return [fault.key for fault in find_tolerated(question().ladder, "bf16", nest_key(QGZ, value))]
+
+    assert (list_faults(True), list_faults(False)) == ([QGZ], [])
+    config = merge({"zero_optimization": {"stage": 3}}, nest_key(QGZ, True))
+    found = find_problems(
+        Question(config=config, installed=InstalledKeys(version="0.19.8", defaults={})), EXPLAIN_RULES
+    )
+    assert ("warning", f"leave {QGZ} out") in [(each.severity, each.hint) for each in found if each.key == QGZ]
 
 
 @pytest.mark.parametrize("key", REMOVED)

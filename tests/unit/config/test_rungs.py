@@ -51,7 +51,7 @@ def test_at_416_mib_buckets_start_at_a_million_elements(rungs: Mapping[str, Rung
     sizes = [
         rung.start[key].elements(device_bytes=416 * MIB, facts=FACTS) for rung in rungs.values() if key in rung.start
     ]
-    assert len(sizes) == 11
+    assert len(sizes) == 12
     assert all(1.0e6 <= size <= 1.2e6 for size in sizes)
 
 
@@ -97,7 +97,9 @@ def test_pinned_memory_is_tuned_where_a_rung_offloads(rungs: Mapping[str, Rung])
 
 def test_rungs_outside_the_ladder_say_why(rungs: Mapping[str, Rung]) -> None:
     apart = {name: rung.opt_in for name, rung in rungs.items() if name not in list_ladder(rungs)}
-    assert set(apart) == {"zero1-offload", "zero3-bf16-states", "zero3-offload-bf16-states"}
+    lossy = {name for name in apart if rungs[name].lossy}
+    assert lossy == {"zero3-bf16-states", "zero3-offload-bf16-states", "zero3-quantized-weights"}
+    assert set(apart) == {"zero1-offload", *lossy}
     assert apart["zero3-bf16-states"].startswith("masters, gradients and moments in bf16 change the numbers")
 
 
@@ -105,6 +107,14 @@ def test_states_in_bf16_need_a_config_that_trains_in_bf16(rungs: Mapping[str, Ru
     rung = rungs["zero3-bf16-states"]
     assert unmet_need(rung, make_site(1), FACTS) is None
     assert unmet_need(rung, make_site(2, precision="fp16"), FACTS) == "the config trains in fp16: it needs bf16"
+
+
+def test_quantized_weights_are_for_cards_of_several_nodes(rungs: Mapping[str, Rung]) -> None:
+    rung = rungs["zero3-quantized-weights"]
+    assert unmet_need(rung, make_site(16, ranks_per_node=8), FACTS) is None
+    assert unmet_need(rung, make_site(8), FACTS) == "1 node: it saves traffic between nodes, so it needs 2 or more"
+    on_cpu = make_site(4, ranks_per_node=2, device="cpu")
+    assert unmet_need(rung, on_cpu, FACTS) == "cpu ranks: its op is for cards"
 
 
 def test_selected_rungs_come_fastest_first(rungs: Mapping[str, Rung]) -> None:
@@ -157,6 +167,7 @@ def test_a_strategies_folder_that_is_none_is_refused(tmp_path: Path) -> None:
         ("world_size = 2", "", "needs lacks 'world_size'"),
         ("world_size = 2", "world_size = 2\nprecision = 16", "needs.precision is 16, not text"),
         ("order = 50", "order = 50\nopt_in = true", "opt_in is True"),
+        ("order = 50", "order = 50\nlossy = true", "lossy needs opt_in"),
         ("device_share = 0.005, bytes_each", "bytes_each", "needs one of device_share, largest_parameter and switch"),
         ("low = 0.5, high = 20.0", "low = 0.5, high = 0.1", "0 < low < high"),
         ("choices = [true, false]", "choices = []", "needs a start value"),

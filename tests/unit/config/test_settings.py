@@ -347,6 +347,11 @@ def test_a_rung_outside_the_ladder_joins_it_by_name(ladder: Any) -> None:
     assert len(names) == (3 if ladder else len(LADDER) + 1)
 
 
+def test_lossy_adds_the_rungs_that_change_numbers() -> None:
+    names = [rung.name for rung in asked(ladder="zero3", lossy=True).ladder]
+    assert names == ["zero3", "zero3-quantized-weights", "zero3-bf16-states", "zero3-offload-bf16-states"]
+
+
 def test_a_site_knows_the_precision_of_its_config() -> None:
     assert [asked(precision=name).site.precision for name in ("bf16", "fp16", "fp32")] == ["bf16", "fp16", "fp32"]
 

@@ -149,6 +149,7 @@ def test_several_ranks_are_an_axis_and_the_most_of_them_the_settings(tmp_path: P
     [
         (("gpus=1,2",), {"gpus": 2}, "both give the ranks"),
         (("rung=zero1",), {"ladder": ("zero2",)}, "both name the rungs"),
+        (("rung=zero1",), {"lossy": True}, "--lossy and an axis both name the rungs"),
         ((), {"ladder": ("zero2",), "experiment": "stages"}, "both name the rungs"),
         (("seq_len=1,2",), {"text": BARE}, "no argument 'seq_len'"),
         (("build_model.depth=1",), {}, "it has n_layer"),

@@ -17,7 +17,7 @@ from autods.diagnosis.evidence import HostUsage, RankError
 from autods.errors import EnvironmentBroken, InputError
 from autods.events import Event, Note
 from autods.rank.job import RankJob, RunOrder
-from autods.rank.ops import BUILDERS
+from autods.rank.ops import USUAL_BUILD_S
 from autods.rank.record import PreflightResult, describe_error
 from autods.runner.node_messages import LoadFailed, NodeReport, RankExit, Ready, ZygoteDied
 from autods.runner.runner import RayRunner, make_error, may_need_all_ranks
@@ -105,7 +105,7 @@ def test_a_survey_checks_the_ops_of_the_rungs_that_can_run() -> None:
     assert "async_io" not in without
     assert "cpu_adam" in without
     script = replace(SETTINGS, source=replace(SETTINGS.source, kind="script"))
-    assert a_runner(script).survey_job().ops == tuple(BUILDERS)  # its config may need any
+    assert a_runner(script).survey_job().ops == tuple(USUAL_BUILD_S)  # its config may need any
 
 
 def test_a_survey_is_on_one_rank_until_all_are_needed() -> None:
