@@ -72,7 +72,8 @@ class Rung:
     `places` maps a state to the tier that holds it between steps. `needs` maps rows of `NEEDS` to what the rung asks
     of them. `start` maps a dotted DeepSpeed key to its first value, and `tune` maps it to its search space.
     `opt_in` is the reason that only who names the rung gets it; without one it is in the ladder that all walk.
-    `lossy`: it trains with other numbers than the rungs of the ladder do.
+    `lossy`: it trains with other numbers than the rungs of the ladder do. `eases` is what it takes off a step, such as
+    communication: a plan that is bound by it says what the rung would give.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Rung:
     needs: Mapping[str, bool | int | str] = field(default_factory=dict)
     opt_in: str = ""
     lossy: bool = False
+    eases: str = ""
     start: Mapping[str, Sizing] = field(default_factory=dict)
     tune: Mapping[str, Dimension] = field(default_factory=dict)
 

@@ -1,14 +1,20 @@
 """What another setting would give: another micro batch or state of checkpointing of the best rung, or `--zero-init`.
 
+Also what a rung by name would give that eases what the best rung waits for.
+
 The search for the largest micro batch tells what a smaller one needs; the others take new simulations.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from ..config.catalogue import Site
+from ..config.checkpointing import offloads_inputs
 from ..config.deepspeed import BATCH_KEYS, choose_accumulation, says_accumulation
+from ..config.rungs import read_rungs
 from ..events import Note
 from ..forecast.predict.step_time import CLOSE, Speed
 from ..forecast.simulate.protocol import SimulationFailed
@@ -28,7 +34,7 @@ def list_alternatives(run: PlanRun, site: Site, best: RungForecast) -> tuple[Alt
         alternatives += _switch_checkpointing(run, site, spec, replace(spec, checkpointing=not spec.checkpointing))
         if run.chooses_offload(spec) and not best.offloads_inputs and _waits(best.speed):
             alternatives += _switch_checkpointing(run, site, spec, offload_inputs(spec))
-    return tuple(alternatives)
+    return (*alternatives, *_list_rungs_by_name(run, site, spec, best.speed))
 
 
 def forecast_unaccumulated(run: PlanRun, site: Site, best: RungForecast) -> RungForecast | None:
@@ -69,6 +75,22 @@ def _list_micro_batches(run: PlanRun, site: Site, spec: EngineSpec, micro_batch:
     with run.cache.open(spec) as engine:
         judged = (_try_to_judge(run, site, engine, size, switched=False) for size in (half, larger) if size)
         return [each for each in judged if each is not None]
+
+
+def _list_rungs_by_name(run: PlanRun, site: Site, best: EngineSpec, speed: Speed) -> Iterator[Alternative]:
+    """Rungs outside the plan's ladder that ease what bounds the best rung, at its micro batch and checkpointing."""
+    known = [rung.name for rung in run.settings.ladder]
+    for rung in read_rungs().values():
+        if rung.name in known or rung.eases != speed.step.bound:
+            continue
+        spec = make_group_engine(rung, site, run.settings, run.facts, (site,))
+        if not isinstance(spec, EngineSpec):
+            continue
+        run.listen(Note(text=f"{rung.name}, which {best.rung} may gain by", passing=True))
+        spec = offload_inputs(spec) if offloads_inputs(best.ds_config) else spec
+        with suppress(SimulationFailed), run.cache.open(spec) as engine:
+            other = _judge(run, site, engine, speed.micro_batch, switched=False)
+            yield replace(other, opt_in=rung.opt_in)
 
 
 def _waits(speed: Speed) -> bool:

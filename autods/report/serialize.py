@@ -236,6 +236,7 @@ def _site(plan: PlanReport, forecast: SiteForecast) -> dict[str, Any]:
             **rung_to_dict(each.forecast, site.ranks_per_node),
             "checkpointing": each.checkpointing,
             "switched": each.switched,
+            "opt_in": each.opt_in,
         }
         for each in forecast.alternatives
     ]

@@ -174,13 +174,16 @@ def compare_speeds(site: SiteForecast, *, faster: bool | None = None) -> Iterato
         )
         if faster is not None and faster is not is_faster:
             continue
-        if alternative.switched:
+        option = ""
+        if alternative.opt_in:
+            size, option = forecast.rung, f"; only by name (--with {forecast.rung}): {alternative.opt_in}"
+        elif alternative.switched:
             manner, state = ("with", "on") if alternative.checkpointing else ("without", "off")
             if forecast.offloads_inputs:
                 manner, state = "with layers' inputs on the host under", "offload"
             size, option = f"{manner} activation checkpointing, {size}", f" (--checkpointing {state})"
         else:
-            size, option = f"{size} instead of {best.speed.micro_batch}", ""
+            size = f"{size} instead of {best.speed.micro_batch}"
         gain = (
             ""
             if forecast.speed is None

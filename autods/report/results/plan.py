@@ -33,11 +33,15 @@ class Training:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """Another micro batch of the recommended rung, or its largest with checkpointing `switched`."""
+    """Another micro batch of the recommended rung, or its largest with checkpointing `switched`.
+
+    With `opt_in` it is a rung that nobody gets unasked, for that reason.
+    """
 
     forecast: RungForecast
     checkpointing: bool
     switched: bool = False
+    opt_in: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ import pytest
 
 from autods.config.rungs import Rung, list_ladder, read_rungs, select_rungs, unmet_need
 from autods.errors import InputError
+from autods.forecast.predict.step_time import BOUNDS
 from autods.system.host import data_folder
 from autods.types import ModelFacts
 from tests.support.composed import make_site
@@ -100,6 +101,7 @@ def test_rungs_outside_the_ladder_say_why(rungs: Mapping[str, Rung]) -> None:
     lossy = {name for name in apart if rungs[name].lossy}
     assert lossy == {"zero3-bf16-states", "zero3-offload-bf16-states", "zero3-quantized-weights"}
     assert set(apart) == {"zero1-offload", *lossy}
+    assert {rung.eases for rung in rungs.values()} == {"", "communication"} <= {"", *BOUNDS}
     assert apart["zero3-bf16-states"].startswith("masters, gradients and moments in bf16 change the numbers")
 
 

@@ -145,6 +145,27 @@ def test_another_setting_that_fails_beside_a_rung_fails_alone(monkeypatch: pytes
     assert not any(alternative.switched for alternative in planned.forecast.sites[0].alternatives)
 
 
+def gathering(ask: EngineSpec, micro_batch: int) -> Simulation:
+    """A step that waits for its gathers, of half the bytes where weights are quantized."""
+    share = 0.5 if ask.ds_config["zero_optimization"].get("zero_quantized_weights") else 1
+    work = Work(kind="collective", name="allgather_base", bytes=int(share * 10**10), ranks=16, stride=1)
+    simulation = simulate_peaks(micro_batch, init=GIB, backward=10 * GIB)
+    return replace(simulation, schedule=Schedule(events=(0,), works=(work,)))
+
+
+@pytest.mark.parametrize(("gpus", "nodes", "times"), [(16, 2, 1), (8, 1, 0)])
+def test_a_plan_bound_by_the_network_names_its_way_out(gpus: int, nodes: int, times: int) -> None:
+    asked = question(on="a100-40gb", gpus=gpus, nodes=nodes, ladder=("zero3",), largest=False, checkpointing="on")
+    planned = Planned(asked, gathering)
+    (site,) = planned.forecast.sites
+    assert (site.best_rung, len(site.rungs)) == ("zero3", 1)
+    by_name = [each for each in site.alternatives if each.opt_in]
+    assert [each.forecast.rung for each in by_name] == ["zero3-quantized-weights"] * times
+    text = printed(make_plan_document(planned.forecast), 400)
+    said = "zero3-quantized-weights: 1.99 × the tokens/s; only by name (--with zero3-quantized-weights): weights cross"
+    assert text.count(said) == times
+
+
 def test_without_a_time_no_other_setting_is_simulated() -> None:
     planned = Planned(question(ladder=("zero3",)), timed)
     assert planned.forecast.sites[0].alternatives == ()
