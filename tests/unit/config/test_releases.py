@@ -27,7 +27,7 @@ RATIO = "zero_optimization.offload_optimizer.ratio"
 REMOVED = releases.read_known_keys().removed
 
 
-QGZ = "zero_optimization.zero_quantized_gradients"
+SWITCHES = ("zero_optimization.zero_quantized_gradients", "zero_optimization.offload_optimizer.super_offload")
 
 
 @pytest.fixture
@@ -83,16 +83,17 @@ def test_explain_warns_of_a_ratio_below_one() -> None:
     assert judge(3, 1) == judge(3, "auto") == judge(2, 0.3) == []
 
 
-def test_quantized_gradients_of_a_users_config_are_warned_of() -> None:
+@pytest.mark.parametrize("key", SWITCHES)
+def test_a_switch_of_a_users_config_that_is_wrong_is_warned_of(key: str) -> None:
     def list_faults(value: Any) -> list[str]:
-        return [fault.key for fault in find_tolerated(question().ladder, "bf16", nest_key(QGZ, value))]
+        return [fault.key for fault in find_tolerated(question().ladder, "bf16", nest_key(key, value))]
 
-    assert (list_faults(True), list_faults(False)) == ([QGZ], [])
-    config = merge({"zero_optimization": {"stage": 3}}, nest_key(QGZ, True))
+    assert (list_faults(True), list_faults(False)) == ([key], [])
+    config = merge({"zero_optimization": {"stage": 3}}, nest_key(key, True))
     found = find_problems(
         Question(config=config, installed=InstalledKeys(version="0.19.8", defaults={})), EXPLAIN_RULES
     )
-    assert ("warning", f"leave {QGZ} out") in [(each.severity, each.hint) for each in found if each.key == QGZ]
+    assert ("warning", f"leave {key} out") in [(each.severity, each.hint) for each in found if each.key == key]
 
 
 @pytest.mark.parametrize("key", REMOVED)

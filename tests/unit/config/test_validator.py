@@ -329,6 +329,7 @@ def test_a_key_that_deepspeed_would_pass_over_without_a_word_is_told() -> None:
         ({"optimizer": {"type": "Muon"}}, "optimizer.type"),
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size"),
         ({"compile": {"passes": ["z1", "autosp"]}}, "compile.passes"),
+        ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
     ],
 )
 def test_what_no_fit_chooses_is_noted_with_its_reason(config: dict[str, Any], key: str) -> None:
