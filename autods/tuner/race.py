@@ -136,13 +136,24 @@ class _Race:
             if rival.out is None and not self._may_go_on():
                 rival.out = "not tried: the budget is spent"
             if rival.out is None:
-                rival.enter(entry_size, self.score_to_beat())
+                rival.enter(self._cut_entry(rival, entry_size, size), self.score_to_beat())
                 decisive = (rival.entry or rival.records)[-1]  # a large batch can fail where the rung does not
                 self.lessons = self.lessons.add(rung, decisive.outcome)
             self.contestants.append(rival)
         for contestant in (self.leader(), *rivals):
             self._grow(contestant)
         return rivals
+
+    def _cut_entry(self, rival: Contestant, entry_size: int, size: int) -> int:
+        """The micro batch to enter with: `size` where one step at a larger one exceeds the budget of a short trial.
+
+        A rival that comes close to the leader by its forecast enters at its best all the same. A slower one shows at
+        any size whether a larger one could win.
+        """
+        step, prospect = self.context.forecaster.step_time(rival.trial_at(entry_size)), rival.prospect
+        if step is None or prospect is None or prospect.rate >= self.score_to_beat():
+            return entry_size
+        return min(entry_size, size) if step.seconds > rival.steps.budget_s else entry_size
 
     def _why_hopeless(self, rival: Contestant) -> str | None:
         """The reason that a contestant should not be tried by its forecast; None where it may lead.

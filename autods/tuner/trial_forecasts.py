@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ from ..forecast.predict.calibration import (
     observe_trial,
 )
 from ..forecast.predict.step_time import least_step_s
-from ..forecast.predict.verdict import forecast_speed
+from ..forecast.predict.verdict import forecast_speed, replay_at_limit
 from ..forecast.simulate.client import ProcessSimulator
 from ..forecast.simulation_cache import (
     SimulationCache,
@@ -66,8 +67,15 @@ class Forecaster:
         return None
 
     def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:
-        """The largest of these micro batches (ascending) that should fit in `usable_bytes`; None when unknown."""
+        """The largest of these micro batches (ascending) that should fit in `usable_bytes`; None when unknown.
+
+        It should not run full in each step either, unless all of them do.
+        """
         return None
+
+    def runs_full(self, trial: Trial) -> bool:
+        """Whether the trial's allocator should give cached memory back in each step; False when unknown."""
+        return False
 
     def choose_allocator(self, trial: Trial) -> Trial:
         """The trial with the segments of torch's allocator that its forecast asks for."""
@@ -137,6 +145,7 @@ class TrialForecaster(Forecaster):
     _failed: dict[tuple[str, int], AutodsError] = field(default_factory=dict)
     _reported: set[str] = field(default_factory=set)
     _expandable: dict[tuple[str, int], bool] = field(default_factory=dict)  # by `memory_key` and micro batch
+    _full: dict[tuple[str, int, bool, int], bool] = field(default_factory=dict)  # by what `runs_full` depends on
     _least: int = 1  # the model cannot be trained with a smaller micro batch
 
     def prepare(self, trials: Iterable[Trial]) -> None:
@@ -163,16 +172,44 @@ class TrialForecaster(Forecaster):
         return forecast
 
     def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:
-        """Return the largest micro batch that should fit in `usable_bytes` of the device; None when unknown."""
+        """Return the largest micro batch that should fit in `usable_bytes` of the device; None when unknown.
+
+        Where its allocator should run full in each step, it is the largest below it at which that should not happen.
+        Where it should happen at all of them, it is the largest that fits.
+        """
         sizes = [size for size in sizes if size >= self._least]
         spec = make_trial_engine(self.settings, self.facts, trial)
         spec = replace(spec, machine=replace(self.settings.site.machine, device_bytes=int(usable_bytes)))
         try:
             with self.cache.open(spec) as engine:
-                return engine.find_largest(sizes, observations=tuple(self.observations.values())).micro_batch
+                largest = engine.find_largest(sizes, observations=tuple(self.observations.values())).micro_batch
         except AutodsError as error:
             smallest = min(sizes, default=_LARGEST_FIRST_MICRO_BATCH)
             return self.largest(trial, sizes, usable_bytes) if self._can_retry(trial.rung, smallest, error) else None
+        if largest is None:
+            return None
+
+        def is_full(size: int) -> bool:
+            return self.runs_full(replace(trial, knobs=replace(trial.knobs, micro_batch=size)))
+
+        fitting = sizes[: bisect_right(sizes, largest)]
+        if not is_full(largest) or is_full(fitting[0]):
+            return largest
+        return fitting[bisect_left(fitting, True, key=is_full) - 1]
+
+    def runs_full(self, trial: Trial) -> bool:
+        """Return whether the trial's allocator should give cached memory back in each step; False when unknown."""
+        spec, micro_batch = make_trial_engine(self.settings, self.facts, trial), trial.knobs.micro_batch
+        try:
+            simulation = self._simulate(trial)
+        except AutodsError:
+            return False
+        forecast = self.cache.judge(spec, simulation, self.observations.values(), advise=False, roughly=True)
+        key = memory_key(spec), micro_batch, forecast.expandable, forecast.overhead_bytes
+        if key not in self._full:
+            replayed = replay_at_limit(simulation, forecast, only_if_well=True)
+            self._full[key] = replayed is not None and replayed.ran_out is None and not replayed.runs_well
+        return self._full[key]
 
     def choose_allocator(self, trial: Trial) -> Trial:
         """Return the trial, with segments that grow where its forecast needs them. A config keeps the first choice."""

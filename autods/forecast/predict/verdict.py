@@ -192,16 +192,17 @@ def forecast_speed(
     )
 
 
-def replay_at_limit(simulation: Simulation, forecast: RungForecast) -> Replay | None:
+def replay_at_limit(simulation: Simulation, forecast: RungForecast, *, only_if_well: bool = False) -> Replay | None:
     """Return the replay of a GPU's trace at the device's limit; None where no limit is known or nothing is left of it.
 
     It has three optimizer steps, where the trace has two alike. The forecast is that of the simulation.
+    `only_if_well` stops it as in `replay`.
     """
     limit_bytes = forecast.memory["device"].limit_bytes if "device" in forecast.memory else None
     if limit_bytes is None or (left_bytes := limit_bytes - forecast.overhead_bytes) <= 0:
         return None
     trace = repeat_last_step(simulation.traces["device"])
-    return replay(trace, expandable=forecast.expandable, limit_bytes=left_bytes)
+    return replay(trace, expandable=forecast.expandable, limit_bytes=left_bytes, only_if_well=only_if_well)
 
 
 def may_fit_offloaded(forecast: RungForecast | None) -> bool:

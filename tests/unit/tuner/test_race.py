@@ -131,6 +131,9 @@ class Foreseeing:
     def step_time(self, trial: Trial) -> StepForecast | None:
         return None
 
+    def runs_full(self, trial: Trial) -> bool:
+        return False
+
     def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:
         sized = [replace(trial, knobs=replace(trial.knobs, micro_batch=size)) for size in sizes[:1024]]
         fitting = [one for one in sized if self.machine.peak_gib(one) * GIB <= usable_bytes]
@@ -687,6 +690,37 @@ def test_after_an_allocator_ran_full_a_quarter_less_is_tried(raced: Callable[...
     machine.answer = run_full  # type: ignore[method-assign]
     assert won(raced(machine, forecaster=Timing(machine))) == ("ddp", 20)
     assert machine.sizes("ddp")[:2] == [24, 18]
+
+
+class FullAtAnySize(Timing):
+    """Forecasts that allocators run full at every micro batch."""
+
+    def runs_full(self, trial: Trial) -> bool:
+        return trial.rung == "zero1"
+
+
+def test_a_rival_that_runs_full_at_any_size_is_tried_once(raced: Callable[..., FitResult]) -> None:
+    machine = Machine(CLOSE_BEHIND)
+    answer = machine.answer
+
+    def run_full(trial: Trial) -> Outcome:
+        outcome = answer(trial)
+        return replace(outcome, alloc_retries=2) if isinstance(outcome, Fit) and trial.rung == "zero1" else outcome
+
+    machine.answer = run_full  # type: ignore[method-assign]
+    assert won(raced(machine, forecaster=FullAtAnySize(machine)))[0] == "ddp"
+    assert machine.sizes("zero1") == [24]
+
+
+@pytest.mark.parametrize(("sample_s", "tried"), [(0.1, [24]), (4.0, [4])])
+def test_a_slower_rival_with_long_steps_enters_small(
+    raced: Callable[..., FitResult], sample_s: float, tried: list[int]
+) -> None:
+    """At twice the leader's micro batch, where a step at the one for its memory exceeds the budget of a trial."""
+    leader = Rung(gib=11, fixed_s=0.1 * sample_s, sample_s=sample_s)
+    machine = Machine({"ddp": leader, "zero1": Rung(gib=3, fixed_s=5 * sample_s, sample_s=sample_s)})
+    assert won(raced(machine, forecaster=Timing(machine)))[0] == "ddp"
+    assert machine.sizes("zero1")[:1] == tried
 
 
 def test_growth_tries_no_size_without_a_forecast_gain(raced: Callable[..., FitResult]) -> None:

@@ -11,7 +11,7 @@ from autods.forecast.predict.prices import Work, read_constants
 from autods.forecast.predict.step_time import BITS, RUN, Schedule
 from autods.forecast.simulation_cache import SimulationCache
 from autods.forecast.testing import Script, ScriptedSimulator, fail_with, simulate_peaks
-from autods.forecast.values import EngineSpec, Simulation, Trace
+from autods.forecast.values import EngineSpec, ForecastPhase, Simulation, Trace
 from autods.journal import trial_key
 from autods.runner.testing import fit, out_of_memory
 from autods.tuner.candidates import list_candidates
@@ -165,6 +165,29 @@ def test_the_largest_micro_batch_is_found_on_one_engine() -> None:
     assert found is not None
     assert 9 <= found <= 13  # 2 GiB and one a sample, and what a process needs besides
     assert len(simulator.engines) == 1
+
+
+def gives_back_late(spec: EngineSpec, micro_batch: int) -> Simulation:
+    """Its allocator holds each step's first block until the step ends, and a second one of that size needs room."""
+    size = (micro_batch + 1) * GIB // 2
+    step = [(size, ~0, size, ~1), (size, ~2, size, ~3, MIB)]
+    marks: tuple[tuple[int, ForecastPhase], ...] = ((0, "forward"), (4, "step"), (4, "forward"), (9, "step"))
+    trace = Trace(events=[*step[0], *step[1]], marks=marks, held={0: 4, 2: 9})
+    return replace(grows(spec, micro_batch), live_bytes={}, traces={"device": trace})
+
+
+def test_the_largest_micro_batch_does_not_run_full() -> None:
+    made, _, _ = make_forecaster(gives_back_late)
+    largest = made.largest(trial(), range(1, 65), 15 * GIB)
+    assert largest is not None
+    assert 10 <= largest <= 14  # half of 16 GiB each, less what a process needs; once it would be twice as much
+    assert not made.runs_full(trial(micro_batch=largest))
+    assert made.runs_full(trial(micro_batch=largest + 1))
+
+
+def test_where_all_run_full_the_largest_is_the_one_that_fits() -> None:
+    made, _, _ = make_forecaster(gives_back_late)
+    assert made.largest(trial(), range(16, 65), 15 * GIB) in range(20, 30)
 
 
 def test_a_batch_that_cannot_be_simulated_bounds_the_search() -> None:
