@@ -27,6 +27,7 @@ from .deepspeed import (
     merge,
     use_documented_names,
 )
+from .key_rules import find_unfilled_auto
 from .library_configs import (
     are_training_arguments,
     fill_in_arguments,
@@ -35,8 +36,9 @@ from .library_configs import (
     make_accelerates_config,
     read_yaml_config,
 )
+from .problems import Question, find_problems
 from .trainers import find_library
-from .validator import SEARCH_RULES, Question, find_problems, find_unfilled_auto
+from .validator import SEARCH_RULES
 
 # Strings, which stay, and comments; then strings and trailing commas. DeepSpeed reads its files as Hjson.
 # A string or comment without an end is one match, too: a search for each end would take minutes in a large file.

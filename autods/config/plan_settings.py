@@ -35,10 +35,10 @@ from .catalogue import (
 )
 from .checkpointing import State, read_state
 from .deepspeed import count_replicas
+from .key_rules import find_misspelt_keys
 from .releases import find_wrong_stages
 from .rungs import Rung
 from .settings import Settings, choose_folder, parse_time, resolve_fit, select_ladder
-from .validator import find_misspelt_keys
 
 _ASSUMED = ", assumed"  # at the end of the name of a network in the catalogue
 _MOST_IN_A_NODE = 16  # cards; DGX-2 and AWS p2.16xlarge have them

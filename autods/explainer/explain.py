@@ -20,8 +20,9 @@ from ..config.deepspeed import (
     use_documented_names,
 )
 from ..config.plan_settings import PlanSettings, resolve_plan
+from ..config.problems import InstalledKeys, Problem, Question, find_problems, walk_keys
 from ..config.rungs import Rung, State
-from ..config.validator import EXPLAIN_RULES, InstalledKeys, Problem, Question, find_problems, walk_keys
+from ..config.validator import EXPLAIN_RULES
 from ..errors import InputError
 from ..forecast.values import BUILT_BY_SCRIPT, ForecastListener, RungForecast, StartSimulator
 from ..planner.plan import plan

@@ -16,7 +16,8 @@ from dataclasses import asdict
 from typing import Any, get_args
 
 from ..config.deepspeed import get_key, read_known_keys
-from ..config.validator import OPEN_SECTIONS, InstalledKeys
+from ..config.key_rules import OPEN_SECTIONS
+from ..config.problems import InstalledKeys
 from ..errors import EnvironmentBroken
 from ..schema import read_as
 from ..system.processes import ask_module

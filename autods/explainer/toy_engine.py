@@ -18,7 +18,7 @@ from ..config.deepspeed import (
     nest_key,
     without_monitors,
 )
-from ..config.validator import Problem, Question, walk_keys
+from ..config.problems import Problem, Question, walk_keys
 from ..forecast.simulate.client import ProcessSimulator
 from ..forecast.simulate.protocol import SimulationFailed
 from ..forecast.values import EngineSpec, Simulator

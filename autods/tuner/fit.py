@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..config.base_config import precision_name
+from ..config.key_rules import find_misspelt_keys
 from ..config.profiles import Profile
 from ..config.releases import name_defaults
 from ..config.settings import Settings, apply_survey
 from ..config.trainers import find_library
-from ..config.validator import find_misspelt_keys
 from ..devices import DEVICES, find_device
 from ..diagnosis.trial_outcome import make_input_error
 from ..errors import EnvironmentBroken, InputError

@@ -289,7 +289,8 @@ def ask_engine(config: Config, ranks: int) -> str:
 
 def find_errors(config: Config, ranks: int) -> list[Any]:
     """The errors that explain's rules find."""
-    from autods.config.validator import EXPLAIN_RULES, Question, find_problems
+    from autods.config.problems import Question, find_problems
+    from autods.config.validator import EXPLAIN_RULES
     from autods.explainer.installed import describe
 
     question = Question(config=config, installed=describe(config), ranks=ranks)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ...config.validator import Severity
+from ...config.problems import Severity
 from ...diagnosis import Diagnosis
 from ...units import format_bytes
 from .. import document as doc

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...config.validator import Problem
+from ...config.problems import Problem
 from ...types import Tier
 from .shown import Shown
 

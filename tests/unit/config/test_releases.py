@@ -11,10 +11,11 @@ import pytest
 from autods.config import releases
 from autods.config.base_config import check_base_config
 from autods.config.deepspeed import get_key, merge, nest_key
+from autods.config.problems import InstalledKeys, Problem, Question, find_problems
 from autods.config.releases import find_tolerated, find_wrong_stages, name_defaults
 from autods.config.rungs import Rung, unmet_need
 from autods.config.trainers import SCRIPT_KINDS
-from autods.config.validator import EXPLAIN_RULES, InstalledKeys, Problem, Question, find_problems
+from autods.config.validator import EXPLAIN_RULES
 from autods.errors import InputError
 from autods.explainer.installed import describe
 from autods.inspector import examine

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from autods.config.deepspeed import BATCH_KEYS, merge, nest_key
-from autods.config.validator import EXPLAIN_RULES, SEARCH_RULES, Problem, Question, find_misspelt_keys, find_problems
+from autods.config.key_rules import find_misspelt_keys
+from autods.config.problems import Problem, Question, find_problems
+from autods.config.validator import EXPLAIN_RULES, SEARCH_RULES
 from autods.explainer.explain import read_meanings
 from autods.explainer.installed import describe
 from tests.support.ds_configs import GUIDE, PRETRAINING, TRAINER

@@ -16,7 +16,7 @@ from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
 from autods import api
 from autods.cli.main import main
 from autods.config.deepspeed import get_key
-from autods.config.validator import Problem
+from autods.config.problems import Problem
 from autods.errors import InputError
 from autods.explainer import explain as explainer
 from autods.explainer.explain import ExplainSettings, explain, make_rung, resolve_explain

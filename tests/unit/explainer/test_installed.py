@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from autods.config.validator import OPEN_SECTIONS, InstalledKeys
+from autods.config.key_rules import OPEN_SECTIONS
+from autods.config.problems import InstalledKeys
 from autods.explainer.explain import read_meanings
 from autods.explainer.installed import describe
 

@@ -1,0 +1,170 @@
+"""Rules about what a config does: contradictions, keys without effect, switches and sizes that hurt, known faults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from .deepspeed import BATCH_KEYS, enabled_half_precision, read_known_keys
+from .problems import PARTS, ZERO, Problem, Question, Severity, error, is_number, note, walk_keys, warning
+from .releases import find_faults
+
+HALVES = ("fp16", "bf16")
+_SMALL_BUCKET = 1_000_000  # elements: 2 MB a message; NCCL reaches its bandwidth from some MB on
+_LARGE_BUCKET = 1_000_000_000
+_SLOW_SWITCHES = {
+    "wall_clock_breakdown": "it waits for the GPU several times a step",
+    "memory_breakdown": "it waits for the GPU several times a step",
+    "comms_logger.enabled": "it waits for the GPU after each collective",
+    "flops_profiler.enabled": "it turns wall_clock_breakdown on, which waits for the GPU several times a step",
+}
+_DYNAMIC_SCALE = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
+_ONLY_NVME = (
+    "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write", "fast_init",
+)  # fmt: skip
+
+
+def find_two_precisions(question: Question) -> Iterator[Problem]:
+    on = [key for key in (*HALVES, "amp") if question.get(f"{key}.enabled") is True]
+    if len(on) > 1:
+        problem = f"{on[0]} and {on[1]} are both enabled; a model trains in one precision"
+        yield error(on[0], problem, 'set "enabled": false in one of them')
+
+
+def find_contradictions(question: Question) -> Iterator[Problem]:
+    if all(question.config.get(key) is None for key in BATCH_KEYS):
+        yield error(BATCH_KEYS[0], "DeepSpeed needs train_batch_size or train_micro_batch_size_per_gpu")
+    for part in PARTS:
+        if question.offload_device(part) == "nvme" and not question.get(f"{ZERO}.offload_{part}.nvme_path"):
+            yield error(f"{ZERO}.offload_{part}", "NVMe has no nvme_path", "name a folder on the disk")
+    if question.offload_device("optimizer") == "nvme" and question.stage in (1, 2):
+        problem = "only stage 3 swaps optimizer states to NVMe"
+        yield error(f"{ZERO}.offload_optimizer.device", problem, "take cpu, or stage 3")
+    optimizer, schedule = question.get("optimizer.type"), question.get("scheduler.type")
+    if not question.installed.has_optimizer:
+        yield error("optimizer.type", f"neither DeepSpeed nor torch.optim has {optimizer!r}", "AdamW, say")
+    if schedule is not None and question.installed.schedule_arguments is None:
+        yield error("scheduler.type", f"DeepSpeed has no schedule {schedule!r}")
+    lr, top = question.get("optimizer.params.lr"), question.get("scheduler.params.warmup_max_lr")
+    if isinstance(lr, int | float) and isinstance(top, int | float) and lr != top:
+        problem = f"the schedule goes to {top}, whatever optimizer.params.lr ({lr}) says"
+        yield warning("scheduler.params.warmup_max_lr", problem, "give one value to both")
+    warm, total = (question.get(f"scheduler.params.{name}") for name in ("warmup_num_steps", "total_num_steps"))
+    if isinstance(warm, int) and isinstance(total, int) and warm >= total:
+        problem = f"the warm-up ({warm}) is as long as the training ({total})"
+        yield error("scheduler.params.warmup_num_steps", problem)
+
+
+def find_ignored(question: Question) -> Iterator[Problem]:
+    """Keys that have no effect because of another one."""
+    stages, stage = read_known_keys().zero_optimization, question.stage
+    for name in question.zero:
+        if name in stages and stage not in stages[name]:
+            obeying = ", ".join(str(each) for each in stages[name])
+            yield note(f"{ZERO}.{name}", f"stage {stage} ignores it; it is for stage {obeying}", "leave it out")
+    for part, least in (("param", 3), ("optimizer", 1)):
+        if question.offload_device(part) != "none" and stage < least:
+            hint = f"take stage {least}" + (" or more" if least < 3 else "")
+            yield warning(f"{ZERO}.offload_{part}", f"stage {stage} has nothing to offload here", hint)
+    fp16 = question.get("fp16")
+    if isinstance(fp16, Mapping):
+        if not fp16.get("enabled"):
+            yield from _note_idle("fp16", [name for name in fp16 if name != "enabled"], "fp16 is off")
+        elif fp16.get("loss_scale") not in (None, 0, "auto"):
+            adapting = [name for name in fp16 if name in _DYNAMIC_SCALE]
+            problem = f"loss_scale {fp16['loss_scale']} is fixed"
+            yield from _note_idle("fp16", adapting, problem, "give loss_scale 0 to adapt it")
+    devices = {part: question.offload_device(part) for part in PARTS}
+    for part, device in devices.items():
+        section = question.get(f"{ZERO}.offload_{part}")
+        if isinstance(section, Mapping) and device != "nvme":
+            swapping = [name for name in section if name in _ONLY_NVME]
+            yield from _note_idle(f"{ZERO}.offload_{part}", swapping, f"the device is {device}, not NVMe")
+    if "aio" in question.config and "nvme" not in devices.values():
+        yield note("aio", "nothing is offloaded to NVMe, so it has no effect")
+
+
+def _note_idle(section: str, names: Sequence[str], reason: str, hint: str = "") -> Iterator[Problem]:
+    """One note on keys of a section that have no effect for the same reason."""
+    if names:
+        have = "they have" if len(names) > 1 else "it has"
+        yield note(f"{section}.{_name_first(names)}", f"{reason}, so {have} no effect", hint)
+
+
+def _name_first(names: Sequence[str]) -> str:
+    """'overlap_comm and 2 more'."""
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+
+
+def find_auto(question: Question) -> Iterator[Problem]:
+    defaults = question.installed.defaults
+    names = [name for name, value in walk_keys(question.config) if value == "auto" and defaults.get(name) != "auto"]
+    if names:
+        problem = '"auto" is filled in by the Hugging Face Trainer and accelerate only'
+        yield note(_name_first(names), problem, "elsewhere give a value")
+
+
+def find_sizes_that_hurt(question: Question) -> Iterator[Problem]:
+    """Buckets that are too small or too large."""
+    stages, stage = read_known_keys().zero_optimization, question.stage
+    for name in ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size"):
+        size = question.zero.get(name)
+        if not is_number(size) or stage not in stages[name]:
+            continue
+        problem = None
+        if 0 < size < _SMALL_BUCKET:
+            problem = f"{size:,.0f} elements make many small messages, whose latency decides"
+        elif size > _LARGE_BUCKET:
+            problem = f"a buffer of {size:,.0f} elements is more than most GPUs can spare"
+        if problem is not None:
+            yield warning(f"{ZERO}.{name}", problem, "1e7 to 5e8 are usual")
+    name = "stage3_param_persistence_threshold"
+    if stage == 3 and question.zero.get(name) == 0:
+        problem = "even biases and norms are collected for each use, in many tiny messages"
+        yield warning(f"{ZERO}.{name}", problem, "1e4 to 1e6 are usual")
+
+
+def find_harmful(question: Question) -> Iterator[Problem]:
+    """Switches that DeepSpeed takes, and that hurt speed or memory."""
+    stage = question.stage
+    for part in PARTS:
+        name = f"{ZERO}.offload_{part}.pin_memory"
+        if question.offload_device(part) != "none" and question.get(name) is False:
+            problem = "copies from unpinned memory are slower, and wait for each other"
+            yield warning(name, problem, "true, if host memory allows it")
+    if stage and question.zero.get("contiguous_gradients") is False:
+        problem = "gradients of all sizes stay where they appear, which fragments the device's memory"
+        yield warning(f"{ZERO}.contiguous_gradients", problem, "leave it true")
+    if stage in (1, 2) and question.zero.get("reduce_scatter") is False:
+        problem = "each GPU receives all averaged gradients, about twice the bytes"
+        yield warning(f"{ZERO}.reduce_scatter", problem, "leave it true")
+    for name, problem in _SLOW_SWITCHES.items():
+        if question.get(name) is True:
+            yield warning(name, problem, "turn it off for real training")
+    halves = [question.get(f"{name}.enabled") for name in (*HALVES, "torch_autocast")]
+    if enabled_half_precision(question.config) is None and True not in halves and "auto" not in halves:
+        problem = "no half precision is enabled: fp32 takes twice the memory, and is several times slower"
+        yield warning("bf16", problem, 'give "bf16": {"enabled": true}')
+    if stage == 0 and ZERO in question.config:
+        yield note(f"{ZERO}.stage", "stage 0 is plain data parallelism: every GPU holds all states")
+    clips_at = question.installed.defaults.get("gradient_clipping")
+    if "gradient_clipping" not in question.config and clips_at:
+        problem = f"it is not given, and this DeepSpeed clips at {clips_at} then"
+        yield note("gradient_clipping", problem, "0 turns clipping off")
+
+
+def find_unchosen(question: Question) -> Iterator[Problem]:
+    """Features that are not for the ladder, so that no fit compares rungs with and without them."""
+    for row, reason in read_known_keys().unchosen.items():
+        key, _, wanted = row.partition("=")
+        value = question.get(key)
+        if value and wanted in str(value).lower():
+            yield note(key, f"no fit chooses it: {reason}", "try it by hand against the config that a fit finds")
+
+
+def find_release_faults(question: Question) -> Iterator[Problem]:
+    """What the installed release does wrong, or slowly, at this stage, and no error shows."""
+    for fault in find_faults(question.installed.version):
+        if fault.concerns(question.stage, enabled_half_precision(question.config) or "fp32", question.config):
+            severity: Severity = "error" if fault.effect == "wrong" else "warning"
+            text = fault.describe(question.installed.version)
+            yield Problem(severity=severity, key=fault.key, problem=text, hint=fault.remedy)
