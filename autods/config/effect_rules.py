@@ -24,6 +24,7 @@ _ONLY_NVME = (
 
 
 def find_two_precisions(question: Question) -> Iterator[Problem]:
+    """Sections of two precisions that are both on."""
     on = [key for key in (*HALVES, "amp") if question.get(f"{key}.enabled") is True]
     if len(on) > 1:
         problem = f"{on[0]} and {on[1]} are both enabled; a model trains in one precision"
@@ -31,6 +32,7 @@ def find_two_precisions(question: Question) -> Iterator[Problem]:
 
 
 def find_contradictions(question: Question) -> Iterator[Problem]:
+    """Keys that lack another one, or that another one rules out."""
     if all(question.config.get(key) is None for key in BATCH_KEYS):
         yield error(BATCH_KEYS[0], "DeepSpeed needs train_batch_size or train_micro_batch_size_per_gpu")
     for part in PARTS:
@@ -96,6 +98,7 @@ def _name_first(names: Sequence[str]) -> str:
 
 
 def find_auto(question: Question) -> Iterator[Problem]:
+    """Each "auto" that the Hugging Face Trainer or accelerate has to fill in; one note on all of them."""
     defaults = question.installed.defaults
     names = [name for name, value in walk_keys(question.config) if value == "auto" and defaults.get(name) != "auto"]
     if names:

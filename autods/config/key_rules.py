@@ -220,6 +220,7 @@ def find_unknown(question: Question) -> Iterator[Problem]:
 
 
 def find_deprecated(question: Question) -> Iterator[Problem]:
+    """Keys with a successor."""
     for name, _ in walk_keys(question.config):
         if successor := question.installed.replaced.get(name):
             yield warning(name, "DeepSpeed has deprecated it", f'give "{successor}" instead')

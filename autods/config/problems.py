@@ -113,14 +113,17 @@ def walk(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def error(key: str, problem: str, hint: str = "") -> Problem:
+    """Return what DeepSpeed refuses, or trains otherwise."""
     return Problem(severity="error", key=key, problem=problem, hint=hint)
 
 
 def warning(key: str, problem: str, hint: str = "") -> Problem:
+    """Return what DeepSpeed takes, and its user can hardly want."""
     return Problem(severity="warning", key=key, problem=problem, hint=hint)
 
 
 def note(key: str, problem: str, hint: str = "") -> Problem:
+    """Return what its user may want to know."""
     return Problem(severity="note", key=key, problem=problem, hint=hint)
 
 
@@ -131,8 +134,10 @@ def shorten(value: Any) -> str:
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
+    """Whether JSON would call it a number; true is none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def is_count(value: Any) -> TypeGuard[int]:
+    """Whether it is a whole number above 0."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
