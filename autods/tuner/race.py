@@ -370,14 +370,19 @@ class _Race:
                 self._grow(contestant)
 
     def _close_to_leader(self) -> list[tuple[Record, Contestant]]:
-        """The trials that led, give or take the noise, best first.
+        """The trials that led, give or take the noise, best first; half the noise where the forecast, too, is slower.
 
         The runner-up is among them, unless the forecast agrees that it is slower.
         Where micro batches of one config are similar, the largest is kept unless a smaller one was clearly faster.
         """
-        score, least, fitting = self.context.score, self.score_to_beat(), self._fitting()
+        score, leader, fitting = self.context.score, self.leader(), self._fitting()
+
+        def is_close(record: Record, contestant: Contestant) -> bool:
+            doubt = self.context.noise / (2 if leader.is_forecast_faster(contestant) else 1)
+            return score(record) >= (1 - doubt) * leader.score
+
         timed = [(record, contestant) for contestant in fitting for record in contestant.eligible()]
-        close = [(record, contestant) for record, contestant in timed if score(record) >= least]
+        close = [(record, contestant) for record, contestant in timed if is_close(record, contestant)]
         close.sort(key=lambda item: score(item[0]), reverse=True)
         kept: list[tuple[Record, Contestant]] = []
         for record, contestant in close:
