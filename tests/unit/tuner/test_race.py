@@ -713,6 +713,24 @@ def test_a_rival_that_runs_full_at_any_size_is_tried_once(raced: Callable[..., F
     assert machine.sizes("zero1") == [24]
 
 
+class FullAbove12(Timing):
+    """Forecasts that allocators run full with more than 12 samples."""
+
+    def runs_full(self, trial: Trial) -> bool:
+        return trial.knobs.micro_batch > 12
+
+    def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:
+        return super().largest(trial, [size for size in sizes if size <= 12], usable_bytes)
+
+
+def test_growth_tries_no_size_that_should_run_full(raced: Callable[..., FitResult]) -> None:
+    machine = Machine({"ddp": Rung(gib=3)})  # room for 24
+    result = raced(machine, forecaster=FullAbove12(machine))
+    assert machine.sizes("ddp") == [12]
+    assert result.raced.growth.stop is not None
+    assert result.raced.growth.stop.reason.endswith("would make the allocator run full in each step")
+
+
 @pytest.mark.parametrize(("sample_s", "tried"), [(0.1, [24]), (4.0, [4])])
 def test_a_slower_rival_with_long_steps_enters_small(
     raced: Callable[..., FitResult], sample_s: float, tried: list[int]
