@@ -271,11 +271,13 @@ def _wait(work: WorkLog, real: Any, handle: Any, handle_dependency: bool = True)
     pieces: list[Any] = []
     for param in handle.params:
         pieces = [handle.partitions[0].as_strided((param.ds_numel,), (1,))]
-        work.launch_views(math.ceil(param.ds_numel / param.ds_tensor.ds_numel) - 1)
+        others = math.ceil(param.ds_numel / param.ds_tensor.ds_numel) - 1
+        work.launch_views(others)
         param.data = torch.cat(pieces).view(param.ds_shape).to(param.ds_tensor.dtype)
         param.ds_status = ZeroParamStatus.AVAILABLE
         if has_streams and handle_dependency:
             pieces[0].record_stream(accelerator.current_stream())
+            work.launch_views(others)
     handle.complete = True
     if has_streams and not handle_dependency:
         type(handle).data_buffer.append(pieces)

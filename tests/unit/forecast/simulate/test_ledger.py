@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from autods.forecast.predict.prices import Work
 from autods.forecast.simulate.ledger import DEVICE, HOST, PINNED, Ledger
 
 
@@ -182,3 +183,10 @@ def test_a_use_on_the_blocks_own_stream_holds_nothing(ledger: Ledger) -> None:
     ledger.use_on(used, SimpleNamespace(stream_id=0))
     del used.storage
     assert not ledger.trace(DEVICE).held
+
+
+def test_recording_a_stream_costs_the_host_a_call(ledger: Ledger) -> None:
+    used = Tensor(1, 512)
+    ledger.enter(used)
+    ledger.use_on(used, SimpleNamespace(stream_id=1))
+    assert Work(kind="view", launches=1) in ledger.work.schedule().works
