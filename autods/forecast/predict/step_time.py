@@ -171,6 +171,7 @@ class StepClocks:
         # What each stream was held by most, of its last wait and the work since then, and for how long.
         self._held_by: dict[int, Bound] = {}
         self._held_s: defaultdict[int, float] = defaultdict(float)
+        self._only_waited: set[int] = set()  # streams without work since their last wait: a further one belongs to it
         self._records: dict[int, tuple[float, Bound]] = {}
         self.spent: dict[Bound, float] = dict.fromkeys(BOUNDS, 0.0)
         # Since the default stream last waited for the host: the host's own work, and its waits for other streams.
@@ -224,6 +225,7 @@ class StepClocks:
             return
         if number in self._guessed:
             self._guessed_s += seconds
+        self._only_waited.discard(stream)
         start = self.streams[stream]
         if self.host > start:
             if stream == 0:
@@ -248,7 +250,10 @@ class StepClocks:
         if stream == 0:
             self.spent[cause] += waited
         else:
-            self._held_by[stream], self._held_s[stream] = cause, waited
+            before_s = self._held_s[stream] if stream in self._only_waited else 0.0
+            if waited >= before_s:
+                self._held_by[stream], self._held_s[stream] = cause, waited
+            self._only_waited.add(stream)
         self.streams[stream] = until
 
     def _hold_host(self, until: float, cause: Bound) -> None:

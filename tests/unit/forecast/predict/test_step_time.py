@@ -109,6 +109,18 @@ def test_work_after_a_collective_does_not_hide_it() -> None:
     assert step.bound == "communication"
 
 
+def test_a_second_short_wait_does_not_hide_the_first() -> None:
+    """As where numbers and their scales are gathered one after the other, and then dequantized."""
+    works = (*_WORKS, Work(kind="collective", bytes=10**7, ranks=2))
+    gather = (_switch(2), *[_run(_COLLECTIVE)] * 3, _record(1, 2), _run(len(_WORKS)), _record(2, 2))
+    dequantized = (_switch(1), _wait(1, 1), _wait(2, 1), _run(_KERNEL), _record(3, 1))
+    schedule = Schedule(events=(*gather, *dequantized, _switch(0), _wait(3, 0)), works=works)
+    prices = PriceList(machine=_MACHINE, ranks_per_node=2, efficiency=_PERFECT)
+    step = forecast_step(schedule, prices, _EXACT, accumulation=1)
+    assert step.seconds == pytest.approx(4.005)
+    assert step.bound == "communication"
+
+
 def test_a_wait_for_another_step_s_record_costs_nothing() -> None:
     assert _replay(_wait(7, 0), _run(_KERNEL)).seconds == pytest.approx(1)
 
