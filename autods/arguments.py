@@ -63,7 +63,9 @@ Prices = Annotated[
     ArgumentType((str, Real, Mapping), "a price, or a dict of machines and prices"),
 ]
 RankOfLora = Annotated[str | int, ArgumentType((str, Integral), "a rank such as 16, '16,q_proj,v_proj', or '4bit:16'")]
-Checkpointing = Annotated[str | bool, ArgumentType((str, bool), "'on', 'off', 'offload', True or False")]
+Checkpointing = Annotated[
+    str | bool, ArgumentType((str, bool), "'on', 'off', 'every-2', 'every-3', 'every-4', 'offload', True or False")
+]
 Counts = Annotated[int | str | Sequence[int], ArgumentType((object,), "a number, or several")]
 Axes = Annotated[
     Sequence[str] | Mapping[str, Iterable[Any]],

@@ -325,8 +325,8 @@ class PlanRequest(_MachineOptions, _LongSequenceOptions, WorkloadRequest):
     micro_batch: Count | None = option("Search", "Samples of a rank at a time.", "N", shown_default="1", most=10**6)
     checkpointing: Checkpointing | None = option(
         "Search",
-        "Recompute activations; offload also keeps the inputs of layers on the host.",
-        "on|off|offload",
+        "Recompute activations; every-2 of one in 2 layers; offload also keeps the inputs of layers on the host.",
+        "on|off|every-2|every-3|every-4|offload",
         shown_default="on, if the model can",
     )
     as_written: Switch = option(

@@ -262,12 +262,13 @@ Scalar = bool | int | float | str
 class Knobs:
     """The values that are tuned within a rung. `settings` maps a dotted DeepSpeed key to its value.
 
+    `checkpointing` recomputes the activations of all layers, or of one in so many.
     `expandable` lets torch's allocator grow its segments, see `Device.expand_segments`.
     """
 
     micro_batch: int = 1
     accumulation: int = 1
-    checkpointing: bool = True
+    checkpointing: bool | int = True
     expandable: bool = False
     settings: Mapping[str, Scalar] = field(default_factory=dict)
 
@@ -357,6 +358,7 @@ class ModelFacts:
     experts: int = 0  # of a layer of `deepspeed.moe`; 0: there is none
     seq_len: int | None = None
     trained_parameters: int | None = None  # those that are not frozen; None: all
+    alike_layers: int = 0  # that can be recomputed one by one
     longest_ratio: float = 1.0  # elements of a sample of build_longest_batch by those of build_batch; 1: has none
 
 

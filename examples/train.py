@@ -75,6 +75,7 @@ def main() -> None:
         model = peft.get_peft_model(model, peft.LoraConfig(**asked.lora), autocast_adapter_dtype=False)
     if asked.gradient_checkpointing:
         model.gradient_checkpointing_enable()
+        recompute_some_layers(model, asked.gradient_checkpointing)
         if config.get("activation_checkpointing", {}).get("cpu_checkpointing"):
             keep_inputs_on_host(model)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -96,7 +97,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--deepspeed_config", type=pathlib.Path, required=True)
     parser.add_argument("--model", type=pathlib.Path, default=pathlib.Path(__file__).with_name("gpt.py"))
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--gradient-checkpointing", action="store_true")
+    parser.add_argument(
+        "--gradient-checkpointing", type=int, nargs="?", const=1, default=0, metavar="K", help="of one in K layers"
+    )
     parser.add_argument(
         "--zero-init", action="store_true", help="stage 3 builds the model already divided over the ranks"
     )
@@ -134,6 +137,17 @@ def build_partitioned(workload, config: dict):
         model = workload.build_model()
     del known
     return model
+
+
+def recompute_some_layers(model, every: int) -> None:
+    """One in so many layers of each stack recomputes its activations, beginning with the first."""
+    import torch
+
+    for stack in model.modules():
+        if isinstance(stack, torch.nn.ModuleList):
+            layers = (layer for layer in stack if getattr(layer, "gradient_checkpointing", False))
+            for place, layer in enumerate(layers):
+                layer.gradient_checkpointing = place % every == 0
 
 
 def keep_inputs_on_host(model) -> None:

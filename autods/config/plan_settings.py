@@ -33,7 +33,7 @@ from .catalogue import (
     find_machines,
     make_hardware,
 )
-from .checkpointing import State, read_state
+from .checkpointing import STATES, State, read_state
 from .deepspeed import count_replicas
 from .key_rules import find_misspelt_keys
 from .releases import find_wrong_stages
@@ -82,7 +82,7 @@ def resolve_plan(request: PlanRequest, source: WorkloadSource, *, hardware: Hard
     """
     checkpointing = None if request.checkpointing is None else read_state(request.checkpointing)
     if checkpointing is None and request.checkpointing is not None:
-        problem = f"--checkpointing {request.checkpointing!r}: it is on, off or offload"
+        problem = f"--checkpointing {request.checkpointing!r}: it is one of {', '.join(STATES)}"
         raise InputError(problem, hint="give --checkpointing on")
     rungs = select_ladder(request)
     device = find_device(request.device)
@@ -92,8 +92,10 @@ def resolve_plan(request: PlanRequest, source: WorkloadSource, *, hardware: Hard
             place=source.path,
             hint="drop the option, or give the script's own arguments after --",
         )
-    if checkpointing == "offload" and source.form.runs_as_main:
-        problem = "--checkpointing offload is for models that autods builds: a script's code keeps its activations"
+    if checkpointing not in (None, "off", "on") and source.form.runs_as_main:
+        problem = (
+            f"--checkpointing {checkpointing} is for models that autods builds: a script's code keeps its activations"
+        )
         raise InputError(problem, place=source.path, hint="give --checkpointing on")
     if checkpointing is not None and source.keeps_checkpointing:
         raise InputError("--checkpointing and --keep-checkpointing contradict each other", hint="drop one of the two")

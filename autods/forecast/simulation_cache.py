@@ -238,6 +238,15 @@ class CachedEngine:
         self.cache.keep(self.spec, micro_batch, simulation)
         return simulation
 
+    def foresee(self, micro_batch: int) -> Simulation | None:
+        """Return the simulation that two others tell, the far end among them; None where they do not tell."""
+        self._simulate_far_end(micro_batch)
+        if self.cache.get(self.spec, micro_batch) is None:
+            line = self._find_line(micro_batch)
+            if line is None or not line.proves(micro_batch):
+                return None
+        return self.simulate(micro_batch)
+
     def forecast(self, micro_batch: int, *, on: EngineSpec | None = None) -> RungForecast:
         """Return the forecast on the engine's machine. `on` is the same engine on another one, to judge it there."""
         return self.cache.judge(on or self.spec, self.simulate(micro_batch))

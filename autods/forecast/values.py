@@ -99,7 +99,7 @@ class EngineSpec:
     ranks_per_node: int
     device_bytes: int
     device: str = "cuda"
-    checkpointing: bool = True
+    checkpointing: bool | int = True  # as in knobs
     zero_init: bool = False
     expandable: bool = False
     machine: Machine | None = None

@@ -7,7 +7,7 @@ The search for the largest micro batch tells what a smaller one needs; the other
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -21,6 +21,7 @@ from ..forecast.simulate.protocol import SimulationFailed
 from ..forecast.simulation_cache import CachedEngine, find_partitioned_build, offload_inputs
 from ..forecast.values import EngineSpec, PartitionedBuild, RungForecast
 from ..report.results.plan import Alternative
+from .partial_checkpointing import ShareChooser
 from .rung_forecasts import PlanRun, make_group_engine
 
 
@@ -32,6 +33,7 @@ def list_alternatives(run: PlanRun, site: Site, best: RungForecast) -> tuple[Alt
     alternatives = [*_list_micro_batches(run, site, spec, best.speed.micro_batch)]
     if run.facts.checkpointing:
         alternatives += _switch_checkpointing(run, site, spec, replace(spec, checkpointing=not spec.checkpointing))
+        alternatives += _recompute_in_part(run, site, spec, [best, *(each.forecast for each in alternatives)])
         if run.chooses_offload(spec) and not best.offloads_inputs and _waits(best.speed):
             alternatives += _switch_checkpointing(run, site, spec, offload_inputs(spec))
     return (*alternatives, *_list_rungs_by_name(run, site, spec, best.speed))
@@ -115,6 +117,24 @@ def _switch_checkpointing(run: PlanRun, site: Site, spec: EngineSpec, other: Eng
             return [first if size is None else _judge(run, site, engine, size, switched=True)]
     except SimulationFailed:
         return []
+
+
+def _recompute_in_part(run: PlanRun, site: Site, spec: EngineSpec, others: Sequence[RungForecast]) -> list[Alternative]:
+    """The best rung's engine `spec` with a share of its layers recomputed, where that is faster than the others."""
+    if run.settings.checkpointing is not None or not run.settings.largest or offloads_inputs(spec.ds_config):
+        return []
+    rates = [other.speed.samples_per_second for other in others if other.verdict != "cannot_fit" and other.speed]
+    with suppress(SimulationFailed):
+        with run.cache.open(spec) as whole, run.cache.open(replace(spec, checkpointing=False)) as none:
+            if run.cache.get(none.spec, site.micro_batch) is None:
+                return []
+            share = ShareChooser(run=run, site=site, all_layers=whole, none=none).choose()
+        if share is None or share.samples_per_second <= (1 + CLOSE) * max(rates):
+            return []
+        run.listen(Note(text=f"{spec.rung} with one in {share.every} layers recomputed", passing=True))
+        with run.cache.open(replace(spec, checkpointing=share.every)) as engine:
+            return [_judge(run, site, engine, share.micro_batch, switched=True)]
+    return []
 
 
 def _try_to_judge(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config.catalogue import Machine, Site
-from ..config.checkpointing import State, may_offload, set_state
+from ..config.checkpointing import State, may_offload, set_state, why_impossible
 from ..config.deepspeed import choose_accumulation, count_replicas, get_key, micro_batches, start_settings
 from ..config.plan_settings import PlanSettings
 from ..config.rungs import Rung, unmet_need
@@ -81,13 +81,12 @@ def holds_on(simulation: Simulation, spec: EngineSpec, machine: Machine) -> bool
 
 def choose_checkpointing(settings: PlanSettings, facts: ModelFacts) -> State:
     """Return whether activations are recomputed. Raises InputError when the model cannot although it should."""
-    if settings.checkpointing in ("on", "offload") and not facts.checkpointing:
-        raise InputError(
-            f"--checkpointing {settings.checkpointing}: the model has no gradient_checkpointing_enable()",
-            place=settings.source.path,
-            hint="drop the option, or give the model that method",
-        )
-    return settings.checkpointing or ("on" if facts.checkpointing else "off")
+    if settings.checkpointing is None:
+        return "on" if facts.checkpointing else "off"
+    if (reason := why_impossible(settings.checkpointing, facts, settings.source.form)) is not None:
+        hint = "drop the option" if facts.checkpointing else "drop the option, or give the model that method"
+        raise InputError(f"--checkpointing {settings.checkpointing}: {reason}", place=settings.source.path, hint=hint)
+    return settings.checkpointing
 
 
 def make_group_engine(

@@ -12,7 +12,7 @@ from math import isfinite
 from typing import Any
 
 from ..arguments import MOST_COUNT, show_value
-from ..config.checkpointing import read_state
+from ..config.checkpointing import STATES, read_state
 from ..config.deepspeed import get_key, read_known_keys
 from ..config.profiles import find_toml
 from ..config.releases import find_removed_keys
@@ -183,8 +183,10 @@ def _read_value(name: str, value: Any, option: str, rungs: Mapping[str, Rung]) -
         case "checkpointing":
             state = read_state(value)
             if state is None:
-                raise InputError(f"{option}: {value!r} is none of on, off, offload", hint="give on,off or on,offload")
-            return state if state == "offload" else state == "on"
+                raise InputError(
+                    f"{option}: {value!r} is none of {', '.join(STATES)}", hint="give on,off or on,offload"
+                )
+            return {"off": False, "on": True}.get(state, state)
         case "pin_memory":
             switch = value if isinstance(value, bool) else _SWITCHES.get(str(value).lower())
             if switch is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config.base_config import precision_name
-from ..config.checkpointing import find_state, read_state, set_state
+from ..config.checkpointing import find_state, read_state, set_state, why_impossible
 from ..config.deepspeed import accumulation_for, compose, count_replicas, find_broken_op, start_settings
 from ..config.rungs import Rung, unmet_need
 from ..config.settings import Settings, apply_survey
@@ -130,10 +130,8 @@ def _why_not(
     rung = settings.rung(trial.rung)
     if (reason := unmet_need(rung, settings.site, facts)) is not None:
         return reason
-    if trial.knobs.checkpointing and not facts.checkpointing:
-        return "the model has no gradient_checkpointing_enable()"
-    if find_state(trial.knobs) == "offload" and question.settings.source.form.runs_as_main:
-        return "a script's own code keeps its activations"
+    if (reason := why_impossible(find_state(trial.knobs), facts, question.settings.source.form)) is not None:
+        return reason
     config = compose_cell_config(question, trial, facts)
     precision = precision_name(config)
     if precision == "fp16" and "fp16" in problems:

@@ -1,4 +1,4 @@
-"""Whether and how a model recomputes its activations: off, on, or on with the inputs of its layers on the host."""
+"""Whether and how a model recomputes its activations: none, all or some layers, or from inputs on the host."""
 
 from __future__ import annotations
 
@@ -25,19 +25,36 @@ def _list_switched_on(model: Any) -> list[Any]:
     return [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
 
 
-def set_checkpointing(model: Any, *, on: bool, inputs_on_host: bool = False) -> None:
-    """Make the model recompute its activations in backward, or keep them.
+def list_alike_layers(model: Any) -> list[list[Any]]:
+    """List the layers that can be recomputed one by one, for each stack of layers."""
+    from torch import nn
+
+    stacks = [
+        [layer for layer in module if isinstance(getattr(layer, "gradient_checkpointing", None), bool)]
+        for part in list_recomputing(model)
+        for module in part.modules()
+        if isinstance(module, nn.ModuleList)
+    ]
+    return [stack for stack in stacks if stack]
+
+
+def set_checkpointing(model: Any, checkpointing: bool | int, *, inputs_on_host: bool = False) -> None:
+    """Make the model recompute its activations in backward, or keep them; with k, recompute one of k alike layers.
 
     With `inputs_on_host` the hidden states from which a layer recomputes wait for backward in pinned host memory.
     One that recomputes already goes on in its own way. transformers does it without reentering autograd, as every
     stage of DeepSpeed allows: `deepspeed/runtime/base_optimizer.py` has the extra care that the reentrant kind needs.
     """
+    on = bool(checkpointing)
     for module in list_recomputing(model):
         if on and not recomputes(module):
             _find_switch(module, "enable")()
             _rest_without_gradients(module)
         elif not on and (disable := _find_switch(module, "disable")) is not None:
             disable()
+    for stack in list_alike_layers(model) if checkpointing > 1 else ():
+        for place, layer in enumerate(stack):
+            layer.gradient_checkpointing = place % checkpointing == 0
     for module in _list_switched_on(model) if on and inputs_on_host else ():
         if (checkpoint := getattr(module, _CHECKPOINT, None)) is not None:
             setattr(module, _CHECKPOINT, _CheckpointOnHost(checkpoint))

@@ -95,7 +95,7 @@ class RankJob:
     ds_config: Mapping[str, Any] = field(default_factory=dict)
     micro_batch: int = 1
     accumulation: int = 1
-    checkpointing: bool = False
+    checkpointing: bool | int = False  # as in knobs
     expandable: bool = False
     steps: Steps = field(default_factory=Steps)
     exam: Exam | None = None

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..types import ModelFacts
 from ..workload.protocol import Workload, WorkloadError
-from .checkpointing import list_recomputing
+from .checkpointing import list_alike_layers, list_recomputing
 from .pipeline import build_whole, pipeline_facts
 
 DRAWS = 16  # of build_batch if the workload has no build_longest_batch: it may pad to random lengths
@@ -169,6 +169,7 @@ def describe_model(workload: Workload, model: Any, batch: Any) -> ModelFacts:
     return ModelFacts(
         **count_parameters(model),
         checkpointing=bool(list_recomputing(model)),
+        alike_layers=sum(map(len, list_alike_layers(model))),
         tokens_per_sample=sum(rows * tokens for rows, tokens in texts) or None,
         seq_len=texts[0][1] if texts else None,
         has_optimizer=workload.build_optimizer is not None,

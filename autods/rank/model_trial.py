@@ -180,13 +180,13 @@ def share_sequences(workload: Workload, ds_config: Mapping[str, Any]) -> Workloa
     return workload if sharers == 1 or share is None else share(workload, sharers)
 
 
-def build(workload: Workload, ds_config: Mapping[str, Any], *, checkpointing: bool) -> Any:
-    """Build the workload's model; with `checkpointing` it recomputes its activations, without it keeps them.
+def build(workload: Workload, ds_config: Mapping[str, Any], *, checkpointing: bool | int) -> Any:
+    """Build the workload's model, which recomputes its activations as `checkpointing` says, see `Knobs`.
 
     The config says whether it recomputes from inputs on the host.
     """
     model = workload.build()
-    set_checkpointing(model, on=checkpointing, inputs_on_host=offloads_inputs(ds_config))
+    set_checkpointing(model, checkpointing, inputs_on_host=offloads_inputs(ds_config))
     return model
 
 

@@ -65,6 +65,11 @@ def launch_lines(report: FitReport) -> Iterator[tuple[str, str]]:
             yield "model", f"import peft; model = peft.get_peft_model(model, peft.LoraConfig({arguments}))"
         if report.knobs.checkpointing:
             yield "model", "model.gradient_checkpointing_enable()  # as it was measured"
+        if report.knobs.checkpointing > 1:
+            yield (
+                "model",
+                f"recompute_some_layers(model, {report.knobs.checkpointing})  # the function of examples/train.py",
+            )
         if find_state(report.knobs) == "offload":
             yield "model", "keep_inputs_on_host(model)  # the function of examples/train.py; then deepspeed.initialize"
         yield "code", f"deepspeed.initialize(model=model, config={str(folder / DS_CONFIG)!r})"
@@ -168,7 +173,8 @@ def _program(report: FitReport, launcher: str) -> tuple[str, ...]:
         if trainer is None:  # accelerate's own file names the config
             config = () if launcher == "accelerate" else ("--deepspeed_config", str(values["ds_config"]))
             return (_OWN_SCRIPT, *config)
-        checkpointing = ["--gradient-checkpointing"] if report.knobs and report.knobs.checkpointing else []
+        every = report.knobs.checkpointing if report.knobs else False
+        checkpointing = ["--gradient-checkpointing", *([str(every)] if every > 1 else [])] if every else []
         return (trainer.path, *fill_placeholders(trainer.argv, values), *checkpointing)
     module_option = "--module" if launcher == "deepspeed" else "-m"
     program = (module_option, script.module) if script.module else (script.path,)

@@ -102,7 +102,7 @@ def in_precision(candidate: Candidate, precision: str) -> Candidate:
 
 def config_name(rung: str, knobs: Knobs, *, recomputes: bool) -> str:
     """The rung and its unusual knobs, for people. `recomputes`: the model supports gradient checkpointing."""
-    return f"{rung} {unusual_knobs(knobs, recomputes=recomputes or knobs.checkpointing)}".rstrip()
+    return f"{rung} {unusual_knobs(knobs, recomputes=recomputes or bool(knobs.checkpointing))}".rstrip()
 
 
 def unusual_knobs(knobs: Knobs, *, recomputes: bool) -> str:
@@ -110,9 +110,10 @@ def unusual_knobs(knobs: Knobs, *, recomputes: bool) -> str:
     words = []
     if any(f"{half}.enabled" in knobs.settings for half in _HALVES):
         words.append(f"in {next((half for half in _HALVES if knobs.settings.get(f'{half}.enabled')), 'fp32')}")
-    if knobs.checkpointing is not recomputes:
+    if bool(knobs.checkpointing) is not recomputes:
         words.append("recomputing" if knobs.checkpointing else "without checkpointing")
-    extras = ["inputs on the host"] if find_state(knobs) == "offload" else []
+    state = find_state(knobs)
+    extras = {"offload": ["inputs on the host"], "on": [], "off": []}.get(state, [f"checkpointing {state}"])
     extras += ["expandable segments"] if knobs.expandable else []
     return " ".join([*words, *([f"with {' and '.join(extras)}"] if extras else [])])
 
@@ -127,5 +128,5 @@ class DifferenceFromFirst:
 
     def __call__(self, trial: Trial) -> str:
         if self.recomputes is None:
-            self.recomputes = trial.knobs.checkpointing
+            self.recomputes = bool(trial.knobs.checkpointing)
         return unusual_knobs(trial.knobs, recomputes=self.recomputes)

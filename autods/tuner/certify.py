@@ -150,7 +150,7 @@ def find_reference(winner: Trial, reference: Record, context: FitContext) -> Tri
     trials = [
         replace(record.trial, knobs=replace(record.trial.knobs, checkpointing=recomputes))
         for record in fitting
-        if recomputes or not record.trial.knobs.checkpointing
+        if recomputes is True or is_as_lean(plain.trial.knobs, record.trial.knobs)
     ]
     same = [trial for trial in trials if is_same_maths(trial, plain.trial)]
     return max([plain.trial, *same], key=lambda trial: trial.knobs.micro_batch)

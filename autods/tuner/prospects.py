@@ -77,7 +77,7 @@ def find_prospect(candidate: Candidate, context: FitContext) -> Prospect | None:
 
 def has_choice(candidate: Candidate, context: FitContext) -> bool:
     """Whether the config may also be tried without checkpointing."""
-    return context.settings.profile.race.checkpointing and candidate.knobs.checkpointing
+    return context.settings.profile.race.checkpointing and bool(candidate.knobs.checkpointing)
 
 
 def favours(config: Candidate, other: Candidate, context: FitContext) -> bool:

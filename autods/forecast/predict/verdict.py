@@ -120,7 +120,7 @@ def _judge(
         for tier, interval in intervals.items()
         if interval.high_bytes
     }
-    offloads = spec.checkpointing and offloads_inputs(spec.ds_config)
+    offloads = bool(spec.checkpointing) and offloads_inputs(spec.ds_config)
     by_phase = _raise_to_peak(need.by_phase, device.peak_bytes)
     host_by_phase = by_phase if kind.shares_host_memory else _raise_to_peak(need.host_by_phase, host.peak_bytes)
 

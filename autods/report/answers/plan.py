@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ...config.catalogue import ASKED, HERE, Site
+from ...config.checkpointing import name_state
 from ...config.deepspeed import count_sequence_sharers
 from ...units import format_bytes, format_count
 from .. import document as doc
@@ -93,7 +94,7 @@ def describe_workload(plan: PlanReport) -> str:
     sharers = count_sequence_sharers(source, plan.sites[0].site.base)
     sequence += f" shared by {sharers} ranks" if sharers > 1 else ""
     sequence += ", tiled loss" if source.tiled_loss else ""
-    checkpointing = "on" if plan.checkpointing else "off"
+    checkpointing = name_state(plan.checkpointing)
     split = ", built split (zero.Init)" if plan.zero_init else ""
     if not plan.zero_init and not source.form.runs_as_main:
         split = ", built whole in each rank"

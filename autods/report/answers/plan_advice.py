@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from ...config.checkpointing import State, name_state
 from ...config.deepspeed import count_replicas, count_sequence_sharers
 from ...forecast.predict.step_time import Speed
 from ...forecast.values import RungForecast
@@ -158,6 +159,13 @@ def describe_training(plan: PlanReport, site: SiteForecast) -> str | None:
     return f"{tokens} take {format_days(training)} days with {best.rung}: {hours}{cost}"
 
 
+_MANNERS: Mapping[State, str] = {
+    "off": "without",
+    "on": "with",
+    "offload": "with layers' inputs on the host under",
+}
+
+
 def compare_speeds(site: SiteForecast, *, faster: bool | None = None) -> Iterator[str]:
     """What other settings of the best rung, and other rungs, would give; nothing where the time is not known.
 
@@ -178,9 +186,8 @@ def compare_speeds(site: SiteForecast, *, faster: bool | None = None) -> Iterato
         if alternative.opt_in:
             size, option = forecast.rung, f"; only by name (--with {forecast.rung}): {alternative.opt_in}"
         elif alternative.switched:
-            manner, state = ("with", "on") if alternative.checkpointing else ("without", "off")
-            if forecast.offloads_inputs:
-                manner, state = "with layers' inputs on the host under", "offload"
+            state = name_state(alternative.checkpointing, on_host=forecast.offloads_inputs)
+            manner = _MANNERS.get(state, f"with {state}")
             size, option = f"{manner} activation checkpointing, {size}", f" (--checkpointing {state})"
         else:
             size = f"{size} instead of {best.speed.micro_batch}"

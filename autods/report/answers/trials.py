@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from ...config.checkpointing import find_state
 from ...system.host import Hardware
 from ...system.processes import read_tail
 from ...types import Fit, Record, Scalar
@@ -82,7 +83,8 @@ def chart_trials(records: Sequence[Record], limit_bytes: int | None = None) -> I
         usual.setdefault(config.trial.rung, config.trial.knobs.settings)
     for config in configs:
         rung, knobs, rate = config.trial.rung, config.trial.knobs, config.samples_per_second
-        name = f"{rung}{'' if knobs.checkpointing else ', no checkpointing'}"
+        state = find_state(knobs)
+        name = rung + {"off": ", no checkpointing", "on": "", "offload": ""}.get(state, f", checkpointing {state}")
         name += "" if knobs.settings == usual[rung] else ", other settings"
         if rate > speeds.setdefault(name, {}).get(knobs.micro_batch, 0.0):
             speeds[name][knobs.micro_batch] = rate

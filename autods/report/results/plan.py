@@ -39,7 +39,7 @@ class Alternative:
     """
 
     forecast: RungForecast
-    checkpointing: bool
+    checkpointing: bool | int
     switched: bool = False
     opt_in: str = ""
 
@@ -130,7 +130,7 @@ class PlanReport(Shown):
     source: WorkloadSource
     facts: ModelFacts
     device: str = "cuda"
-    checkpointing: bool = True
+    checkpointing: bool | int = True
     zero_init: bool = False
     tokens: float | None = None
     timeline: Timeline | None = None

@@ -72,7 +72,7 @@ class CellResult:
     missing_bytes: int | None = None
     micro_batch: int | None = None
     accumulation: int | None = None
-    checkpointing: bool | None = None
+    checkpointing: bool | int | None = None
     capacity: Capacity | None = None
     trials: tuple[int, ...] = ()
 

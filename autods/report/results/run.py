@@ -30,7 +30,7 @@ class AttemptRow:
     micro_batch: int
     accumulation: int
     world_size: int
-    checkpointing: bool
+    checkpointing: bool | int
     first_step: int
     last_step: int
     repeated: int

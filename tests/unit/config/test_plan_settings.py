@@ -202,7 +202,7 @@ def test_a_micro_batch_must_divide_the_global_batch() -> None:
         ({"gpus": 1, "gpu_memory": "1GiB", "nvme": "banana"}, "--nvme 'banana'"),
         ({"gpus": 1, "gpu_memory": "1GiB", "device": "tpu"}, "no device 'tpu'"),
         ({"gpus": 1, "gpu_memory": "1GiB", "micro_batch": 0}, "--micro-batch 0"),
-        ({"gpus": 1, "gpu_memory": "1GiB", "checkpointing": "maybe"}, "it is on, off or offload"),
+        ({"gpus": 1, "gpu_memory": "1GiB", "checkpointing": "maybe"}, "it is one of off, every-4"),
         ({"gpus": 1, "gpu_memory": "1GiB", "ladder": ("zero9",)}, "no rung 'zero9'"),
         ({"gpus": 1, "gpu_memory": "1GiB", "on": "all"}, "drop one of the two"),
         ({"gpus": 1, "device": "cpu"}, "give --gpu-memory"),

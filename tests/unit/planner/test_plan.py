@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import threading
 import time
 from contextlib import nullcontext
@@ -198,6 +199,25 @@ def test_a_plan_says_what_larger_batches_by_offload_give() -> None:
     assert offloaded.switched
     assert offloaded.forecast.micro_batch > site.best.micro_batch
     assert "(--checkpointing offload)" in printed(make_plan_document(planned.forecast), 200)
+
+
+def keeping(ask: EngineSpec, micro_batch: int) -> Simulation:
+    """20 GiB; a sample adds 1, and 2 for each of ten layers that keeps its activations. Recomputing takes a third."""
+    every = int(ask.checkpointing)
+    part = math.ceil(10 / every) / 10 if every else 0.0
+    held_bytes = 20 * GIB + micro_batch * (GIB + round(2 * GIB * 10 * (1 - part)))
+    simulation = simulate_peaks(micro_batch, init=GIB, backward=held_bytes)
+    work = Work(kind="matmul", flops=1e12 * micro_batch * (1 + part / 3), dtype="bfloat16")
+    return replace(simulation, schedule=Schedule(events=(0,), works=(work,)))
+
+
+def test_a_plan_names_the_fastest_share_of_recomputed_layers() -> None:
+    facts = replace(FACTS, alike_layers=10)
+    planned = Planned(question(on="a100-40gb", gpus=8, ladder=("zero3",)), keeping, facts)
+    shares = [each for each in planned.forecast.sites[0].alternatives if each.checkpointing > 1]
+    assert [each.checkpointing for each in shares] == [4]
+    assert "with every-4 activation checkpointing" in printed(make_plan_document(planned.forecast), 200)
+    assert sum(spec.checkpointing > 1 for spec in planned.simulator.engines) == 1
 
 
 def test_tokens_of_images_are_refused() -> None:

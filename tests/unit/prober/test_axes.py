@@ -80,7 +80,7 @@ def test_checkpointing_has_three_states() -> None:
         ("micro_batch=0", "not a whole number above 0"),
         ("micro_batch=two", "not a whole number above 0"),
         ("gpus=true", "not a whole number above 0"),
-        ("checkpointing=maybe", "none of on, off, offload"),
+        ("checkpointing=maybe", "none of off, every-4"),
         ("reduce_bucket=1,2", "did you mean zero_optimization.reduce_bucket_size"),
         ("zero_optimization.nonsense=1", "possible are rung, precision"),
         ("zero_optimization=1", "nothing of that name"),

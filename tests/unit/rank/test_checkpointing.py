@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autods.rank.checkpointing import list_recomputing, recomputes, set_checkpointing
+from autods.rank.checkpointing import list_alike_layers, list_recomputing, recomputes, set_checkpointing
 
 
 class Blocks(nn.Module):
@@ -43,7 +43,7 @@ def test_the_outermost_module_with_the_method_is_switched() -> None:
     blocks = Blocks(inner=Blocks())
     wrapped = nn.Sequential(nn.Linear(1, 1), blocks)
     assert list_recomputing(wrapped) == [blocks]
-    set_checkpointing(wrapped, on=True)
+    set_checkpointing(wrapped, True)
     assert recomputes(wrapped)
     assert (blocks.calls, blocks.inner.calls) == ([{}], [])
 
@@ -51,21 +51,21 @@ def test_the_outermost_module_with_the_method_is_switched() -> None:
 @pytest.mark.parametrize("model", [nn.Linear(1, 1), Unable()])
 def test_a_model_that_cannot_recompute_is_left_alone(model: nn.Module) -> None:
     assert list_recomputing(model) == []
-    set_checkpointing(model, on=True)
+    set_checkpointing(model, True)
     assert not recomputes(model)
 
 
 def test_a_model_that_recomputes_goes_on_in_its_own_way() -> None:
     blocks = Blocks()
     blocks.gradient_checkpointing_enable(use_reentrant=True)
-    set_checkpointing(blocks, on=True)
+    set_checkpointing(blocks, True)
     assert blocks.calls == [{"use_reentrant": True}]
 
 
 def test_a_forward_without_gradients_recomputes_nothing() -> None:
     """A generation in training mode would lose its cache."""
     blocks = Blocks()
-    set_checkpointing(nn.Sequential(blocks), on=True)
+    set_checkpointing(nn.Sequential(blocks), True)
     blocks.forward = lambda x: blocks.layer.gradient_checkpointing
     with torch.no_grad():
         assert blocks(torch.ones(1)) is False
@@ -74,14 +74,14 @@ def test_a_forward_without_gradients_recomputes_nothing() -> None:
 
 def test_a_model_that_recomputes_can_be_saved_whole() -> None:
     blocks = Blocks()
-    set_checkpointing(blocks, on=True)
+    set_checkpointing(blocks, True)
     assert recomputes(pickle.loads(pickle.dumps(blocks)))
 
 
 def test_what_a_model_has_turned_on_is_turned_off() -> None:
     blocks = Blocks()
     blocks.gradient_checkpointing_enable()
-    set_checkpointing(blocks, on=False)
+    set_checkpointing(blocks, False)
     assert not recomputes(blocks)
 
 
@@ -112,6 +112,32 @@ def test_a_layer_recomputes_from_its_input_on_the_host(use_reentrant: bool) -> N
     blocks.layer = layer = Layer(use_reentrant=use_reentrant)
     expected = layer.gradients(wipe=False)
     assert layer.gradients(wipe=True) != pytest.approx(expected)
-    set_checkpointing(blocks, on=True, inputs_on_host=True)
+    set_checkpointing(blocks, True, inputs_on_host=True)
     assert layer.gradients(wipe=True) == pytest.approx(expected)
     pickle.loads(pickle.dumps(layer))
+
+
+class Stack(nn.Module):
+    """A stack of layers with a switch each, switched together by the model's method."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers: Any = nn.ModuleList(nn.Linear(1, 1) for _ in range(layers))
+        self.gradient_checkpointing_disable()
+
+    def gradient_checkpointing_enable(self) -> None:
+        for layer in self.layers:
+            layer.gradient_checkpointing = True
+
+    def gradient_checkpointing_disable(self) -> None:
+        for layer in self.layers:
+            layer.gradient_checkpointing = False
+
+
+def test_one_in_so_many_layers_is_recomputed() -> None:
+    stack = Stack(5)
+    assert [len(layers) for layers in list_alike_layers(nn.Sequential(stack, nn.Linear(1, 1)))] == [5]
+    set_checkpointing(stack, 2)
+    assert [layer.gradient_checkpointing for layer in stack.layers] == [True, False, True, False, True]
+    set_checkpointing(stack, False)
+    assert not recomputes(stack)

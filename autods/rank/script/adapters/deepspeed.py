@@ -153,7 +153,7 @@ def _initialize(injection: Injection, original: Any, /, *args: Any, **kwargs: An
         chosen = injection.config.for_engine(config, has_optimizer=has_optimizer)
         set_config(arguments, policy.adapt_config(chosen))
     if not injection.job.source.keeps_checkpointing and hasattr(arguments["model"], "children"):
-        set_checkpointing(arguments["model"], on=injection.job.checkpointing)
+        set_checkpointing(arguments["model"], injection.job.checkpointing)
     policy.begin_phase("init")
     with policy.watch_call():
         returned = original(*bound.args, **bound.kwargs)
