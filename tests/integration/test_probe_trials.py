@@ -103,7 +103,6 @@ def test_states_of_checkpointing_leave_losses_alone(ray: object, tmp_path: Path)
     forecast = autods.plan(model, checkpointing="offload", **asked).sites[0].rungs[0].memory["device"]
     peaks = [cell.memory["device"].peak_bytes for cell in report.cells]
     assert peaks[:2] == pytest.approx([forecast.peak_bytes] * 2, rel=0.06)
-    assert peaks[2] > peaks[0]
 
 
 def test_one_value_that_the_model_refuses_costs_its_own_cell_only(ray: object, tmp_path: Path) -> None:
