@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from autods.config.deepspeed import start_settings
-from autods.config.rungs import read_rungs
+from autods.config.rungs import list_ladder, read_rungs
 from autods.errors import AutodsError
 from autods.forecast.predict.calibration import Observation, calibrate_forecast
 from autods.forecast.predict.verdict import judge_memory, judge_tier
@@ -296,11 +296,12 @@ def knobs_of(setup: Setup, rung: str, micro_batch: int, facts: ModelFacts) -> Kn
 
 
 def rungs_of(setup: Setup, *, nvme: bool) -> tuple[str, ...]:
-    """Those that can run there."""
+    """Those of the ladder that can run there."""
+    rungs = read_rungs()
     return tuple(
         name
-        for name, rung in sorted(read_rungs().items(), key=lambda item: item[1].order)
-        if rung.needs["world_size"] <= setup.world_size and (nvme or not rung.uses_nvme)
+        for name in list_ladder(rungs)
+        if rungs[name].needs["world_size"] <= setup.world_size and (nvme or not rungs[name].uses_nvme)
     )
 
 
