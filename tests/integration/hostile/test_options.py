@@ -71,7 +71,7 @@ VALUES = {
     "NVMe: a file": refused(f"{FIT} --nvme-path model.py", "is not a folder that can be written"),
     "micro batch: none": refused(f"{PLAN} --micro-batch 0", "--micro-batch 0: at least one sample is needed"),
     "checkpointing: a word": refused(
-        f"{PLAN} --checkpointing maybe", "--checkpointing 'maybe': it is on, off or offload"
+        f"{PLAN} --checkpointing maybe", "--checkpointing 'maybe': it is one of off, every-4"
     ),
     "machine: unknown": refused("plan model.py --gpus 2 --on a100", "the catalogue has no machine 'a100'"),
     "machine: all and another": refused("plan model.py --gpus 2 --on all,a100-80gb", "give --on all, without other"),
