@@ -7,8 +7,8 @@ SHELL := /bin/bash
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 STAMP := .venv/.set-up
-# Four at a time, on two cores: most tests wait for ranks that start. Tests of a file stay together and share their ranks.
-PYTEST := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+# Two at a time: four take as long on two cores, and a quarter more CPU time. Tests of a file stay together and share ranks.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # Tests start hundreds of processes that import autods; without bytecode each of them, and each pytest, compiles it anew.
 export PYTHONDONTWRITEBYTECODE :=
 
