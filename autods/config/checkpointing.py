@@ -51,6 +51,16 @@ def name_state(checkpointing: bool | int, *, on_host: bool = False) -> State:
     return partial or ("offload" if on_host else "on")
 
 
+def make_knob(state: State) -> bool | int:
+    """Return the `checkpointing` of knobs, engines and jobs in this state: the inverse of `name_state`."""
+    return PARTIAL.get(state, state != "off")
+
+
+def works_in_scripts(state: State) -> bool:
+    """Whether a script's model can be brought into this state; its own code keeps the activations."""
+    return state in ("off", "on")
+
+
 def is_as_lean(knobs: Knobs, other: Knobs) -> bool:
     """Whether the state of the knobs needs no more memory of the device than that of the others."""
     return STATES.index(find_state(knobs)) >= STATES.index(find_state(other))
@@ -60,14 +70,14 @@ def set_state(knobs: Knobs, state: State) -> Knobs:
     """Return the knobs with this state."""
     settings = {key: value for key, value in knobs.settings.items() if key != INPUTS_ON_HOST}
     settings |= {INPUTS_ON_HOST: True} if state == "offload" else {}
-    return replace(knobs, checkpointing=PARTIAL.get(state, state != "off"), settings=settings)
+    return replace(knobs, checkpointing=make_knob(state), settings=settings)
 
 
 def why_impossible(state: State, facts: ModelFacts, form: WorkloadForm) -> str | None:
     """Return why a workload cannot be trained in this state; None when it can."""
     if state != "off" and not facts.checkpointing:
         return "the model has no gradient_checkpointing_enable()"
-    if state not in ("off", "on") and form.runs_as_main:
+    if form.runs_as_main and not works_in_scripts(state):
         return "a script's own code keeps its activations"
     if PARTIAL.get(state, 1) > max(1, facts.alike_layers):
         return f"{facts.alike_layers} layers of the model can be checkpointed one by one"

@@ -17,6 +17,7 @@ from .catalogue import Site
 from .rungs import Rung, fill_in
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+HALVES = ("fp16", "bf16")
 # The rung sets these keys; values of the base config are replaced.
 _RUNG_KEYS = ("stage", "offload_param", "offload_optimizer", "cpu_offload", "cpu_offload_params")
 DEFAULT_OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}}

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from .deepspeed import BATCH_KEYS, enabled_half_precision, read_known_keys
+from .deepspeed import BATCH_KEYS, HALVES, enabled_half_precision, read_known_keys
 from .problems import PARTS, ZERO, Problem, Question, Severity, error, is_number, note, walk_keys, warning
 from .releases import find_faults
 
-HALVES = ("fp16", "bf16")
 _SMALL_BUCKET = 1_000_000  # elements: 2 MB a message; NCCL reaches its bandwidth from some MB on
 _LARGE_BUCKET = 1_000_000_000
 _SLOW_SWITCHES = {

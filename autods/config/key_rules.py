@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from .deepspeed import BATCH_KEYS, documented_name, read_known_keys
-from .effect_rules import HALVES
+from .deepspeed import BATCH_KEYS, HALVES, documented_name, read_known_keys
 from .problems import (
     ZERO,
     InstalledKeys,
@@ -18,8 +17,8 @@ from .problems import (
     is_number,
     read_stage,
     shorten,
-    walk,
     walk_keys,
+    walk_sections,
     warning,
 )
 from .releases import find_removed_keys
@@ -195,7 +194,7 @@ def find_unknown(question: Question) -> Iterator[Problem]:
         sections.setdefault(section, []).append(last)
         homes[last] = (section or "the top") if last not in homes else None
     left = _MOST_COMPARED
-    for name, _ in walk(question.config):
+    for name, _ in walk_sections(question.config):
         section, _, last = name.rpartition(".")
         if name in installed.defaults or section not in sections or name.startswith(OPEN_SECTIONS):
             continue  # an unknown section itself is reported, or DeepSpeed does not say what belongs there

@@ -33,7 +33,7 @@ from .catalogue import (
     find_machines,
     make_hardware,
 )
-from .checkpointing import STATES, State, read_state
+from .checkpointing import STATES, State, read_state, works_in_scripts
 from .deepspeed import count_replicas
 from .key_rules import find_misspelt_keys
 from .releases import find_wrong_stages
@@ -92,7 +92,7 @@ def resolve_plan(request: PlanRequest, source: WorkloadSource, *, hardware: Hard
             place=source.path,
             hint="drop the option, or give the script's own arguments after --",
         )
-    if checkpointing not in (None, "off", "on") and source.form.runs_as_main:
+    if checkpointing is not None and source.form.runs_as_main and not works_in_scripts(checkpointing):
         problem = (
             f"--checkpointing {checkpointing} is for models that autods builds: a script's code keeps its activations"
         )

@@ -101,15 +101,15 @@ def find_problems(question: Question, rules: Iterable[Rule]) -> tuple[Problem, .
 
 def walk_keys(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield each (dotted key, value) that is no section, in order. An empty section counts as a value."""
-    return ((name, value) for name, value in walk(config) if not (isinstance(value, Mapping) and value))
+    return ((name, value) for name, value in walk_sections(config) if not (isinstance(value, Mapping) and value))
 
 
-def walk(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def walk_sections(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield each (dotted key, value), those of sections too."""
     for key, value in config.items():
         yield f"{prefix}{key}", value
         if isinstance(value, Mapping):
-            yield from walk(value, f"{prefix}{key}.")
+            yield from walk_sections(value, f"{prefix}{key}.")
 
 
 def error(key: str, problem: str, hint: str = "") -> Problem:

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from ..config.catalogue import Site
-from ..config.checkpointing import set_state
+from ..config.checkpointing import make_knob
 from ..config.deepspeed import ENOUGH_ACCUMULATION, count_replicas, says_accumulation
 from ..config.plan_settings import PlanSettings, adopt_script_batch, apply_script_config_to_plan
 from ..config.releases import find_tolerated
@@ -28,7 +28,7 @@ from ..forecast.values import STARTING, ForecastListener, RungForecast, Simulato
 from ..report.results.plan import LoadingPeak, PlanReport, SiteForecast, Timeline, find_closest
 from ..runner.cleanup import open_session, simulator_variables
 from ..system.host import installed_versions
-from ..types import Knobs, ModelFacts, WorkloadSource
+from ..types import ModelFacts, WorkloadSource
 from ..workload.lora import parse_lora
 from .alternatives import forecast_unaccumulated, list_alternatives, propose_partitioned_build
 from .rung_forecasts import PlanRun, SiteGroup, choose_checkpointing, group_sites
@@ -98,7 +98,7 @@ def plan(settings: PlanSettings, *, listen: ForecastListener, start: StartSimula
         source=settings.source,
         facts=facts,
         device=settings.device,
-        checkpointing=set_state(Knobs(), checkpointing).checkpointing,
+        checkpointing=make_knob(checkpointing),
         zero_init=settings.zero_init,
         tokens=settings.tokens,
         timeline=timeline,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..config.catalogue import Site
-from ..config.checkpointing import find_state, set_state
+from ..config.checkpointing import PARTIAL, find_state, set_state
 from ..config.deepspeed import (
     ENOUGH_ACCUMULATION,
     accumulation_for,
@@ -113,7 +113,7 @@ def unusual_knobs(knobs: Knobs, *, recomputes: bool) -> str:
     if bool(knobs.checkpointing) is not recomputes:
         words.append("recomputing" if knobs.checkpointing else "without checkpointing")
     state = find_state(knobs)
-    extras = {"offload": ["inputs on the host"], "on": [], "off": []}.get(state, [f"checkpointing {state}"])
+    extras = ["inputs on the host"] if state == "offload" else [f"checkpointing {state}"] if state in PARTIAL else []
     extras += ["expandable segments"] if knobs.expandable else []
     return " ".join([*words, *([f"with {' and '.join(extras)}"] if extras else [])])
 

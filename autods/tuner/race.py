@@ -235,10 +235,9 @@ class _Race:
         alike: list[BatchCurve] = []
         others: list[BatchCurve] = []
         for rival in self.contestants:
-            (alike if rival.candidate.knobs.checkpointing is recomputes else others).append(rival.curve)
-        measured_s = least_sample_s(alike) or least_sample_s(others) / (
-            1 if recomputes is True else _WITHOUT_RECOMPUTING
-        )
+            (alike if rival.candidate.knobs.checkpointing == recomputes else others).append(rival.curve)
+        ratio = 1 if recomputes is True else _WITHOUT_RECOMPUTING
+        measured_s = least_sample_s(alike) or least_sample_s(others) / ratio
         return measured_s or contestant.forecast_sample_s()
 
     def _may_go_on(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from ...config.checkpointing import find_state
+from ...config.checkpointing import PARTIAL, find_state
 from ...system.host import Hardware
 from ...system.processes import read_tail
 from ...types import Fit, Record, Scalar
@@ -84,7 +84,8 @@ def chart_trials(records: Sequence[Record], limit_bytes: int | None = None) -> I
     for config in configs:
         rung, knobs, rate = config.trial.rung, config.trial.knobs, config.samples_per_second
         state = find_state(knobs)
-        name = rung + {"off": ", no checkpointing", "on": "", "offload": ""}.get(state, f", checkpointing {state}")
+        name = f"{rung}, no checkpointing" if state == "off" else rung
+        name += f", checkpointing {state}" if state in PARTIAL else ""
         name += "" if knobs.settings == usual[rung] else ", other settings"
         if rate > speeds.setdefault(name, {}).get(knobs.micro_batch, 0.0):
             speeds[name][knobs.micro_batch] = rate
