@@ -239,13 +239,18 @@ class CachedEngine:
         return simulation
 
     def foresee(self, micro_batch: int) -> Simulation | None:
-        """Return the simulation that two others tell, the far end among them; None where they do not tell."""
-        self._simulate_far_end(micro_batch)
-        if self.cache.get(self.spec, micro_batch) is None:
-            line = self._find_line(micro_batch)
-            if line is None or not line.proves(micro_batch):
-                return None
-        return self.simulate(micro_batch)
+        """Return the simulation that the smallest so far and one far above tell; None where they do not tell."""
+        known, simulated = self.cache.get(self.spec, micro_batch), self.cache.list_simulated(self.spec)
+        if known is not None or not simulated:
+            return known
+        far = FAR * simulated[0]
+        with contextlib.suppress(SimulationFailed):
+            self.simulate(far)
+        line = self._draw_line(simulated[0], far)
+        if line is None or not line.proves(micro_batch):
+            return None
+        self.cache.keep_told(self.spec, micro_batch, line.reach(micro_batch))
+        return self.cache.get(self.spec, micro_batch)
 
     def forecast(self, micro_batch: int, *, on: EngineSpec | None = None) -> RungForecast:
         """Return the forecast on the engine's machine. `on` is the same engine on another one, to judge it there."""
@@ -327,11 +332,13 @@ class CachedEngine:
             return None
         above = next((place for place, other in enumerate(simulated) if other > size), len(simulated) - 1)
         smaller, larger = simulated[max(above, 1) - 1 : max(above, 1) + 1]
+        return self._draw_line(smaller, larger)
+
+    def _draw_line(self, smaller: int, larger: int) -> Line | None:
+        """Return the line through two micro batches; None where one of them is not known, or they do not tell."""
         if (smaller, larger) not in self._lines:
             ends = self.cache.get(self.spec, smaller), self.cache.get(self.spec, larger)
-            assert ends[0] is not None
-            assert ends[1] is not None
-            self._lines[smaller, larger] = draw_line(ends[0], ends[1])
+            self._lines[smaller, larger] = draw_line(ends[0], ends[1]) if ends[0] and ends[1] else None
         return self._lines[smaller, larger]
 
 

@@ -16,12 +16,13 @@ from ..config.checkpointing import offloads_inputs
 from ..config.deepspeed import BATCH_KEYS, choose_accumulation, says_accumulation
 from ..config.rungs import read_rungs
 from ..events import Note
+from ..forecast.largest_batch import Fills
+from ..forecast.partial_checkpointing import ShareEnd, choose_share
 from ..forecast.predict.step_time import CLOSE, Speed
 from ..forecast.simulate.protocol import SimulationFailed
-from ..forecast.simulation_cache import CachedEngine, find_partitioned_build, offload_inputs
+from ..forecast.simulation_cache import CachedEngine, find_partitioned_build, move_engine, offload_inputs
 from ..forecast.values import EngineSpec, PartitionedBuild, RungForecast
 from ..report.results.plan import Alternative
-from .partial_checkpointing import ShareChooser
 from .rung_forecasts import PlanRun, make_group_engine
 
 
@@ -128,13 +129,26 @@ def _recompute_in_part(run: PlanRun, site: Site, spec: EngineSpec, others: Seque
         with run.cache.open(spec) as whole, run.cache.open(replace(spec, checkpointing=False)) as none:
             if run.cache.get(none.spec, site.micro_batch) is None:
                 return []
-            share = ShareChooser(run=run, site=site, all_layers=whole, none=none).choose()
+            most, least = (_make_share_end(run, site, engine) for engine in (whole, none))
+            share = choose_share(most, least, run.facts.alike_layers, run.list_sizes(site))
         if share is None or share.samples_per_second <= (1 + CLOSE) * max(rates):
             return []
         run.listen(Note(text=f"{spec.rung} with one in {share.every} layers recomputed", passing=True))
         with run.cache.open(replace(spec, checkpointing=share.every)) as engine:
             return [_judge(run, site, engine, share.micro_batch, switched=True)]
     return []
+
+
+def _make_share_end(run: PlanRun, site: Site, engine: CachedEngine) -> ShareEnd:
+    def find_fills(micro_batch: int) -> Fills | None:
+        simulation, spec = engine.foresee(micro_batch), move_engine(engine.spec, site)
+        return None if simulation is None else run.cache.judge(spec, simulation, advise=False, roughly=True).fills
+
+    def find_rate(micro_batch: int) -> float | None:
+        speed = run.forecast_speed(site, engine, micro_batch)
+        return None if speed is None else speed.samples_per_second
+
+    return ShareEnd(find_fills=find_fills, find_rate=find_rate)
 
 
 def _try_to_judge(

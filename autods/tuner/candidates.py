@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..config.catalogue import Site
-from ..config.checkpointing import PARTIAL, find_state, set_state
+from ..config.checkpointing import PARTIAL, State, find_state, set_state
 from ..config.deepspeed import (
     ENOUGH_ACCUMULATION,
     accumulation_for,
@@ -85,12 +85,12 @@ def first_trial(candidate: Candidate, steps: Steps, micro_batch: int) -> Trial:
 
 def without_checkpointing(candidate: Candidate) -> Candidate:
     """The candidate with activations kept instead of recomputed: less arithmetic, more memory."""
-    return replace(candidate, knobs=set_state(candidate.knobs, "off"))
+    return in_state(candidate, "off")
 
 
-def with_inputs_on_host(candidate: Candidate) -> Candidate:
-    """The candidate with the inputs of recomputed layers on the host: less memory of the device, and copies."""
-    return replace(candidate, knobs=set_state(candidate.knobs, "offload"))
+def in_state(candidate: Candidate, state: State) -> Candidate:
+    """The candidate in this state of checkpointing."""
+    return replace(candidate, knobs=set_state(candidate.knobs, state))
 
 
 def in_precision(candidate: Candidate, precision: str) -> Candidate:

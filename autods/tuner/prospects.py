@@ -14,7 +14,7 @@ from ..forecast.predict.step_time import CLOSE, find_fastest
 from ..forecast.predict.verdict import is_surer, may_fit_offloaded
 from ..forecast.simulation_cache import count_parallel_engines
 from ..types import Trial
-from .candidates import Candidate, first_trial, with_inputs_on_host, without_checkpointing
+from .candidates import Candidate, first_trial, in_state, without_checkpointing
 from .trials import FitContext
 
 MOST_AT_FIRST = 64  # micro batch: a thousand samples may fit where throughput stops growing at twenty
@@ -75,6 +75,12 @@ def find_prospect(candidate: Candidate, context: FitContext) -> Prospect | None:
     )
 
 
+def forecast_rate(trial: Trial, context: FitContext) -> float | None:
+    """The samples a second of all ranks by the trial's forecast; None when its step time is not known."""
+    step = context.forecaster.step_time(trial)
+    return None if step is None else trial.knobs.train_batch(context.world_size) / step.seconds
+
+
 def has_choice(candidate: Candidate, context: FitContext) -> bool:
     """Whether the config may also be tried without checkpointing."""
     return context.settings.profile.race.checkpointing and bool(candidate.knobs.checkpointing)
@@ -105,7 +111,7 @@ def offload_where_needed(candidates: Sequence[Candidate], context: FitContext) -
         plain = context.forecast(first_trial(candidate, settings.profile.walk, smallest))
         if plain is None or not may_fit_offloaded(plain):
             return candidate
-        leaner = with_inputs_on_host(candidate)
+        leaner = in_state(candidate, "offload")
         forecast = context.forecast(first_trial(leaner, settings.profile.walk, smallest))
         return leaner if forecast is not None and is_surer(forecast, plain) else candidate
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import exp, log
 from statistics import mean, stdev
 
-from ..config.checkpointing import find_state, may_offload, set_state
+from ..config.checkpointing import find_state, may_offload, name_state, why_impossible
 from ..config.rungs import unmet_need
-from ..types import Record, Trial
+from ..forecast.largest_batch import Fills
+from ..forecast.partial_checkpointing import ShareEnd, choose_share
+from ..forecast.predict.step_time import CLOSE
+from ..types import Record
 from .batch_curve import BatchCurve, least_sample_s
 from .batch_size import Growth
-from .candidates import Candidate, in_precision, with_inputs_on_host, without_checkpointing
+from .candidates import Candidate, in_precision, in_state, without_checkpointing
 from .comparison import PRIOR_NOISE, comparison_words, finals
 from .contestant import Contestant, make_contestant
 from .ladder_walk import Lessons, WalkResult, untried_rungs
-from .prospects import Prospect, favours, has_choice, rank
+from .prospects import Prospect, favours, forecast_rate, has_choice, rank
 from .trials import FitContext, fit_steps_to_budget, median_step_s, repeat_difference
 
 _LAST_TRIALS = 2  # of the leader's growth, before the last comparison
@@ -58,7 +62,7 @@ def run_race(walked: WalkResult, rungs: Sequence[Candidate], context: FitContext
     leader = walked.find_entrant()
     leader.context, winner = context, leader.candidate
     rung = next(candidate for candidate in rungs if candidate.rung == winner.rung)
-    recomputing = replace(winner, knobs=set_state(winner.knobs, find_state(rung.knobs)))
+    recomputing = in_state(winner, find_state(rung.knobs))
     is_open = has_choice(recomputing, context)
     if not (winner.knobs.checkpointing and is_open and favours(without_checkpointing(winner), winner, context)):
         leader.run()
@@ -77,7 +81,7 @@ def run_race(walked: WalkResult, rungs: Sequence[Candidate], context: FitContext
         race.add(rivals)
     if is_open and race.leader().candidate.knobs.checkpointing:
         race.add([without_checkpointing(candidate) for candidate in race.leading(_WITHOUT_RECOMPUTING)])
-    race.add(race.list_offloaded())
+    race.add([*(race.list_partial() if is_open else ()), *race.list_offloaded()])
     for precision in context.settings.precisions:
         site = replace(context.settings.site, precision=precision)
         able = (each for each in race.leading() if unmet_need(each.rung, site, context.facts) is None)
@@ -180,15 +184,10 @@ class _Race:
 
         Without it 30 % of error between rungs would cost six good answers of 100 (tests/benchmarks/regret.py).
         """
-
-        def forecast_rate(trial: Trial) -> float | None:
-            step = self.context.forecaster.step_time(trial)
-            return None if step is None else trial.knobs.train_batch(self.context.world_size) / step.seconds
-
         best = [record for other in self.contestants if (record := other.best()) is not None]
-        rates = [(self.context.score(record), forecast_rate(record.trial)) for record in best]
+        rates = [(self.context.score(record), forecast_rate(record.trial, self.context)) for record in best]
         errors = [log(measured / rate) for measured, rate in rates if rate is not None and measured > 0]
-        expected = forecast_rate(rival.trial_at(prospect.largest))
+        expected = forecast_rate(rival.trial_at(prospect.largest), self.context)
         if not errors or expected is None:
             return 0.0
         return expected * exp(mean(errors) + (_ERROR_MARGIN * stdev(errors) if len(errors) > 1 else 0.0))
@@ -212,9 +211,43 @@ class _Race:
         leader, settings = self.leader(), self.context.settings
         if not may_offload(leader.candidate.knobs, settings.source.form, settings.device):
             return []
-        offloaded = with_inputs_on_host(leader.candidate)
+        offloaded = in_state(leader.candidate, "offload")
         is_full = leader.stop is not None and leader.stop.is_limit
         return [offloaded] if is_full and favours(offloaded, leader.candidate, self.context) else []
+
+    def list_partial(self) -> list[Candidate]:
+        """The leader with a share of its layers recomputed, where that looks faster than all of them and none."""
+        leader, context = self.leader(), self.context
+        settings, best, state = context.settings, leader.best(), find_state(leader.candidate.knobs)
+        obstacle = why_impossible("every-2", context.facts, settings.source.form)
+        if obstacle is not None or best is None or settings.objective == "memory" or state not in ("on", "off"):
+            return []
+        all_layers, none = (self._find_or_make(in_state(leader.candidate, end)) for end in ("on", "off"))
+        is_forecast = forecast_rate(best.trial, context) is not None
+
+        def find_rate(end: Contestant, micro_batch: int) -> float | None:
+            if is_forecast:
+                return forecast_rate(end.trial_at(micro_batch), context)
+            step_s = all_layers.curve.micro_step_at(micro_batch)
+            if end is none:  # memory may have kept it from this micro batch
+                step_s = max(none.curve.micro_step_at(micro_batch), step_s / _WITHOUT_RECOMPUTING)
+            return micro_batch * context.world_size / step_s if all_layers.all_records else None
+
+        def find_fills(end: Contestant, micro_batch: int) -> Fills | None:
+            return context.forecaster.find_fills(end.trial_at(context.sizes[0]), micro_batch, context.usable_bytes)
+
+        most, least = (ShareEnd(partial(find_fills, end), partial(find_rate, end)) for end in (all_layers, none))
+        share = choose_share(most, least, context.facts.alike_layers, context.sizes)
+        rate = find_rate(leader, best.trial.knobs.micro_batch)
+        if share is None or rate is None or share.samples_per_second <= (1 + CLOSE) * rate:
+            return []
+        return [in_state(leader.candidate, name_state(share.every))]
+
+    def _find_or_make(self, candidate: Candidate) -> Contestant:
+        """The contestant of this config; one without trials where it is not in the race."""
+        limits = self.context.settings.profile.race
+        made = make_contestant(candidate, self.context, limits.most_trials, limits.steps)
+        return next((contestant for contestant in self.contestants if contestant.name == made.name), made)
 
     def lacks_memory(self, contestant: Contestant) -> bool:
         """Whether it never fitted, or could lead, also while recomputing, if it had memory for any batch."""

@@ -16,6 +16,7 @@ from ..devices import find_device
 from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import AutodsError
 from ..events import Listener, Note
+from ..forecast.largest_batch import Fills
 from ..forecast.predict.calibration import (
     Observation,
     StepFactors,
@@ -70,6 +71,13 @@ class Forecaster:
         """The largest of these micro batches (ascending) that should fit in `usable_bytes`; None when unknown.
 
         It should not run full in each step either, unless all of them do.
+        """
+        return None
+
+    def find_fills(self, trial: Trial, micro_batch: int, usable_bytes: float) -> Fills | None:
+        """The peaks of the trial at a micro batch over their limits, the device's `usable_bytes`; None when unknown.
+
+        Two simulations tell them for any micro batch.
         """
         return None
 
@@ -178,8 +186,7 @@ class TrialForecaster(Forecaster):
         Where it should happen at all of them, it is the largest that fits.
         """
         sizes = [size for size in sizes if size >= self._least]
-        spec = make_trial_engine(self.settings, self.facts, trial)
-        spec = replace(spec, machine=replace(self.settings.site.machine, device_bytes=int(usable_bytes)))
+        spec = self._limit_engine(trial, usable_bytes)
         try:
             with self.cache.open(spec) as engine:
                 largest = engine.find_largest(sizes, observations=tuple(self.observations.values())).micro_batch
@@ -196,6 +203,24 @@ class TrialForecaster(Forecaster):
         if not is_full(largest) or is_full(fitting[0]):
             return largest
         return fitting[bisect_left(fitting, True, key=is_full) - 1]
+
+    def find_fills(self, trial: Trial, micro_batch: int, usable_bytes: float) -> Fills | None:
+        """Return the peaks at a micro batch over their limits, as two simulations tell; None where they do not."""
+        spec = self._limit_engine(trial, usable_bytes)
+        try:
+            with self.cache.open(spec) as engine:
+                engine.simulate(self._least)
+                simulation = engine.foresee(micro_batch)
+        except AutodsError:
+            return None
+        if simulation is None:
+            return None
+        return self.cache.judge(spec, simulation, self.observations.values(), advise=False, roughly=True).fills
+
+    def _limit_engine(self, trial: Trial, usable_bytes: float) -> EngineSpec:
+        """The engine of a trial on a device with so many bytes."""
+        spec = make_trial_engine(self.settings, self.facts, trial)
+        return replace(spec, machine=replace(self.settings.site.machine, device_bytes=int(usable_bytes)))
 
     def runs_full(self, trial: Trial) -> bool:
         """Return whether the trial's allocator should give cached memory back in each step; False when unknown."""

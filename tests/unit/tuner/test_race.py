@@ -15,6 +15,7 @@ from autods.config.checkpointing import find_state
 from autods.config.profiles import Budget
 from autods.config.rungs import read_rungs
 from autods.config.settings import Settings
+from autods.forecast.largest_batch import Fills
 from autods.forecast.values import RungForecast, TierForecast
 from autods.journal import Journal, TrialStore, trial_key
 from autods.report.answers.fit import list_ladder
@@ -23,12 +24,14 @@ from autods.tuner.fit import search
 from autods.tuner.fit_report import FitResult, build_report
 from autods.tuner.trial_forecasts import NO_FORECASTER, Forecaster, StepForecast
 from autods.tuner.trials import FitContext
-from autods.types import Fit, Outcome, Record, Tier, TierUse, Trial
+from autods.types import Fit, ModelFacts, Outcome, Record, Tier, TierUse, Trial
 from tests.support.contexts import make_context
 from tests.support.walks import FACTS, SETTINGS, TOO_SMALL
 
 GIB = 2**30
 LIMIT = 16 * GIB
+LAYERS = 12
+ALIKE = replace(FACTS, alike_layers=LAYERS)
 RUNGS = {rung.name: rung for rung in SETTINGS.ladder}
 BF16_STATES = read_rungs()["zero3-bf16-states"]
 
@@ -69,13 +72,14 @@ class Machine:
 
     def peak_gib(self, trial: Trial) -> float:
         knobs = trial.knobs
-        sample_gib = self.kept_gib / (4 if knobs.checkpointing else 1)
+        sample_gib = self.kept_gib * (1 - 0.75 * recomputed_part(trial))
         sample_gib += self.inputs_gib if find_state(knobs) == "on" else 0.0
         return self.rungs[trial.rung].gib + sample_gib * knobs.micro_batch
 
     def step_s(self, trial: Trial) -> float:
         rung, knobs = self.rungs[trial.rung], trial.knobs
-        sample_s = rung.sample_s * {"off": 0.75, "on": 1.0, "offload": 1.01}[find_state(knobs)]
+        sample_s = rung.sample_s * (0.75 + 0.25 * recomputed_part(trial))
+        sample_s *= 1.01 if find_state(knobs) == "offload" else 1.0
         faster = self.fp16 if knobs.settings.get("fp16.enabled") else 1.0
         samples = self.wave * -(-knobs.micro_batch // self.wave)
         return knobs.accumulation * (rung.fixed_s + sample_s * samples) / faster
@@ -108,6 +112,12 @@ class Machine:
 LOOKED = ("walk", "grow")
 
 
+def recomputed_part(trial: Trial) -> float:
+    """Of twelve alike layers, that which is recomputed."""
+    every = int(trial.knobs.checkpointing)
+    return -(-LAYERS // every) / LAYERS if every else 0.0
+
+
 class Foreseeing:
     """Forecasts a machine's device memory exactly."""
 
@@ -134,6 +144,10 @@ class Foreseeing:
     def runs_full(self, trial: Trial) -> bool:
         return False
 
+    def find_fills(self, trial: Trial, micro_batch: int, usable_bytes: float) -> Fills | None:
+        sized = replace(trial, knobs=replace(trial.knobs, micro_batch=micro_batch))
+        return {"device": self.machine.peak_gib(sized) * GIB / usable_bytes}
+
     def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:
         sized = [replace(trial, knobs=replace(trial.knobs, micro_batch=size)) for size in sizes[:1024]]
         fitting = [one for one in sized if self.machine.peak_gib(one) * GIB <= usable_bytes]
@@ -157,6 +171,7 @@ def raced(tmp_path: Path) -> Callable[..., FitResult]:
         tune: int = 0,
         certify: int = 0,
         forecaster: Forecaster | None = None,
+        facts: ModelFacts = FACTS,
         **asked: Any,
     ) -> FitResult:
         profile = SETTINGS.profile
@@ -172,7 +187,7 @@ def raced(tmp_path: Path) -> Callable[..., FitResult]:
         )
         settings = replace(SETTINGS, device_bytes=LIMIT, profile=profile, **asked)
         context = FitContext(
-            settings=settings, facts=FACTS, memory=memory, forecaster=forecaster or Foreseeing(machine),
+            settings=settings, facts=facts, memory=memory, forecaster=forecaster or Foreseeing(machine),
             study=tmp_path / "study.jsonl", final_config=lambda trial: {},
         )  # fmt: skip
         result = search(context)
@@ -334,6 +349,38 @@ def test_inputs_go_to_the_host_where_larger_batches_pay(
     result = raced(machine, forecaster=Timing(machine), checkpointing=True, device="cuda")
     assert find_state(result.best.trial.knobs) == state
     assert ("zero3-offload with inputs on the host" in result.raced.reasons) == (state == "offload")
+
+
+@pytest.mark.parametrize("knows_times", [True, False])
+def test_a_share_of_layers_wins_between_all_and_none(raced: Callable[..., FitResult], knows_times: bool) -> None:
+    """A rank has 8 samples of a batch: all fit while one in two layers recomputes, and half of them while none does."""
+    machine = Machine({"zero3": Rung(gib=4.5, fixed_s=0.5)})
+    forecaster = Timing(machine) if knows_times else Foreseeing(machine)
+    result = raced(machine, forecaster=forecaster, facts=ALIKE, checkpointing=True, global_batch=16)
+    assert find_state(result.best.trial.knobs) == "every-2"
+    assert result.raced.reasons["zero3 with checkpointing every-2"].startswith("fastest of ")
+    states = {find_state(trial.knobs) for trial in machine.ran}
+    assert not states & {"every-3", "every-4"}
+
+
+@pytest.mark.parametrize(
+    ("rung", "kept_gib", "more"),
+    [
+        (Rung(fixed_s=0.01), 0.1, {}),
+        (Rung(gib=13, fixed_s=0.5), 4.0, {}),
+        (Rung(gib=4.5, fixed_s=0.5), 2.0, {"facts": FACTS}),
+        (Rung(gib=4.5, fixed_s=0.5), 2.0, {"objective": "memory"}),
+        (Rung(gib=4.5, fixed_s=0.5), 2.0, {"forecaster": NO_FORECASTER}),
+        (Rung(gib=4.5, fixed_s=0.5), 2.0, {"checkpointing": False}),
+    ],
+    ids=["none fits", "all is needed", "unlike layers", "memory counts", "no forecast", "checkpointing is fixed"],
+)
+def test_no_share_is_tried_where_it_cannot_lead(
+    raced: Callable[..., FitResult], rung: Rung, kept_gib: float, more: dict[str, Any]
+) -> None:
+    machine = Machine({"zero3": rung}, kept_gib=kept_gib)
+    raced(machine, **{"facts": ALIKE, "checkpointing": True, "global_batch": 16, **more})
+    assert {find_state(trial.knobs) for trial in machine.ran} <= {"off", "on"}
 
 
 def test_another_precision_wins_only_where_it_is_allowed(raced: Callable[..., FitResult], tmp_path: Path) -> None:
