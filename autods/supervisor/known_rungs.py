@@ -80,7 +80,7 @@ class KnownRung:
         }
         if unpinned:
             kept |= dict.fromkeys(self.pinned, False)
-        untried = Knobs(checkpointing=current.knobs.checkpointing or can_recompute, settings=self.start)
+        untried = Knobs(checkpointing=can_recompute or current.knobs.checkpointing, settings=self.start)
         for size in current.micro_batches():
             trials = [knobs for knobs, outcome in self.trials if knobs.micro_batch == size and isinstance(outcome, Fit)]
             knobs = trials[-1] if trials else untried

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from ..config.checkpointing import PARTIAL, find_state, is_as_lean, set_state
 from ..config.settings import count_nodes
 from ..devices.base import EXPANDABLE
 from ..types import Failed, Fit, OutOfMemory, Tier
@@ -273,14 +274,19 @@ def _is_faster(situation: Situation, config: RunConfig, other: RunConfig) -> boo
 
 
 def _recompute(situation: Situation, cause: Cause) -> NextConfig | None:
-    """Recompute activations, if the model can and does not yet."""
+    """Recompute the activations of all layers, if the model can and does not yet."""
     config = situation.config
-    if config.knobs.checkpointing or not situation.can_recompute:
+    leaner = replace(config, knobs=set_state(config.knobs, "on"))
+    if is_as_lean(config.knobs, leaner.knobs) or not situation.can_recompute or not situation.is_open(leaner):
         return None
-    leaner = replace(config, knobs=replace(config.knobs, checkpointing=True))
-    if not situation.is_open(leaner):
-        return None
-    return NextConfig(config=leaner, changed="activations are recomputed")
+    layers = "of all layers " if config.knobs.checkpointing else ""
+    return NextConfig(config=leaner, changed=f"activations {layers}are recomputed")
+
+
+def _recompute_the_rest(situation: Situation, cause: Cause) -> NextConfig | None:
+    """Recompute all layers where a share of them is, if that should hold: it costs less time than a smaller batch."""
+    leaner = _recompute(situation, cause) if find_state(situation.config.knobs) in PARTIAL else None
+    return leaner if leaner is not None and situation.holds(leaner.config) else None
 
 
 def _reduce_rung(situation: Situation, cause: Cause) -> NextConfig | None:
@@ -329,7 +335,7 @@ def _load_in_ranks(situation: Situation, cause: Cause) -> NextConfig | None:
 
 # The first remedy that has a config is chosen.
 _REMEDIES: Mapping[Tier, tuple[Remedy, ...]] = {
-    "device": (_defragment, _reduce_micro_batch, _recompute, _reduce_rung),
+    "device": (_defragment, _recompute_the_rest, _reduce_micro_batch, _recompute, _reduce_rung),
     "host": (_unpin, _reduce_host),
     "pinned": (_unpin, _reduce_host),
     "shm": (_load_in_ranks, _unpin),

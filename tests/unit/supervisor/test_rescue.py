@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from autods.config.checkpointing import find_state, set_state
 from autods.runner.testing import failed, fit, out_of_memory
 from autods.supervisor.known_rungs import KnownRung
 from autods.supervisor.rescue import (
@@ -90,6 +91,25 @@ def test_activations_are_recomputed_before_a_leaner_rung():
     chosen = decide(out_of_memory(), now)
     assert chosen.config.knobs.checkpointing
     assert chosen.config.rung == "zero2"
+
+
+@pytest.mark.parametrize(
+    ("trials", "micro_batch", "state"),
+    [((), 4, "on"), (((4, 900),), 4, "on"), (((4, 1100),), 2, "every-2")],
+    ids=["untried", "it holds", "it holds not"],
+)
+def test_all_layers_are_recomputed_before_a_smaller_batch(trials, micro_batch, state):
+    config = replace(CONFIG, knobs=set_state(CONFIG.knobs, "every-2"))
+    known = KnownRung(rung="zero2", trials=tuple(trial(*each) for each in trials))
+    chosen = decide(out_of_memory(), situation(known, LADDER[2], config=config, can_recompute=True)).config
+    assert (chosen.rung, chosen.knobs.micro_batch, find_state(chosen.knobs)) == ("zero2", micro_batch, state)
+
+
+def test_an_untried_leaner_rung_recomputes_all_layers():
+    config = replace(CONFIG.with_micro_batch(1), knobs=set_state(CONFIG.with_micro_batch(1).knobs, "every-2"))
+    failed = (replace(config, knobs=set_state(config.knobs, "on")),)
+    chosen = decide(out_of_memory(), situation(*LADDER, config=config, failed=failed, can_recompute=True)).config
+    assert (chosen.rung, find_state(chosen.knobs)) == ("zero3", "on")
 
 
 def test_the_fastest_proven_rung_goes_before_an_untried_one():
