@@ -41,6 +41,7 @@ class KnownKeys:
     instead: Mapping[str, str]
     removed: Mapping[str, str]
     removed_varied: tuple[str, ...]
+    deprecated: Mapping[str, str]
     unchosen: Mapping[str, str]
 
     @property

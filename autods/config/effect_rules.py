@@ -42,7 +42,8 @@ def find_contradictions(question: Question) -> Iterator[Problem]:
         yield error(f"{ZERO}.offload_optimizer.device", problem, "take cpu, or stage 3")
     optimizer, schedule = question.get("optimizer.type"), question.get("scheduler.type")
     if not question.installed.has_optimizer:
-        yield error("optimizer.type", f"neither DeepSpeed nor torch.optim has {optimizer!r}", "AdamW, say")
+        problem = f"neither DeepSpeed nor torch.optim has {optimizer!r}"
+        yield error("optimizer.type", problem, 'write the name of one of theirs, such as "AdamW"')
     if schedule is not None and question.installed.schedule_arguments is None:
         yield error("scheduler.type", f"DeepSpeed has no schedule {schedule!r}")
     lr, top = question.get("optimizer.params.lr"), question.get("scheduler.params.warmup_max_lr")

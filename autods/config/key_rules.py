@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -64,6 +65,13 @@ _DECIDED_BY_TRIALS = {
 }
 # Where "auto" needs a library that fills it in. Of ZeRO's keys the rungs and the growing decide.
 _AUTO_SECTIONS = ("optimizer.params", "scheduler.params", "bf16", "fp16")
+# Names that other libraries, or earlier releases, have for a key. They look nothing like it.
+_CALLED_ELSEWHERE = {
+    "aio.thread_count": "intra_op_parallelism", "optimizer.params.learning_rate": "lr",
+    "optimizer.params.epsilon": "eps", "optimizer.params.adam_epsilon": "eps",
+    "scheduler.params.num_training_steps": "total_num_steps", "scheduler.params.num_warmup_steps": "warmup_num_steps",
+    "scheduler.params.warmup_steps": "warmup_num_steps",
+}  # fmt: skip
 # Arguments of the optimizers that DeepSpeed creates (runtime/config.py, engine.py) and of torch's Adam.
 _OPTIMIZER_ARGUMENTS = (
     "lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "dampening", "amsgrad", "bias_correction",
@@ -99,7 +107,7 @@ def _find_near(name: str, known: Iterable[str], section: str = "") -> str | None
 def _suggest(section: str, value: Any) -> str:
     """What to write for a section that is given as a value alone, such as "cpu" or true."""
     key, values = _STARTS.get(section.rpartition(".")[2], ("", ()))
-    if value in (None, False, "none") and key != "enabled":
+    if value in (None, "none") or (value is False and key != "enabled"):
         return "leave it out"
     if not key:
         return f"its keys: {', '.join(inside)}" if (inside := read_known_keys().inside.get(section)) else ""
@@ -180,8 +188,23 @@ def find_complaints(question: Question) -> Iterator[Problem]:
             value = question.get(key)
             yield error(key, f'"{key}" must be an object, not {shorten(value)}', _suggest(key, value))
         else:
-            hint = "leave it out" if "has been removed" in complaint else ""
+            hint = "leave it out" if "has been removed" in complaint else _mend_number(question, key)
             yield error(key, complaint, read_known_keys().removed.get(key, hint))
+
+
+def _mend_number(question: Question, key: str) -> str:
+    """What to write for null, or for a number that is text; "" for other values."""
+    section, _, name = key.rpartition(".")
+    holder = question.get(section) if section else question.config
+    if not isinstance(holder, Mapping) or name not in holder:
+        return ""
+    if (value := holder[name]) is None:
+        return "leave it out"
+    try:
+        number = float(value) if isinstance(value, str) else math.nan
+    except ValueError:
+        return ""
+    return f"write {int(number) if number.is_integer() else number}" if math.isfinite(number) else ""
 
 
 def find_unknown(question: Question) -> Iterator[Problem]:
@@ -199,7 +222,9 @@ def find_unknown(question: Question) -> Iterator[Problem]:
         if name in installed.defaults or section not in sections or name.startswith(OPEN_SECTIONS):
             continue  # an unknown section itself is reported, or DeepSpeed does not say what belongs there
         hint = "leave it out"
-        if home := homes.get(last):
+        if other := _CALLED_ELSEWHERE.get(name):
+            hint = f'{_MEANT} "{other}"?'
+        elif home := homes.get(last):
             hint = f'it belongs into "{home}"'
         elif (left := left - 1) >= 0 and (near := _find_near(last, sections[section], section)):
             hint = f'{_MEANT} "{near}"?'
@@ -212,7 +237,9 @@ def find_unknown(question: Question) -> Iterator[Problem]:
     ):
         given = question.get(section)
         for name in list(given)[:_MOST_COMPARED] if arguments and isinstance(given, Mapping) else ():
-            if name not in arguments and (near := _find_near(name, arguments, section)):
+            if name in arguments:
+                continue
+            if near := _CALLED_ELSEWHERE.get(f"{section}.{name}") or _find_near(name, arguments, section):
                 owner = question.get(section.replace("params", "type"))
                 judge = warning if str(owner).lower() == "muon" else error  # Muon ignores what it does not know
                 yield judge(f"{section}.{name}", f"{owner} takes no such argument", f'{_MEANT} "{near}"?')
@@ -222,7 +249,8 @@ def find_deprecated(question: Question) -> Iterator[Problem]:
     """Keys with a successor."""
     for name, _ in walk_keys(question.config):
         if successor := question.installed.replaced.get(name):
-            yield warning(name, "DeepSpeed has deprecated it", f'give "{successor}" instead')
+            hint = read_known_keys().deprecated.get(name, f'write "{documented_name(successor)}"')
+            yield warning(name, "DeepSpeed has deprecated it", hint)
     if "bfloat16" in question.config:
         yield warning("bfloat16", "the old name of bf16", 'write "bf16"')
 

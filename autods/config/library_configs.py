@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,12 @@ _KEYS = {
     "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
 }
 _DEFAULTS = {"gradient_accumulation_steps": "auto", "zero_stage": 2}
+# The other fields that accelerate reads in this section (commands/launch.py).
+_OTHER_FIELDS = (
+    "deepspeed_config_file", "deepspeed_exclusion_filter", "deepspeed_hostfile", "deepspeed_inclusion_filter",
+    "deepspeed_moe_layer_cls_names", "deepspeed_multinode_launcher", "zero3_init_flag",
+)  # fmt: skip
+_SPELLING = 0.8  # likeness of a misspelt field
 _HALVES = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}  # FP8 is inside bf16's autocast (set_mixed_precision)
 _WORDS = {"true": True, "false": False}  # the questions of `accelerate config` are answered by text
 # Keys that the Trainer fills in, and refuses where they are another value than its argument, which has this default
@@ -82,6 +89,7 @@ def is_of_accelerate(content: Mapping[str, Any]) -> bool:
 def make_accelerates_config(content: Mapping[str, Any], path: Path, read_json: ReadConfig) -> dict[str, Any]:
     """Return the config that accelerate makes of its file. Raises InputError where accelerate refuses the file."""
     plugin = content.get("deepspeed_config") or {}
+    _refuse_misplaced(content, plugin, path)
     if unread := [name for name in plugin if name in read_known_keys().top and name not in _KEYS]:
         hint = "write DeepSpeed's keys into a JSON file, and name it: deepspeed_config_file"
         raise InputError(
@@ -103,6 +111,19 @@ def make_accelerates_config(content: Mapping[str, Any], path: Path, read_json: R
     if half := _HALVES.get(str(content.get("mixed_precision")).lower()):
         config[half] = {"enabled": True}
     return config
+
+
+def _refuse_misplaced(content: Mapping[str, Any], plugin: Mapping[str, Any], path: Path) -> None:
+    """Raises InputError for a field of the DeepSpeed section at the top, which accelerate refuses, and for a misspelt
+    one in the section, which it ignores."""
+    fields = (*_KEYS, *_OTHER_FIELDS)
+    if outside := [name for name in fields if name in content]:
+        hint = "write it below deepspeed_config" if len(outside) == 1 else "write them below deepspeed_config"
+        raise InputError(f"accelerate refuses {', '.join(outside)} at the top", place=str(path), hint=hint)
+    for name in plugin:
+        if name not in fields and (near := get_close_matches(str(name), fields, n=1, cutoff=_SPELLING)):
+            place = f"{path}: deepspeed_config"
+            raise InputError(f"accelerate ignores {name}", place=place, hint=f"did you mean {near[0]}?")
 
 
 def _read_file_of_accelerate(

@@ -147,6 +147,7 @@ def _explain_keys(
     for name, value in walk_keys(config):
         section, _, last = name.rpartition(".")
         documented = f"{section}.{documented_name(last)}" if section == "zero_optimization" else name
+        documented = documented.replace("bfloat16.", "bf16.")  # its old name
         yield ExplainedKey(
             key=name,
             value=value,

@@ -29,6 +29,7 @@ _TOY = Path(__file__).with_name("toy_model.py")
 _ENGINE = "deepspeed.initialize"  # the place of what names no key
 _ARGUMENTS = "optimizer.params"
 _OWN_PROCESS = "zero_optimization.offload_optimizer.super_offload"  # its optimizer is a child, which nothing simulates
+_UNKNOWN_ARGUMENT = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '\w+'")
 _LIMIT_S = 120.0
 _MOST_ACCUMULATED = 64  # micro batches of a step
 _SHORTEST_VALUE = 3  # characters: "cpu" may be part of any message
@@ -85,6 +86,9 @@ def ask_engine(simulator: Simulator, config: Mapping[str, Any], ranks: int | Non
     except SimulationFailed as error:
         if error.kind == "engine":
             key = next(find_named_keys(config, error.problem), _ENGINE)
+            if (unknown := _UNKNOWN_ARGUMENT.search(error.problem)) and key != _ENGINE:
+                problem = f"{unknown[1]} takes no such argument"
+                return Problem(severity="error", key=key, problem=problem, hint="leave it out")
             return Problem(severity="error", key=key, problem=error.problem, hint=error.hint or "")
         if error.kind in ("no_compiler", "build_failed", "environment"):
             return Problem(severity="note", key=_ENGINE, problem=f"the engine was not asked: {error.problem}")

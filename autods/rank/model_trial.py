@@ -305,11 +305,12 @@ class ModelSteps:
 
 
 def _forward(workload: Workload, engine: Any, batch: Any) -> Any:
-    """Run the forward pass; return its loss, which is not checked yet."""
+    """Run the forward pass; return its loss, which is not checked yet, or the whole output where that has none."""
     if workload.loss is not None:
         return workload.loss(engine, batch)
     output = engine(**batch) if isinstance(batch, Mapping) else engine(*batch)
-    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return output if loss is None else loss
 
 
 def _training_loss(workload: Workload, engine: Any, batch: Any) -> Any:
@@ -318,8 +319,9 @@ def _training_loss(workload: Workload, engine: Any, batch: Any) -> Any:
 
     loss = _forward(workload, engine, batch)
     if not isinstance(loss, torch.Tensor):
+        names = f" of {', '.join(map(str, loss))}" if isinstance(loss, Mapping) else ""
         raise WorkloadError(
-            f"the model returned {type(loss).__name__}, no loss",
+            f"the model returned {type(loss).__name__}{names}, no loss",
             hint="let forward return a scalar loss or an object with .loss, or define loss(model, batch)",
         )
     if loss.numel() != 1:

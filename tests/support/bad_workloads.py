@@ -93,7 +93,12 @@ IN_A_TRIAL = {
         line=None,
         message="the loss is not a scalar: its shape is (1, 3)",
     ),
-    "no loss": Bad(old="self.layer(x).mean()", new="None", line=None, message="the model returned NoneType, no loss"),
+    "no loss": Bad(
+        old="self.layer(x).mean()",
+        new='{"logits": self.layer(x)}',
+        line=None,
+        message="the model returned dict of logits, no loss",
+    ),
     "a NaN loss": Bad(
         old="self.layer(x).mean()",
         new="self.layer(x).mean() * float('nan')",

@@ -54,7 +54,7 @@ def test_accelerate_runs_fp8_inside_bf16(tmp_path: Path) -> None:
 
 
 def test_accelerate_reads_text_as_its_launcher_does(tmp_path: Path) -> None:
-    text = ACCELERATE.replace("3", "'2'").replace("cpu", "CPU").replace("none", "NONE").replace("bf16", "BF16")
+    text = ACCELERATE.replace(": 3", ": '2'").replace("cpu", "CPU").replace("none", "NONE").replace("bf16", "BF16")
     (tmp_path / "acc.yaml").write_text(text + "distributed_type: DEEPSPEED")
     config = read_base_config(tmp_path / "acc.yaml")
     assert config["zero_optimization"]["stage"] == 2
@@ -86,6 +86,11 @@ def test_accelerate_refuses_what_the_named_file_decides(tmp_path: Path) -> None:
         ("- 1", "has no deepspeed_config of accelerate"),
         ("deepspeed_config: {zero_optimization: {stage: 2}}", "accelerate does not read zero_optimization there"),
         ("deepspeed_config: {deepspeed_config_file: acc.yaml}", "deepspeed_config_file: is YAML"),
+        ("deepspeed_config: {zero_stages: 3}", "accelerate ignores zero_stages\n  did you mean zero_stage?"),
+        (
+            "distributed_type: DEEPSPEED\nzero_stage: 3\ndeepspeed_config_file: ds.json",
+            "accelerate refuses zero_stage, deepspeed_config_file at the top\n  write them below deepspeed_config",
+        ),
     ],
 )
 def test_other_yaml_is_refused_with_its_place(tmp_path: Path, text: str, problem: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from autods.config.deepspeed import BATCH_KEYS, merge, nest_key
+from autods.config.deepspeed import BATCH_KEYS, merge, nest_key, read_known_keys
 from autods.config.key_rules import find_misspelt_keys
 from autods.config.problems import Problem, Question, find_problems
 from autods.config.validator import EXPLAIN_RULES, SEARCH_RULES
@@ -247,6 +247,7 @@ def test_an_object_that_is_no_object_is_an_error() -> None:
         ("bf16", True, 'write {"enabled": true}'),
         ("fp16", "auto", 'write {"enabled": "auto"}'),
         ("tensorboard", False, 'write {"enabled": false}'),
+        ("fp16", None, "leave it out"),
         ("optimizer", "Lamb", 'write {"type": "Lamb"}'),
         ("scheduler", True, 'write {"type": "WarmupLR"}'),
         ("data_types", "bf16", "its keys: buffer_dtype, grad_accum_dtype, keep_in_fp32_modules, param_dtype"),
@@ -257,6 +258,38 @@ def test_a_section_given_as_a_value_gets_the_object_to_write(key: str, value: An
     config = merge({"train_batch_size": 8, "zero_optimization": {"stage": 3}}, nest_key(key, value))
     (found,) = [each for each in judge(config) if each.key == key and each.severity == "error"]
     assert (f'"{key}" must be an object' in found.problem, found.hint) == (True, advice)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "advice"),
+    [
+        ("zero_optimization.reduce_bucket_size", "5e8", "write 500000000"),
+        ("zero_optimization.reduce_bucket_size", None, "leave it out"),
+        ("zero_optimization.reduce_bucket_size", "large", ""),
+        ("aio.thread_count", 4, 'did you mean "intra_op_parallelism"?'),
+        ("optimizer.params.learning_rate", 1e-4, 'did you mean "lr"?'),
+        ("scheduler.params.num_training_steps", 100, 'did you mean "total_num_steps"?'),
+        ("zero_optimization.cpu_offload", True, 'write "offload_optimizer": {"device": "cpu"}'),
+        (
+            "zero_optimization.stage3_gather_fp16_weights_on_model_save",
+            True,
+            'write "stage3_gather_16bit_weights_on_model_save"',
+        ),
+    ],
+)  # fmt: skip
+def test_a_finding_says_what_to_write(key: str, value: Any, advice: str) -> None:
+    config = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "AdamW", "params": {}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 100}},
+    }
+    (found,) = [each for each in judge(merge(config, nest_key(key, value))) if each.key == key]
+    assert found.hint == advice
+
+
+def test_deprecated_keys_have_successors_of_deepspeed() -> None:
+    replaced = describe({}).replaced
+    assert set(read_known_keys().deprecated) <= set(replaced)
 
 
 def test_a_switch_for_zero_is_stage_1_and_a_warning() -> None:

@@ -85,6 +85,11 @@ def test_a_field_is_explained_under_both_of_its_names() -> None:
     assert key.meaning.startswith("Elements of collected parameters")
 
 
+def test_a_key_below_the_old_name_of_bf16_has_its_meaning() -> None:
+    (key,) = [each for each in explained({**SIZED, "bfloat16": {"enabled": True}})[0].keys if "bfloat16" in each.key]
+    assert key.meaning == "Trains in bf16."
+
+
 def test_the_optimizers_that_are_named_are_those_of_this_deepspeed() -> None:
     config = {**SIZED, "optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}}
     keys = {key.key: key.meaning for key in explained(config)[0].keys}
