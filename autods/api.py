@@ -76,7 +76,7 @@ class UseCase(Generic[Request, Resolved, AnyEvent, Result]):
 
     `resolve` raises InputError or EnvironmentBroken, and nothing is running when it does. `run` tells its listener
     what happens meanwhile. `show` makes a listener and context manager that prints that to a console, or to standard
-    error where it is None; the third argument says whether it prints what the ranks print, too.
+    error where it is None. Its third argument says whether it prints what the ranks print, too.
     """
 
     resolve: Callable[[Request], Resolved]

@@ -207,5 +207,5 @@ def _read_named(field: str, named: Any, path: Path, read_json: ReadConfig) -> di
     file = Path(str(named))
     if is_yaml(file):
         raise InputError(f"{field}: is YAML", place=str(path), hint="name a DeepSpeed JSON file")
-    beside = path.parent / file
-    return read_json(beside if os.path.exists(beside) and not os.path.exists(file) else file)
+    neighbour = path.parent / file
+    return read_json(neighbour if os.path.exists(neighbour) and not os.path.exists(file) else file)

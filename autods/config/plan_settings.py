@@ -238,7 +238,7 @@ def adopt_script_batch(settings: PlanSettings, micro_batch: int) -> PlanSettings
     """
     sites = tuple(_with_base(site, site.base, micro_batch, site.global_batch) for site in settings.sites)
     sentence = f"micro batch {micro_batch}, which the script fixes (--micro-batch); a larger one was not searched"
-    assumed = [one for one in settings.assumed if one not in map(_assume_batch, settings.sites)]
+    assumed = [old for old in settings.assumed if old not in map(_assume_batch, settings.sites)]
     return replace(settings, sites=sites, largest=False, adopts_batch=False, assumed=(*assumed, sentence))
 
 

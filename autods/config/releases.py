@@ -35,7 +35,7 @@ class ReleaseFault:
     below: Mapping[str, float] = field(default_factory=dict)
     switches: tuple[str, ...] = ()
     effect: Literal["wrong", "sometimes wrong", "slow"]
-    what: str
+    symptom: str
     source: str
 
     @property
@@ -57,7 +57,7 @@ class ReleaseFault:
 
     def describe(self, version: str) -> str:
         """What this release, which has the fault, does."""
-        return f"DeepSpeed {version}: {self.what} ({self.source})"
+        return f"DeepSpeed {version}: {self.symptom} ({self.source})"
 
     def concerns(self, stage: int, precision: str, config: Mapping[str, Any] = MappingProxyType({})) -> bool:
         """Whether a config of this ZeRO stage and precision has it."""

@@ -1,8 +1,8 @@
 """Which kernel torch takes on a card for scaled_dot_product_attention: each kernel's own rules.
 
 After aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and sdp_utils_cpp.h. They are the same in torch 2.11 to 2.13
-but for two things: cuDNN takes no dropout that is no multiple of 1/16 since 2.12, and heads above 128 on Hopper only in
-the pairs that it can train. Both leave those calls to flash or the efficient kernel here.
+but for two rules of cuDNN since 2.12. It takes no dropout that is no multiple of 1/16. On Hopper it takes heads above
+128 only in the pairs that it can train. Both leave those calls to flash or the efficient kernel here.
 """
 
 from __future__ import annotations

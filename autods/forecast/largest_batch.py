@@ -85,7 +85,7 @@ def _interpolated(seen: Mapping[int, Fills], fits: int, refused: int) -> float:
     """Return where the peak should reach the limit, between a batch that fits and one that does not.
 
     The peak grows ever faster. So the line from the size that fits to the one that does not reaches the limit too
-    early; a line through two sizes that fit, or through two that do not, reaches it too late. The result is the
+    early. A line through two sizes that fit, or through two that do not, reaches it too late. The result is the
     geometric middle, since fragments make the peak uneven, and either line may be wrong.
     """
     peak = {size: max(fills.values()) for size, fills in seen.items()}

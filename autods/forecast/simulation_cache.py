@@ -356,7 +356,7 @@ def find_partitioned_build(
     would fit goes before one that may, and both before one that the workload's code prevents. Each stage-3 rung that
     builds the whole model is simulated once more.
     """
-    found = [
+    builds = [
         build
         for spec, whole in rungs
         if get_key(spec.ds_config, "zero_optimization.stage") == 3
@@ -365,7 +365,7 @@ def find_partitioned_build(
         and (build := _split_build(cache, spec, whole, tier, facts, form, observations)) is not None
     ]
     order: tuple[Verdict, ...] = ("fits", "tight", "not_applicable")
-    return min(found, key=lambda build: order.index(build.verdict), default=None)
+    return min(builds, key=lambda build: order.index(build.verdict), default=None)
 
 
 def _split_build(

@@ -136,10 +136,10 @@ def _measure_links(
         # Without cards all ranks share the host's memory, whose bandwidth is measured with all of them.
         sharing = sharing if machine.driver_names else 1
         links = replace(links, to_host_gb_per_s=to_host / _G, to_host_shared_by=sharing)
-    found = _measure_ring(readings, shipped)
-    if links is None or found is None:
+    ring = _measure_ring(readings, shipped)
+    if links is None or ring is None:
         return links, shares
-    best, speed, latency_s = found
+    best, speed, latency_s = ring
     usual_s = (shipped.first_step_us + shipped.step_us * (readings.ranks - 1)) * 1e-6
     shares |= {name: getattr(shipped, name) * latency_s / usual_s for name in ("first_step_us", "step_us")}
     directions, name = (1, "pcie_between_gpus") if links.over_pcie else (2, "nvlink")

@@ -41,7 +41,7 @@ def check_versions(versions: Callable[[], Mapping[str, str]] = installed_version
 def grade_fault(fault: ReleaseFault, version: str) -> Check:
     """A known fault of this release of DeepSpeed."""
     grade = Check.broken if fault.effect == "wrong" else Check.warning
-    return grade("Software", f"deepspeed {version}", f"{fault.what} ({fault.source})", fault.remedy)
+    return grade("Software", f"deepspeed {version}", f"{fault.symptom} ({fault.source})", fault.remedy)
 
 
 def check_compiler(which: Callable[[str], str | None] = shutil.which) -> Iterator[Check]:

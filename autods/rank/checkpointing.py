@@ -64,9 +64,9 @@ class _CheckpointOnHost:
     """A function like `torch.utils.checkpoint.checkpoint` that saves the first tensor of its arguments on the host.
 
     Further tensors, such as masks, are those of many layers, and stay. Both copies are in the stream that computes,
-    as those of `torch.autograd.graph.save_on_cpu`. DeepSpeed's own pool works through deepspeed.checkpointing alone;
-    its variant for transformers keeps all that it has copied back until backward is over, and misses inputs that the
-    hooks of stage 3 have replaced (0.19.8).
+    as those of `torch.autograd.graph.save_on_cpu`. DeepSpeed's own pool works through deepspeed.checkpointing alone.
+    Its variant for transformers (0.19.8) keeps all that it has copied back until backward is over. It also misses
+    inputs that the hooks of stage 3 have replaced.
     """
 
     def __init__(self, checkpoint: Callable[..., Any]) -> None:

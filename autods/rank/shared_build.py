@@ -43,11 +43,11 @@ def build_for_ranks(job: RankJob, workload: Workload, connection: int, refuse: C
 
 def _list_descriptors() -> set[str]:
     """The targets of the open descriptors of this process; the folder that is read is not among them."""
-    found = set()
+    targets = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            found.add(os.readlink(f"/proc/self/fd/{name}"))
-    return found
+            targets.add(os.readlink(f"/proc/self/fd/{name}"))
+    return targets
 
 
 @contextlib.contextmanager

@@ -57,9 +57,9 @@ class FitState:
     """What is known of a fit or a probe that works.
 
     `search` is None for a probe, and until a fit knows its rungs. `note` is the last sentence about progress, empty
-    while trials run. `forecasts` has the last one of each rung. `stages` began after `earlier` trials. The trials that
-    ran since the search began, and were not replayed, are `fresh`; `between_s` are the seconds
-    before each of them, in which forecasts are made; the last one ended at `ended_s`.
+    while trials run. `forecasts` has the last one of each rung. `stages` began after `earlier` trials. `fresh`
+    counts the trials that ran since the search began, and were not replayed. `between_s` are the seconds before each
+    of them, in which forecasts are made. The last one ended at `ended_s`.
     """
 
     since_s: float

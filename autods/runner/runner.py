@@ -193,17 +193,17 @@ class RayRunner:
         Raises EnvironmentBroken where a device is missing or broken, and where the ranks do not reach each other.
         """
         settings, machine = self.settings, self.settings.machine
-        found = judge_nodes(self.workers.examine(), machine)
-        for finding in found.findings:
+        preflight = judge_nodes(self.workers.examine(), machine)
+        for finding in preflight.findings:
             if finding.is_fatal:
                 raise EnvironmentBroken(f"{finding.text}\n  {finding.remedy}")
         if settings.gpus == 1:
-            return found
+            return preflight
         results = self._run_without_workload("preflight", _PREFLIGHT_S)
         rate = result_of_rank_0(results, PreflightResult).bytes_per_s
         slow = judge_rate(rate, machine, ranks_per_node=settings.ranks_per_node, nodes=settings.nodes)
-        findings = found.findings if slow is None else (*found.findings, slow)
-        return replace(found, findings=findings, reduced_per_s=rate)
+        findings = preflight.findings if slow is None else (*preflight.findings, slow)
+        return replace(preflight, findings=findings, reduced_per_s=rate)
 
     def measure(self) -> MeasureResult:
         """Measure what devices, links, host and the NVMe folder of the settings reach; one of the ranks' answers.

@@ -76,7 +76,7 @@ def import_packages(lora: Lora) -> None:
 def add_lora(model: Any, *, lora: Lora, place: str) -> Any:
     """Return the model with its weights frozen and the adapters beside them, in the dtype of the weights.
 
-    4-bit weights are on this rank's device afterwards: its bitsandbytes makes them, layer by layer.
+    Weights of 4 bits are on this rank's device afterwards: bitsandbytes makes them there, layer by layer.
 
     Raises WorkloadError, with the config's `place`, for targets that the model does not have.
     """

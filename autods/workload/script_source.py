@@ -299,7 +299,7 @@ def find_early_variables(source: WorkloadSource) -> dict[str, str]:
     "" stands for those whose names only its run shows. Modules of the user's that it imports are not looked into.
     """
     library = find_library(source)
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for node in _walk_top_level(parse_python(Path(source.path))):
         match node:
             case ast.Import(names=names):
@@ -311,8 +311,8 @@ def find_early_variables(source: WorkloadSource) -> dict[str, str]:
         if library is not None and set(packages) & {*library.packages}:
             break
         for name in _list_variables_set(node):
-            found.setdefault(name, f"{Path(source.path).name}:{getattr(node, 'lineno', 0)}")
-    return found
+            variables.setdefault(name, f"{Path(source.path).name}:{getattr(node, 'lineno', 0)}")
+    return variables
 
 
 def _walk_top_level(node: ast.AST) -> Iterator[ast.AST]:

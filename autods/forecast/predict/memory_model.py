@@ -162,15 +162,15 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardLimit:
-    """The bytes of a card, which hold `ratio` of what torch's allocator is forecast to hold, and what lies `beside`."""
+    """The bytes of a card: `ratio` of what torch's allocator should hold, and what lies `beside_allocator`."""
 
     limit_bytes: int
     ratio: float = 1.0
-    beside: Interval | None = None  # None: as the overheads say
+    beside_allocator: Interval | None = None  # None: as the overheads say
 
     def bound_allocator(self, outside: Interval, inside: Interval) -> int:
         """Return the largest bytes of tensors and cache that fit."""
-        left_bytes = self.limit_bytes - (self.beside or outside).peak_bytes
+        left_bytes = self.limit_bytes - (self.beside_allocator or outside).peak_bytes
         return int(left_bytes / self.ratio) - inside.peak_bytes
 
 

@@ -103,7 +103,7 @@ def _judge(
 ) -> RungForecast:
     ratios, card = calibration.ratios(spec.rung), None
     if roughly and (limit := limits.get("device")) is not None:
-        card = CardLimit(limit_bytes=limit, ratio=ratios.middle, beside=calibration.outside_allocator)
+        card = CardLimit(limit_bytes=limit, ratio=ratios.middle, beside_allocator=calibration.outside_allocator)
     need = compute_rank_memory(spec, simulation, overheads, expandable=expandable, card=card)
     device = need.device.times(ratios) + (calibration.outside_allocator or need.outside_allocator)
     if simulation.is_upper_bound:  # sure are the states at the peak, and what building takes

@@ -112,8 +112,8 @@ def label_persistent(ledger: Ledger, engine: Any) -> None:
 def further_groups() -> int:
     """The number of this rank's process groups beside that of all ranks.
 
-    Layers of experts make two, for expert and for data parallelism. Of AutoTP's two one is further, if there are ranks
-    with the same part of a layer. Of the two of Ulysses one was seen to take memory.
+    Layers of experts make two, for expert and for data parallelism. AutoTP makes two, and one of them is further if
+    there are ranks with the same part of a layer. Ulysses makes two, one of which was seen to take memory.
     """
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
     from deepspeed.utils import groups

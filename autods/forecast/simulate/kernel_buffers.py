@@ -58,7 +58,7 @@ def size_efficient_forward(arguments: Sequence[Any]) -> list[int]:
 def size_matmul_on_cpu(arguments: Sequence[Any]) -> list[int]:
     """Return bytes of the buffer in which oneDNN's kernel for processors without bf16 sums up a product in fp32.
 
-    It adds a bias to 128 rows at a time, in a buffer of their own. Of a batch, one product is made at a time.
+    It adds a bias to 128 rows at a time, in a buffer of their own. The products of a batch are made one at a time.
     """
     *bias, left, right = arguments
     rows, columns = left.shape[-2], right.shape[-1]

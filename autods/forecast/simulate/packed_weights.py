@@ -26,16 +26,18 @@ def _make_packer(original: Any) -> Any:
             return original(cls, data, requires_grad, **named)
         import bitsandbytes
 
-        said = {name: named.get(name, value) for name, value in _DEFAULTS.items()}
-        if data.device.type != "meta" and not said["bnb_quantized"]:
-            layout = {name: said[name] for name in ("blocksize", "compress_statistics", "quant_type", "quant_storage")}
-            data, said["quant_state"] = bitsandbytes.functional.quantize_4bit(data.contiguous(), **layout)
-            said["bnb_quantized"] = True
+        fields = {name: named.get(name, value) for name, value in _DEFAULTS.items()}
+        if data.device.type != "meta" and not fields["bnb_quantized"]:
+            layout = {
+                name: fields[name] for name in ("blocksize", "compress_statistics", "quant_type", "quant_storage")
+            }
+            data, fields["quant_state"] = bitsandbytes.functional.quantize_4bit(data.contiguous(), **layout)
+            fields["bnb_quantized"] = True
         weights = torch.nn.Parameter(data, requires_grad)
-        for name, value in said.items():
+        for name, value in fields.items():
             setattr(weights, name, value)
-        if said["module"] is not None:
-            said["module"].quant_state = said["quant_state"]
+        if fields["module"] is not None:
+            fields["module"].quant_state = fields["quant_state"]
         return weights
 
     return make

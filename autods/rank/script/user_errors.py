@@ -81,10 +81,10 @@ def explain(
             parsers = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
             hint = advise_arguments(parsers[-1] if parsers else None)
         case TypeError() if (match := _MISCALLED.match(read_text(error))) and (
-            found := _find_versions(error, match[1])
+            versions := _find_versions(error, match[1])
         ):
             problem = f"TypeError: {read_text(error)}"
-            hint = f"installed here: {found}; the script may be written for another version"
+            hint = f"installed here: {versions}; the script may be written for another version"
         case ImportError() if (reason := _explain_import(error)) is not None:
             problem, hint = reason
         case ModuleNotFoundError(name=str(name)) if name and place is not None:
@@ -127,11 +127,11 @@ def _find_versions(error: TypeError, name: str) -> str:
 
 def _format_versions(modules: Iterable[str]) -> str:
     """The libraries of these modules that are installed, with their versions."""
-    found = []
+    versions = []
     for package in sorted({module.partition(".")[0] for module in modules if module}):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{package} {importlib.metadata.version(package)}")
-    return " and ".join(found)
+            versions.append(f"{package} {importlib.metadata.version(package)}")
+    return " and ".join(versions)
 
 
 def _find_trainer(error: BaseException) -> ScriptKind | None:

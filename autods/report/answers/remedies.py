@@ -141,8 +141,8 @@ def describe_loading(plan: PlanReport, site: SiteForecast) -> str | None:
     if loading.whole and loading.stage == 3:
         ways += [BUILT_BY_SCRIPT if form.runs_as_main else "--zero-init builds it in parts"]
     if loading.in_fp32 and (name := _TORCH_NAMES.get(site.site.precision)) is not None:
-        where = "a model.py with " if form.is_model_config else ""
-        ways += [f"{where}from_pretrained(dtype=torch.{name}): DeepSpeed trains from weights of that type anyway"]
+        prefix = "a model.py with " if form.is_model_config else ""
+        ways += [f"{prefix}from_pretrained(dtype=torch.{name}): DeepSpeed trains from weights of that type anyway"]
     if loading.whole and loading.stage < 3 and loading.ranks > 1:
         ways += ["one rank at a time, which moves its model to its card before the next one begins"]
     sizes = [format_bytes(size) for size in (loading.build_bytes, loading.init_bytes, loading.later_bytes)]

@@ -72,8 +72,8 @@ def describe_machine(hardware: Hardware | None, versions: Mapping[str, str]) -> 
 def chart_trials(records: Sequence[Record], limit_bytes: int | None = None) -> Iterator[doc.Chart]:
     """Samples a second and the device's peak by micro batch, a line for each rung with and without checkpointing.
 
-    Configs with other settings than a rung's first one, such as those of tuning, have a line of their own. Of several
-    with one micro batch it has the fastest.
+    Configs with other settings than a rung's first one, such as those of tuning, have a line of their own. A line
+    shows the fastest of several with one micro batch.
     """
     speeds: dict[str, dict[int, float]] = {}
     peaks: dict[str, dict[int, float]] = {}

@@ -71,13 +71,13 @@ def measure_configs(records: Iterable[Record]) -> list[Measured]:
     for record in records:
         if isinstance(record.outcome, Fit) and record.trial.exam is None and record.trial.limited:
             groups.setdefault(_key(record.trial.rung, record.trial.knobs), []).append(record)
-    found = []
+    measured = []
     for group in groups.values():
         timed = [record for record in group if record.trial.purpose != "walk"] or group
         fits = tuple(record.outcome for record in timed if isinstance(record.outcome, Fit))
         is_finalist = any(record.trial.purpose == "race" for record in timed)
-        found.append(Measured(trial=group[0].trial, fits=fits, is_finalist=is_finalist))
-    return found
+        measured.append(Measured(trial=group[0].trial, fits=fits, is_finalist=is_finalist))
+    return measured
 
 
 def find_measured(records: Iterable[Record], rung: str, knobs: Knobs) -> Measured | None:

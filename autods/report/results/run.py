@@ -45,8 +45,8 @@ class RunReport(Shown):
     """The result of a run. `exit_code` is that of the command. `reason` says why a run failed, `advice` what helps.
 
     `workload` is the name of what is trained, and `device_bytes` what a rank may use.
-    `step` is the last optimizer step that a checkpoint holds. `losses` are the first and the last one that a step had,
-    and `step_s` is the median time of a step of the last attempt; None where no step is on record.
+    `step` is the last optimizer step that a checkpoint holds. `losses` are the first and the last one that a step had;
+    `step_s` is the median time of a step of the last attempt. Both are None where no step is on record.
     `rung`, `knobs`, `world_size` and `ds_config` are those of the last attempt.
     """
 
