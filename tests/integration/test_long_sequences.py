@@ -12,15 +12,15 @@ import autods
 from autods.types import Fit
 
 LLAMA = {
-    "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 768,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 1024, "max_position_embeddings": 512,
+    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 768,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 1024, "max_position_embeddings": 256,
 }  # fmt: skip
 
 
 def test_ranks_that_share_sequences_train_like_one(ray: object, tmp_path: Path) -> None:
     model = tmp_path / "config.json"
     model.write_text(json.dumps(LLAMA))
-    asked: dict[str, Any] = {"device": "cpu", "gpu_memory": "2GiB", "seq_len": 512, "precision": "fp32"}
+    asked: dict[str, Any] = {"device": "cpu", "gpu_memory": "2GiB", "seq_len": 256, "precision": "fp32"}
     shared: dict[str, Any] = {**asked, "gpus": 2, "sequence_parallel": 2, "tiled_loss": True}
     losses = []
     for rung, options in (("ddp", {**asked, "gpus": 1}), ("zero1", shared)):
