@@ -49,7 +49,7 @@ _BOUNDS = {"matmul_traffic": (1.0, 4.0)}
 # come from data sheets and from kernels measured alone. The second group decides steps that the host bounds.
 FITTED: tuple[Mapping[str, tuple[float, ...]], ...] = (
     {"matmul_traffic": (1.4, 1.9, 2.4)},
-    {"hook_us": (80, 110, 150), "collective_us": (40, 150, 300), "view_us": (2, 4)},
+    {"opcode_ns": (25, 35, 50), "collective_us": (40, 150, 300), "view_us": (2, 4)},
 )
 _HOST_BOUND = 0.3  # share of a step that the host needs to issue it: with less, the second group changes nothing
 _KINDS: Mapping[str, Callable[[Table, Row], bool]] = {

@@ -229,6 +229,16 @@ def count_work(simulation: Simulation) -> Counter[Work]:
     return counts
 
 
+def test_parameters_that_move_cost_python_of_zero3(llama: ProcessSimulator) -> None:
+    opcodes = []
+    for threshold in (0, 10**9):
+        spec = spec_of("zero3")
+        zero = spec.ds_config["zero_optimization"] | {"stage3_param_persistence_threshold": threshold}
+        (simulation,) = llama.simulate(replace(spec, ds_config=spec.ds_config | {"zero_optimization": zero}), (1,))
+        opcodes.append(sum(work.opcodes * count for work, count in count_work(simulation).items()))
+    assert opcodes[0] > opcodes[1] > 0
+
+
 @pytest.fixture(scope="module")
 def every_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessSimulator]:
     """Llama again, where DeepSpeed makes the views of every rank."""

@@ -25,9 +25,9 @@ _DTYPES: Mapping[str, str] = {
 _WITHOUT_UNITS = ("bf16", "fp16", "tf32")  # where a card has none of its own, fp32's do the work
 
 
-# What a piece of work is limited by. `view` and `hook`, a call of DeepSpeed's, cost the host time and nothing else.
+# What a piece of work is limited by. `view` and `python`, DeepSpeed's own, cost the host time and nothing else.
 WorkKind = Literal[
-    "matmul", "attention", "kernel", "reduction", "view", "hook", "copy", "pageable_copy", "collective", "host",
+    "matmul", "attention", "kernel", "reduction", "view", "python", "copy", "pageable_copy", "collective", "host",
     "host_optimizer", "nvme",
 ]  # fmt: skip
 
@@ -42,8 +42,8 @@ class Work:
     `dtype` is that of a matmul's operands. `aligned` says whether all its rows begin at multiples of 16 bytes.
     A collective has `ranks`, and `stride` is the distance of neighbours among all ranks. In a `pairwise` one each
     rank sends a part to every other, in a ring to its neighbour.
-    `launches` counts views that follow one another. Work that is not `sure` is a kernel of which only the tensors are
-    known.
+    `launches` counts views that follow one another, and `opcodes` what Python's interpreter runs. Work that is not
+    `sure` is a kernel of which only the tensors are known.
     """
 
     kind: WorkKind
@@ -57,6 +57,7 @@ class Work:
     ranks: int = 1
     stride: int = 1
     launches: int = 1
+    opcodes: int = 0
     pairwise: bool = False
     sure: bool = True
 
@@ -74,8 +75,8 @@ class Efficiency:
     `cudnn_half_intensity`; the memory-efficient kernel is `efficient_attention` times as fast on cards with flash.
     A kernel reaches `memory` of the memory's bandwidth, one that
     sums over rows or columns `reduction`. The host pays `launch_us` to issue an operator, `view_us` a view,
-    `collective_us` a collective, and `hook_us` where ZeRO-3 fetches or releases a module's parameters. A thread of
-    it moves `core_gb_per_s` at most, and writes memory that is new to the process at `first_touch_gb_per_s`; it
+    `collective_us` a collective, and `opcode_ns` an opcode of DeepSpeed's Python. A thread of it moves
+    `core_gb_per_s` at most, and writes memory that is new to the process at `first_touch_gb_per_s`; it
     takes `compare_ns` to make a truth value. `kernel_us` is the least time of a kernel on the card. A collective
     delays kernels beside it: it takes `contention` of the multiprocessors, and its bytes pass the memory
     `collective_traffic` times.
@@ -111,7 +112,7 @@ class Efficiency:
     nvme: float
     launch_us: float
     view_us: float
-    hook_us: float
+    opcode_ns: float
     collective_us: float
     kernel_us: float
     first_step_us: float
@@ -175,7 +176,7 @@ _AT_PEAK = Efficiency(
     attention_half_intensity=0.0, cudnn_attention=1.0, cudnn_half_intensity=0.0, efficient_attention=1.0,
     memory=1.0, reduction=1.0, nvlink=1.0, pcie_between_gpus=1.0, network=1.0, contention=0.0,
     collective_traffic=0.0, pinned_copy=1.0, pageable_copy=1.0, dram=1.0, core_gb_per_s=inf,
-    first_touch_gb_per_s=inf, compare_ns=0.0, host_optimizer=1.0, nvme=1.0, launch_us=0.0, view_us=0.0, hook_us=0.0,
+    first_touch_gb_per_s=inf, compare_ns=0.0, host_optimizer=1.0, nvme=1.0, launch_us=0.0, view_us=0.0, opcode_ns=0.0,
     collective_us=0.0, kernel_us=0.0, first_step_us=0.0, step_us=0.0, network_step_us=0.0, pipeline=0.0, unsure=0.0,
 )  # fmt: skip
 
@@ -222,8 +223,8 @@ class PriceList:
         match work.kind:
             case "view":
                 return Price(launch_s=work.launches * ours.view_us * 1e-6, seconds=0.0)
-            case "hook":
-                return Price(launch_s=ours.hook_us * 1e-6, seconds=0.0)
+            case "python":
+                return Price(launch_s=work.opcodes * ours.opcode_ns * 1e-9, seconds=0.0)
             case "matmul" | "attention":
                 return self._compute(rates, work, from_memory_s)
             case "kernel":

@@ -57,11 +57,20 @@ _GATHER_WAIT = declare(
     "deepspeed.runtime.zero.partition_parameters.AllGatherCoalescedHandle.wait",
     "it makes a view for each rank of the world",
 )
-_COORDINATOR = declare_all(
-    "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator",
-    ("fetch_sub_module", "release_sub_module"),
-    "a step's time counts what their Python costs the host",
-)
+_COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator"
+_STAGE_3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
+# By method: the opcodes of Python that ZeRO-3 runs around a call, and around each parameter that it is given, as
+# tests/benchmarks/zero3_opcodes.py counts them. A module is fetched and released in each pass. A parameter that was
+# gathered is partitioned when it is no longer needed.
+_OPCODES: dict[str, tuple[int, int]] = {
+    f"{_COORDINATOR}.fetch_sub_module": (2000, 0),
+    f"{_COORDINATOR}.release_sub_module": (2000, 0),
+    f"{_COORDINATOR}._PartitionedParameterCoordinator__all_gather_params_": (1700, 0),
+    "deepspeed.runtime.zero.partition_parameters.Init._partition": (0, 2200),
+    f"{_STAGE_3}.partition_grads": (5700, 1200),
+    f"{_STAGE_3}.get_grad_norm_direct": (0, 700),
+}
+_PYTHON = {name: declare(name, "a step's time counts what its Python costs the host") for name in _OPCODES}
 _RANGE = declare(
     "deepspeed.runtime.zero.partition_parameters.range", "a gather makes a view for each rank of the world", adds=True
 )
@@ -78,8 +87,8 @@ def install(ledger: Ledger) -> None:
     PROCESSOR.install(dict)  # no vendor: an optimizer on the CPU asks for it, to warn of fp16
     _DUPLICATES.wrap(_check_for_duplicates)
     _COMPILE_PASS.install(lambda *args, **kwargs: None)
-    for patch in _COORDINATOR.values():
-        patch.wrap(_count_hook, ledger.work)
+    for name, patch in _PYTHON.items():
+        patch.wrap(_count_opcodes, ledger.work, *_OPCODES[name])
 
 
 def _refill(refill: Any, adapter: Any) -> None:
@@ -105,9 +114,11 @@ def _check_for_duplicates(complain: Any, engine: Any, optimizer: Any) -> None:
         complain(engine, optimizer)
 
 
-def _count_hook(work: WorkLog, hook: Any, *args: Any, **kwargs: Any) -> Any:
-    work.hook()
-    return hook(*args, **kwargs)
+def _count_opcodes(
+    work: WorkLog, once: int, each: int, method: Any, owner: Any, given: Any, *args: Any, **kwargs: Any
+) -> Any:
+    work.interpret(once + each * len(given) if each else once)
+    return method(owner, given, *args, **kwargs)
 
 
 class _Ops(types.ModuleType):

@@ -46,7 +46,7 @@ _COLLECTIVES: dict[str, tuple[int, float]] = {
     "reduce_scatter_tensor_coalesced_": (1, 1), "alltoall_base_": (0, 1), "alltoall_": (0, 1),
     "broadcast_": (0, 1), "reduce_": (0, 1), "gather_": (0, 1), "scatter_": (0, 1),
 }  # fmt: skip
-_VIEW, _HOOK = Work(kind="view"), Work(kind="hook")
+_VIEW = Work(kind="view")
 _NVME_STREAM = STREAMS
 
 
@@ -170,9 +170,9 @@ class WorkLog:
         self._add(codes.RUN, work)
         return work
 
-    def hook(self) -> None:
-        """Enter that DeepSpeed's own Python runs before or after a module."""
-        self._add(codes.RUN, _HOOK)
+    def interpret(self, opcodes: int) -> None:
+        """Enter Python of DeepSpeed's own."""
+        self._add(codes.RUN, Work(kind="python", opcodes=opcodes))
 
     def read_back(self, tensor: Any) -> None:
         """Enter that the host reads a value of the tensor."""

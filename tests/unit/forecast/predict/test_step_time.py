@@ -16,7 +16,7 @@ _PERFECT = Efficiency(
     cudnn_attention=1, cudnn_half_intensity=0, efficient_attention=1,
     memory=1, reduction=1, nvlink=1, pcie_between_gpus=1, network=1, contention=0,
     collective_traffic=0, pinned_copy=1, pageable_copy=0.5, dram=1, core_gb_per_s=100, first_touch_gb_per_s=100,
-    compare_ns=0, host_optimizer=1, nvme=1, launch_us=1e-6, view_us=1e-6, hook_us=1e-6, collective_us=1e-6,
+    compare_ns=0, host_optimizer=1, nvme=1, launch_us=1e-6, view_us=1e-6, opcode_ns=1e-3, collective_us=1e-6,
     kernel_us=1e-6, first_step_us=1e-6, step_us=1e-6, network_step_us=1e-6, pipeline=0, unsure=1,
 )  # fmt: skip
 _EXACT = Constants(efficiency=_PERFECT, low=1, high=1, launch_high=1, host_high=1, unsure_high=1, sources={})
@@ -343,8 +343,8 @@ def test_cards_behind_one_switch_share_their_link_to_the_host() -> None:
     assert seconds == pytest.approx({("copy", 1): 1, ("copy", 8): 2, ("pageable_copy", 1): 2, ("pageable_copy", 8): 2})
 
 
-def test_a_hook_costs_the_host_and_not_the_card() -> None:
-    price = _price(Work(kind="hook"), hook_us=2e6)
+def test_python_costs_the_host_and_not_the_card() -> None:
+    price = _price(Work(kind="python", opcodes=4), opcode_ns=5e8)
     assert (price.launch_s, price.seconds) == (2, 0)
 
 
