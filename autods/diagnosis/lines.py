@@ -242,6 +242,13 @@ _HEADER = re.compile(
 )
 _HOST_MEMORY = b"CPU Virtual Memory"
 _LOADING = re.compile(read_toml("log_lines")["loading"].encode())
+# A loss of training as loggers and progress bars print it. The Trainer logs 0.0 for one that is no number.
+_LOSS = re.compile(
+    rb"(?:\b|train_)loss['\"]?\s*[:=]\s*['\"]?(?:tensor\()?"
+    rb"(?:(?P<no_number>-?(?:nan|inf)\b|0\.0\b(?=[^\n]{0,60}grad_norm['\"]?: ['\"]?nan))|[-+.\d])",
+    re.IGNORECASE,
+)
+_LOSS_BYTES = 1 << 16  # of a block, at its end, in which the last loss is looked for
 _HEADS = (b"==", b"##", b"--", b"**", b">>")
 
 
@@ -268,6 +275,7 @@ class Reader:
         self.last: list[str] = []  # of the last block
         self.loading = ""  # the last bar of weights that were being loaded; "" where it came to its end
         self.host_memory = ""  # the last line in which DeepSpeed says how full it is; it writes many alike
+        self.diverged = ""  # the last line with a loss; "" where that is a number
         self._name = file
         self._raws: list[bytes] = []
         self._first = 0
@@ -308,6 +316,11 @@ class Reader:
         self.last = [text for text in _clean(block[-2000:]).splitlines() if text.strip()][-5:] or self.last
         if (place := block.rfind(_HOST_MEMORY)) >= 0:
             self.host_memory = _clean(block[place : place + 100]).splitlines()[0]
+        for loss in _LOSS.finditer(block, max(0, len(block) - _LOSS_BYTES)):
+            start = max(block.rfind(end, 0, loss.start()) for end in (b"\n", b"\r")) + 1
+            self.diverged = (
+                _clean(block[start : loss.end() + LINE_CHARS]).splitlines()[0].strip() if loss["no_number"] else ""
+            )
         for bar in _LOADING.finditer(block):
             self.loading = "" if int(bar["percent"]) >= 100 else _clean(bar[0])
         block, line_end = block.removesuffix(b"\n"), block[-1:] == b"\n"

@@ -21,7 +21,7 @@ from .logs import MOST_FILES, STDIN, Listen, Log, find_logs, read_blocks
 from .messages import CUT, REPORTS_FAILURE, Message
 from .run_processes import MOST_SIGNAL, Exit, explain_exit_code, normalize_exit_code
 from .shortage import parse_shortage
-from .signatures import Kind, find_confidence, read_toml
+from .signatures import Kind, find_confidence, read_signatures, read_toml
 from .symptoms import LogSummary, Symptom, collect_symptoms
 
 Logs = str | PathLike[str] | Mapping[str, str] | Iterable[str | PathLike[str]]
@@ -200,6 +200,8 @@ def _weigh(summary: LogSummary, exit_code: int | None) -> Diagnosis:
         return _diagnose_exit(code, summary)
     if stopped := [symptom for symptom in alive if symptom.row.weight == "stopped"]:
         return _diagnosis(stopped[0], "exit code", stopped)
+    if loss := next(filter(None, summary.diverged), ""):
+        return _diagnose_divergence(loss)
     if pressed := [symptom for symptom in summary.symptoms if _shows_pressure(symptom)]:
         advice = pressed[0].row.advice if pressed[0].row.weight == "pressure" else _LEAVE_HEADROOM
         diagnosis = _diagnosis(pressed[0], "pressure", pressed, advice=advice)
@@ -247,11 +249,9 @@ def _is_about_other_program(
 
 
 def _follows_lost_peer(cause: Symptom, alive: Sequence[Symptom]) -> bool:
-    """torch's rendezvous or store failed after a peer was gone: the process only noticed."""
-    return (
-        cause.row.file == "communication"
-        and cause.row.emitter == "torch"
-        and any(
+    """torch's rendezvous or store failed after a peer was gone, or srun cancelled the step: neither is the cause."""
+    return ((cause.row.file == "communication" and cause.row.emitter == "torch") or cause.row.name == "cancelled") and (
+        any(
             other.row.weight == "secondary"
             and other.message.file == cause.message.file
             and other.message.order < cause.message.order
@@ -400,10 +400,11 @@ def _diagnosis(
 
 
 def _telling_lines(symptom: Symptom) -> list[str]:
-    """The first line of the message, and the line that the row matched. Rules such as ===== are no lines."""
+    """The first line of the message, those that it announces, and the one that the row matched. ===== is no line."""
     lines = [line.strip() for line in symptom.message.text.splitlines() if _WORD.search(line)]
+    announced = lines[1:_EVIDENCE_LINES] if lines and lines[0].endswith(":") else []
     matched = filter(symptom.row.tells, lines)
-    return [line[:_EVIDENCE_CHARS] for line in dict.fromkeys((*lines[:1], *islice(matched, 1)))]
+    return [line[:_EVIDENCE_CHARS] for line in dict.fromkeys((*lines[:1], *islice(matched, 1), *announced))]
 
 
 _PHASES = [(re.compile(pattern), phase) for pattern, phase in read_toml("log_lines")["phases"]]
@@ -436,6 +437,19 @@ def _diagnose_exit(reported: int, summary: LogSummary) -> Diagnosis:
         action=meaning.action,
         advice=f"{meaning.summary}: {meaning.advice}",
         signature=f"exit code {code}",
+    )
+
+
+def _diagnose_divergence(line: str) -> Diagnosis:
+    """The diagnosis of a run that trained on although its loss was no number any more, by the line that shows it."""
+    row = next(row for row in read_signatures() if row.name == "not-a-number")
+    return Diagnosis(
+        kind=row.kind,
+        confidence=find_confidence(f"{row.weight} mentioned"),
+        evidence=(line[:_EVIDENCE_CHARS],),
+        action=row.action,
+        advice=row.advice,
+        signature=f"{row.file}/{row.name}",
     )
 
 

@@ -20,7 +20,8 @@ _RESERVED = re.compile(rf"{_SIZE} reserved in total", re.IGNORECASE)
 _OTHERS = re.compile(rf"(?<!this )process (\d+) has {_SIZE} memory in use", re.IGNORECASE)
 _SOME_BYTES = 2**26
 _FEW_BYTES = 2**20  # torch's allocator takes 2 MiB at least from the driver
-EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+_VARIABLE = re.compile(r"PYTORCH_(?:\w+_)?ALLOC_CONF")  # its name depends on the release, and the message has it
+_USUAL_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,7 @@ class Shortage:
     limited: bool = False  # the process may use a part of the card only
     idle_bytes: int | None = None  # reserved by the allocator, holding no tensor
     others_bytes: int | None = None  # of other processes on the same card
+    variable: str = _USUAL_VARIABLE  # of the environment, that sets torch's allocator
 
     @property
     def fragmented(self) -> bool:
@@ -58,7 +60,9 @@ class Shortage:
         sentences = []
         if self.fragmented:
             idle = format_bytes(self.idle_bytes or 0)
-            sentences.append(f"fragmentation: {idle} reserved but unallocated: set {EXPANDABLE}")
+            sentences.append(
+                f"fragmentation: {idle} reserved but unallocated: set {self.variable}=expandable_segments:True"
+            )
         if self.others_bytes and self.others_bytes > 2**30:
             others = format_bytes(self.others_bytes)
             sentences.append(f"other processes hold {others} of this card: end them first (nvidia-smi)")
@@ -81,6 +85,7 @@ def parse_shortage(text: str) -> Shortage:
         limited=_ALLOWED.search(text) is not None,
         idle_bytes=idle,
         others_bytes=others or None,
+        variable=named_variable[0] if (named_variable := _VARIABLE.search(text)) else _USUAL_VARIABLE,
     )
 
 

@@ -61,8 +61,9 @@ class LogSummary:
 
     `progress` maps a file to the training progress at its end, `last` maps it to its last lines.
     `loading` is the bar of weights that were being loaded when a file ends, and `host_memory` DeepSpeed's last line
-    about that, in each file. `user_words` are what exceptions of the user's code say. `text` tells whether any file was
-    text; `not_text` names those that were none.
+    about that, in each file. `diverged` is a file's last line with a loss, where that is no number. `user_words` are
+    what exceptions of the user's code say. `text` tells whether any file was text; `not_text` names those that were
+    none.
     """
 
     symptoms: list[Symptom] = field(default_factory=list)
@@ -73,6 +74,7 @@ class LogSummary:
     last: dict[str, list[str]] = field(default_factory=dict)
     loading: list[str] = field(default_factory=list)
     host_memory: list[str] = field(default_factory=list)
+    diverged: list[str] = field(default_factory=list)
     bytes: int = 0
     lines: int = 0  # of the files that were read to their end
     files: int = 1
@@ -121,6 +123,7 @@ def _read_log(name: str, blocks: Iterator[bytes], summary: LogSummary) -> None:
     summary.last[name] = reader.last
     summary.loading.append(reader.loading)
     summary.host_memory.append(reader.host_memory)
+    summary.diverged.append(reader.diverged)
 
 
 def _add_message(message: Message, summary: LogSummary, row_counts: Counter[str], reader: Reader) -> None:

@@ -143,7 +143,7 @@ _KINDS = {
     "communication": "The ranks could not communicate",
     "secondary": "Another rank failed first; this log only shows who noticed",
     "user_code": "The training code failed",
-    "infrastructure": "The machine or the scheduler ended the run",
+    "infrastructure": "The machine, the scheduler or a service ended the run",
     "none": "No failure was found",
 }
 _CONFIDENCE_WORDS = ((0.85, "sure"), (0.55, "likely"), (0.0, "a guess"))
@@ -163,7 +163,7 @@ def make_diagnosis_document(diagnosis: Diagnosis, *, whole: bool = False) -> doc
         if diagnosis.phase == "load":
             headline = f"{failed} was killed while it loaded weights: host memory is likely, and not proven by the log"
     elif diagnosis.kind == "out_of_memory" and diagnosis.tier:
-        headline = f"Out of {TIER_NAMES[diagnosis.tier]}{place}"
+        headline = f"Out of {TIER_NAMES[diagnosis.tier].removesuffix(' (NVMe)')}{place}"  # it may be any disk
     style = {"none": "green", "memory_pressure": "yellow"}.get(diagnosis.kind, "red")
     sure = next(word for least, word in _CONFIDENCE_WORDS if diagnosis.confidence >= least)
     parts: list[doc.Part] = [
@@ -171,8 +171,9 @@ def make_diagnosis_document(diagnosis: Diagnosis, *, whole: bool = False) -> doc
     ]
     if diagnosis.advice:
         parts.append(doc.Paragraph(words=line(("What to do: ", "bold"), diagnosis.advice), whole=whole))
+    notes = [note for note in diagnosis.notes if note.lower() not in diagnosis.advice.lower()]
     ranks = f"  ×{len(diagnosis.ranks)} ranks" if len(diagnosis.ranks) > 1 else ""
     for number, text in enumerate((*diagnosis.evidence, *(f"at {_cut(place)}" for place in diagnosis.places))):
         parts.append(doc.Paragraph(words=line((f"  {text}{'' if number else ranks}", "dim")), whole=True))
-    parts += (doc.Paragraph(words=line((f"  · {note}", "dim")), whole=whole) for note in diagnosis.notes)
+    parts += (doc.Paragraph(words=line((f"  · {note}", "dim")), whole=whole) for note in notes)
     return make_document(title="diagnosis", question="", parts=parts)

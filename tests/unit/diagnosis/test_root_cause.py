@@ -446,3 +446,52 @@ def test_a_rank_that_is_killed_while_it_loads_gets_that_advice(log: str, exit_co
     assert ("HfDeepSpeedConfig" in said.advice) is (phase == "load")
     assert any("33%" in line for line in said.evidence) is (phase == "load")
     assert said.tier == ("host" if KERNEL in log else None)
+
+
+TIMEOUT = (
+    "[rank5]:[E1128 03:11:05.812 ProcessGroupNCCL.cpp:688] [Rank 5] Watchdog caught collective operation timeout: "
+    "WorkNCCL(SeqNum=991, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600022 milliseconds\n"
+)
+CANCELLED = "slurmstepd: error: *** STEP 81234.0 ON node-17 CANCELLED AT 2026-11-28T03:12:01 ***\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"), [(TIMEOUT + CANCELLED, "secondary"), (CANCELLED + TIMEOUT, "infrastructure")]
+)
+def test_a_step_that_ends_after_a_timeout_was_not_cancelled(text: str, kind: str) -> None:
+    assert autods.diagnose(text).kind == kind
+
+
+def test_the_list_that_a_message_announces_is_evidence() -> None:
+    text = (
+        "Traceback (most recent call last):\n"
+        '  File "/opt/lib/python3.11/site-packages/transformers/integrations/deepspeed.py", line 280, in finalize\n'
+        "    raise ValueError(\n"
+        "ValueError: Please correct the following DeepSpeed config values that mismatch TrainingArguments values:\n"
+        "- ds train_micro_batch_size_per_gpu=4 vs hf per_device_train_batch_size=8\n"
+    )
+    assert (
+        "ds train_micro_batch_size_per_gpu=4 vs hf per_device_train_batch_size=8" in autods.diagnose(text).evidence[1]
+    )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{'loss': nan, 'grad_norm': nan, 'learning_rate': 1e-05, 'epoch': 0.2}",
+        "{'loss': 0.0, 'grad_norm': nan, 'learning_rate': 1e-05, 'epoch': 0.2}",
+        "step 200 loss: tensor(nan, device='cuda:0')",
+        " 12%|█▏ | 1211/10000 [12:01<1:27:12, 1.68it/s, loss=-inf]",
+        " iteration 200/ 9000 | lm loss: NaN | grad norm: nan |",
+    ],
+)
+def test_a_run_whose_last_loss_is_no_number_diverged(line: str) -> None:
+    diagnosis = autods.diagnose(f"step 100 loss: 2.5\n{line}\nsaving model checkpoint\n")
+    assert (diagnosis.signature, diagnosis.evidence) == ("user_code/not-a-number", (line.strip(),))
+    assert autods.diagnose(f"{line}\nstep 300 loss: 2.4\n").kind == "none"
+
+
+def test_advice_names_the_variable_that_torch_names() -> None:
+    text = f"{OOM} of which 1.00 GiB is free. 2.50 GiB is reserved by PyTorch but unallocated. Try setting {{}}\n"
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        assert f"set {variable}=expandable" in autods.diagnose(text.format(variable)).advice

@@ -54,6 +54,18 @@ def test_a_rule_is_no_evidence(log: str) -> None:
     assert not [line for line in said.evidence if "==" in line]
 
 
+def test_a_note_that_the_advice_has_is_not_shown_again() -> None:
+    said = autods.diagnose(
+        f"{OOM.format(0)} of which 1.00 GiB is free. 2.50 GiB is reserved by PyTorch but unallocated"
+    )
+    assert "Fragmentation: 2.5 GiB" in said.advice
+    assert sum("ragmentation" in line for line in shown(said)) == len(said.notes) == 1
+
+
+def test_a_full_disk_is_not_called_nvme() -> None:
+    assert shown(autods.diagnose("OSError: [Errno 28] No space left on device"))[0].startswith("Out of disk space  (")
+
+
 def test_advice_is_wrapped_on_a_terminal_and_log_lines_are_not() -> None:
     said = autods.diagnose(EIGHT)
     at_file, at_terminal = shown(said), shown(said, terminal=True)
