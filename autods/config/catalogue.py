@@ -6,8 +6,9 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
@@ -202,10 +203,18 @@ def find_machines(names: str) -> tuple[Machine, ...]:
     for name in known if names.strip() == "all" else (name.strip() for name in names.split(",")):
         machine = _read_machine(Path(name)) if name.endswith(".toml") else known.get(name.lower())
         if machine is None:
-            hint = f"it has {', '.join(known)}" if name != "all" else "give --on all, without other names"
+            hint = "give --on all, without other names" if name == "all" else _name_near(name, known)
             raise InputError(f"--on {names}: the catalogue has no machine {name!r}", hint=hint)
         machines[machine.name] = machine
     return tuple(sorted(machines.values(), key=lambda machine: machine.device_bytes))
+
+
+def _name_near(name: str, known: Iterable[str]) -> str:
+    """'did you mean a100-40gb or a100-80gb?' for a100; all names for one that resembles none."""
+    known = tuple(known)
+    begun = [each for each in known if name and each.startswith(name.lower())]
+    near = begun or get_close_matches(name.lower(), known)
+    return f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(known)}"
 
 
 def describe_this_machine(cards: Sequence[Card], hardware: Hardware, *, measured: bool = True) -> Machine:

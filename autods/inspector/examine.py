@@ -118,6 +118,7 @@ def _run_checks(settings: DoctorSettings, listen: Listener) -> Iterator[Check]:
         yield from measure_machine(settings, listen)
     yield from machine.check_environment(os.environ)
     yield from machine.check_kernel()
+    yield from machine.check_names()
 
 
 def run_preflight(hardware: Hardware, listen: Listener) -> Preflight:

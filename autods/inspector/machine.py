@@ -192,3 +192,18 @@ def check_kernel(version: Callable[[], int] = landlock.find_version) -> Iterator
         socket.create_server(("127.0.0.1", 0)).close()
     except OSError as error:
         yield Check.broken("Settings", "ports on loopback", f"cannot be opened: {error.strerror}", "ip link set lo up")
+
+
+def check_names(resolve: Callable[[str, None], object] = socket.getaddrinfo) -> Iterator[Check]:
+    """Whether localhost and this host's own name have addresses: torchrun, gloo and MPI connect to them."""
+    lost = []
+    for name in dict.fromkeys(("localhost", socket.gethostname())):
+        try:
+            resolve(name, None)
+        except OSError:
+            lost.append(name)
+    if lost:
+        result = f"{' and '.join(lost)} has no address, so torchrun waits for it in vain"
+        yield Check.warning("Settings", "host names", result, f'echo "127.0.0.1 {" ".join(lost)}" >> /etc/hosts')
+    else:
+        yield Check.ok("Settings", "host names", "localhost and this host have addresses")

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from ..config.catalogue import Site
-from ..config.checkpointing import offloads_inputs
+from ..config.checkpointing import name_state, offloads_inputs
 from ..config.deepspeed import BATCH_KEYS, choose_accumulation, says_accumulation
 from ..config.rungs import read_rungs
 from ..events import Note
@@ -104,7 +104,8 @@ def _waits(speed: Speed) -> bool:
 
 def _switch_checkpointing(run: PlanRun, site: Site, spec: EngineSpec, other: EngineSpec) -> list[Alternative]:
     """The best rung's engine `spec` with another state of checkpointing, at its largest micro batch."""
-    run.listen(Note(text=f"{spec.rung} with another state of checkpointing", passing=True))
+    state = name_state(other.checkpointing, on_host=offloads_inputs(other.ds_config))
+    run.listen(Note(text=f"{spec.rung} with checkpointing {state}", passing=True))
     try:
         with run.cache.open(other) as engine:
             first = _judge(run, site, engine, site.micro_batch, switched=True)

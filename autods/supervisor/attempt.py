@@ -79,7 +79,8 @@ def judge_attempt(result: RunResult | OutOfMemory | Failed, *, seen_step: int, s
             advice="free some space, and give the same command again",
         )  # fmt: skip
         return AttemptEnd(ending="failed", last_step=seen_step, seconds=seconds, cause=cause)
-    return AttemptEnd(ending=result.ended, last_step=max(seen_step, result.step or 0), seconds=seconds)
+    counted = 0 if result.step is None else max(seen_step, result.step)  # a script may train without being counted
+    return AttemptEnd(ending=result.ended, last_step=counted, seconds=seconds)
 
 
 class StopRequest:

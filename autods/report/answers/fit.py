@@ -294,9 +294,10 @@ def _explain_others(report: FitReport, ladder: Sequence[LadderRow]) -> Iterator[
     """Rungs that need no row, by the reason; then the variants of rungs that raced, such as 'zero2 without …'."""
     named, rungs = {row.rung for row in ladder}, report.question.ladder
     untried = {rung: report.reasons[rung] for rung in rungs if rung in report.reasons and rung not in named}
-    for reason in dict.fromkeys(untried.values()):
+    for number, reason in enumerate(dict.fromkeys(untried.values())):
         names = ", ".join(rung for rung in untried if untried[rung] == reason)
-        yield doc.Paragraph(words=line((f"{reason}: {names}", "dim")), gap=True, indent=2)
+        words = line((f"not tried ({reason.removeprefix('not tried: ')}): {names}", "dim"))
+        yield doc.Paragraph(words=words, gap=number == 0, indent=2)
     variants = [name for name in report.reasons if name not in rungs and name.partition(" ")[0] in rungs]
     yield doc.Pairs(items=tuple((name, report.reasons[name]) for name in variants), on=Medium.DETAILS, gap=True)
 

@@ -31,7 +31,7 @@ ATTEMPTS: tuple[Column[AttemptRow], ...] = (
     Column(name="", read=lambda row: str(row.number), right=True),
     Column(name="began", read=lambda row: time.strftime("%m-%d %H:%M:%S", time.localtime(row.began)), wraps=True),
     Column(name="config", read=lambda row: _describe_config(row), wraps=True),
-    Column(name="steps", read=lambda row: f"{row.first_step:,}–{row.last_step:,}", right=True),
+    Column(name="steps", read=lambda row: _describe_steps(row), right=True),
     Column(name="again", read=lambda row: str(row.repeated), right=True),
     Column(name="time", read=lambda row: format_seconds(row.seconds), right=True),
     Column(name="end", read=lambda row: line((_describe_end(row), _STYLES.get(row.ending, "red"))), wraps=True),
@@ -41,6 +41,10 @@ ATTEMPTS: tuple[Column[AttemptRow], ...] = (
 
 def _describe_config(row: AttemptRow) -> str:
     return f"{row.rung}, {row.micro_batch} × {row.accumulation} × {row.world_size}"
+
+
+def _describe_steps(row: AttemptRow) -> str:
+    return "–" if row.last_step == row.first_step else f"{row.first_step:,}–{row.last_step:,}"
 
 
 def _describe_end(row: AttemptRow) -> str:
@@ -59,7 +63,8 @@ def make_run_document(report: RunReport, folder: Path | None = None) -> doc.Docu
 
 def _list_parts(report: RunReport, folder: Path | None) -> Iterator[doc.Part]:
     goal = f" of {report.steps:,}" if report.steps is not None else ""
-    answer = f"{_HEADLINES[report.status]} at step {report.step:,}{goal}"
+    is_uncounted = report.status == "done" and report.step == 0  # a script that trains and saves by itself
+    answer = _HEADLINES[report.status] + ("" if is_uncounted else f" at step {report.step:,}{goal}")
     effort = f"{format_number_of(report.rescues, 'rescue')}, {format_number_of(report.repeated, 'step')} repeated"
     yield doc.Headline(
         words=line((answer, f"bold {_STYLES.get(report.status, 'red')}")),

@@ -156,7 +156,9 @@ def test_every_option_reaches_the_plan() -> None:
     ("argv", "said"),
     [
         (("plan", "model.py", "--gpus", "8"), "say which to forecast for"),
-        (("plan", "model.py", "--on", "a100"), "the catalogue has no machine 'a100'"),
+        (("plan", "model.py", "--on", "b200"), "the catalogue has no machine 'b200'\n  did you mean b200-192gb?"),
+        (("plan", "model.py", "--on", "a100-80g"), "did you mean a100-80gb?"),
+        (("plan", "model.py", "--on", "mine"), "it has t4-16gb, "),
         (("plan", "model.py", "--gpus", "0", "--gpu-memory", "1GiB"), "at least one rank"),
         (("plan", "model.py", "--gpus", "8", "--gpu-memory", "many"), "'many' is not a size"),
         (("plan",), "Missing argument 'WORKLOAD'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import socket
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -138,3 +139,13 @@ def test_ranks_that_cannot_train_are_broken() -> None:
 
     (check,) = machine.check_ranks(measure)
     assert (check.status, check.remedy) == ("broken", "look at the firewall")
+
+
+def test_a_host_name_without_an_address_gets_its_line_of_hosts() -> None:
+    def resolve(name: str, port: None) -> None:
+        if name != "localhost":
+            raise OSError("Name or service not known")
+
+    (check,) = machine.check_names(resolve)
+    assert (check.status, check.remedy) == ("warning", f'echo "127.0.0.1 {socket.gethostname()}" >> /etc/hosts')
+    assert states(machine.check_names(lambda name, port: None)) == {"host names": "ok"}

@@ -104,7 +104,8 @@ def test_no_line_is_wider_than_the_terminal_but_those_to_be_copied(width: int) -
 
 
 def test_rungs_that_were_not_needed_are_named_in_one_line() -> None:
-    assert "not needed: a faster rung fits: zero3-offload-param, zero3-offload" in shown(fitting_report(), 100)
+    text = shown(fitting_report(), 100)
+    assert "not tried (not needed: a faster rung fits): zero3-offload-param, zero3-offload" in text
 
 
 def test_the_winner_shows_its_batch_and_what_to_type_next() -> None:

@@ -50,6 +50,14 @@ def test_the_page_has_attempts_charts_and_the_config(report: RunReport, tmp_path
     assert '"train_batch_size": 8' in parsed.words
 
 
+def test_a_run_whose_steps_nobody_counted_names_none(report: RunReport) -> None:
+    attempt = replace(report.attempts[0], first_step=0, last_step=0, ending="done", evidence=None, changed=None)
+    uncounted = replace(report, step=0, steps=None, attempts=(attempt,), rescues=0, checkpoint=None)
+    words = check_page(to_page(make_run_document(uncounted))).words
+    assert "at step" not in words
+    assert "0–0" not in words
+
+
 def test_the_page_says_model_config_final_loss_and_rate(report: RunReport, tmp_path: Path) -> None:
     known = replace(
         report, workload="gpt", parameters=32_600_000, device_bytes=2**30, rung="zero2", world_size=2,
