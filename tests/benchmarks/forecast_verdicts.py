@@ -14,6 +14,7 @@ After: the verdicts for micro batches from 2 on, once the trials of the same set
 before: the same cases without that. Setups without a trial at micro batch 1 are left out there.
 
 --measured: peaks of earlier runs, so that only the forecast is made again. --nvme: zero3-nvme is trained too.
+Setups that are not asked for stay in --out as they are, with trials and forecasts.
 """
 
 from __future__ import annotations
@@ -139,13 +140,11 @@ def main() -> int:
     options = parser.parse_args()
     wanted = options.setups.split(";") if options.setups else [setup.name for setup in SETUPS]
     setups = [setup for setup in SETUPS if setup.name in wanted]
-    known = [json.loads(path.read_text()) for path in options.measured or ()]
-    rows = [Row(**_without_forecast(row)) for said in known for row in said["rows"]]
-    verified = [case for said in known for case in said["verified"]]
+    rows, verified = read(options.measured or [path for path in [options.out] if path.exists()])
     with tempfile.TemporaryDirectory() as scratch:
         if not options.measured:
             for new, under in train(setups, options.verify, Path(scratch), options.nvme):
-                rows, verified = rows + new, verified + under
+                rows, verified = replace_setups(rows, verified, new, under)
                 write(options.out, rows, verified)  # an hour of trials is not lost with what comes after them
         for setup in setups:
             with ProcessSimulator(source(setup.workload, Path(scratch)), processes=1) as simulator:
@@ -234,7 +233,7 @@ def tried(row: Row, setup: Setup, runner: Any, *, limit_bytes: int | None) -> An
 
 def forecast(setup: Setup, rows: Iterable[Row], simulator: ProcessSimulator) -> list[Row]:
     """The setup's rows with their forecasts, before and after they learned from those at micro batch 1."""
-    own = [row for row in rows if row.setup == setup.name]
+    own = [replace(row, before=None, after=None) for row in rows if row.setup == setup.name]
     ran: dict[str, list[Row]] = {}
     for row in own:
         if row.measured_bytes is not None:
@@ -415,6 +414,23 @@ def write(path: Path, rows: Sequence[Row], verified: Sequence[Mapping[str, Any]]
     path.write_text(json.dumps(said, indent=1) + "\n")
 
 
+def read(paths: Iterable[Path]) -> tuple[list[Row], list[dict[str, Any]]]:
+    """The rows and the verified cases of these results."""
+    known = [json.loads(path.read_text()) for path in paths]
+    return [_read_row(row) for said in known for row in said["rows"]], [
+        case for said in known for case in said["verified"]
+    ]
+
+
+def replace_setups(
+    rows: Iterable[Row], verified: Iterable[dict[str, Any]], new: list[Row], under: list[dict[str, Any]]
+) -> tuple[list[Row], list[dict[str, Any]]]:
+    """The rows and cases with those of a training in place of what its setups had before."""
+    trained = {row.setup for row in new}
+    others = [row for row in rows if row.setup not in trained]
+    return others + new, [case for case in verified if case["setup"] not in trained] + under
+
+
 def versions() -> dict[str, str]:
     """Of what allocates."""
     from importlib.metadata import version
@@ -422,8 +438,9 @@ def versions() -> dict[str, str]:
     return {name: version(name) for name in ("torch", "deepspeed", "transformers")}
 
 
-def _without_forecast(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name not in ("before", "after")}
+def _read_row(said: Mapping[str, Any]) -> Row:
+    forecasts = {name: said[name] and TierForecast(**said[name]) for name in ("before", "after")}
+    return Row(**{**said, **forecasts})
 
 
 if __name__ == "__main__":

@@ -35,6 +35,15 @@ def tally(*rows: verdicts.Row, budgets: tuple[int, ...] = verdicts.BUDGETS) -> v
     return verdicts.tally(rows, lambda row: row.before, budgets)
 
 
+def test_a_run_of_one_setup_keeps_the_others(tmp_path: Path) -> None:
+    whole = row(500, low=480, peak=500, high=520)
+    old, other, new = whole, replace(whole, setup="t5"), replace(whole, measured_bytes=7)
+    cases = [{"setup": "gpt"}, {"setup": "t5"}]
+    verdicts.write(tmp_path / "out.json", [old, other], cases)
+    rows, verified = verdicts.read([tmp_path / "out.json"])
+    assert verdicts.replace_setups(rows, verified, [new], []) == ([other, new], [{"setup": "t5"}])
+
+
 def test_a_false_cannot_fit_is_counted() -> None:
     said = tally(row(500, low=520, peak=540, high=560), budgets=(510, 530))
     assert (said.false_cannot_fit, said.tight, said.false_fits) == (1, 1, 0)
