@@ -25,7 +25,8 @@ _DTYPES: Mapping[str, str] = {
 _WITHOUT_UNITS = ("bf16", "fp16", "tf32")  # where a card has none of its own, fp32's do the work
 
 
-# What a piece of work is limited by. `view` and `python`, DeepSpeed's own, cost the host time and nothing else.
+# What a piece of work is limited by. `view`, a call without a kernel, and `python`, DeepSpeed's own, cost the host time
+# and nothing else.
 WorkKind = Literal[
     "matmul", "attention", "kernel", "reduction", "view", "python", "copy", "pageable_copy", "collective", "host",
     "host_optimizer", "nvme",
@@ -42,8 +43,8 @@ class Work:
     `dtype` is that of a matmul's operands. `aligned` says whether all its rows begin at multiples of 16 bytes.
     A collective has `ranks`, and `stride` is the distance of neighbours among all ranks. In a `pairwise` one each
     rank sends a part to every other, in a ring to its neighbour.
-    `launches` counts views that follow one another, and `opcodes` what Python's interpreter runs. Work that is not
-    `sure` is a kernel of which only the tensors are known.
+    `launches` counts calls without a kernel that follow one another, `opcodes` what Python's interpreter runs. Work
+    that is not `sure` is a kernel of which only the tensors are known.
     """
 
     kind: WorkKind

@@ -246,7 +246,7 @@ def _reduce_scatter_coalesced(work: WorkLog, tensors: list[Any], group: Any = No
     chunks = [math.ceil(size / world) for size in sizes]
     with torch.no_grad():
         flat_tensors = [tensor.view(-1) for tensor in tensors]
-        work.launch_views(world * len(tensors))
+        work.call_without_kernel(world * len(tensors))
         if len(tensors) == 1 and sizes[0] % world == 0:
             buffer = tensors[0].view(-1)
         else:
@@ -283,12 +283,12 @@ def _wait(work: WorkLog, real: Any, handle: Any, handle_dependency: bool = True)
     for param in handle.params:
         pieces = [handle.partitions[0].as_strided((param.ds_numel,), (1,))]
         others = math.ceil(param.ds_numel / param.ds_tensor.ds_numel) - 1
-        work.launch_views(others)
+        work.call_without_kernel(others)
         param.data = torch.cat(pieces).view(param.ds_shape).to(param.ds_tensor.dtype)
         param.ds_status = ZeroParamStatus.AVAILABLE
         if has_streams and handle_dependency:
             pieces[0].record_stream(accelerator.current_stream())
-            work.launch_views(others)
+            work.call_without_kernel(others)
     handle.complete = True
     if has_streams and not handle_dependency:
         type(handle).data_buffer.append(pieces)
@@ -297,6 +297,6 @@ def _wait(work: WorkLog, real: Any, handle: Any, handle_dependency: bool = True)
 def _range(work: WorkLog, *args: int) -> Any:
     """`range` for partition_parameters: its loop over the world in `_all_gather_dtype` sees rank 0 only."""
     if sys._getframe(1).f_code.co_name == "_all_gather_dtype" and len(args) == 1:
-        work.launch_views(args[0] - 1)
+        work.call_without_kernel(args[0] - 1)
         return range(min(args[0], 1))
     return range(*args)

@@ -150,7 +150,7 @@ class Ledger:
 
     def use_on(self, tensor: Any, stream: Any) -> None:
         """Note that a stream uses the tensor's memory, as `torch.Tensor.record_stream` does, without a kernel."""
-        self.work.launch_views(1)
+        self.work.call_without_kernel(1)
         block = self._find_block(tensor, DEVICE)
         if block is not None and self._number_pool(stream.stream_id) != self._stream_of[block]:
             self._uses.setdefault(block, set()).add(stream.stream_id)

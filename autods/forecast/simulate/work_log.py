@@ -140,8 +140,8 @@ class WorkLog:
 
     # Work.
 
-    def launch_views(self, count: int) -> None:
-        """Enter so many calls of operators that make views."""
+    def call_without_kernel(self, count: int) -> None:
+        """Enter so many calls that launch no kernel: views, `record_stream`."""
         if count > 0:
             self._add(codes.RUN, Work(kind="view", launches=count))
 
