@@ -234,7 +234,8 @@ def trainer_arguments(report: FitReport, config_path: str) -> tuple[str, ...]:
         "--per_device_train_batch_size", str(report.knobs.micro_batch),
         "--gradient_accumulation_steps", str(report.knobs.accumulation),
         *((f"--{half}",) if half else ()),
-        *(("--gradient_checkpointing",) if report.knobs.checkpointing else ()),
+        # The Trainer's switch would let all layers recompute, and from inputs on the device.
+        *(("--gradient_checkpointing",) if find_state(report.knobs) == "on" else ()),
         *(("--use_cpu",) if report.device.stands_in else ()),
         *_user_settings(report.ds_config),
         # The Trainer's groups have a timeout of their own, in seconds.

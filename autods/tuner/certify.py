@@ -185,8 +185,9 @@ def _configs(search: _ExamSearch, alternates: Sequence[Record], untried: Sequenc
 
 
 def _name(config: Trial) -> str:
-    recomputing = ", recomputing" if config.knobs.checkpointing else ""
-    return f"{config.rung} (micro batch {config.knobs.micro_batch}{recomputing})"
+    state = find_state(config.knobs)
+    checkpointing = {"off": "", "on": ", recomputing"}.get(state, f", checkpointing {state}")
+    return f"{config.rung} (micro batch {config.knobs.micro_batch}{checkpointing})"
 
 
 class _ProvenConfig(NamedTuple):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from autods.config.checkpointing import set_state
 from autods.config.deepspeed import DEFAULT_OPTIMIZER, get_key, to_trainer_config
 from autods.report import FitReport, to_dict, write
 from autods.report.answers.fit import list_answer
@@ -163,6 +164,14 @@ def test_the_trainers_arguments_say_what_auto_took_out_of_the_config():
     assert "--bf16" in said
     assert "--fp16" not in said
     assert "--gradient_checkpointing" in said
+
+
+def test_a_share_of_layers_is_left_alone_by_the_trainer():
+    report = scripted()
+    report = replace(report, knobs=set_state(report.knobs, "every-2"))
+    assert "--gradient_checkpointing" not in trainer_arguments(report, "c.json")
+    lines = list(launch_lines(replace(report, question=replace(report.question, script=None))))
+    assert ("model", "recompute_some_layers(model, 2)  # the function of examples/train.py") in lines
 
 
 def test_a_long_load_has_the_trainers_own_timeout():
