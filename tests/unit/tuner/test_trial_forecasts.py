@@ -176,6 +176,20 @@ def gives_back_late(spec: EngineSpec, micro_batch: int) -> Simulation:
     return replace(grows(spec, micro_batch), live_bytes={}, traces={"device": trace})
 
 
+def test_two_simulations_tell_the_fills_of_any_micro_batch() -> None:
+    made, simulator, _ = make_forecaster()
+    fills = [made.find_fills(trial(), size, 8 * GIB) for size in (1, 20, 40)]
+    assert [each and each["device"] for each in fills] == sorted(each["device"] for each in fills if each)
+    assert fills[1] is not None
+    assert fills[1]["device"] > 22 / 8
+    assert len(simulator.measured) == 2
+
+
+def test_fills_are_unknown_where_simulations_fail_or_do_not_reach() -> None:
+    assert make_forecaster()[0].find_fills(trial(), 100, 8 * GIB) is None
+    assert make_forecaster(fail_with("user_code", "boom"))[0].find_fills(trial(), 2, 8 * GIB) is None
+
+
 def test_the_largest_micro_batch_does_not_run_full() -> None:
     made, _, _ = make_forecaster(gives_back_late)
     largest = made.largest(trial(), range(1, 65), 15 * GIB)
