@@ -235,7 +235,7 @@ def make_comparison(reports: Sequence[FitReport]) -> doc.Document:
 def _list_facts(report: FitReport) -> Iterator[tuple[str, Words]]:
     """What fits are compared by: the rows of their answers, with what was asked and what it took."""
     yield "asked", describe_question(report)
-    yield "answer", report.rung or f"nothing fits: {describe_shortage(report)}"
+    yield "answer", _describe_config(report) or f"nothing fits: {describe_shortage(report)}"
     if report.throughput is not None:
         yield "samples/s", format_rate(report.throughput.samples_per_second)
     yield from list_answer(report)
@@ -335,14 +335,19 @@ def describe_effort(report: FitReport) -> str:
 
 def _describe_answer(report: FitReport) -> Words:
     """'Use zero3, micro batch 8, gradient checkpointing: 4.05 samples/s. Certified.'"""
-    assert report.knobs is not None
-    config = f"{report.rung}, micro batch {report.knobs.micro_batch}, {describe_state(report.knobs)}"
-    answer = line(("Use ", "bold"), (config, "bold green"))
+    answer = line(("Use ", "bold"), (_describe_config(report), "bold green"))
     if report.question.objective == "memory" and "device" in report.memory:
         answer = line(answer, (f": {format_use(report.memory['device'])} of device memory", "bold"))
     elif report.throughput is not None:
         answer = line(answer, (f": {format_rate(report.throughput.samples_per_second)} samples/s", "bold"))
     return line(answer, ". ", _describe_trust(report))
+
+
+def _describe_config(report: FitReport) -> str:
+    """'zero3, micro batch 8, gradient checkpointing'; '' where nothing fits."""
+    if report.knobs is None:
+        return ""
+    return f"{report.rung}, micro batch {report.knobs.micro_batch}, {describe_state(report.knobs)}"
 
 
 def _describe_trust(report: FitReport) -> Words:
