@@ -35,8 +35,8 @@ class Share:
     samples_per_second: float
 
 
-def choose_share(all_layers: ShareEnd, none: ShareEnd, layers: int, sizes: Sequence[int]) -> Share | None:
-    """Return the fastest share of so many `layers`; None where none of `sizes` fits or the times are not known."""
+def rank_shares(all_layers: ShareEnd, none: ShareEnd, layers: int, sizes: Sequence[int]) -> list[Share]:
+    """Return the shares of so many `layers`, fastest first, where one of `sizes` fits and the times are known."""
     known: dict[int, tuple[Fills | None, Fills | None]] = {}
 
     def find_fills(size: int) -> tuple[Fills | None, Fills | None]:
@@ -60,4 +60,4 @@ def choose_share(all_layers: ShareEnd, none: ShareEnd, layers: int, sizes: Seque
         return Share(every=every, micro_batch=size, samples_per_second=1 / (part / rates[0] + (1 - part) / rates[1]))
 
     shares = [share for every in PARTIAL.values() if every <= layers and (share := forecast(every)) is not None]
-    return max(shares, key=lambda share: share.samples_per_second, default=None)
+    return sorted(shares, key=lambda share: share.samples_per_second, reverse=True)

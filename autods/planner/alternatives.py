@@ -17,7 +17,7 @@ from ..config.deepspeed import BATCH_KEYS, choose_accumulation, says_accumulatio
 from ..config.rungs import read_rungs
 from ..events import Note
 from ..forecast.largest_batch import Fills
-from ..forecast.partial_checkpointing import ShareEnd, choose_share
+from ..forecast.partial_checkpointing import ShareEnd, rank_shares
 from ..forecast.predict.step_time import CLOSE, Speed
 from ..forecast.simulate.protocol import SimulationFailed
 from ..forecast.simulation_cache import CachedEngine, find_partitioned_build, move_engine, offload_inputs
@@ -131,7 +131,7 @@ def _recompute_in_part(run: PlanRun, site: Site, spec: EngineSpec, others: Seque
             if run.cache.get(none.spec, site.micro_batch) is None:
                 return []
             most, least = (_make_share_end(run, site, engine) for engine in (whole, none))
-            share = choose_share(most, least, run.facts.alike_layers, run.list_sizes(site))
+            share = next(iter(rank_shares(most, least, run.facts.alike_layers, run.list_sizes(site))), None)
         if share is None or share.samples_per_second <= (1 + CLOSE) * max(rates):
             return []
         run.listen(Note(text=f"{spec.rung} with one in {share.every} layers recomputed", passing=True))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import exp, log
+from math import exp, inf, log
 from statistics import mean, stdev
 
 from ..config.checkpointing import find_state, may_offload, name_state, why_impossible
 from ..config.rungs import unmet_need
 from ..forecast.largest_batch import Fills
-from ..forecast.partial_checkpointing import ShareEnd, choose_share
+from ..forecast.partial_checkpointing import ShareEnd, rank_shares
 from ..forecast.predict.step_time import CLOSE
 from ..types import Record
 from .batch_curve import BatchCurve, least_sample_s
@@ -20,7 +20,7 @@ from .candidates import Candidate, in_precision, in_state, without_checkpointing
 from .comparison import PRIOR_NOISE, comparison_words, finals
 from .contestant import Contestant, make_contestant
 from .ladder_walk import Lessons, WalkResult, untried_rungs
-from .prospects import Prospect, favours, forecast_rate, has_choice, rank
+from .prospects import Prospect, favours, find_prospect, forecast_rate, has_choice, rank
 from .trials import FitContext, fit_steps_to_budget, median_step_s, repeat_difference
 
 _LAST_TRIALS = 2  # of the leader's growth, before the last comparison
@@ -237,11 +237,16 @@ class _Race:
             return context.forecaster.find_fills(end.trial_at(context.sizes[0]), micro_batch, context.usable_bytes)
 
         most, least = (ShareEnd(partial(find_fills, end), partial(find_rate, end)) for end in (all_layers, none))
-        share = choose_share(most, least, context.facts.alike_layers, context.sizes)
-        rate = find_rate(leader, best.trial.knobs.micro_batch)
-        if share is None or rate is None or share.samples_per_second <= (1 + CLOSE) * rate:
-            return []
-        return [in_state(leader.candidate, name_state(share.every))]
+        least_rate = (1 + CLOSE) * (find_rate(leader, best.trial.knobs.micro_batch) or inf)
+        for share in rank_shares(most, least, context.facts.alike_layers, context.sizes):
+            if share.samples_per_second <= least_rate:
+                break
+            rival = in_state(leader.candidate, name_state(share.every))
+            # On cards its allocator may run full, although its peak lies between those of the ends.
+            prospect = find_prospect(rival, context) if is_forecast else None
+            if not is_forecast or (prospect is not None and prospect.rate > least_rate):
+                return [rival]
+        return []
 
     def _find_or_make(self, candidate: Candidate) -> Contestant:
         """The contestant of this config; one without trials where it is not in the race."""

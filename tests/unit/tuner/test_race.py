@@ -363,6 +363,18 @@ def test_a_share_of_layers_wins_between_all_and_none(raced: Callable[..., FitRes
     assert not states & {"every-3", "every-4"}
 
 
+def test_a_share_whose_allocator_runs_full_leaves_the_race_to_the_next(raced: Callable[..., FitResult]) -> None:
+    class Full(Timing):
+        def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:
+            full = find_state(trial.knobs) == "every-4"
+            return super().largest(trial, sizes[:1] if full else sizes, usable_bytes)
+
+    machine = Machine({"zero3": Rung(gib=2.5, fixed_s=0.5)}, kept_gib=1.9)  # 8 samples at once by either
+    raced(machine, forecaster=Full(machine), facts=ALIKE, checkpointing=True, global_batch=16)
+    states = {find_state(trial.knobs) for trial in machine.ran}
+    assert states - {"on", "off"} == {"every-3"}
+
+
 @pytest.mark.parametrize(
     ("rung", "kept_gib", "more"),
     [
