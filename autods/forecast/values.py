@@ -210,7 +210,7 @@ class Simulation:
         return self.live_bytes == other.live_bytes and events == others
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class RungForecast:
     """The memory that one rung needs at one micro batch, and its verdict.
 
@@ -239,6 +239,11 @@ class RungForecast:
     offloads_inputs: bool = False
     assumed: tuple[str, ...] = ()
     seconds: float = 0.0
+
+    def __repr__(self) -> str:
+        """'<RungForecast: zero2, micro batch 4: fits, needs 31.2 GiB of 79.1 GiB>'; its fields are many."""
+        verdict = self.verdict.replace("_", " ")
+        return f"<RungForecast: {self.rung}, micro batch {self.micro_batch}: {verdict}, {self.reason}>"
 
     @property
     def fill(self) -> float:

@@ -117,7 +117,7 @@ def _read_finished(path: Path, make: Callable[[dict[str, Any]], Finished], comma
     if not path.exists() and any((path.parent / name).exists() for name in (JOURNAL, RUN_JOURNAL)):
         problem = "what is in this folder has not ended: it runs, or was interrupted"
         raise InputError(problem, place=str(path.parent), hint="its command goes on with it, and reports at the end")
-    text = read_file(path, most=LARGEST_RECORD)
+    text = read_file(path, most=LARGEST_RECORD, hint="give the folder that a finished fit, probe or run wrote")
     try:
         if not isinstance(data := json.loads(text), dict):
             raise ValueError("it is no JSON object")

@@ -55,7 +55,7 @@ def test_two_fits_stand_side_by_side(folder: Path, capsys: pytest.CaptureFixture
 
 def test_a_folder_without_a_report_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path / "absent")]) == 2
-    assert "report.json" in capsys.readouterr().err
+    assert "report.json: cannot be read: No such file or directory\n  give the folder" in capsys.readouterr().err
 
 
 def test_a_probes_folder_shows_its_table_and_makes_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
