@@ -143,7 +143,7 @@ _KINDS = {
     "communication": "The ranks could not communicate",
     "secondary": "Another rank failed first; this log only shows who noticed",
     "user_code": "The training code failed",
-    "infrastructure": "The machine, the scheduler or a service ended the run",
+    "infrastructure": "The cause is the machine, the scheduler or a service",
     "none": "No failure was found",
 }
 _CONFIDENCE_WORDS = ((0.85, "sure"), (0.55, "likely"), (0.0, "a guess"))
