@@ -15,10 +15,12 @@ from ..config.catalogue import Site
 from ..config.checkpointing import name_state, offloads_inputs
 from ..config.deepspeed import BATCH_KEYS, choose_accumulation, says_accumulation
 from ..config.rungs import read_rungs
+from ..devices import find_device
 from ..events import Note
 from ..forecast.largest_batch import Fills
 from ..forecast.partial_checkpointing import ShareEnd, rank_shares
 from ..forecast.predict.step_time import CLOSE, Speed
+from ..forecast.predict.verdict import replay_at_limit
 from ..forecast.simulate.protocol import SimulationFailed
 from ..forecast.simulation_cache import CachedEngine, find_partitioned_build, move_engine, offload_inputs
 from ..forecast.values import EngineSpec, PartitionedBuild, RungForecast
@@ -58,6 +60,23 @@ def forecast_unaccumulated(run: PlanRun, site: Site, best: RungForecast) -> Rung
             return run.forecast_at(alone, engine, best.micro_batch)
     except SimulationFailed:
         return None
+
+
+def runs_full(run: PlanRun, site: Site, best: RungForecast) -> bool:
+    """Whether the best rung's allocator should give its cache back in each step; False where that is not known.
+
+    Weights that another stream gathers ahead come back late, and the card fills up with them. What a rung needs is
+    without these, but a fit that sees the allocator run full counts the micro batch as one without headroom.
+    """
+    spec = run.find_engine(site, best.rung)
+    if spec is None or not find_device(spec.device).has_caching_allocator:
+        return False
+    with suppress(SimulationFailed), run.cache.open(spec) as engine:
+        simulation = engine.simulate(best.largest_micro_batch or best.micro_batch)
+        forecast = run.cache.judge(move_engine(spec, site), simulation, advise=False, roughly=True)
+        replayed = replay_at_limit(simulation, forecast, only_if_well=True)
+        return replayed is not None and replayed.ran_out is None and not replayed.runs_well
+    return False
 
 
 def propose_partitioned_build(run: PlanRun, site: Site) -> PartitionedBuild | None:

@@ -30,7 +30,7 @@ from ..runner.cleanup import open_session, simulator_variables
 from ..system.host import installed_versions
 from ..types import ModelFacts, WorkloadSource
 from ..workload.lora import parse_lora
-from .alternatives import forecast_unaccumulated, list_alternatives, propose_partitioned_build
+from .alternatives import forecast_unaccumulated, list_alternatives, propose_partitioned_build, runs_full
 from .rung_forecasts import PlanRun, SiteGroup, choose_checkpointing, group_sites
 from .timeline import name_timeline, write_timeline
 
@@ -85,7 +85,8 @@ def plan(settings: PlanSettings, *, listen: ForecastListener, start: StartSimula
             if len(sites) == 1 and (best := sites[0].best) is not None:
                 alternatives = list_alternatives(run, sites[0].site, best)
                 unaccumulated = forecast_unaccumulated(run, sites[0].site, best)
-                sites = (replace(sites[0], alternatives=alternatives, unaccumulated=unaccumulated),)
+                full = runs_full(run, sites[0].site, best)
+                sites = (replace(sites[0], alternatives=alternatives, unaccumulated=unaccumulated, runs_full=full),)
             if len(sites) == 1 and sites[0].status in ("nothing_fits", "tight"):
                 sites = (replace(sites[0], partitioned=propose_partitioned_build(run, sites[0].site)),)
             timeline, notes = _write_timeline(run, sites[0])

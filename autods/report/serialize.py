@@ -248,6 +248,7 @@ def _site(plan: PlanReport, forecast: SiteForecast) -> dict[str, Any]:
         "alternatives": alternatives,
         "partitioned": None if forecast.partitioned is None else asdict(forecast.partitioned),
         "unaccumulated": None if alone is None else rung_to_dict(alone, site.ranks_per_node),
+        "runs_full": forecast.runs_full,
         "hardware": hardware | {"price_per_gpu_hour": site.price_per_gpu_hour},
     }
 

@@ -71,6 +71,11 @@ def list_suggestions(plan: PlanReport, site: SiteForecast) -> Iterator[str]:
             f" {first.rung} is spent on {format_spent(first.speed.step)}"
         )
     yield from compare_speeds(site, faster=True)
+    if site.runs_full:
+        yield (
+            f"{best.rung}'s allocator should run full in each step, as gathered weights come back late. It waits for"
+            " the card and gives its cache back, which a fit takes for a lack of headroom"
+        )
     if (cost := describe_accumulation(site)) is not None:
         yield cost
     if (building := describe_loading(plan, site) or describe_building(site)) is not None:

@@ -78,7 +78,8 @@ class SiteForecast:
     `loading` is about the best rung, or the one that comes closest; None where its host is fullest in a step.
     `alternatives` are other settings of the best rung, and `partitioned` is a rung that `--zero-init` would make fit;
     there are none where several machines are compared. `unaccumulated` is the best rung with one micro batch a step;
-    None also where the user says how many there are.
+    None also where the user says how many there are. `runs_full` says that the best rung's allocator should give its
+    cache back in each step.
     """
 
     site: Site
@@ -91,6 +92,7 @@ class SiteForecast:
     alternatives: tuple[Alternative, ...] = ()
     partitioned: PartitionedBuild | None = None
     unaccumulated: RungForecast | None = None
+    runs_full: bool = False
 
     @property
     def rate(self) -> float:

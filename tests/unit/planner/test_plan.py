@@ -16,7 +16,7 @@ from autods.forecast.predict.step_time import BITS, HOST, Schedule
 from autods.forecast.simulate import SimulationFailed
 from autods.forecast.simulation_cache import SimulationCache
 from autods.forecast.testing import Script, ScriptedSimulator, fail_with, simulate_peaks
-from autods.forecast.values import EngineSpec, RungFinished, RungForecast, Simulation
+from autods.forecast.values import EngineSpec, ForecastPhase, RungFinished, RungForecast, Simulation, Trace
 from autods.planner.plan import join_assumptions, plan
 from autods.planner.rung_forecasts import group_sites, make_group_engine
 from autods.report.answers.plan import make_plan_document
@@ -466,6 +466,21 @@ def test_a_plan_says_what_accumulation_costs() -> None:
         assert asked.forecast.sites[0].unaccumulated is None
         assert len(asked.simulator.engines) == 1
         assert not any(sentence.startswith("accumulation") for sentence in asked.forecast.assumed)
+
+
+@pytest.mark.parametrize("held", [{}, {0: 4, 2: 9}])
+def test_a_plan_says_whether_the_allocator_runs_full(held: dict[int, int]) -> None:
+    def simulate(ask: EngineSpec, micro_batch: int) -> Simulation:
+        step = [(20 * GIB, ~0, 20 * GIB, ~1), (20 * GIB, ~2, 20 * GIB, ~3, GIB)]
+        marks: tuple[tuple[int, ForecastPhase], ...] = ((0, "forward"), (4, "step"), (4, "forward"), (9, "step"))
+        trace = Trace(events=[*step[0], *step[1]], marks=marks, held=held)  # a step's first block waits for a stream
+        return replace(simulate_peaks(micro_batch), live_bytes={}, traces={"device": trace})
+
+    planned = Planned(question(ladder=("zero2",), largest=False), simulate)
+    (site,) = planned.forecast.sites
+    assert site.runs_full == bool(held)
+    text = printed(make_plan_document(planned.forecast), 200)
+    assert ("zero2's allocator should run full in each step" in text) == bool(held)
 
 
 def test_a_plan_says_where_building_decides() -> None:
