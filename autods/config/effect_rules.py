@@ -70,7 +70,12 @@ def find_ignored(question: Question) -> Iterator[Problem]:
     fp16 = question.get("fp16")
     if isinstance(fp16, Mapping):
         if not fp16.get("enabled"):
-            yield from _note_idle("fp16", [name for name in fp16 if name != "enabled"], "fp16 is off")
+            idle = [name for name in fp16 if name not in ("enabled", "auto_cast")]
+            yield from _note_idle("fp16", idle, "fp16 is off")
+            if fp16.get("auto_cast"):
+                yield warning(
+                    "fp16.auto_cast", "casts the model's inputs to fp16, although fp16 is off", "leave it out"
+                )
         elif fp16.get("loss_scale") not in (None, 0, "auto"):
             adapting = [name for name in fp16 if name in _DYNAMIC_SCALE]
             problem = f"loss_scale {fp16['loss_scale']} is fixed"

@@ -84,7 +84,7 @@ def ask_engine(simulator: Simulator, config: Mapping[str, Any], ranks: int | Non
     try:
         simulator.simulate(spec, [1])
     except SimulationFailed as error:
-        if error.kind == "engine":
+        if error.kind in ("engine", "user_code"):  # the toy trains with usual configs
             key = next(find_named_keys(config, error.problem), _ENGINE)
             if (unknown := _UNKNOWN_ARGUMENT.search(error.problem)) and key != _ENGINE:
                 problem = f"{unknown[1]} takes no such argument"

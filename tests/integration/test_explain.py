@@ -60,6 +60,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {  # config, key that is n
         "bfloat16.enabled",
         "cannot be simultaneously enabled",
     ),
+    "inputs in fp16 for weights in bf16": (
+        {"bf16": {"enabled": True}, "fp16": {"auto_cast": True}},
+        "deepspeed.initialize",
+        "expected scalar type torch.float16 but found torch.bfloat16",
+    ),
 }
 
 

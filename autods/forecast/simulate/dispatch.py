@@ -74,15 +74,17 @@ _EXPERTS = "the first experts were taken to get all tokens, until every token ha
 Handler = Callable[[Any, Any, Any], Any]
 
 
-# Arguments that kernels want of one type, and fake tensors do not ask for. An input of 16 bits may have weights of 32.
+# Arguments that kernels want of one type, and fake tensors do not ask for.
 _OF_ONE_TYPE = {
     _aten.mm.default: (0, 1), _aten.bmm.default: (0, 1), _aten.addmm.default: (1, 2), _aten.baddbmm.default: (1, 2),
     _aten.native_layer_norm.default: (0, 2),
 }  # fmt: skip
 
 
-def _refuse_two_types(given: Any, weight: Any) -> None:
-    if weight is not None and given.dtype == torch.float32 != weight.dtype:
+def _refuse_two_types(func: Any, given: Any, weight: Any) -> None:
+    if weight is None or given.dtype == weight.dtype:
+        return
+    if func is not _aten.native_layer_norm.default or weight.dtype != torch.float32:  # its weights may have 32 bits
         raise RuntimeError(f"expected scalar type {given.dtype} but found {weight.dtype}")
 
 
@@ -156,7 +158,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in _OF_ONE_TYPE:
-            _refuse_two_types(*(args[place] for place in _OF_ONE_TYPE[func]))
+            _refuse_two_types(func, *(args[place] for place in _OF_ONE_TYPE[func]))
         out = func(*args, **kwargs)
         self._enter(out)
         self.ledger.work.issue(func, args, kwargs, out)
