@@ -53,7 +53,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {  # config, key that is n
     "an argument of another optimizer": (
         {"optimizer": {"type": "Adagrad", "params": {"lr": 0.1, "freeze_step": 10}}},
         "optimizer.params.freeze_step",
-        "unexpected keyword argument",
+        "Adagrad takes no such argument",
     ),
     "bf16 by its old name, and fp16": (
         {"bfloat16": {"enabled": True}, "fp16": {"enabled": True}},
