@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ..config.checkpointing import PARTIAL, find_state
 from ..types import Failed, Fit, OutOfMemory, Record, Run, Steps
 from .batch_size import LONGER_STEPS, Growth, describe_misfit
 from .candidates import Candidate, config_name, first_trial
@@ -144,7 +145,9 @@ class Contestant(Growth):
         self.entry = try_rung(self.candidate, context, run)
         last = self.entry[-1]
         self.context = replace(context, least_micro_batch=last.trial.knobs.micro_batch)
-        if not isinstance(last.outcome, Fit):
+        # The smallest micro batch of a rung need not leave the headroom. One that recomputes more layers is smaller.
+        is_partial = find_state(self.candidate.knobs) in PARTIAL
+        if not isinstance(last.outcome, Fit) or (is_partial and not context.fits(last)):
             self.out = describe_misfit(last.outcome, context.usable_bytes)
             return
         if last.trial.knobs.settings != self.candidate.knobs.settings:  # unpinned: earlier trials ran another config

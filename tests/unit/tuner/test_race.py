@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from autods.config.checkpointing import find_state
+from autods.config.checkpointing import PARTIAL, find_state
 from autods.config.profiles import Budget
 from autods.config.rungs import read_rungs
 from autods.config.settings import Settings
@@ -373,6 +373,23 @@ def test_a_share_whose_allocator_runs_full_leaves_the_race_to_the_next(raced: Ca
     raced(machine, forecaster=Full(machine), facts=ALIKE, checkpointing=True, global_batch=16)
     states = {find_state(trial.knobs) for trial in machine.ran}
     assert states - {"on", "off"} == {"every-3"}
+
+
+def test_a_share_without_headroom_never_wins(raced: Callable[..., FitResult]) -> None:
+    """Its allocator runs full at any micro batch, also at the smallest. All layers recomputed leave the headroom."""
+    machine = Machine({"zero3": Rung(gib=9, fixed_s=0.01)}, kept_gib=8.0)  # one sample by a share, two by all layers
+    answer = machine.answer
+
+    def run_full(trial: Trial) -> Outcome:
+        outcome, is_share = answer(trial), find_state(trial.knobs) in PARTIAL
+        return replace(outcome, alloc_retries=2) if isinstance(outcome, Fit) and is_share else outcome
+
+    machine.answer = run_full  # type: ignore[method-assign]
+    result = raced(machine, forecaster=Timing(machine), facts=ALIKE, checkpointing=True, global_batch=4)
+    (share,) = {find_state(trial.knobs) for trial in machine.ran} - {"on", "off"}
+    assert find_state(result.best.trial.knobs) == "on"
+    reason = result.raced.reasons[f"zero3 with checkpointing {share}"]
+    assert reason.endswith("its allocator ran full 2 times in the steps"), reason
 
 
 @pytest.mark.parametrize(
