@@ -147,8 +147,10 @@ def find_ill_typed(question: Question) -> Iterator[Problem]:
         number = question.get(key)
         if number not in (None, "auto") and not (is_number(number) and number >= least):
             bound = f", at least {least}" if least >= 0 else ""
-            divides = key == "steps_per_print" and is_number(number) and number != 0
-            judge = warning if divides or isinstance(number, bool) else error  # DeepSpeed takes true for 1
+            # Some optimizers refuse a number below 0, and some train with it: the engine tells. DeepSpeed divides by
+            # steps_per_print, and takes true for 1.
+            is_taken = is_number(number) and (key != "steps_per_print" or number != 0)
+            judge = warning if is_taken or isinstance(number, bool) else error
             yield judge(key, f'"{key}" is {shorten(number)}; it must be a number{bound}')
     for name in question.zero:
         if (other := documented_name(name)) != name and other in question.zero:
