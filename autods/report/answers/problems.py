@@ -146,6 +146,7 @@ _KINDS = {
     "infrastructure": "The cause is the machine, the scheduler or a service",
     "none": "No failure was found",
 }
+_SIGNATURES = {"user_code/not-a-number": "The training diverged"}  # of those that their kind does not name well
 _CONFIDENCE_WORDS = ((0.85, "sure"), (0.55, "likely"), (0.0, "a guess"))
 
 
@@ -156,7 +157,8 @@ def make_diagnosis_document(diagnosis: Diagnosis, *, whole: bool = False) -> doc
     """
     place = f" on rank {diagnosis.rank}" if diagnosis.rank is not None else ""
     place += f" in {diagnosis.phase}" if diagnosis.phase else ""
-    headline = f"{_KINDS.get(diagnosis.kind, diagnosis.kind)}{place}"
+    failure = _SIGNATURES.get(diagnosis.signature or "") or _KINDS.get(diagnosis.kind, diagnosis.kind)
+    headline = f"{failure}{place}"
     if diagnosis.kind == "unknown":
         failed = "The run" if diagnosis.rank is None else f"Rank {diagnosis.rank}"
         headline = f"{failed} failed; the cause is not in the log"

@@ -66,6 +66,12 @@ def test_a_full_disk_is_not_called_nvme() -> None:
     assert shown(autods.diagnose("OSError: [Errno 28] No space left on device"))[0].startswith("Out of disk space  (")
 
 
+def test_a_loss_that_is_no_number_did_not_fail_in_the_code() -> None:
+    first, advice, *_ = shown(autods.diagnose("step 1 loss: 2.3\nstep 2 loss: nan\n"))
+    assert first.startswith("The training diverged  (")
+    assert advice.startswith("What to do: try a smaller learning rate")
+
+
 def test_advice_is_wrapped_on_a_terminal_and_log_lines_are_not() -> None:
     said = autods.diagnose(EIGHT)
     at_file, at_terminal = shown(said), shown(said, terminal=True)
