@@ -114,8 +114,10 @@ def make_accelerates_config(content: Mapping[str, Any], path: Path, read_json: R
 
 
 def _refuse_misplaced(content: Mapping[str, Any], plugin: Mapping[str, Any], path: Path) -> None:
-    """Raises InputError for a field of the DeepSpeed section at the top, which accelerate refuses, and for a misspelt
-    one in the section, which it ignores."""
+    """Refuse a field of the DeepSpeed section at the top, as accelerate does, and a misspelt one, which it ignores.
+
+    Raises InputError.
+    """
     fields = (*_KEYS, *_OTHER_FIELDS)
     if outside := [name for name in fields if name in content]:
         hint = "write it below deepspeed_config" if len(outside) == 1 else "write them below deepspeed_config"

@@ -316,11 +316,8 @@ class Reader:
         self.last = [text for text in _clean(block[-2000:]).splitlines() if text.strip()][-5:] or self.last
         if (place := block.rfind(_HOST_MEMORY)) >= 0:
             self.host_memory = _clean(block[place : place + 100]).splitlines()[0]
-        for loss in _LOSS.finditer(block, max(0, len(block) - _LOSS_BYTES)):
-            start = max(block.rfind(end, 0, loss.start()) for end in (b"\n", b"\r")) + 1
-            self.diverged = (
-                _clean(block[start : loss.end() + LINE_CHARS]).splitlines()[0].strip() if loss["no_number"] else ""
-            )
+        if losses := list(_LOSS.finditer(block, max(0, len(block) - _LOSS_BYTES))):
+            self.diverged = _read_line_of(losses[-1], block) if losses[-1]["no_number"] else ""
         for bar in _LOADING.finditer(block):
             self.loading = "" if int(bar["percent"]) >= 100 else _clean(bar[0])
         block, line_end = block.removesuffix(b"\n"), block[-1:] == b"\n"
@@ -382,6 +379,12 @@ def _common_indent(block: bytes) -> str:
     indents = {line[: len(line) - len(line.lstrip())] for line in block.split(b"\n") if line.strip()}
     shortest = min(indents, key=len, default=b"")
     return shortest.decode() if all(indent.startswith(shortest) for indent in indents) else ""
+
+
+def _read_line_of(match: re.Match[bytes], block: bytes) -> str:
+    """The line in which the match is; a piece of it where it is long."""
+    start = max(block.rfind(end, 0, match.start()) for end in (b"\n", b"\r")) + 1
+    return _clean(block[start : match.end() + LINE_CHARS]).splitlines()[0].strip()
 
 
 def _clean(raw: bytes) -> str:

@@ -27,7 +27,7 @@ class ShareEnd:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class LayerShare:
     """One in `every` layers is recomputed, at the largest micro batch that fits so."""
 
     every: int
@@ -35,7 +35,7 @@ class Share:
     samples_per_second: float
 
 
-def rank_shares(all_layers: ShareEnd, none: ShareEnd, layers: int, sizes: Sequence[int]) -> list[Share]:
+def rank_shares(all_layers: ShareEnd, none: ShareEnd, layers: int, sizes: Sequence[int]) -> list[LayerShare]:
     """Return the shares of so many `layers`, fastest first, where one of `sizes` fits and the times are known."""
     known: dict[int, tuple[Fills | None, Fills | None]] = {}
 
@@ -44,7 +44,7 @@ def rank_shares(all_layers: ShareEnd, none: ShareEnd, layers: int, sizes: Sequen
             known[size] = all_layers.find_fills(size), none.find_fills(size)
         return known[size]
 
-    def forecast(every: int) -> Share | None:
+    def forecast(every: int) -> LayerShare | None:
         part = math.ceil(layers / every) / layers
 
         def fill(size: int) -> Fills:
@@ -57,7 +57,8 @@ def rank_shares(all_layers: ShareEnd, none: ShareEnd, layers: int, sizes: Sequen
         rates = None if size is None else (all_layers.find_rate(size), none.find_rate(size))
         if size is None or rates is None or not rates[0] or not rates[1]:
             return None
-        return Share(every=every, micro_batch=size, samples_per_second=1 / (part / rates[0] + (1 - part) / rates[1]))
+        rate = 1 / (part / rates[0] + (1 - part) / rates[1])
+        return LayerShare(every=every, micro_batch=size, samples_per_second=rate)
 
     shares = [share for every in PARTIAL.values() if every <= layers and (share := forecast(every)) is not None]
     return sorted(shares, key=lambda share: share.samples_per_second, reverse=True)

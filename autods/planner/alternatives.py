@@ -20,7 +20,7 @@ from ..events import Note
 from ..forecast.largest_batch import Fills
 from ..forecast.partial_checkpointing import ShareEnd, rank_shares
 from ..forecast.predict.step_time import CLOSE, Speed
-from ..forecast.predict.verdict import replay_at_limit
+from ..forecast.predict.verdict import should_run_full
 from ..forecast.simulate.protocol import SimulationFailed
 from ..forecast.simulation_cache import CachedEngine, find_partitioned_build, move_engine, offload_inputs
 from ..forecast.values import EngineSpec, PartitionedBuild, RungForecast
@@ -74,8 +74,7 @@ def runs_full(run: PlanRun, site: Site, best: RungForecast) -> bool:
     with suppress(SimulationFailed), run.cache.open(spec) as engine:
         simulation = engine.simulate(best.largest_micro_batch or best.micro_batch)
         forecast = run.cache.judge(move_engine(spec, site), simulation, advise=False, roughly=True)
-        replayed = replay_at_limit(simulation, forecast, only_if_well=True)
-        return replayed is not None and replayed.ran_out is None and not replayed.runs_well
+        return should_run_full(simulation, forecast)
     return False
 
 

@@ -26,7 +26,7 @@ from ..forecast.predict.calibration import (
     observe_trial,
 )
 from ..forecast.predict.step_time import least_step_s
-from ..forecast.predict.verdict import forecast_speed, replay_at_limit
+from ..forecast.predict.verdict import forecast_speed, should_run_full
 from ..forecast.simulate.client import ProcessSimulator
 from ..forecast.simulation_cache import (
     SimulationCache,
@@ -232,8 +232,7 @@ class TrialForecaster(Forecaster):
         forecast = self.cache.judge(spec, simulation, self.observations.values(), advise=False, roughly=True)
         key = memory_key(spec), micro_batch, forecast.expandable, forecast.overhead_bytes
         if key not in self._full:
-            replayed = replay_at_limit(simulation, forecast, only_if_well=True)
-            self._full[key] = replayed is not None and replayed.ran_out is None and not replayed.runs_well
+            self._full[key] = should_run_full(simulation, forecast)
         return self._full[key]
 
     def choose_allocator(self, trial: Trial) -> Trial:

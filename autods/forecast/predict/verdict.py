@@ -192,6 +192,15 @@ def forecast_speed(
     )
 
 
+def should_run_full(simulation: Simulation, forecast: RungForecast) -> bool:
+    """Return whether the device's allocator should give cached memory back in each step, though it does not run out.
+
+    The forecast is that of the simulation. It is False where no limit is known.
+    """
+    replayed = replay_at_limit(simulation, forecast, only_if_well=True)
+    return replayed is not None and replayed.ran_out is None and not replayed.runs_well
+
+
 def replay_at_limit(simulation: Simulation, forecast: RungForecast, *, only_if_well: bool = False) -> Replay | None:
     """Return the replay of a GPU's trace at the device's limit; None where no limit is known or nothing is left of it.
 

@@ -363,7 +363,7 @@ def test_a_share_of_layers_wins_between_all_and_none(raced: Callable[..., FitRes
     assert not states & {"every-3", "every-4"}
 
 
-def test_a_share_whose_allocator_runs_full_leaves_the_race_to_the_next(raced: Callable[..., FitResult]) -> None:
+def test_after_a_share_that_runs_full_the_next_is_raced(raced: Callable[..., FitResult]) -> None:
     class Full(Timing):
         def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:
             full = find_state(trial.knobs) == "every-4"
