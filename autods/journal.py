@@ -31,8 +31,9 @@ _OF_TRIALS = {"started", "finished", "forecast"}  # kinds of rows that are lost 
 def trial_key(trial: Trial) -> str:
     """Return the key by which the journal finds the record of a trial; equal trials have equal keys."""
     row = asdict(trial)
-    if not trial.knobs.expandable:
-        del row["knobs"]["expandable"]  # older journals have no such knob
+    for name in ("expandable", "keeps_headroom"):  # older journals have no such knob
+        if not row["knobs"][name]:
+            del row["knobs"][name]
     return json.dumps(row, sort_keys=True)
 
 

@@ -173,12 +173,12 @@ class Fit:
         in_use_bytes = None if self.card is None else self.card.in_use_bytes
         return self.memory["device"].peak_bytes if in_use_bytes is None else in_use_bytes
 
-    def leaves_headroom(self, usable_bytes: float) -> bool:
-        """Whether it ran within the usable memory, and its allocator never had to flush its cache.
+    def leaves_headroom(self, usable_bytes: float, knobs: Knobs) -> bool:
+        """Whether it ran within the usable memory, and its allocator never had to flush its cache to do so.
 
-        Later steps would suffer from that.
+        One whose `knobs` keep it out of the headroom may: what that costs is in the time of its steps.
         """
-        return self.alloc_retries == 0 and self.device_peak_bytes <= usable_bytes
+        return knobs.keeps_headroom or (not self.alloc_retries and self.device_peak_bytes <= usable_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,13 +263,15 @@ class Knobs:
     """The values that are tuned within a rung. `settings` maps a dotted DeepSpeed key to its value.
 
     `checkpointing` recomputes the activations of all layers, or of one in so many.
-    `expandable` lets torch's allocator grow its segments, see `Device.expand_segments`.
+    `expandable` lets torch's allocator grow its segments. With `keeps_headroom` it may reserve the usable memory alone:
+    it gives cached memory back rather than take the headroom, which costs time alone.
     """
 
     micro_batch: int = 1
     accumulation: int = 1
     checkpointing: bool | int = True
     expandable: bool = False
+    keeps_headroom: bool = False
     settings: Mapping[str, Scalar] = field(default_factory=dict)
 
     def train_batch(self, world_size: int) -> int:

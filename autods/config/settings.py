@@ -194,6 +194,11 @@ class Settings:
         return self.device_bytes_asked or find_device(self.device).shares_host_memory
 
     @property
+    def usable_bytes(self) -> float:
+        """The memory of a rank's device less the headroom of the profile."""
+        return self.device_bytes * (1 - self.profile.memory.headroom)
+
+    @property
     def ranks_per_node(self) -> int:
         """The same number on every node."""
         return -(-self.gpus // self.nodes)

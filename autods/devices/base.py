@@ -8,7 +8,9 @@ from typing import Literal
 
 from ..units import format_bytes
 
-EXPANDABLE = "expandable_segments:True"  # a setting of torch's caching allocator
+# Settings of torch's caching allocator.
+EXPANDABLE = "expandable_segments:True"
+MEMORY_SHARE = "per_process_memory_fraction"  # from torch 2.10 on; how much of a card it may reserve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,15 +142,15 @@ class Device:
         """Return the variable of an environment whose settings the device's allocator takes; None where none is set."""
         return next((name for name in self.allocator_variables if environment.get(name)), None)
 
-    def expand_segments(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Return the variable by which its allocator grows segments, beside its settings in this environment.
+    def set_allocator(self, environment: Mapping[str, str], *settings: str) -> dict[str, str]:
+        """Return the variable by which its allocator gets these settings, beside those in this environment.
 
-        It is empty for a device without such an allocator.
+        It is empty without settings, and for a device without such an allocator.
         """
-        if not self.allocator_variables:
+        if not self.allocator_variables or not settings:
             return {}
         variable = self.find_allocator_variable(environment) or self.allocator_variables[-1]
-        return {variable: ",".join(filter(None, (environment.get(variable), EXPANDABLE)))}
+        return {variable: ",".join(filter(None, (environment.get(variable), *settings)))}
 
     def complete_environment(self, variables: Mapping[str, str], assigned: str | None) -> dict[str, str]:
         """Return the environment of a node's ranks: `variables` with those of the device.

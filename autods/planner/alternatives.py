@@ -20,7 +20,7 @@ from ..events import Note
 from ..forecast.largest_batch import Fills
 from ..forecast.partial_checkpointing import ShareEnd, rank_shares
 from ..forecast.predict.step_time import CLOSE, Speed
-from ..forecast.predict.verdict import should_run_full
+from ..forecast.predict.verdict import replay_at_limit
 from ..forecast.simulate.protocol import SimulationFailed
 from ..forecast.simulation_cache import CachedEngine, find_partitioned_build, move_engine, offload_inputs
 from ..forecast.values import EngineSpec, PartitionedBuild, RungForecast
@@ -66,7 +66,7 @@ def runs_full(run: PlanRun, site: Site, best: RungForecast) -> bool:
     """Whether the best rung's allocator should give its cache back in each step; False where that is not known.
 
     Weights that another stream gathers ahead come back late, and the card fills up with them. What a rung needs is
-    without these, but a fit that sees the allocator run full counts the micro batch as one without headroom.
+    without these. At its limit the allocator waits for the card and flushes its cache, which takes time.
     """
     spec = run.find_engine(site, best.rung)
     if spec is None or not find_device(spec.device).has_caching_allocator:
@@ -74,7 +74,8 @@ def runs_full(run: PlanRun, site: Site, best: RungForecast) -> bool:
     with suppress(SimulationFailed), run.cache.open(spec) as engine:
         simulation = engine.simulate(best.largest_micro_batch or best.micro_batch)
         forecast = run.cache.judge(move_engine(spec, site), simulation, advise=False, roughly=True)
-        return should_run_full(simulation, forecast)
+        replayed = replay_at_limit(move_engine(spec, site), simulation, forecast)
+        return replayed is not None and replayed.runs_full
     return False
 
 

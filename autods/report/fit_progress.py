@@ -174,13 +174,13 @@ def leaves_headroom(record: Record, search: SearchStarted | None) -> bool:
     fit, trial = record.outcome, record.trial
     if search is None or not isinstance(fit, Fit) or trial.exam is not None or not trial.limited:
         return True
-    return fit.leaves_headroom(search.usable_bytes)
+    return fit.leaves_headroom(search.usable_bytes, trial.knobs)
 
 
 def find_best(state: FitState) -> Measured | None:
     """The best config so far that ran within the limit, by the objective of the fit; None before one fitted.
 
-    Those that leave the headroom free and never flushed the allocator's cache go before others.
+    Those that leave the headroom free go before others.
     """
     search = state.search
     assert search is not None

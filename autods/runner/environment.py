@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ..config.deepspeed import find_offloads
 from ..devices import DEVICES, find_device
+from ..devices.base import EXPANDABLE
 from ..rank.job import RankJob
 from ..rank.ops import ops_folder
 from ..system.host import cache_folder, find_interface, read_numa_cores, share_cores
@@ -96,7 +97,7 @@ def rank_environment(job: RankJob, slot: int, port: int) -> dict[str, str]:
     # The host works in CUDA jobs as well: an offloaded optimizer takes all cores that it gets.
     variables["OMP_NUM_THREADS"] = variables["MKL_NUM_THREADS"] = str(job.rank_threads)
     if job.expandable:
-        variables |= find_device(job.device).expand_segments(os.environ)
+        variables |= find_device(job.device).set_allocator(os.environ, EXPANDABLE)
     return {**os.environ, **variables}
 
 

@@ -310,6 +310,9 @@ class RayRunner:
         order: RunOrder | None = None,
     ) -> RankJob:
         settings, facts, swap = self.settings, self._surveyed, self._swap
+        limit_bytes = settings.device_bytes if limited and settings.is_limited else None
+        if limited and knobs.keeps_headroom:
+            limit_bytes = int(settings.usable_bytes)
         limits = limit_training(
             settings.profile.limits, knobs, facts, config,
             nodes=settings.nodes, sample_s=self.sample_s, steps=steps, exam=exam,
@@ -329,7 +332,7 @@ class RayRunner:
             exam=exam,
             order=order,
             shares_model=kind == "train" and self.shares_models and may_share(settings.source, exam, config),
-            limit_bytes=settings.device_bytes if limited and settings.is_limited else None,
+            limit_bytes=limit_bytes,
             seed=settings.seed,
             swap=str(swap) if "async_io" in required_ops(config) else None,
             **limits,

@@ -90,6 +90,7 @@ class KnownRung:
                 settings=settings | kept,
                 checkpointing=knobs.checkpointing,
                 expandable=current.knobs.expandable or knobs.expandable,
+                keeps_headroom=knobs.keeps_headroom,
             )
             yield replace(current, rung=self.rung, knobs=chosen).with_micro_batch(size)
 

@@ -247,6 +247,15 @@ def _defragment(situation: Situation, cause: Cause) -> NextConfig | None:
     return NextConfig(config=grown, changed=f"the allocator grows its segments ({EXPANDABLE})")
 
 
+def _use_headroom(situation: Situation, cause: Cause) -> NextConfig | None:
+    """Let an allocator that was kept out of the headroom reserve it."""
+    config = situation.config
+    if not config.knobs.keeps_headroom or not isinstance(cause, OutOfMemory):
+        return None
+    whole = replace(config, knobs=replace(config.knobs, keeps_headroom=False))
+    return NextConfig(config=whole, changed="the allocator may reserve the headroom, too")
+
+
 def _reduce_micro_batch(situation: Situation, cause: Cause) -> NextConfig | None:
     """Half the micro batch or less: as much as the trials and the growth allow.
 
@@ -335,7 +344,7 @@ def _load_in_ranks(situation: Situation, cause: Cause) -> NextConfig | None:
 
 # The first remedy that has a config is chosen.
 _REMEDIES: Mapping[Tier, tuple[Remedy, ...]] = {
-    "device": (_defragment, _recompute_the_rest, _reduce_micro_batch, _recompute, _reduce_rung),
+    "device": (_defragment, _use_headroom, _recompute_the_rest, _reduce_micro_batch, _recompute, _reduce_rung),
     "host": (_unpin, _reduce_host),
     "pinned": (_unpin, _reduce_host),
     "shm": (_load_in_ranks, _unpin),

@@ -92,7 +92,8 @@ class BatchCurve:
 
     def leaves_headroom(self, record: Record) -> bool:
         """Whether the trial fitted well, and no repeat of its micro batch exceeded the usable memory."""
-        return fits_well(record) and self.peak_bytes[record.trial.knobs.micro_batch] <= self.usable_bytes
+        knobs = record.trial.knobs
+        return fits_well(record) and (knobs.keeps_headroom or self.peak_bytes[knobs.micro_batch] <= self.usable_bytes)
 
     def line_limit(self) -> float | None:
         """The micro batch that fills the usable memory by the line through the two largest that fit; None with one.

@@ -271,12 +271,6 @@ class Growth:
             if size == fits:
                 filled = f"fills the {format_bytes(curve.usable_bytes)} that the headroom leaves"
                 return GrowthEnd(is_limit=True, reason=f"by the forecast micro batch {int(limit)} {filled}")
-        if self.context.forecaster.runs_full(self.trial_at(too_full := size)):
-            most = min(size, self.forecast_limit() or fits)
-            size = max((each for each in curve.open_sizes(self.context.sizes) if each <= most), default=fits)
-            if size == fits:
-                reason = f"by the forecast micro batch {too_full} would make the allocator run full in each step"
-                return GrowthEnd(is_limit=True, reason=reason)
         if (then := step_time(self.trial_at(size))) is None:
             return size
         samples = [self.trial_at(each).knobs.train_batch(1) for each in (fits, size)]

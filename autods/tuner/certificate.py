@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..report.results.fit import Certificate, CheckpointProof
-from ..types import Failed, Fit, Outcome, OutOfMemory, Phase, Record, first_line, is_machines_fault
+from ..types import Failed, Fit, Knobs, Outcome, OutOfMemory, Phase, Record, first_line, is_machines_fault
 from ..units import format_bytes
 
 
@@ -15,7 +15,7 @@ def certificate_of_exam(exam: Record, *, limit_bytes: int, usable_bytes: float) 
     """The certificate of an exam that did not lack memory, without the comparison of losses and `passed`."""
     match exam.outcome:
         case Fit() as fit:
-            return _certificate_of_fit(fit, limit_bytes, usable_bytes)
+            return _certificate_of_fit(fit, limit_bytes, usable_bytes, exam.trial.knobs)
         case OutOfMemory() as out:
             return Certificate(failures=(f"the longest batch ran out of {out.tier} memory",))
         case Failed() as failure:  # the parts before it were done
@@ -40,10 +40,11 @@ _AFTER_THE_STEPS: Mapping[Phase, tuple[str, tuple[str, ...]]] = {
 _ALL = ("the longest batch", ("evaluation was not run", "no checkpoint was saved"))
 
 
-def _certificate_of_fit(fit: Fit, limit_bytes: int, usable_bytes: float) -> Certificate:
+def _certificate_of_fit(fit: Fit, limit_bytes: int, usable_bytes: float, knobs: Knobs) -> Certificate:
     limits = {tier: use.limit_bytes for tier, use in fit.memory.items()}
     if "device" in limits:
-        limits["device"] = limits["device"] or limit_bytes
+        own_bytes = None if knobs.keeps_headroom else limits["device"]
+        limits["device"] = own_bytes or limit_bytes
     certificate = Certificate(
         optimizer_steps=len(fit.losses),
         skipped_steps=fit.skipped_steps,
@@ -53,7 +54,7 @@ def _certificate_of_fit(fit: Fit, limit_bytes: int, usable_bytes: float) -> Cert
             for tier, limit in limits.items()
             if limit is not None
         },
-        headroom_kept=fit.device_peak_bytes <= usable_bytes,
+        headroom_kept=knobs.keeps_headroom or fit.device_peak_bytes <= usable_bytes,
     )
     examined = fit.examined
     if examined is None:
@@ -101,10 +102,11 @@ def _certificate_of_fit(fit: Fit, limit_bytes: int, usable_bytes: float) -> Cert
 _BATCH_PHASES: tuple[Phase, ...] = ("forward", "backward", "step", "evaluate")
 
 
-def lacks_device_memory(outcome: Outcome, limit_bytes: int) -> bool:
-    """Whether memory ran out, the peak exceeds the limit, or the allocator had to flush its cache in the steps."""
+def lacks_device_memory(record: Record, limit_bytes: int) -> bool:
+    """Whether memory ran out, the peak exceeds the limit, or the allocator had to flush its cache in the headroom."""
+    outcome = record.outcome
     if isinstance(outcome, Fit):
-        return outcome.alloc_retries > 0 or outcome.device_peak_bytes > limit_bytes
+        return not outcome.leaves_headroom(limit_bytes, record.trial.knobs)
     return isinstance(outcome, OutOfMemory) and not is_machines_fault(outcome)
 
 

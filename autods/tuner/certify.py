@@ -284,7 +284,7 @@ class _ExamSearch:
         """
         too_large: list[int] = []
         while (exam := self._examine(config)) is not None:
-            if lacks_device_memory(exam.outcome, self.context.settings.device_bytes):
+            if lacks_device_memory(exam, self.context.settings.device_bytes):
                 short, too_large = exam, [*too_large, exam.trial.knobs.micro_batch]
             else:
                 exam = self._examine_larger(exam, too_large)
@@ -359,7 +359,7 @@ class _ExamSearch:
             if (
                 larger is None
                 or not isinstance(fit, Fit)
-                or lacks_device_memory(fit, self.context.settings.device_bytes)
+                or lacks_device_memory(larger, self.context.settings.device_bytes)
             ):
                 above = sizes[-1]
                 continue

@@ -102,8 +102,7 @@ class Contestant(Growth):
     def enter(self, size: int, least: float) -> None:
         """Run the first trials in the race, whose micro batch may be another rung's, and grow once.
 
-        Sets `out` where one that lacks the headroom scores less than `least`: smaller micro batches are no faster. Also
-        where its allocator ran full, and should at all of them.
+        Sets `out` where one that lacks the headroom scores less than `least`: smaller micro batches are no faster.
         """
         self._enter(size, _RACE_TRIALS, self.context.run, least)
         if self.out is None and not self.records:
@@ -129,11 +128,7 @@ class Contestant(Growth):
                     self.out = f"micro batch {size} does not leave the headroom, and is too slow"
                     return
                 case Fit(alloc_retries=retries) if retries:  # its peak is what it has after giving memory back
-                    is_always_full = context.forecaster.runs_full(self.trial_at(context.sizes[0]))
-                    if is_always_full and least:
-                        self.out = f"its allocator ran full with micro batch {size}, and by the forecast would with any"
-                        return
-                    share = 0.0 if is_always_full else _SHARE_WITHOUT_RETRIES
+                    share = _SHARE_WITHOUT_RETRIES
                 case Fit(device_peak_bytes=peak_bytes):
                     share = max(0.5, 2 * context.usable_bytes / peak_bytes - 1)
                 case OutOfMemory(tier="device"):

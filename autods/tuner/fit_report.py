@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from packaging.version import Version
+
 from ..config.deepspeed import ENOUGH_ACCUMULATION
 from ..config.rungs import unmet_need
+from ..config.settings import Settings
 from ..devices import find_device
+from ..devices.base import EXPANDABLE, MEMORY_SHARE
 from ..forecast.values import PartitionedBuild
 from ..rank.ops import ops_folder
 from ..report import text
@@ -25,6 +30,8 @@ from .ladder_walk import WalkResult
 from .optuna_search import TuneResult
 from .race import RaceResult
 from .trials import FitContext
+
+_FIRST_WITH_MEMORY_SHARE = Version("2.10")  # of torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,13 +103,26 @@ def build_report(
 def _list_variables(result: FitResult, context: FitContext) -> dict[str, str]:
     """The environment variables that the config needs: the allocator's, and DeepSpeed's timeout for a long load."""
     settings, variables = context.settings, dict[str, str]()
-    if result.best.trial.knobs.expandable:
-        variables |= find_device(settings.device).expand_segments(os.environ)
+    allocator = _list_allocator_settings(result.best, settings)
+    variables |= find_device(settings.device).set_allocator(os.environ, *allocator)
     minutes = choose_group_timeout(context.facts, result.ds_config, nodes=settings.nodes)
     if minutes is not None:
         given = os.environ.get(GROUP_TIMEOUT, "")
         variables[GROUP_TIMEOUT] = given if given.isdigit() else str(minutes)
     return variables
+
+
+def _list_allocator_settings(best: Record, settings: Settings) -> tuple[str, ...]:
+    """The settings of torch's allocator that the config needs."""
+    knobs, fit = best.trial.knobs, best.outcome
+    chosen = (EXPANDABLE,) if knobs.expandable else ()
+    is_known = Version(installed_versions()["torch"]) >= _FIRST_WITH_MEMORY_SHARE
+    if not (knobs.keeps_headroom and is_known and isinstance(fit, Fit)):
+        return chosen
+    beside_bytes = 0 if fit.card is None else fit.memory["device"].peak_bytes - fit.card.reserved_bytes
+    total_bytes = min((card.total_bytes for card in settings.hardware.cards), default=settings.device_bytes)
+    share = (settings.usable_bytes - beside_bytes) / (settings.device_bytes if settings.rehearsed else total_bytes)
+    return (*chosen, f"{MEMORY_SHARE}:{math.floor(1000 * share) / 1000}")
 
 
 def _measure(config: Record, context: FitContext) -> Measured:

@@ -240,8 +240,9 @@ class _Search:
                 case Fit() as fit:
                     score, lacking = context.score(answer), 0
                     margin = (fit.device_peak_bytes - context.usable_bytes) / limit_bytes
-                    margin = max(margin, _LEAST_EXCESS) if fit.alloc_retries else margin
-                    outcome = "fits" if margin <= 0 else "runs, but leaves no headroom"
+                    leaves = context.fits(answer)
+                    margin = min(margin, 0.0) if leaves else max(margin, _LEAST_EXCESS)
+                    outcome = "fits" if leaves else "runs, but leaves no headroom"
                 case OutOfMemory() as out:
                     # The allocation that failed is a small part of what the trial lacks; its forecast knows more.
                     forecast = context.forecaster.forecast(answer.trial)

@@ -201,7 +201,7 @@ class RehearsalRunner:
         spec, knobs = make_trial_engine(self.settings, self.facts, trial), trial.knobs
         simulation = self.cache.simulate(spec, knobs.micro_batch)
         forecast = self.cache.judge(spec, simulation, advise=False, chooses=False)
-        replayed = replay_at_limit(simulation, forecast) if trial.limited else None
+        replayed = replay_at_limit(spec, simulation, forecast) if trial.limited else None
         if trial.limited and (full := _find_full_tier(forecast, replayed)) is not None:
             return full
         assert simulation.schedule is not None, "a simulated GPU logs its work"
@@ -211,6 +211,7 @@ class RehearsalRunner:
             accumulation=knobs.accumulation,
             tokens_per_sample=self.facts.tokens_per_sample,
             replicas=count_replicas(self.settings.base, self.settings.gpus, self.facts),
+            returned=0 if replayed is None else replayed.late_returned,
         )
         if speed is None:
             problem = f"{trial.rung} cannot be rehearsed: {self.machine.name} lacks a rate that its step needs"

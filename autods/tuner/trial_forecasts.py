@@ -17,6 +17,7 @@ from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import AutodsError
 from ..events import Listener, Note
 from ..forecast.largest_batch import Fills
+from ..forecast.predict.allocator import Replay
 from ..forecast.predict.calibration import (
     Observation,
     StepFactors,
@@ -26,7 +27,7 @@ from ..forecast.predict.calibration import (
     observe_trial,
 )
 from ..forecast.predict.step_time import least_step_s
-from ..forecast.predict.verdict import forecast_speed, should_run_full
+from ..forecast.predict.verdict import forecast_speed, replay_at_limit
 from ..forecast.simulate.client import ProcessSimulator
 from ..forecast.simulation_cache import (
     SimulationCache,
@@ -81,12 +82,8 @@ class Forecaster:
         """
         return None
 
-    def runs_full(self, trial: Trial) -> bool:
-        """Whether the trial's allocator should give cached memory back in each step; False when unknown."""
-        return False
-
     def choose_allocator(self, trial: Trial) -> Trial:
-        """The trial with the segments of torch's allocator that its forecast asks for."""
+        """The trial with the settings of torch's allocator that its forecast asks for."""
         return trial
 
     def step_time(self, trial: Trial) -> StepForecast | None:
@@ -127,7 +124,15 @@ def lacking_bytes(forecast: RungForecast) -> int | None:
 def make_trial_engine(settings: Settings, facts: ModelFacts, trial: Trial) -> EngineSpec:
     """The engine to simulate for a trial of these settings, which have the config that the survey saw."""
     zero_init = settings.source.zero_init
-    return make_engine(settings.site, settings.rung(trial.rung), trial.knobs, facts, zero_init=zero_init)
+    spec = make_engine(settings.site, settings.rung(trial.rung), trial.knobs, facts, zero_init=zero_init)
+    return limit_engine(spec, settings.usable_bytes) if trial.knobs.keeps_headroom and trial.limited else spec
+
+
+def limit_engine(spec: EngineSpec, device_bytes: float) -> EngineSpec:
+    """The same engine on a device with so many bytes."""
+    if spec.machine is None:
+        return spec
+    return replace(spec, machine=replace(spec.machine, device_bytes=int(device_bytes)))
 
 
 _LARGEST_FIRST_MICRO_BATCH = 8  # as the walk of the ladder, which tries no larger one first
@@ -153,7 +158,8 @@ class TrialForecaster(Forecaster):
     _failed: dict[tuple[str, int], AutodsError] = field(default_factory=dict)
     _reported: set[str] = field(default_factory=set)
     _expandable: dict[tuple[str, int], bool] = field(default_factory=dict)  # by `memory_key` and micro batch
-    _full: dict[tuple[str, int, bool, int], bool] = field(default_factory=dict)  # by what `runs_full` depends on
+    _kept: dict[tuple[str, int], bool] = field(default_factory=dict)  # which of them keep the headroom
+    _replays: dict[tuple[object, ...], Replay | None] = field(default_factory=dict)  # by what they depend on
     _least: int = 1  # the model cannot be trained with a smaller micro batch
 
     def prepare(self, trials: Iterable[Trial]) -> None:
@@ -186,7 +192,7 @@ class TrialForecaster(Forecaster):
         Where it should happen at all of them, it is the largest that fits.
         """
         sizes = [size for size in sizes if size >= self._least]
-        spec = self._limit_engine(trial, usable_bytes)
+        spec = limit_engine(make_trial_engine(self.settings, self.facts, trial), usable_bytes)
         try:
             with self.cache.open(spec) as engine:
                 largest = engine.find_largest(sizes, observations=tuple(self.observations.values())).micro_batch
@@ -206,7 +212,7 @@ class TrialForecaster(Forecaster):
 
     def find_fills(self, trial: Trial, micro_batch: int, usable_bytes: float) -> Fills | None:
         """Return the peaks at a micro batch over their limits, as two simulations tell; None where they do not."""
-        spec = self._limit_engine(trial, usable_bytes)
+        spec = limit_engine(make_trial_engine(self.settings, self.facts, trial), usable_bytes)
         try:
             with self.cache.open(spec) as engine:
                 engine.simulate(self._least)
@@ -217,35 +223,62 @@ class TrialForecaster(Forecaster):
             return None
         return self.cache.judge(spec, simulation, self.observations.values(), advise=False, roughly=True).fills
 
-    def _limit_engine(self, trial: Trial, usable_bytes: float) -> EngineSpec:
-        """The engine of a trial on a device with so many bytes."""
-        spec = make_trial_engine(self.settings, self.facts, trial)
-        return replace(spec, machine=replace(self.settings.site.machine, device_bytes=int(usable_bytes)))
-
     def runs_full(self, trial: Trial) -> bool:
         """Return whether the trial's allocator should give cached memory back in each step; False when unknown."""
+        replayed = self._replay(trial)
+        return replayed is not None and replayed.runs_full
+
+    def _replay(self, trial: Trial) -> Replay | None:
+        """The replay of the trial's allocations at its limit; None where nothing is known of them."""
         spec, micro_batch = make_trial_engine(self.settings, self.facts, trial), trial.knobs.micro_batch
+        if not find_device(spec.device).has_caching_allocator:
+            return None
         try:
             simulation = self._simulate(trial)
         except AutodsError:
-            return False
-        forecast = self.cache.judge(spec, simulation, self.observations.values(), advise=False, roughly=True)
-        key = memory_key(spec), micro_batch, forecast.expandable, forecast.overhead_bytes
-        if key not in self._full:
-            self._full[key] = should_run_full(simulation, forecast)
-        return self._full[key]
+            return None
+        known = self._expandable.get(config := (memory_key(spec), micro_batch))
+        forecast = self.cache.judge(
+            replace(spec, expandable=bool(known or spec.expandable)),
+            simulation,
+            self.observations.values(),
+            advise=False,
+            chooses=known is None,
+            roughly=True,
+        )
+        key = *config, forecast.expandable, forecast.overhead_bytes, spec.device_bytes
+        if key not in self._replays:
+            self._replays[key] = replay_at_limit(spec, simulation, forecast)
+        return self._replays[key]
 
     def choose_allocator(self, trial: Trial) -> Trial:
-        """Return the trial, with segments that grow where its forecast needs them. A config keeps the first choice."""
-        if self.cache.expandable is not None:
-            return trial
+        """Return the trial with the allocator that its forecast needs. A config keeps the first choice.
+
+        Its segments grow where it would lack memory otherwise. It keeps out of the headroom where it should run full,
+        and can do without.
+        """
         spec, micro_batch = make_trial_engine(self.settings, self.facts, trial), trial.knobs.micro_batch
-        key, simulation = (memory_key(spec), micro_batch), self.cache.get(spec, micro_batch)
-        if key not in self._expandable and simulation is not None:
-            forecast = self.cache.judge(spec, simulation, self.observations.values(), advise=False)
-            self._expandable[key] = forecast.expandable
-        expandable = self._expandable.get(key, trial.knobs.expandable)
-        return replace(trial, knobs=replace(trial.knobs, expandable=expandable))
+        key, simulation, knobs = (memory_key(spec), micro_batch), self.cache.get(spec, micro_batch), trial.knobs
+        if self.cache.expandable is None:
+            if key not in self._expandable and simulation is not None:
+                forecast = self.cache.judge(spec, simulation, self.observations.values(), advise=False)
+                self._expandable[key] = forecast.expandable
+            knobs = replace(knobs, expandable=self._expandable.get(key, knobs.expandable))
+        if trial.limited and not knobs.keeps_headroom:
+            if key not in self._kept and simulation is not None:
+                self._kept[key] = self._should_keep_headroom(trial)
+            knobs = replace(knobs, keeps_headroom=self._kept.get(key, False))
+        return replace(trial, knobs=knobs)
+
+    def _should_keep_headroom(self, trial: Trial) -> bool:
+        """Whether the trial's allocator should run full on the whole device, and find memory without the headroom."""
+        spec, micro_batch = make_trial_engine(self.settings, self.facts, trial), trial.knobs.micro_batch
+        simulation = self.cache.get(spec, micro_batch)
+        # Blocks that come back late fill a device with what it could do without; no other rung runs full for long.
+        if simulation is None or not simulation.traces["device"].held or not self.runs_full(trial):
+            return False
+        replayed = self._replay(replace(trial, knobs=replace(trial.knobs, keeps_headroom=True)))
+        return replayed is not None and replayed.ran_out is None
 
     def step_time(self, trial: Trial) -> StepForecast | None:
         """Return the seconds of the trial's step, corrected by the trials so far; None when it cannot be forecast.
@@ -315,7 +348,11 @@ class TrialForecaster(Forecaster):
         simulation = self.cache.get(spec, knobs.micro_batch)
         if simulation is None or simulation.schedule is None:
             return None
-        speed = forecast_speed(spec, simulation, accumulation=knobs.accumulation)
+        replayed = None
+        if knobs.keeps_headroom or self._should_keep_headroom(trial):
+            replayed = self._replay(replace(trial, knobs=replace(knobs, keeps_headroom=True)))
+        returned = 0 if replayed is None else replayed.late_returned
+        speed = forecast_speed(spec, simulation, accumulation=knobs.accumulation, returned=returned)
         if speed is None:
             return None
         least_s = low_share = 0.0

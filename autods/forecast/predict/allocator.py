@@ -57,6 +57,7 @@ class Heap:
     most_granted: int = 0  # of what was asked to be reserved in all; torch may ask for more than it then maps
     peak_allocated: int = 0  # since it was last set back, as at the begin of a phase
     retries: int = 0  # how often cached segments were given back to make room
+    returned: int = 0  # how many segments, or pages of expandable ones
 
     def __post_init__(self) -> None:
         self.pools = [[] for _ in range(2 + 2 * max(self.streams, default=0))]
@@ -180,6 +181,7 @@ class Heap:
                     self.take(pool, address)
                     del self.segments[address]
                     self.reserve(-size)
+                    self.returned += 1
 
     def put(self, pool: list[int], address: int, size: int) -> None:
         """Add a free block."""
@@ -300,6 +302,7 @@ class ExpandableHeap(Heap):
         if address + size > last:
             self.put(pool, last, address + size - last)
         self.reserve(first - last)
+        self.returned += (last - first) // page
         for start, room in tuple(self.holes.items()):
             if start + room == first:
                 first = start
@@ -325,7 +328,8 @@ class Replay:
     """How much an allocator held over a trace.
 
     `retries` counts how often cached segments were given back to make room (torch's num_alloc_retries). `late_retries`
-    are those of the last optimizer step, which come again in every step. A replay ends where it `ran_out`.
+    are those of the last optimizer step, which come again in every step, and `late_returned` the segments (or pages of
+    expandable ones) that they gave back. A replay ends where it `ran_out`.
     The replay is the same at every limit from `same_from_bytes` to its own.
     """
 
@@ -334,6 +338,7 @@ class Replay:
     allocated_by_phase: Mapping[ForecastPhase, int]
     retries: int = 0
     late_retries: int = 0
+    late_returned: int = 0
     ran_out: RanOut | None = None
     same_from_bytes: int = 0
 
@@ -341,6 +346,11 @@ class Replay:
     def runs_well(self) -> bool:
         """Whether it does not run out and its last step, unless it is the only one, gives no memory back."""
         return self.ran_out is None and not self.late_retries
+
+    @property
+    def runs_full(self) -> bool:
+        """Whether it does not run out, and gives memory back in each step."""
+        return self.ran_out is None and self.late_retries > 0
 
 
 def replay(
@@ -363,10 +373,10 @@ def replay(
     cuts = sorted({*back, *trace.emptied})
     allocated: dict[ForecastPhase, int] = {}
     ran_out: RanOut | None = None
-    mark, retries_before = _find_last_step(trace), None
+    mark, before = _find_last_step(trace), None
     for first, stop, phase in phases(trace):
         if mark is not None and first == trace.marks[mark][0]:
-            retries_before = heap.retries
+            before = heap.retries, heap.returned
         heap.peak_allocated = heap.allocated
         for cut in (*cuts[bisect_left(cuts, first) : bisect_left(cuts, stop)], stop):
             failed = heap.run(trace.events[first:cut])
@@ -379,7 +389,7 @@ def replay(
                     heap.release_all()
             first = cut
         allocated[phase] = max(allocated.get(phase, 0), heap.peak_allocated * UNIT)
-        thrashes = retries_before is not None and heap.retries > retries_before
+        thrashes = before is not None and heap.retries > before[0]
         if ran_out is not None or (only_if_well and thrashes):
             break
     return Replay(
@@ -387,7 +397,8 @@ def replay(
         peak_allocated_bytes=max(allocated.values(), default=0),
         allocated_by_phase=allocated,
         retries=heap.retries,
-        late_retries=0 if retries_before is None else heap.retries - retries_before,
+        late_retries=0 if before is None else heap.retries - before[0],
+        late_returned=0 if before is None else heap.returned - before[1],
         ran_out=ran_out,
         same_from_bytes=heap.most_granted * UNIT,
     )
@@ -466,10 +477,13 @@ def repeat_last_step(trace: Trace) -> Trace:
         size: len(blocks) for size, blocks in outliving.items()
     }:
         return trace
-    count, events = len(sizes) - older, array("q", trace.events)
+    count, events, held = len(sizes) - older, array("q", trace.events), dict(trace.held)
     for event in step:
         if event < 0:
-            event = ~(~event + count if ~event >= older else outliving[sizes[~event]].popleft())
+            block = ~event + count if ~event >= older else outliving[sizes[~event]].popleft()
+            if ~event in trace.held:
+                held[block] = trace.held[~event] + len(step)
+            event = ~block
         events.append(event)
     marks = ((at + len(step), phase) for at, phase in trace.marks[mark:])
     emptied = (at + len(step) for at in trace.emptied if at >= first)
@@ -479,6 +493,7 @@ def repeat_last_step(trace: Trace) -> Trace:
         events=events,
         marks=(*trace.marks, *marks),
         emptied=(*trace.emptied, *emptied),
+        held=held,
         streams=streams + streams[older:] if streams else (),
     )
 

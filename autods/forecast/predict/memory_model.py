@@ -199,9 +199,7 @@ def compute_rank_memory(
         "further_communicators": max(0, simulation.communicators - 1),
     }
     inside, outside = (overheads.sum(spec, "device", held, amounts) for held in ("inside", "outside"))
-    traced, schedule = simulation.traces["device"], simulation.schedule
-    if clocks is not None and schedule is not None and card is None:
-        traced = replace(traced, held=_follow_clocks(traced, schedule, clocks))
+    traced = simulation.traces["device"] if card is not None else time_returns(spec, simulation)
     bound_bytes = None if card is None else card.bound_allocator(outside, inside)
     tensors, by_phase = _replay_device(spec, traced, live["device"], expandable=expandable, bound_bytes=bound_bytes)
 
@@ -238,6 +236,14 @@ def _make_clocks(spec: EngineSpec, simulation: Simulation) -> StepClocks | None:
         return StepClocks(simulation.schedule, PriceList.usual(spec.machine, spec.ranks_of_node))
     except Unpriced:
         return None
+
+
+def time_returns(spec: EngineSpec, simulation: Simulation) -> Trace:
+    """Return the device's trace, with late blocks that come back when the machine's clocks say, where these tell it."""
+    trace, clocks = simulation.traces["device"], _make_clocks(spec, simulation)
+    if clocks is None or simulation.schedule is None:
+        return trace
+    return replace(trace, held=_follow_clocks(trace, simulation.schedule, clocks))
 
 
 def find_returns(trace: Trace, schedule: Schedule, prices: PriceList) -> dict[int, int]:

@@ -76,7 +76,8 @@ class Efficiency:
     `cudnn_half_intensity`; the memory-efficient kernel is `efficient_attention` times as fast on cards with flash.
     A kernel reaches `memory` of the memory's bandwidth, one that
     sums over rows or columns `reduction`. The host pays `launch_us` to issue an operator, `view_us` a view,
-    `collective_us` a collective, and `opcode_ns` an opcode of DeepSpeed's Python. A thread of it moves
+    `collective_us` a collective, and `opcode_ns` an opcode of DeepSpeed's Python. It pays `return_us` for each piece of
+    the card's memory that torch's allocator gives back and takes again. A thread of it moves
     `core_gb_per_s` at most, and writes memory that is new to the process at `first_touch_gb_per_s`; it
     takes `compare_ns` to make a truth value. `kernel_us` is the least time of a kernel on the card. A collective
     delays kernels beside it: it takes `contention` of the multiprocessors, and its bytes pass the memory
@@ -115,6 +116,7 @@ class Efficiency:
     view_us: float
     opcode_ns: float
     collective_us: float
+    return_us: float
     kernel_us: float
     first_step_us: float
     step_us: float
@@ -178,7 +180,8 @@ _AT_PEAK = Efficiency(
     memory=1.0, reduction=1.0, nvlink=1.0, pcie_between_gpus=1.0, network=1.0, contention=0.0,
     collective_traffic=0.0, pinned_copy=1.0, pageable_copy=1.0, dram=1.0, core_gb_per_s=inf,
     first_touch_gb_per_s=inf, compare_ns=0.0, host_optimizer=1.0, nvme=1.0, launch_us=0.0, view_us=0.0, opcode_ns=0.0,
-    collective_us=0.0, kernel_us=0.0, first_step_us=0.0, step_us=0.0, network_step_us=0.0, pipeline=0.0, unsure=0.0,
+    return_us=0.0, collective_us=0.0, kernel_us=0.0, first_step_us=0.0, step_us=0.0, network_step_us=0.0,
+    pipeline=0.0, unsure=0.0,
 )  # fmt: skip
 
 

@@ -98,10 +98,13 @@ def least_step_s(schedule: Schedule, machine: Machine, *, ranks_per_node: int, a
     return forecast_step(schedule, prices, read_constants(), accumulation=accumulation).seconds
 
 
-def forecast_step(schedule: Schedule, prices: PriceList, constants: Constants, *, accumulation: int) -> StepTime:
+def forecast_step(
+    schedule: Schedule, prices: PriceList, constants: Constants, *, accumulation: int, returned: int = 0
+) -> StepTime:
     """Return the time of a step of so many micro batches. Raises Unpriced where the machine's file lacks a rate.
 
-    Those that the schedule lacks take as long as its last but one, which has no optimizer step after it.
+    Those that the schedule lacks take as long as its last but one, which has no optimizer step after it. `returned` is
+    how many pieces of memory torch's allocator gives back to the driver in the schedule's step, and takes again.
     """
     clocks = StepClocks(schedule, prices)
     step = clocks.run()
@@ -109,6 +112,8 @@ def forecast_step(schedule: Schedule, prices: PriceList, constants: Constants, *
     repeated = clocks.micro_batches[-1] if clocks.micro_batches else step
     total = step.seconds + more * repeated.seconds
     spent = {cause: part + more * repeated.spent[cause] for cause, part in step.spent.items()}
+    returned_s = constants.efficiency.return_us * 1e-6 * returned * accumulation / (1 + len(clocks.micro_batches))
+    total, spent["host"] = total + returned_s, spent["host"] + returned_s
     issued_s = step.issued_s + more * repeated.issued_s
     guessed_s = min(total, step.guessed_s + more * repeated.guessed_s)
     rest = total - spent["host"] - spent["launch"]
@@ -116,7 +121,7 @@ def forecast_step(schedule: Schedule, prices: PriceList, constants: Constants, *
     longest += constants.unsure_high * guessed_s
     return StepTime(
         seconds=total,
-        low_seconds=(total - guessed_s) * constants.low,
+        low_seconds=(total - returned_s - guessed_s) * constants.low,
         high_seconds=max(longest, constants.launch_high * issued_s),
         issued_seconds=issued_s,
         unaligned_seconds=_time_unaligned(schedule, prices) * accumulation / (1 + len(clocks.micro_batches)),

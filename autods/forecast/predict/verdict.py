@@ -24,7 +24,7 @@ from ..values import (
 )
 from .allocator import Replay, repeat_last_step, replay
 from .calibration import Calibration, calibrate_forecast
-from .memory_model import CardLimit, Overheads, compute_rank_memory, read_overheads
+from .memory_model import CardLimit, Overheads, compute_rank_memory, read_overheads, time_returns
 from .prices import PriceList, Unpriced, read_constants
 from .step_time import Speed, forecast_step
 
@@ -166,18 +166,20 @@ def forecast_speed(
     accumulation: int,
     tokens_per_sample: int | None = None,
     replicas: int | None = None,
+    returned: int = 0,
 ) -> Speed | None:
     """Return the speed of the engine's step on its machine, with the shipped constants.
 
-    `replicas` is by how many ranks the samples multiply; None: all of them. Returns None where the engine logs no work,
-    as on CPU ranks, and where the machine's file lacks a rate that the step needs.
+    `replicas` is by how many ranks the samples multiply; None: all of them. `returned` is as in `forecast_step`.
+    Returns None where the engine logs no work, as on CPU ranks, and where the machine's file lacks a rate that the step
+    needs.
     """
     if spec.machine is None or simulation.schedule is None:
         return None
     constants = read_constants()
     prices = PriceList.usual(spec.machine, spec.ranks_of_node)
     try:
-        step = forecast_step(simulation.schedule, prices, constants, accumulation=accumulation)
+        step = forecast_step(simulation.schedule, prices, constants, accumulation=accumulation, returned=returned)
     except Unpriced:
         return None
     if simulation.is_upper_bound:
@@ -192,26 +194,16 @@ def forecast_speed(
     )
 
 
-def should_run_full(simulation: Simulation, forecast: RungForecast) -> bool:
-    """Return whether the device's allocator should give cached memory back in each step, though it does not run out.
-
-    The forecast is that of the simulation. It is False where no limit is known.
-    """
-    replayed = replay_at_limit(simulation, forecast, only_if_well=True)
-    return replayed is not None and replayed.ran_out is None and not replayed.runs_well
-
-
-def replay_at_limit(simulation: Simulation, forecast: RungForecast, *, only_if_well: bool = False) -> Replay | None:
+def replay_at_limit(spec: EngineSpec, simulation: Simulation, forecast: RungForecast) -> Replay | None:
     """Return the replay of a GPU's trace at the device's limit; None where no limit is known or nothing is left of it.
 
     It has three optimizer steps, where the trace has two alike. The forecast is that of the simulation.
-    `only_if_well` stops it as in `replay`.
     """
     limit_bytes = forecast.memory["device"].limit_bytes if "device" in forecast.memory else None
     if limit_bytes is None or (left_bytes := limit_bytes - forecast.overhead_bytes) <= 0:
         return None
-    trace = repeat_last_step(simulation.traces["device"])
-    return replay(trace, expandable=forecast.expandable, limit_bytes=left_bytes, only_if_well=only_if_well)
+    trace = repeat_last_step(time_returns(spec, simulation))
+    return replay(trace, expandable=forecast.expandable, limit_bytes=left_bytes)
 
 
 def may_fit_offloaded(forecast: RungForecast | None) -> bool:

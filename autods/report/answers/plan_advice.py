@@ -73,8 +73,8 @@ def list_suggestions(plan: PlanReport, site: SiteForecast) -> Iterator[str]:
     yield from compare_speeds(site, faster=True)
     if site.runs_full:
         yield (
-            f"{best.rung}'s allocator should run full in each step, as gathered weights come back late. It waits for"
-            " the card and gives its cache back, which a fit takes for a lack of headroom"
+            f"{best.rung}'s allocator should run full in each step, as gathered weights come back late. It then waits"
+            " for the card and gives its cache back: autods fit measures what that costs"
         )
     if (cost := describe_accumulation(site)) is not None:
         yield cost

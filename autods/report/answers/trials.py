@@ -37,6 +37,7 @@ def list_trials(records: Sequence[Record], folder: Path | None) -> doc.Details:
         outcome, knobs = record.outcome, record.trial.knobs
         settings = {"checkpointing": knobs.checkpointing, "accumulation": knobs.accumulation, **knobs.settings}
         settings |= {"expandable_segments": True} if knobs.expandable else {}
+        settings |= {"keeps_headroom": True} if knobs.keeps_headroom else {}
         log = ""
         if folder is not None and not isinstance(outcome, Fit) and record.id in quoted:
             name = f"{record.id:03d}-{record.trial.rung}"

@@ -55,7 +55,7 @@ class Measured:
 
     def leaves_headroom(self, usable_bytes: float) -> bool:
         """Whether each trial left the headroom, see `Fit.leaves_headroom`."""
-        return all(fit.leaves_headroom(usable_bytes) for fit in self.fits)
+        return all(fit.leaves_headroom(usable_bytes, self.trial.knobs) for fit in self.fits)
 
     def score(self, *, by_memory: bool) -> float:
         """What is higher for a better config: its rate, or a lower peak."""

@@ -73,6 +73,9 @@ def test_the_device_is_limited_where_a_budget_was_given() -> None:
     assert a_runner().trial_job(a_trial(), 1).limit_bytes == SETTINGS.device_bytes
     assert a_runner().trial_job(a_trial(limited=False), 1).limit_bytes is None
     assert a_runner(whole_card).trial_job(a_trial(), 1).limit_bytes is None
+    kept = replace(a_trial(), knobs=Knobs(keeps_headroom=True))
+    assert a_runner(whole_card).trial_job(kept, 1).limit_bytes == int(whole_card.usable_bytes) < whole_card.device_bytes
+    assert a_runner(whole_card).trial_job(replace(kept, limited=False), 1).limit_bytes is None
 
 
 def test_a_trial_swaps_into_a_folder_of_its_driver() -> None:

@@ -85,6 +85,13 @@ def test_fragments_change_the_allocator_once():
     assert decide(cause, situation(*LADDER, may_expand=False)).config.knobs.expandable is False
 
 
+def test_the_headroom_is_used_before_a_smaller_batch():
+    kept = replace(CONFIG, knobs=replace(CONFIG.knobs, keeps_headroom=True))
+    chosen = decide(out_of_memory(), situation(*LADDER, config=kept))
+    assert chosen.config == CONFIG
+    assert chosen.changed == "the allocator may reserve the headroom, too"
+
+
 def test_activations_are_recomputed_before_a_leaner_rung():
     knobs = Knobs(micro_batch=1, accumulation=8, checkpointing=False)
     now = situation(*LADDER, config=replace(CONFIG, knobs=knobs), can_recompute=True)

@@ -113,6 +113,19 @@ def test_a_full_allocator_is_no_fit() -> None:
     assert "its allocator ran full 3 times" in run.said
 
 
+def test_an_allocator_kept_out_of_the_headroom_may_run_full() -> None:
+    def answer(asked: Trial) -> Outcome:
+        kept = passes(asked, 890 * MIB, retries=3)
+        return replace(kept, memory={"device": TierUse(peak_bytes=890 * MIB, limit_bytes=900 * MIB)})
+
+    winner = timed(trial("zero2", 8))
+    winner = replace(winner, trial=replace(winner.trial, knobs=replace(winner.trial.knobs, keeps_headroom=True)))
+    certificate = certifying(answer, winner).certified.certificate
+    assert certificate.passed
+    assert (certificate.alloc_retries, certificate.headroom_kept) == (3, True)
+    assert certificate.headroom_bytes == {"device": LIMIT - 890 * MIB}
+
+
 def test_backing_off_keeps_the_global_batch() -> None:
     run = certifying(longest(), timed(trial("zero2", 12, accumulation=1)), global_batch=24)
     assert {one.knobs.train_batch(2) for one in run.trials} == {24}

@@ -324,19 +324,6 @@ def test_the_smallest_shows_whether_a_large_batch_failed_alone() -> None:
     assert sizes_walked(4, failed(action="fix_code", evidence="int32 overflow")) == [16, 1]
 
 
-class KnownFull(Known):
-    """Forecasts that the allocator runs full at every micro batch."""
-
-    def runs_full(self, trial: Trial) -> bool:
-        return True
-
-
-def test_the_smallest_is_next_where_all_sizes_run_full() -> None:
-    runner = ScriptedRunner(lambda trial: fit(peak_bytes=1, alloc_retries=1) if trial.rung == "ddp" else FITS)
-    walk_ladder(list_candidates(SETTINGS, FACTS, {}), make_context(runner.run, forecaster=KnownFull()))
-    assert [trial.knobs.micro_batch for trial in runner.trials if trial.rung == "ddp"] == [16, 1]
-
-
 def test_the_walk_takes_what_divides_the_global_batch() -> None:
     assert sizes_walked(16, global_batch=24) == [12]
     assert sizes_walked(11, global_batch=24) == [12, 6]

@@ -141,9 +141,6 @@ class Foreseeing:
     def step_time(self, trial: Trial) -> StepForecast | None:
         return None
 
-    def runs_full(self, trial: Trial) -> bool:
-        return False
-
     def find_fills(self, trial: Trial, micro_batch: int, usable_bytes: float) -> Fills | None:
         sized = replace(trial, knobs=replace(trial.knobs, micro_batch=micro_batch))
         return {"device": self.machine.peak_gib(sized) * GIB / usable_bytes}
@@ -375,6 +372,13 @@ def test_after_a_share_that_runs_full_the_next_is_raced(raced: Callable[..., Fit
     assert states - {"on", "off"} == {"every-3"}
 
 
+def flushed(trial: Trial, outcome: Outcome) -> Outcome:
+    """The outcome of a trial whose allocator runs full on the whole card, and lacks memory without the headroom."""
+    if not isinstance(outcome, Fit):
+        return outcome
+    return out_of_memory() if trial.knobs.keeps_headroom else replace(outcome, alloc_retries=2)
+
+
 def test_a_share_without_headroom_never_wins(raced: Callable[..., FitResult]) -> None:
     """Its allocator runs full at any micro batch, also at the smallest. All layers recomputed leave the headroom."""
     machine = Machine({"zero3": Rung(gib=9, fixed_s=0.01)}, kept_gib=8.0)  # one sample by a share, two by all layers
@@ -382,7 +386,7 @@ def test_a_share_without_headroom_never_wins(raced: Callable[..., FitResult]) ->
 
     def run_full(trial: Trial) -> Outcome:
         outcome, is_share = answer(trial), find_state(trial.knobs) in PARTIAL
-        return replace(outcome, alloc_retries=2) if isinstance(outcome, Fit) and is_share else outcome
+        return flushed(trial, outcome) if is_share else outcome
 
     machine.answer = run_full  # type: ignore[method-assign]
     result = raced(machine, forecaster=Timing(machine), facts=ALIKE, checkpointing=True, global_batch=4)
@@ -761,50 +765,26 @@ def test_after_an_allocator_ran_full_a_quarter_less_is_tried(raced: Callable[...
 
     def run_full(trial: Trial) -> Outcome:
         outcome = answer(trial)
-        is_full = isinstance(outcome, Fit) and trial.knobs.micro_batch > 20
-        return replace(outcome, alloc_retries=2) if isinstance(outcome, Fit) and is_full else outcome
+        return flushed(trial, outcome) if trial.knobs.micro_batch > 20 else outcome
 
     machine.answer = run_full  # type: ignore[method-assign]
     assert won(raced(machine, forecaster=Timing(machine))) == ("ddp", 20)
-    assert machine.sizes("ddp")[:2] == [24, 18]
+    assert machine.sizes("ddp")[:3] == [24, 24, 18]
 
 
-class FullAtAnySize(Timing):
-    """Forecasts that allocators run full at every micro batch."""
-
-    def runs_full(self, trial: Trial) -> bool:
-        return trial.rung == "zero1"
-
-
-def test_a_rival_that_runs_full_at_any_size_is_tried_once(raced: Callable[..., FitResult]) -> None:
-    machine = Machine(CLOSE_BEHIND)
+def test_an_allocator_that_ran_full_runs_without_the_headroom(raced: Callable[..., FitResult]) -> None:
+    machine = Machine({"ddp": Rung(gib=3)})
     answer = machine.answer
 
     def run_full(trial: Trial) -> Outcome:
         outcome = answer(trial)
-        return replace(outcome, alloc_retries=2) if isinstance(outcome, Fit) and trial.rung == "zero1" else outcome
+        return replace(outcome, alloc_retries=2) if isinstance(outcome, Fit) else outcome
 
     machine.answer = run_full  # type: ignore[method-assign]
-    assert won(raced(machine, forecaster=FullAtAnySize(machine)))[0] == "ddp"
-    assert machine.sizes("zero1") == [24]
-
-
-class FullAbove12(Timing):
-    """Forecasts that allocators run full with more than 12 samples."""
-
-    def runs_full(self, trial: Trial) -> bool:
-        return trial.knobs.micro_batch > 12
-
-    def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:
-        return super().largest(trial, [size for size in sizes if size <= 12], usable_bytes)
-
-
-def test_growth_tries_no_size_that_should_run_full(raced: Callable[..., FitResult]) -> None:
-    machine = Machine({"ddp": Rung(gib=3)})  # room for 24
-    result = raced(machine, forecaster=FullAbove12(machine))
-    assert machine.sizes("ddp") == [12]
-    assert result.raced.growth.stop is not None
-    assert result.raced.growth.stop.reason.endswith("would make the allocator run full in each step")
+    result = raced(machine, forecaster=Timing(machine))
+    assert won(result) == ("ddp", 24)
+    assert result.best.trial.knobs.keeps_headroom
+    assert [trial.knobs.keeps_headroom for trial in machine.ran][:2] == [False, True]
 
 
 @pytest.mark.parametrize(("sample_s", "tried"), [(0.1, [24]), (4.0, [4])])

@@ -190,8 +190,13 @@ def test_fills_are_unknown_where_simulations_fail_or_do_not_reach() -> None:
     assert make_forecaster(fail_with("user_code", "boom"))[0].find_fills(trial(), 2, 8 * GIB) is None
 
 
-def test_the_largest_micro_batch_does_not_run_full() -> None:
+def forecast_late_returns() -> TrialForecaster:
     made, _, _ = make_forecaster(gives_back_late)
+    return replace(made, settings=replace(LARGE, device="cuda"))
+
+
+def test_the_largest_micro_batch_does_not_run_full() -> None:
+    made = forecast_late_returns()
     largest = made.largest(trial(), range(1, 65), 15 * GIB)
     assert largest is not None
     assert 10 <= largest <= 14  # half of 16 GiB each, less what a process needs; once it would be twice as much
@@ -200,8 +205,18 @@ def test_the_largest_micro_batch_does_not_run_full() -> None:
 
 
 def test_where_all_run_full_the_largest_is_the_one_that_fits() -> None:
-    made, _, _ = make_forecaster(gives_back_late)
-    assert made.largest(trial(), range(16, 65), 15 * GIB) in range(20, 30)
+    assert forecast_late_returns().largest(trial(), range(16, 65), 15 * GIB) in range(20, 30)
+
+
+def test_an_allocator_that_should_run_full_keeps_the_headroom() -> None:
+    made = forecast_late_returns()
+    largest = made.largest(trial(), range(1, 65), 15 * GIB)
+    assert largest is not None
+    for size, keeps in ((largest, False), (largest + 2, True), (40, False)):  # at last it runs out
+        made.forecast(trial(micro_batch=size))
+        assert made.choose_allocator(trial(micro_batch=size)).knobs.keeps_headroom is keeps
+    unlimited = replace(trial(micro_batch=largest + 2), limited=False)
+    assert not made.choose_allocator(unlimited).knobs.keeps_headroom
 
 
 def test_a_batch_that_cannot_be_simulated_bounds_the_search() -> None:

@@ -454,6 +454,19 @@ def test_a_step_that_leaves_more_or_less_is_not_repeated(events: tuple[int, ...]
     assert repeat_last_step(growing) is growing
 
 
+@pytest.mark.parametrize(("expandable", "returned"), [(False, 1), (True, 2)])  # a segment, or two pages
+def test_late_blocks_of_a_repeated_step_come_back_late_too(expandable: bool, returned: int) -> None:
+    step = (40 * MIB, 40 * MIB)
+    events = (step[0], free(0), step[1], free(1), step[0], free(2), step[1], free(3))
+    marks: tuple[tuple[int, ForecastPhase], ...] = ((0, "forward"), (4, "step"), (4, "forward"), (8, "step"))
+    made = Trace(events=events, marks=marks, streams=(0,) * 4, held={0: 4, 2: 8})
+    repeated = repeat_last_step(made)
+    assert repeated.held == {0: 4, 2: 8, 4: 12}
+    limited = replay(repeated, expandable=expandable, limit_bytes=40 * MIB)
+    assert (limited.runs_full, limited.late_retries, limited.late_returned) == (True, 1, returned)
+    assert replay(repeated, expandable=expandable, limit_bytes=80 * MIB).runs_well
+
+
 def test_what_only_the_second_step_gives_back_is_not_needed() -> None:
     # The first step leaves a segment that the second gives back for its larger block, and every later one finds it.
     events = (30 * MIB, free(0), 40 * MIB, free(1))

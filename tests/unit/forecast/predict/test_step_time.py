@@ -17,7 +17,7 @@ _PERFECT = Efficiency(
     memory=1, reduction=1, nvlink=1, pcie_between_gpus=1, network=1, contention=0,
     collective_traffic=0, pinned_copy=1, pageable_copy=0.5, dram=1, core_gb_per_s=100, first_touch_gb_per_s=100,
     compare_ns=0, host_optimizer=1, nvme=1, launch_us=1e-6, view_us=1e-6, opcode_ns=1e-3, collective_us=1e-6,
-    kernel_us=1e-6, first_step_us=1e-6, step_us=1e-6, network_step_us=1e-6, pipeline=0, unsure=1,
+    return_us=1e-6, kernel_us=1e-6, first_step_us=1e-6, step_us=1e-6, network_step_us=1e-6, pipeline=0, unsure=1,
 )  # fmt: skip
 _EXACT = Constants(efficiency=_PERFECT, low=1, high=1, launch_high=1, host_high=1, unsure_high=1, sources={})
 # A card of 1 TFLOP/s and 1 GB/s, and a node whose every other path has 1 GB/s, too.
@@ -264,6 +264,18 @@ def test_what_unaligned_rows_cost_is_counted_for_every_micro_batch() -> None:
     prices = PriceList(machine=machine, ranks_per_node=1, efficiency=efficiency)
     step = forecast_step(Schedule(events=events, works=works), prices, _EXACT, accumulation=4)
     assert (step.seconds, step.unaligned_seconds) == (pytest.approx(4 * 3), pytest.approx(4 * 1))
+
+
+def test_memory_that_is_given_back_in_each_micro_batch_takes_time() -> None:
+    schedule = Schedule(events=(_run(0), codes.MICRO_BATCH, _run(0)), works=_WORKS)
+    prices = PriceList(machine=_MACHINE, ranks_per_node=1, efficiency=_PERFECT)
+    calm, flushed = (
+        forecast_step(schedule, prices, _EXACT, accumulation=4, returned=returned) for returned in (0, 1_000_000)
+    )
+    # The schedule has two of the four micro batches.
+    assert flushed.seconds - calm.seconds == pytest.approx(2 * _PERFECT.return_us)
+    assert flushed.low_seconds == pytest.approx(calm.low_seconds)
+    assert sum(flushed.spent.values()) == pytest.approx(flushed.seconds)
 
 
 @pytest.mark.parametrize(
