@@ -190,6 +190,8 @@ class Growth:
         sizes, curve, global_batch = self.context.sizes, self.curve, self.context.settings.global_batch
         if (choice := self._check_gain(curve)) is not None:
             return choice
+        if (calm := self._find_calm_size()) is not None:
+            return calm
         size = curve.next_size(sizes)
         if not self.records:  # the forecast knows better than the walk's peak alone
             most = self.forecast_limit() or 0
@@ -254,6 +256,22 @@ class Growth:
         reason = f"micro batch {last} is only {format_factor(best[last] / best[before])} times as fast as {before}"
         most = min(curve.line_limit() or math.inf, self.context.sizes[-1], (curve.too_large or math.inf) - 1)
         return GrowthEnd(is_limit=False, reason=f"{reason}; memory would allow about {int(max(curve.fits, most))}")
+
+    def _find_calm_size(self) -> int | None:
+        """The largest micro batch below the last one at which the allocator should not run full, as the last one did.
+
+        None where it is known, or the forecast, which the trials correct, promises no more of it.
+        """
+        last = self.records[-1] if self.records else None
+        if last is None or not isinstance(last.outcome, Fit) or not last.outcome.alloc_retries:
+            return None
+        smaller = [size for size in self.context.sizes if size < last.trial.knobs.micro_batch]
+        calm = self.context.forecaster.largest_calm(self.trial_at(self.context.sizes[0]), smaller)
+        if calm is None or calm in self.curve.peak_bytes:
+            return None
+        step, samples = self.context.forecaster.step_time(self.trial_at(calm)), self.trial_at(calm).knobs.train_batch(1)
+        rate, measured = last.trial.knobs.train_batch(1), median_step_s(last)
+        return calm if step is not None and samples / step.seconds > WORTH_GROWING * rate / measured else None
 
     def _check_forecast(self, size: int) -> int | GrowthEnd:
         """`size`, or a smaller micro batch that the forecast allows, or a stop where it promises no gain worth a trial.

@@ -53,15 +53,21 @@ def find_prospect(candidate: Candidate, context: FitContext) -> Prospect | None:
     largest = context.forecaster.largest(smallest, context.sizes, context.usable_bytes)
     if largest is None:
         return None
+
+    def samples(size: int) -> int:
+        return trial_at(size).knobs.train_batch(context.world_size)
+
     micro_batch = largest
     if context.settings.global_batch is None:
         micro_batch = max(context.sizes[0], min(largest, MOST_AT_FIRST))
     step, longest = context.forecaster.step_time(trial_at(micro_batch)), context.forecaster.step_time(trial_at(largest))
     if step is None or longest is None or step.seconds <= 0:
         return None
-
-    def samples(size: int) -> int:
-        return trial_at(size).knobs.train_batch(context.world_size)
+    calm = context.forecaster.largest_calm(smallest, [size for size in context.sizes if size <= micro_batch])
+    if calm is not None and calm != micro_batch:  # a larger one gives memory back in each step, which takes time
+        calmer = context.forecaster.step_time(trial_at(calm))
+        if calmer is not None and samples(calm) * step.seconds >= samples(micro_batch) * calmer.seconds:
+            micro_batch, step = calm, calmer
 
     longest_s = longest.seconds / trial_at(largest).knobs.accumulation
     more_s, more = longest_s - shortest.seconds / smallest.knobs.accumulation, largest - smallest.knobs.micro_batch

@@ -68,6 +68,13 @@ class Forecaster:
         """The memory that the trial will need; None when it cannot be simulated."""
         return None
 
+    def largest_calm(self, trial: Trial, sizes: Sequence[int]) -> int | None:
+        """The largest of these micro batches (ascending) at which the trial's allocator should not run full.
+
+        None where it should at all of them, and where nothing is known.
+        """
+        return None
+
     def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:
         """The largest of these micro batches (ascending) that should fit in `usable_bytes`; None when unknown.
 
@@ -188,8 +195,7 @@ class TrialForecaster(Forecaster):
     def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:
         """Return the largest micro batch that should fit in `usable_bytes` of the device; None when unknown.
 
-        Where its allocator should run full in each step, it is the largest below it at which that should not happen.
-        Where it should happen at all of them, it is the largest that fits.
+        Where its allocator should run full and find no memory without the headroom, it is the largest that does not.
         """
         sizes = [size for size in sizes if size >= self._least]
         spec = limit_engine(make_trial_engine(self.settings, self.facts, trial), usable_bytes)
@@ -201,14 +207,21 @@ class TrialForecaster(Forecaster):
             return self.largest(trial, sizes, usable_bytes) if self._can_retry(trial.rung, smallest, error) else None
         if largest is None:
             return None
+        at_largest = replace(trial, knobs=replace(trial.knobs, micro_batch=largest))
+        if not self.runs_full(at_largest) or self._should_keep_headroom(at_largest):
+            return largest
+        return self.largest_calm(trial, sizes[: bisect_right(sizes, largest)]) or largest
+
+    def largest_calm(self, trial: Trial, sizes: Sequence[int]) -> int | None:
+        """Return the largest micro batch at which the allocator should not run full; None where it should at all."""
+        sizes = [size for size in sizes if size >= self._least]
 
         def is_full(size: int) -> bool:
             return self.runs_full(replace(trial, knobs=replace(trial.knobs, micro_batch=size)))
 
-        fitting = sizes[: bisect_right(sizes, largest)]
-        if not is_full(largest) or is_full(fitting[0]):
-            return largest
-        return fitting[bisect_left(fitting, True, key=is_full) - 1]
+        if not sizes or not is_full(sizes[-1]):
+            return max(sizes, default=None)
+        return None if is_full(sizes[0]) else sizes[bisect_left(sizes, True, key=is_full) - 1]
 
     def find_fills(self, trial: Trial, micro_batch: int, usable_bytes: float) -> Fills | None:
         """Return the peaks at a micro batch over their limits, as two simulations tell; None where they do not."""
@@ -258,7 +271,12 @@ class TrialForecaster(Forecaster):
         and can do without.
         """
         spec, micro_batch = make_trial_engine(self.settings, self.facts, trial), trial.knobs.micro_batch
-        key, simulation, knobs = (memory_key(spec), micro_batch), self.cache.get(spec, micro_batch), trial.knobs
+        key, knobs = (memory_key(spec), micro_batch), trial.knobs
+        if not find_device(spec.device).has_caching_allocator:
+            return trial
+        simulation = None
+        with contextlib.suppress(AutodsError):  # its forecast tells
+            simulation = self._simulate(trial)
         if self.cache.expandable is None:
             if key not in self._expandable and simulation is not None:
                 forecast = self.cache.judge(spec, simulation, self.observations.values(), advise=False)

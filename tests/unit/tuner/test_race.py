@@ -141,6 +141,9 @@ class Foreseeing:
     def step_time(self, trial: Trial) -> StepForecast | None:
         return None
 
+    def largest_calm(self, trial: Trial, sizes: Sequence[int]) -> int | None:
+        return None
+
     def find_fills(self, trial: Trial, micro_batch: int, usable_bytes: float) -> Fills | None:
         sized = replace(trial, knobs=replace(trial.knobs, micro_batch=micro_batch))
         return {"device": self.machine.peak_gib(sized) * GIB / usable_bytes}
@@ -785,6 +788,47 @@ def test_an_allocator_that_ran_full_runs_without_the_headroom(raced: Callable[..
     assert won(result) == ("ddp", 24)
     assert result.best.trial.knobs.keeps_headroom
     assert [trial.knobs.keeps_headroom for trial in machine.ran][:2] == [False, True]
+
+
+class FullAbove12(Timing):
+    """Forecasts that allocators run full with more than 12 samples, and that this makes a step longer by `flush_s`."""
+
+    def __init__(self, machine: Machine, flush_s: float) -> None:
+        super().__init__(machine)
+        self.flush_s = flush_s
+
+    def largest_calm(self, trial: Trial, sizes: Sequence[int]) -> int | None:
+        return max((size for size in sizes if size <= 12), default=None)
+
+    def step_time(self, trial: Trial) -> StepForecast | None:
+        step = super().step_time(trial)
+        more_s = self.flush_s if trial.knobs.micro_batch > 12 else 0.0
+        return None if step is None else replace(step, seconds=step.seconds + more_s)
+
+
+@pytest.mark.parametrize(
+    ("forecast_s", "flush_s", "tried"),
+    [(0.0, 0.0, [24, 24]), (0.0, 9.0, [24, 24, 12]), (9.0, 9.0, [12])],
+    ids=["no cost", "a cost that no forecast knew", "a known cost"],
+)
+def test_a_full_allocator_counts_by_what_it_costs(
+    raced: Callable[..., FitResult], forecast_s: float, flush_s: float, tried: list[int]
+) -> None:
+    machine = Machine({"ddp": Rung(gib=3, fixed_s=0.5)})  # room for 24
+    answer = machine.answer
+
+    def run_full(trial: Trial) -> Outcome:
+        outcome = answer(trial)
+        if not isinstance(outcome, Fit) or trial.knobs.micro_batch <= 12:
+            return outcome
+        step_s = outcome.step_s[0] + flush_s
+        rate = trial.knobs.train_batch(SETTINGS.gpus) / step_s
+        return replace(outcome, alloc_retries=2, samples_per_second=rate, step_s=(step_s,))
+
+    machine.answer = run_full  # type: ignore[method-assign]
+    result = raced(machine, forecaster=FullAbove12(machine, forecast_s))
+    assert machine.sizes("ddp") == tried
+    assert won(result) == ("ddp", tried[-1])
 
 
 @pytest.mark.parametrize(("sample_s", "tried"), [(0.1, [24]), (4.0, [4])])

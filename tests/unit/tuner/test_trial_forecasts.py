@@ -120,10 +120,9 @@ def make_tight_forecaster(expandable: bool | None) -> TrialForecaster:
 
 def test_a_trial_gets_the_segments_that_its_forecast_needs() -> None:
     made = make_tight_forecaster(None)
-    assert made.choose_allocator(trial()) == trial()  # nothing is known of it yet
-    assert made.forecast(trial()).expandable
     chosen = made.choose_allocator(trial())
     assert chosen.knobs.expandable
+    assert made.forecast(trial()).expandable
     assert make_trial_engine(made.settings, FACTS, chosen).expandable
     made.settings = replace(made.settings, machine=replace(made.settings.machine, device_bytes=64 * GIB))
     assert made.choose_allocator(trial()) == chosen  # a config keeps the first choice
@@ -195,28 +194,25 @@ def forecast_late_returns() -> TrialForecaster:
     return replace(made, settings=replace(LARGE, device="cuda"))
 
 
-def test_the_largest_micro_batch_does_not_run_full() -> None:
+def test_the_largest_calm_micro_batch_does_not_run_full() -> None:
     made = forecast_late_returns()
-    largest = made.largest(trial(), range(1, 65), 15 * GIB)
+    largest = made.largest_calm(trial(), range(1, 25))
     assert largest is not None
     assert 10 <= largest <= 14  # half of 16 GiB each, less what a process needs; once it would be twice as much
     assert not made.runs_full(trial(micro_batch=largest))
     assert made.runs_full(trial(micro_batch=largest + 1))
+    assert made.largest_calm(trial(), range(largest + 1, 25)) is None
 
 
-def test_where_all_run_full_the_largest_is_the_one_that_fits() -> None:
-    assert forecast_late_returns().largest(trial(), range(16, 65), 15 * GIB) in range(20, 30)
+def test_what_gives_memory_back_in_time_counts_as_fitting() -> None:
+    assert forecast_late_returns().largest(trial(), range(1, 65), 15 * GIB) in range(20, 30)
 
 
 def test_an_allocator_that_should_run_full_keeps_the_headroom() -> None:
     made = forecast_late_returns()
-    largest = made.largest(trial(), range(1, 65), 15 * GIB)
-    assert largest is not None
-    for size, keeps in ((largest, False), (largest + 2, True), (40, False)):  # at last it runs out
-        made.forecast(trial(micro_batch=size))
+    for size, keeps in ((10, False), (16, True), (40, False)):  # at last it runs out
         assert made.choose_allocator(trial(micro_batch=size)).knobs.keeps_headroom is keeps
-    unlimited = replace(trial(micro_batch=largest + 2), limited=False)
-    assert not made.choose_allocator(unlimited).knobs.keeps_headroom
+    assert not made.choose_allocator(replace(trial(micro_batch=16), limited=False)).knobs.keeps_headroom
 
 
 def test_a_batch_that_cannot_be_simulated_bounds_the_search() -> None:
