@@ -40,7 +40,16 @@ class _Sentence(Text):
 
 
 def print_document(document: doc.Document, console: Console, *, verbose: bool = False) -> None:
-    """Print the parts that a terminal shows, or a terminal with -v."""
+    """Print the parts that a terminal shows, or a terminal with -v. In a file or a pipe no line ends with spaces."""
+    if console.is_terminal:
+        _print_parts(document, console, verbose=verbose)
+        return
+    with console.capture() as captured:  # rich fills wrapped lines up to the width
+        _print_parts(document, console, verbose=verbose)
+    console.file.write("\n".join(line.rstrip() for line in captured.get().split("\n")))
+
+
+def _print_parts(document: doc.Document, console: Console, *, verbose: bool) -> None:
     medium = Medium.VERBOSE if verbose else Medium.BRIEF
     if document.question:
         console.print()

@@ -85,3 +85,9 @@ def test_no_number_is_parted_from_its_unit(width: int) -> None:
 def test_a_page_holds_a_number_and_its_unit_together() -> None:
     page = to_page(make_document(title="", question="", parts=(Paragraph(words="needs 677.0 MiB in 3 min"),)))
     assert "needs 677.0\N{NO-BREAK SPACE}MiB in 3\N{NO-BREAK SPACE}min" in page
+
+
+def test_no_line_in_a_pipe_ends_with_spaces() -> None:
+    lines = printed(make_fit_document(fitting_report()), 60).split("\n")
+    assert max(map(len, lines)) > 50  # some are as wide as they may be
+    assert not [text for text in lines if text != text.rstrip()]
