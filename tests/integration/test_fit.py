@@ -157,6 +157,7 @@ def test_functions_and_a_file_give_the_same_kind_of_report(ray, tmp_path):
         gpu_memory="1GiB",
         config="quick",
         max_trials=3,
+        forecast=False,
         out=tmp_path,
         on_event=seen.append,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,7 +21,7 @@ from tests.support.fits import HERE
 from tests.support.launchers import run_line
 
 SCRIPTS = HERE / "scripts_hf"
-EXAMPLES = HERE.parents[1] / "examples"
+TRAIN = HERE.parents[1] / "examples" / "train.py"
 PLAIN = ("--deepspeed_config", "{ds_config}", "--model", str(HERE / "workloads" / "tiny.py"), "--steps", "20")
 FACTS = ModelFacts(
     parameters=577, largest_parameter=512, checkpointing=False, tokens_per_sample=None, has_optimizer=False
@@ -65,26 +66,32 @@ def run(report: FitReport, launcher: str, folder: Path) -> subprocess.CompletedP
     return run_line(to_dict(report)["launch"][launcher], folder)
 
 
-def train(folder: Path, launcher: str, *more: str) -> tuple[subprocess.CompletedProcess[str], list[float]]:
-    """The plain script of the examples under ZeRO-3, and its losses."""
+def find_plain(out: Path, *more: str) -> FitReport:
+    """For the plain script of the examples under ZeRO-3."""
     optimizer = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}}
-    script = EXAMPLES / "train.py"
-    report = found(folder / "out", script, *PLAIN, *more, kind="deepspeed", rung="zero3", more=optimizer)
-    done = run(report, launcher, folder / "work")
-    return done, [float(loss) for loss in re.findall(r"step \d+: loss (\d+\.\d{3})", done.stdout)]
+    return found(out, TRAIN, *PLAIN, *more, kind="deepspeed", rung="zero3", more=optimizer)
+
+
+def read_losses(done: subprocess.CompletedProcess[str]) -> list[float]:
+    return [float(loss) for loss in re.findall(r"step \d+: loss (\d+\.\d{3})", done.stdout)]
 
 
 def test_a_plain_deepspeed_script_learns_over_20_steps(tmp_path):
-    done, losses = train(tmp_path, "torchrun", "--memory-budget", "256MiB")
+    done = run(find_plain(tmp_path / "out", "--memory-budget", "256MiB"), "torchrun", tmp_path / "work")
     assert done.returncode == 0, done.stderr[-3000:]
+    losses = read_losses(done)
     assert len(losses) == 20
     assert losses[-1] < losses[0]
 
 
-def test_a_rank_really_cannot_take_more_than_its_budget(tmp_path):
-    done, losses = train(tmp_path, "torchrun", "--memory-budget", "1MiB")
+def test_a_rank_really_cannot_take_more_than_its_budget(rank_server, tmp_path):
+    """The ranks are forked: with the environment that the script wants it does not start them anew."""
+    find_plain(tmp_path / "out")
+    argv = [word.format(ds_config=tmp_path / "out" / "ds_config.json") for word in PLAIN]
+    environment = runpy.run_path(str(TRAIN))["ENVIRONMENT"]
+    done = rank_server.run(TRAIN, *argv, "--memory-budget", "1MiB", folder=tmp_path, environment=environment)
     assert done.returncode != 0
-    assert not losses
+    assert not read_losses(done)
 
 
 def test_a_trainer_script_takes_the_printed_arguments_as_they_are(tmp_path):

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from tests.support.clusters import short_config
 from tests.support.watching import wait_for
 
 SCRIPT = Path(__file__).parent / "scripts_run" / "slow.py"
@@ -20,7 +21,7 @@ STEPS, ACCUMULATION = 10, 2
 
 def command(folder: Path) -> list[str]:
     ranks = ("--device", "cpu", "--gpus", "2", "--gpu-memory", "1GiB", "--precision", "fp32")
-    fit = ("--ladder", "zero2", "--config", "quick", "--no-forecast", "--global-batch", "4")
+    fit = ("--ladder", "zero2", "--config", short_config(folder), "--no-forecast", "--global-batch", "4")
     run = ("--stall-limit", "5s", "--steps", str(STEPS), "--checkpoint-every", "100", "--out", str(folder / "run"))
     script = ("--", "--deepspeed_config", "{ds_config}", "--log", str(folder))
     return [sys.executable, "-m", "autods", "run", str(SCRIPT), *ranks, *fit, *run, *script]

@@ -30,6 +30,8 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DISABLE_DOCKER_CPU_WARNING": "1",
     "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",  # a second of a processor for each CPU
+    "RAY_enable_metrics_collection": "0",
 }
 
 
@@ -124,13 +126,19 @@ def find_raylet(pid: int) -> psutil.Process:
 
 def _hold(folder: Path, cpus: Sequence[int]) -> None:
     """Start the cluster, write its address, and stay until our standard input is closed."""
-    from ray._private import services
+    from ray._private import node, services
     from ray.cluster_utils import Cluster
 
-    common = {"node_ip_address": "127.0.0.1", "include_dashboard": False, "object_store_memory": 80 * 2**20}
+    common = {
+        "node_ip_address": "127.0.0.1",
+        "include_dashboard": False,
+        "include_log_monitor": False,
+        "object_store_memory": 80 * 2**20,
+    }
     services.get_node = _patient(services.get_node)
+    node.Node.start_api_server = lambda self, **asked: None  # no test asks it, and its start takes seconds
     first, *others = cpus
-    head = {"num_cpus": first, "temp_dir": str(folder / "ray"), **common}
+    head = {"num_cpus": first, "temp_dir": str(folder / "ray"), "no_monitor": True, **common}
     ours = Cluster(initialize_head=True, head_node_args=head)
     for count in others:
         ours.add_node(num_cpus=count, **common)

@@ -106,12 +106,14 @@ class Lab:
 
     def _start(self, number: int) -> None:
         ray = str(Path(sys.executable).with_name("ray"))
-        place = ["--head", f"--port={_PORT}", f"--temp-dir={self.folder / 'ray'}", "--include-dashboard=false"]
+        place = ["--head", f"--port={_PORT}", f"--temp-dir={self.folder / 'ray'}"]
+        place += ["--include-dashboard=false", "--no-monitor"]
         if number != HEAD:
             place = [f"--address={self.address}"]
         common = [f"--node-ip-address={self.node_address(number)}", f"--num-cpus={self.cpus}", "--block"]
+        common += [f"--object-store-memory={80 * 2**20}", "--include-log-monitor=false"]
         with open(self.folder / f"n{number}.txt", "wb") as said:
-            command = [*self.at(number), ray, "start", *place, *common, f"--object-store-memory={80 * 2**20}"]
+            command = [*self.at(number), ray, "start", *place, *common]
             started = subprocess.Popen(
                 command, env={**os.environ, **QUIET}, stdin=subprocess.DEVNULL, stdout=said, stderr=said
             )
