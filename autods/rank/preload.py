@@ -22,7 +22,7 @@ from ..devices import DEVICES, find_device
 from ..plain_text import read_text
 from ..system import processes
 from ..types import WorkloadSource
-from ..workload.script_source import find_early_variables
+from ..workload.script_source import find_early_variables, find_packages, sets_variables
 from .patching import declare
 
 # DeepSpeed imports these at the first initialize or step, which costs each rank tenths of a second for each of them.
@@ -92,16 +92,22 @@ def remember_processor() -> None:
     PROCESSOR.install(answer)
 
 
-def preload_trainer(source: WorkloadSource) -> None:
-    """Import the library that trains in a script, if an adapter changes it. What else the script imports is its own.
+# What models of a package need of it: over a second of a processor for each rank of each trial.
+_SHARED = {"transformers": "transformers.modeling_utils"}
 
-    Libraries read variables such as HF_HOME at import: where the script sets some before, each rank imports them.
+
+def preload_trainer(source: WorkloadSource) -> None:
+    """Import the library that trains in a script, and what models of transformers need where it imports that.
+
+    What else the script imports is its own. Libraries read variables such as HF_HOME at import: where the script sets
+    some before, each rank imports them.
     """
     library = find_library(source)
-    if library is None or find_early_variables(source):
-        return
-    for name in library.preloaded:
-        with contextlib.suppress(Exception):  # the adapter's own import reports the error
+    names = [] if library is None or find_early_variables(source) else [*library.preloaded]
+    if not sets_variables(source):
+        names += [module for package, module in _SHARED.items() if package in find_packages(source)]
+    for name in names:
+        with contextlib.suppress(Exception):  # the import of the adapter or the script reports the error
             importlib.import_module(name)
 
 

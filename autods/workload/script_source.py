@@ -315,6 +315,29 @@ def find_early_variables(source: WorkloadSource) -> dict[str, str]:
     return variables
 
 
+def find_packages(source: WorkloadSource) -> set[str]:
+    """Return the top packages that a script and the user's modules that it imports import, at any depth in them."""
+    return {item.package for file in _list_files(source) for item in imports_in(file)}
+
+
+def sets_variables(source: WorkloadSource) -> bool:
+    """Whether a script or a module of the user's that it imports sets environment variables, at any depth in it.
+
+    One that cannot be read may set some.
+    """
+    try:
+        nodes = [node for file in _list_files(source) for node in ast.walk(parse_python(file))]
+    except InputError:
+        return True
+    return any(True for node in nodes for _ in _list_variables_set(node))
+
+
+def _list_files(source: WorkloadSource) -> list[Path]:
+    """The script and the user's modules that it imports."""
+    path, root = Path(source.path), None if source.root is None else Path(source.root)
+    return [path, *local_files(path, _import_folders(path, Path(source.folder or path.parent), root))]
+
+
 def _walk_top_level(node: ast.AST) -> Iterator[ast.AST]:
     """Yield what runs when a module is imported, in its order."""
     yield node

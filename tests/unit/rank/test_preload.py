@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from autods.devices import cuda
 from autods.rank import preload
 from autods.rank.preload import compile_at_first_call, find_fork_hazard
+from autods.workload import make_source
 
 
 def test_a_deferred_function_is_compiled_once_when_called() -> None:
@@ -27,6 +29,25 @@ def test_a_deferred_function_is_compiled_once_when_called() -> None:
     assert (deferred.__name__, compiled) == ("add", [])
     assert [deferred(1, second=2), deferred(3, 4)] == [30, 70]
     assert compiled == ["add"]
+
+
+@pytest.mark.parametrize(
+    ("first_line", "names"),
+    [
+        ("import transformers", ["transformers.modeling_utils"]),
+        ("import os, transformers\nos.environ['HF_HOME'] = '/'", []),  # which transformers reads when it is imported
+        ("import torch", []),
+    ],
+)
+def test_what_a_scripts_ranks_import_is_imported_before(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, first_line: str, names: list[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"{first_line}\nimport deepspeed\nengine = deepspeed.initialize(model=None)\n")
+    imported: list[str] = []
+    monkeypatch.setattr(preload.importlib, "import_module", imported.append)
+    preload.preload_trainer(make_source(script))
+    assert imported == names
 
 
 @pytest.mark.parametrize(("torch_began", "driver_began"), [(True, False), (False, True)])

@@ -17,7 +17,13 @@ from autods.rank.script.inject import run_as_main
 from autods.report.launch import launch_commands
 from autods.types import WorkloadSource
 from autods.workload import make_source
-from autods.workload.script_source import describe_launch, fill_placeholders, find_early_variables
+from autods.workload.script_source import (
+    describe_launch,
+    fill_placeholders,
+    find_early_variables,
+    find_packages,
+    sets_variables,
+)
 from tests.support.reports import fitting_report
 
 PLAIN = "import deepspeed\nengine = deepspeed.initialize(model=None)\n"
@@ -319,3 +325,19 @@ def test_variables_set_before_the_library_have_their_line(write):
         "": "train.py:2"
     }
     assert find_early_variables(make_source(write(PLAIN))) == {}
+
+
+@pytest.mark.parametrize(
+    ("helper", "sets"),
+    [
+        ("import transformers", False),
+        ("import os, transformers\ndef go():\n    os.environ['HF_HOME'] = '/'", True),
+        ("import transformers\nprint 'Python 2'", True),
+    ],
+)
+def test_packages_and_variables_of_a_scripts_modules_are_found(write, helper, sets):
+    script = write("import helper\n" + PLAIN)
+    (script.parent / "helper.py").write_text(helper)
+    source = make_source(script)
+    assert sets_variables(source) == sets
+    assert ("transformers" in find_packages(source)) == ("print" not in helper)
