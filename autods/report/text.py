@@ -129,8 +129,9 @@ def format_record(record: Record, *, replayed: bool = False, label: str = "", co
     trial = record.trial
     end = "from the journal" if replayed else format_seconds(record.seconds)
     steps = f" × {trial.knobs.accumulation}" if trial.knobs.accumulation > 1 else ""
-    unlimited = "" if trial.limited else " without limit"
-    batch = f"micro batch {trial.knobs.micro_batch}{steps} ({trial.purpose}{unlimited})"
+    limit = "" if trial.limited else " without limit"
+    limit = " without the headroom" if trial.knobs.keeps_headroom else limit
+    batch = f"micro batch {trial.knobs.micro_batch}{steps} ({trial.purpose}{limit})"
     details = f"{batch}, {label}" if label else batch
     return f"trial {record.id}: {trial.rung}, {details}: {format_outcome(record.outcome, counts=counts)} [{end}]"
 

@@ -65,7 +65,10 @@ class KnownRung:
     def ran_out_at(self, like: Knobs) -> bool:
         """Whether a trial of this size, or of a smaller one, ran out of memory."""
         return any(
-            isinstance(outcome, OutOfMemory) and knobs.micro_batch <= like.micro_batch and is_as_lean(knobs, like)
+            isinstance(outcome, OutOfMemory)
+            and knobs.micro_batch <= like.micro_batch
+            and is_as_lean(knobs, like)
+            and (like.keeps_headroom or not knobs.keeps_headroom)
             for knobs, outcome in self.trials
         )
 

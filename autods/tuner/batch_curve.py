@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ..types import Fit, Record
-from .trials import fits_well, median_step_s
+from .trials import fits_well, fits_within, median_step_s
 
 LONGEST_JUMP = 8  # times the largest micro batch that is known to fit
 _LONGEST_FLAT_JUMP = 4  # the same while the peak has not begun to grow
@@ -79,7 +79,10 @@ class BatchCurve:
             size = record.trial.knobs.micro_batch
             last[size] = record
             if isinstance(record.outcome, Fit):
-                peaks[size] = max(peaks.get(size, 0), record.outcome.device_peak_bytes)
+                peak_bytes: float = record.outcome.device_peak_bytes
+                if record.trial.knobs.keeps_headroom and fits_within(record, usable_bytes):
+                    peak_bytes = min(peak_bytes, usable_bytes)
+                peaks[size] = max(peaks.get(size, 0), int(peak_bytes))
                 if record.outcome.step_s:
                     seconds = median_step_s(record) / record.trial.knobs.accumulation
                     times[size] = min(seconds, times.get(size, math.inf))
@@ -92,8 +95,7 @@ class BatchCurve:
 
     def leaves_headroom(self, record: Record) -> bool:
         """Whether the trial fitted well, and no repeat of its micro batch exceeded the usable memory."""
-        knobs = record.trial.knobs
-        return fits_well(record) and (knobs.keeps_headroom or self.peak_bytes[knobs.micro_batch] <= self.usable_bytes)
+        return fits_well(record) and self.peak_bytes[record.trial.knobs.micro_batch] <= self.usable_bytes
 
     def line_limit(self) -> float | None:
         """The micro batch that fills the usable memory by the line through the two largest that fit; None with one.

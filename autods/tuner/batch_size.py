@@ -190,7 +190,7 @@ class Growth:
         sizes, curve, global_batch = self.context.sizes, self.curve, self.context.settings.global_batch
         if (choice := self._check_gain(curve)) is not None:
             return choice
-        if (calm := self._find_calm_size()) is not None:
+        if self._sizes_tried() < self.most_trials and (calm := self._find_calm_size()) is not None:
             return calm
         size = curve.next_size(sizes)
         if not self.records:  # the forecast knows better than the walk's peak alone

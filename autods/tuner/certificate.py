@@ -54,7 +54,9 @@ def _certificate_of_fit(fit: Fit, limit_bytes: int, usable_bytes: float, knobs: 
             for tier, limit in limits.items()
             if limit is not None
         },
-        headroom_kept=knobs.keeps_headroom or fit.device_peak_bytes <= usable_bytes,
+        headroom_kept=fit.leaves_headroom(usable_bytes, knobs)
+        if knobs.keeps_headroom
+        else fit.device_peak_bytes <= usable_bytes,
     )
     examined = fit.examined
     if examined is None:

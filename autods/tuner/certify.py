@@ -264,6 +264,8 @@ class _ExamSearch:
     def timed_trial(self, config: Trial, micro_batch: int | None = None) -> Trial:
         """The trial that times this config as the winner was timed, at the fit's global batch."""
         knobs = self.context.resize(config.knobs, micro_batch or config.knobs.micro_batch)
+        if knobs.micro_batch != config.knobs.micro_batch:
+            knobs = replace(knobs, keeps_headroom=False)  # its forecast tells
         return replace(config, knobs=knobs, purpose="verify", steps=self.winner.trial.steps, exam=None, repeat=0)
 
     def run_ahead(self, trial: Trial) -> Fit | str:

@@ -90,10 +90,10 @@ def walk_ladder(rungs: Sequence[Candidate], context: FitContext) -> WalkResult:
         nonlocal context
         entrant = make_contestant(candidate, context, profile.grow.most_trials, profile.timed)
         before = len(memory.records)
-        entrant.walk(memory.run)
+        entrant.walk(context.try_trial)
         walked.entrants.append(entrant)
         walked.records += memory.records[before:]
-        last, context = walked.records[-1], entrant.context
+        last, context = (entrant.entry or entrant.records)[-1], entrant.context
         walked.least_micro_batch = context.least_micro_batch
         walked.winner = last if fits_well(last) else None
         walked.stopped = last if _stops_walk(last) else None

@@ -393,8 +393,9 @@ class _Race:
         affordable = sum(context.may_run(count * len(finalists), limits.finals) for count in range(1, turns + 1))
         final = finals(finalists, context, turns=affordable, purpose="race", lead=PRIOR_NOISE)
         for finalist, (_, owner) in zip(finalists, close, strict=False):
-            config, new = (finalist.trial.rung, finalist.trial.knobs), context.memory.records[len(earlier) :]
-            owner.records.extend(record for record in new if (record.trial.rung, record.trial.knobs) == config)
+            rung, knobs, new = finalist.trial.rung, finalist.trial.knobs, context.memory.records[len(earlier) :]
+            configs = [replace(knobs, keeps_headroom=keeps) for keeps in (False, True)]
+            owner.records.extend(each for each in new if each.trial.rung == rung and each.trial.knobs in configs)
         is_any_dropped = turns > 0 and len(final.measured) < len(final.scores)
         winner = close[final.winner][1]
         return _Decision(winner=winner, best=final.best, reason=final.reason, is_any_dropped=is_any_dropped)

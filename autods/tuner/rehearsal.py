@@ -29,7 +29,7 @@ from .certify import find_reference, make_exam, make_parity_steps, runs_losses_f
 from .fit import fit
 from .fit_report import FitResult, NothingFits
 from .loss_parity import is_same_maths, same_samples
-from .trial_forecasts import Forecaster, TrialForecaster, make_trial_engine, start_processes
+from .trial_forecasts import Forecaster, TrialForecaster, make_limited_engine, start_processes
 from .trials import FitContext, median_step_s
 
 # Estimates of what a real trial takes besides its steps: CUDA contexts and NCCL's communicators of a node, random
@@ -198,7 +198,7 @@ class RehearsalRunner:
         return compose(self.settings.rung(trial.rung), trial.knobs, self.settings.site, self.facts)
 
     def _answer(self, trial: Trial) -> Outcome:
-        spec, knobs = make_trial_engine(self.settings, self.facts, trial), trial.knobs
+        spec, knobs = make_limited_engine(self.settings, self.facts, trial), trial.knobs
         simulation = self.cache.simulate(spec, knobs.micro_batch)
         forecast = self.cache.judge(spec, simulation, advise=False, chooses=False)
         replayed = replay_at_limit(spec, simulation, forecast) if trial.limited else None

@@ -36,11 +36,12 @@ from ..forecast.simulation_cache import (
     make_engine,
     memory_key,
     read_alloc_conf,
+    why_not_forecast,
 )
 from ..forecast.values import EngineSpec, PartitionedBuild, RungForecast, Simulation, StartSimulator
 from ..journal import TrialStore, trial_key
 from ..runner.cleanup import simulator_variables
-from ..types import Fit, ModelFacts, Outcome, Record, Tier, Trial
+from ..types import Fit, ModelFacts, Outcome, OutOfMemory, Record, Tier, Trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +132,12 @@ def lacking_bytes(forecast: RungForecast) -> int | None:
 def make_trial_engine(settings: Settings, facts: ModelFacts, trial: Trial) -> EngineSpec:
     """The engine to simulate for a trial of these settings, which have the config that the survey saw."""
     zero_init = settings.source.zero_init
-    spec = make_engine(settings.site, settings.rung(trial.rung), trial.knobs, facts, zero_init=zero_init)
+    return make_engine(settings.site, settings.rung(trial.rung), trial.knobs, facts, zero_init=zero_init)
+
+
+def make_limited_engine(settings: Settings, facts: ModelFacts, trial: Trial) -> EngineSpec:
+    """The same on a device with as many bytes as the trial's ranks may use."""
+    spec = make_trial_engine(settings, facts, trial)
     return limit_engine(spec, settings.usable_bytes) if trial.knobs.keeps_headroom and trial.limited else spec
 
 
@@ -207,21 +213,20 @@ class TrialForecaster(Forecaster):
             return self.largest(trial, sizes, usable_bytes) if self._can_retry(trial.rung, smallest, error) else None
         if largest is None:
             return None
-        at_largest = replace(trial, knobs=replace(trial.knobs, micro_batch=largest))
-        if not self.runs_full(at_largest) or self._should_keep_headroom(at_largest):
-            return largest
-        return self.largest_calm(trial, sizes[: bisect_right(sizes, largest)]) or largest
+
+        def lacks_room(size: int) -> bool:
+            sized = replace(trial, knobs=replace(trial.knobs, micro_batch=size))
+            return not self._runs_well(sized) and not self._should_keep_headroom(sized)
+
+        return _find_last(sizes[: bisect_right(sizes, largest)], lacks_room) or largest
 
     def largest_calm(self, trial: Trial, sizes: Sequence[int]) -> int | None:
         """Return the largest micro batch at which the allocator should not run full; None where it should at all."""
-        sizes = [size for size in sizes if size >= self._least]
 
         def is_full(size: int) -> bool:
-            return self.runs_full(replace(trial, knobs=replace(trial.knobs, micro_batch=size)))
+            return not self._runs_well(replace(trial, knobs=replace(trial.knobs, micro_batch=size)))
 
-        if not sizes or not is_full(sizes[-1]):
-            return max(sizes, default=None)
-        return None if is_full(sizes[0]) else sizes[bisect_left(sizes, True, key=is_full) - 1]
+        return _find_last([size for size in sizes if size >= self._least], is_full)
 
     def find_fills(self, trial: Trial, micro_batch: int, usable_bytes: float) -> Fills | None:
         """Return the peaks at a micro batch over their limits, as two simulations tell; None where they do not."""
@@ -236,14 +241,14 @@ class TrialForecaster(Forecaster):
             return None
         return self.cache.judge(spec, simulation, self.observations.values(), advise=False, roughly=True).fills
 
-    def runs_full(self, trial: Trial) -> bool:
-        """Return whether the trial's allocator should give cached memory back in each step; False when unknown."""
+    def _runs_well(self, trial: Trial) -> bool:
+        """Whether the trial's allocator should neither run out nor full; True when unknown."""
         replayed = self._replay(trial)
-        return replayed is not None and replayed.runs_full
+        return replayed is None or replayed.runs_well
 
     def _replay(self, trial: Trial) -> Replay | None:
         """The replay of the trial's allocations at its limit; None where nothing is known of them."""
-        spec, micro_batch = make_trial_engine(self.settings, self.facts, trial), trial.knobs.micro_batch
+        spec, micro_batch = make_limited_engine(self.settings, self.facts, trial), trial.knobs.micro_batch
         if not find_device(spec.device).has_caching_allocator:
             return None
         try:
@@ -259,7 +264,8 @@ class TrialForecaster(Forecaster):
             chooses=known is None,
             roughly=True,
         )
-        key = *config, forecast.expandable, forecast.overhead_bytes, spec.device_bytes
+        limit_bytes = forecast.memory["device"].limit_bytes if "device" in forecast.memory else None
+        key = *config, forecast.expandable, forecast.overhead_bytes, limit_bytes
         if key not in self._replays:
             self._replays[key] = replay_at_limit(spec, simulation, forecast)
         return self._replays[key]
@@ -272,7 +278,7 @@ class TrialForecaster(Forecaster):
         """
         spec, micro_batch = make_trial_engine(self.settings, self.facts, trial), trial.knobs.micro_batch
         key, knobs = (memory_key(spec), micro_batch), trial.knobs
-        if not find_device(spec.device).has_caching_allocator:
+        if not find_device(spec.device).has_caching_allocator or why_not_forecast(self.facts) is not None:
             return trial
         simulation = None
         with contextlib.suppress(AutodsError):  # its forecast tells
@@ -289,11 +295,11 @@ class TrialForecaster(Forecaster):
         return replace(trial, knobs=knobs)
 
     def _should_keep_headroom(self, trial: Trial) -> bool:
-        """Whether the trial's allocator should run full on the whole device, and find memory without the headroom."""
+        """Whether the trial's allocator should not run well on the whole device, and run without the headroom."""
         spec, micro_batch = make_trial_engine(self.settings, self.facts, trial), trial.knobs.micro_batch
         simulation = self.cache.get(spec, micro_batch)
         # Blocks that come back late fill a device with what it could do without; no other rung runs full for long.
-        if simulation is None or not simulation.traces["device"].held or not self.runs_full(trial):
+        if simulation is None or not simulation.traces["device"].held or self._runs_well(trial):
             return False
         replayed = self._replay(replace(trial, knobs=replace(trial.knobs, keeps_headroom=True)))
         return replayed is not None and replayed.ran_out is None
@@ -335,6 +341,8 @@ class TrialForecaster(Forecaster):
     def learn(self, trial: Trial, outcome: Outcome) -> Observation | None:
         """Store the trial's peak with its forecast, and return both; None if the trial shows nothing new."""
         spec, key = make_trial_engine(self.settings, self.facts, trial), trial_key(trial)
+        if trial.knobs.keeps_headroom and isinstance(outcome, OutOfMemory):
+            self._kept[memory_key(spec), trial.knobs.micro_batch] = False  # if it is tried again, on the whole device
         simulation = self.cache.get(spec, trial.knobs.micro_batch)
         if simulation is None or key in self.observations:
             return None
@@ -352,6 +360,8 @@ class TrialForecaster(Forecaster):
     def _observe_step(self, trial: Trial, outcome: Outcome) -> StepObservation | None:
         if not (isinstance(outcome, Fit) and len(outcome.step_s) > 1 and trial.exam is None):
             return None  # a single step may be the one in which the allocator grows
+        if outcome.alloc_retries:
+            return None  # what they cost is a guess, and tells nothing of steps without any
         parts = self._step_parts(trial)
         if parts is None:
             return None
@@ -414,6 +424,13 @@ class TrialForecaster(Forecaster):
             self._reported.add(reason)
             self.report(f"no forecast of {rung}, so it is tried: {reason}")
         return False
+
+
+def _find_last(sizes: Sequence[int], is_too_large: Callable[[int], bool]) -> int | None:
+    """Return the last of these micro batches (ascending) before the first that is too large; None without one."""
+    if not sizes or not is_too_large(sizes[-1]):
+        return max(sizes, default=None)
+    return None if is_too_large(sizes[0]) else sizes[bisect_left(sizes, True, key=is_too_large) - 1]
 
 
 def start_processes(settings: Settings, listen: Listener) -> StartSimulator:

@@ -132,19 +132,38 @@ class FitContext:
         return max(self.settings.profile.race.noise, repeat_difference(self.memory.records))
 
     def run(self, trial: Trial) -> Record:
-        """Run a trial; raises when the machine fails.
+        """Run a trial as `try_trial` does; raises when the machine fails."""
+        return self.check(self.try_trial(trial))
 
-        Where the allocator of a card ran full, it runs again without the headroom: what then fits has proven that it
-        leaves it free, and its steps have the time of the allocator's flushes in them.
+    def try_trial(self, trial: Trial) -> Record:
+        """Run a trial. Where it may leave the headroom free with another limit of its allocator, run it again so.
+
+        An allocator that ran full runs without the headroom: what then fits has proven that it leaves it free, and its
+        steps have the time of the flushes in them. One that lacked memory so, at the smallest micro batch, gets it.
         """
-        record = self.check(self.memory.run(trial))
-        knobs = record.trial.knobs
-        if not (isinstance(record.outcome, Fit) and record.outcome.alloc_retries and trial.limited):
+        kept = replace(trial, knobs=replace(trial.knobs, keeps_headroom=True))
+        if trial.limited and any(_fits_as(kept, record) for record in self.memory.records):
+            return self.memory.run(kept)
+        record = self.memory.run(trial)
+        if record.trial.knobs.keeps_headroom:
+            is_smallest = trial.knobs.micro_batch == self.sizes[0]
+            is_foreseen = not trial.knobs.keeps_headroom  # the forecast chose it, which has learned now
+            lacks = isinstance(record.outcome, OutOfMemory) and record.outcome.tier == "device"
+            return self.memory.run(trial) if lacks and is_smallest and is_foreseen and self.may_run(1) else record
+        if not (trial.limited and self._may_keep_headroom(record) and self.may_run(1)):
             return record
-        if knobs.keeps_headroom:
-            return record
-        kept = self.check(self.memory.run(replace(trial, knobs=replace(trial.knobs, keeps_headroom=True))))
-        return kept if isinstance(kept.outcome, Fit) else record
+        again = self.memory.run(kept)
+        return again if isinstance(again.outcome, Fit) else record
+
+    def _may_keep_headroom(self, record: Record) -> bool:
+        """Whether the trial used the headroom, on a card where its tensors alone may leave it free."""
+        fit = record.outcome
+        if not isinstance(fit, Fit) or self.fits(record):
+            return False
+        if fit.card is None:
+            return fit.alloc_retries > 0
+        beside_bytes = fit.memory["device"].peak_bytes - fit.card.reserved_bytes
+        return fit.card.allocated_bytes + beside_bytes <= self.usable_bytes
 
     def check(self, record: Record) -> Record:
         """Return the record. Raise where the machine failed (a full disk, a lost GPU): further trials would fail alike.
@@ -198,6 +217,12 @@ class FitContext:
         trial_s = max(longest_s, 0.0 if steps is None else start_s + steps.budget_s)
         elapsed_s = sum(record.seconds for record in records) if self.elapsed_s is None else self.elapsed_s()
         return elapsed_s + trials * trial_s + reserved * _EXAM * longest_s <= budget.seconds
+
+
+def _fits_as(trial: Trial, record: Record) -> bool:
+    """Whether the record is a fit of the trial's config, by whatever segments."""
+    knobs = replace(record.trial.knobs, expandable=trial.knobs.expandable)
+    return isinstance(record.outcome, Fit) and (record.trial.rung, knobs) == (trial.rung, trial.knobs)
 
 
 def run_with_retry(trial: Trial, run: Run) -> tuple[Record, ...]:
@@ -261,7 +286,7 @@ def repeat_difference(records: Iterable[Record]) -> float:
     for record in records:
         trial, knobs = record.trial, record.trial.knobs
         if isinstance(record.outcome, Fit) and trial.purpose != "walk" and trial.exam is None:
-            batch = (knobs.micro_batch, knobs.accumulation, knobs.checkpointing)
+            batch = (knobs.micro_batch, knobs.accumulation, knobs.checkpointing, knobs.expandable, knobs.keeps_headroom)
             config = (trial.rung, *batch, *sorted(knobs.settings.items()), *sorted(trial.conditions.items()))
             rates.setdefault(config, []).append(samples_per_second(record))
     return max((1 - min(repeats) / max(repeats) for repeats in rates.values()), default=0.0)

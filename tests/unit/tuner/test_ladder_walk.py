@@ -26,10 +26,11 @@ NO_DISK = out_of_memory(tier="nvme", action="fix_environment")
 
 
 def climb(answers: Mapping[str, Outcome], default: Outcome = OOM) -> tuple[WalkResult, ScriptedRunner]:
-    """Walk the whole ladder; answers by rung, or by 'rung again'."""
+    """Walk the whole ladder; answers by rung, by 'rung again', or by 'rung without the headroom'."""
 
     def answer(trial: Trial) -> Outcome:
-        names = (f"{trial.rung} again" if trial.repeat else "", trial.rung)
+        kept = f"{trial.rung} without the headroom" if trial.knobs.keeps_headroom else ""
+        names = (f"{trial.rung} again" if trial.repeat else "", kept, trial.rung)
         return next((answers[name] for name in names if name in answers), default)
 
     runner = ScriptedRunner(answer)
@@ -110,13 +111,21 @@ def test_rungs_with_as_much_host_memory_are_skipped() -> None:
 
 
 def test_a_rung_with_a_full_allocator_loses_to_a_leaner_one() -> None:
-    walked, _ = climb({"zero1": fit(peak_bytes=1, alloc_retries=3), "zero2": FITS})
+    full = fit(peak_bytes=1, alloc_retries=3)
+    walked, _ = climb({"zero1": full, "zero1 without the headroom": OOM, "zero2": FITS})
     assert walked.winner is not None
     assert walked.winner.trial.rung == "zero2"
 
 
-def test_it_wins_where_no_other_rung_fits_at_all() -> None:
+def test_a_rung_with_a_full_allocator_wins_without_the_headroom() -> None:
     walked, runner = climb({"zero1": fit(peak_bytes=1, alloc_retries=3)})
+    assert walked.winner is not None
+    assert walked.winner.trial == runner.trials[-1]
+    assert walked.winner.trial.knobs.keeps_headroom
+
+
+def test_it_wins_where_no_other_rung_fits_at_all() -> None:
+    walked, runner = climb({"zero1": fit(peak_bytes=1, alloc_retries=3), "zero1 without the headroom": OOM})
     assert walked.winner is not None
     assert walked.winner.trial.rung == "zero1"
     assert rungs_tried(runner) == [rung.name for rung in SETTINGS.ladder]

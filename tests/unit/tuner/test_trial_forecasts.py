@@ -199,8 +199,6 @@ def test_the_largest_calm_micro_batch_does_not_run_full() -> None:
     largest = made.largest_calm(trial(), range(1, 25))
     assert largest is not None
     assert 10 <= largest <= 14  # half of 16 GiB each, less what a process needs; once it would be twice as much
-    assert not made.runs_full(trial(micro_batch=largest))
-    assert made.runs_full(trial(micro_batch=largest + 1))
     assert made.largest_calm(trial(), range(largest + 1, 25)) is None
 
 
@@ -210,9 +208,17 @@ def test_what_gives_memory_back_in_time_counts_as_fitting() -> None:
 
 def test_an_allocator_that_should_run_full_keeps_the_headroom() -> None:
     made = forecast_late_returns()
-    for size, keeps in ((10, False), (16, True), (40, False)):  # at last it runs out
+    # At last it runs out without the headroom, and then of the whole card.
+    for size, keeps in ((10, False), (16, True), (28, False), (40, False)):
         assert made.choose_allocator(trial(micro_batch=size)).knobs.keeps_headroom is keeps
     assert not made.choose_allocator(replace(trial(micro_batch=16), limited=False)).knobs.keeps_headroom
+
+
+def test_a_config_that_lacked_the_headroom_gets_it() -> None:
+    made = forecast_late_returns()
+    kept = made.choose_allocator(trial(micro_batch=16))
+    made.learn(kept, out_of_memory())
+    assert not made.choose_allocator(trial(micro_batch=16)).knobs.keeps_headroom
 
 
 def test_a_batch_that_cannot_be_simulated_bounds_the_search() -> None:

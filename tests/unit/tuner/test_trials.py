@@ -8,11 +8,13 @@ from itertools import pairwise
 import pytest
 
 from autods.config.profiles import GrowLimits
-from autods.runner.testing import ScriptedRunner, fit
+from autods.runner.testing import ScriptedRunner, fit, out_of_memory
+from autods.tuner.batch_curve import BatchCurve
 from autods.tuner.batch_size import Growth
 from autods.tuner.trials import fit_steps_to_budget, fits_within
-from autods.types import CardUse, Knobs, Outcome, Record, Steps, Trial
-from tests.support.contexts import make_context
+from autods.types import CardUse, Fit, Knobs, Outcome, OutOfMemory, Record, Steps, Trial
+from tests.support.contexts import ScriptedTrials, make_context
+from tests.support.walks import FITS
 
 GIB = 2**30
 TIMED = Steps(warmup=2, timed=3, most_timed=12, budget_s=8.0)
@@ -99,3 +101,65 @@ def test_a_slightly_larger_batch_is_not_worth_a_long_step() -> None:
     sizes = [record.trial.knobs.micro_batch for record in growth.records]
     assert all(larger >= 1.15 * smaller for smaller, larger in pairwise(sizes))
     assert len(sizes) <= 4
+
+
+LIMIT = 1000
+TRIAL = Trial(rung="zero3", knobs=Knobs(micro_batch=4), purpose="grow")
+
+
+def on_card(in_use: int, allocated: int, retries: int = 0) -> Fit:
+    """A fit of which 50 bytes lie beside the allocator, which has reserved all that it used."""
+    card = CardUse(allocated_bytes=allocated - 50, reserved_bytes=in_use - 50, in_use_bytes=in_use)
+    return replace(fit(peak_bytes=in_use, alloc_retries=retries), card=card)
+
+
+@pytest.mark.parametrize(
+    ("whole", "kept", "limits", "fits"),
+    [
+        (on_card(940, 900), FITS, [False], True),
+        (on_card(1000, 900, retries=2), on_card(950, 900, retries=3), [False, True], True),
+        (on_card(960, 900), on_card(950, 900, retries=1), [False, True], True),  # weights that came back late
+        (on_card(960, 960), FITS, [False], False),  # its tensors need the headroom
+        (on_card(1000, 900, retries=2), out_of_memory(), [False, True], False),
+    ],
+    ids=["headroom left", "ran full", "used late", "needed", "in pieces"],
+)
+def test_what_used_the_headroom_without_need_runs_without_it(
+    whole: Fit, kept: Outcome, limits: list[bool], fits: bool
+) -> None:
+    runner = ScriptedRunner(lambda trial: kept if trial.knobs.keeps_headroom else whole)
+    context = make_context(runner.run, device_bytes=LIMIT)
+    record = context.run(TRIAL)
+    assert [trial.knobs.keeps_headroom for trial in runner.trials] == limits
+    assert isinstance(record.outcome, Fit)
+    assert context.fits(record) is fits
+    assert context.run(replace(TRIAL, repeat=1)).trial.knobs.keeps_headroom is (fits and len(limits) > 1)
+
+
+def test_bytes_beside_the_allocator_may_grow_a_little() -> None:
+    knobs = Knobs(keeps_headroom=True)
+    grown = fit(peak_bytes=GIB + 2**20, alloc_retries=4)
+    assert grown.leaves_headroom(GIB, knobs)
+    assert not grown.leaves_headroom(GIB, Knobs())
+    assert not replace(grown, memory=fit(peak_bytes=2 * GIB).memory).leaves_headroom(GIB, knobs)
+    curve = BatchCurve.from_records([Record(id=1, trial=replace(TRIAL, knobs=knobs), outcome=grown, seconds=1.0)], GIB)
+    assert (curve.fits, curve.peak_bytes[1]) == (1, GIB)
+
+
+def test_the_smallest_batch_that_lacks_the_headroom_gets_it() -> None:
+    learned: list[Outcome] = []
+
+    class Keeps(ScriptedTrials):
+        """Keeps a trial out of the headroom, as a forecast has it, until one lacked memory so."""
+
+        def run(self, trial: Trial) -> Record:
+            keeps = trial.knobs.keeps_headroom or not learned
+            record = super().run(replace(trial, knobs=replace(trial.knobs, keeps_headroom=keeps)))
+            learned.extend([record.outcome] if isinstance(record.outcome, OutOfMemory) else [])
+            return record
+
+    runner = ScriptedRunner(lambda trial: out_of_memory() if trial.knobs.keeps_headroom else on_card(1000, 960))
+    context = replace(make_context(runner.run, device_bytes=LIMIT), memory=Keeps(runner.run))  # type: ignore[arg-type]
+    assert isinstance(context.run(replace(TRIAL, knobs=Knobs(micro_batch=1))).outcome, Fit)
+    learned.clear()
+    assert isinstance(context.run(TRIAL).outcome, OutOfMemory)  # a smaller one may do
