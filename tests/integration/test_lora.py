@@ -166,6 +166,7 @@ def test_a_run_of_adapters_goes_on_and_leaves_their_weights(lora: str, tmp_path:
         lora,
         "--max-trials",
         "1",
+        "--no-forecast",
     )
     for steps in (3, 5):
         command = [sys.executable, "-m", "autods", "run", str(config), *RANKS, *options, "--global-batch", "4"]
