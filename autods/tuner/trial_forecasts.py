@@ -172,7 +172,8 @@ class TrialForecaster(Forecaster):
     _reported: set[str] = field(default_factory=set)
     _expandable: dict[tuple[str, int], bool] = field(default_factory=dict)  # by `memory_key` and micro batch
     _kept: dict[tuple[str, int], bool] = field(default_factory=dict)  # which of them keep the headroom
-    _replays: dict[tuple[object, ...], Replay | None] = field(default_factory=dict)  # by what they depend on
+    _judged: dict[tuple[object, ...], RungForecast] = field(default_factory=dict)  # by what they depend on
+    _replays: dict[tuple[object, ...], Replay | None] = field(default_factory=dict)  # likewise
     _least: int = 1  # the model cannot be trained with a smaller micro batch
 
     def prepare(self, trials: Iterable[Trial]) -> None:
@@ -193,7 +194,7 @@ class TrialForecaster(Forecaster):
             simulation = self._simulate(trial)
         except AutodsError as error:
             return self.forecast(trial) if self._can_retry(trial.rung, micro_batch, error) else None
-        forecast = self.cache.judge(spec, simulation, self.observations.values())
+        forecast = self._judge(spec, simulation)
         if (first := self.forecasts.get(trial.rung)) is None or (forecast.offloads_inputs > first.offloads_inputs):
             self.forecasts[trial.rung] = forecast
         return forecast
@@ -239,12 +240,31 @@ class TrialForecaster(Forecaster):
             return None
         if simulation is None:
             return None
-        return self.cache.judge(spec, simulation, self.observations.values(), advise=False, roughly=True).fills
+        return self._judge(spec, simulation, advise=False, roughly=True).fills
 
     def _runs_well(self, trial: Trial) -> bool:
         """Whether the trial's allocator should neither run out nor full; True when unknown."""
         replayed = self._replay(trial)
         return replayed is None or replayed.runs_well
+
+    def _judge(
+        self,
+        spec: EngineSpec,
+        simulation: Simulation,
+        *,
+        advise: bool = True,
+        chooses: bool = True,
+        roughly: bool = False,
+    ) -> RungForecast:
+        """Judge an engine after the trials so far, once: it takes dozens of replays."""
+        machine_bytes = None if spec.machine is None else spec.machine.device_bytes
+        engine = memory_key(spec), simulation.micro_batch, spec.expandable, machine_bytes
+        key = *engine, advise, chooses, roughly, len(self.observations)
+        if key not in self._judged:
+            self._judged[key] = self.cache.judge(
+                spec, simulation, self.observations.values(), advise=advise, chooses=chooses, roughly=roughly
+            )
+        return self._judged[key]
 
     def _replay(self, trial: Trial) -> Replay | None:
         """The replay of the trial's allocations at its limit; None where nothing is known of them."""
@@ -256,10 +276,9 @@ class TrialForecaster(Forecaster):
         except AutodsError:
             return None
         known = self._expandable.get(config := (memory_key(spec), micro_batch))
-        forecast = self.cache.judge(
+        forecast = self._judge(
             replace(spec, expandable=bool(known or spec.expandable)),
             simulation,
-            self.observations.values(),
             advise=False,
             chooses=known is None,
             roughly=True,
@@ -285,7 +304,7 @@ class TrialForecaster(Forecaster):
             simulation = self._simulate(trial)
         if self.cache.expandable is None:
             if key not in self._expandable and simulation is not None:
-                forecast = self.cache.judge(spec, simulation, self.observations.values(), advise=False)
+                forecast = self._judge(spec, simulation, advise=False)
                 self._expandable[key] = forecast.expandable
             knobs = replace(knobs, expandable=self._expandable.get(key, knobs.expandable))
         if trial.limited and not knobs.keeps_headroom:
@@ -348,7 +367,7 @@ class TrialForecaster(Forecaster):
             return None
         if trial.rung not in self._tried:
             self._tried.add(trial.rung)
-            self.forecasts[trial.rung] = self.cache.judge(spec, simulation, self.observations.values())
+            self.forecasts[trial.rung] = self._judge(spec, simulation)
         observation = observe_trial(
             spec, simulation, outcome, expandable=bool(spec.expandable or self.cache.expandable)
         )
