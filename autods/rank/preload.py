@@ -22,7 +22,7 @@ from ..devices import DEVICES, find_device
 from ..plain_text import read_text
 from ..system import processes
 from ..types import WorkloadSource
-from ..workload.script_source import find_early_variables, find_packages, sets_variables
+from ..workload.script_source import find_early_variables, find_packages, prepares_imports
 from .patching import declare
 
 # DeepSpeed imports these at the first initialize or step, which costs each rank tenths of a second for each of them.
@@ -100,11 +100,11 @@ def preload_trainer(source: WorkloadSource) -> None:
     """Import the library that trains in a script, and what models of transformers need where it imports that.
 
     What else the script imports is its own. Libraries read variables such as HF_HOME at import: where the script sets
-    some before, each rank imports them.
+    some before, or changes where modules come from, each rank imports them.
     """
     library = find_library(source)
     names = [] if library is None or find_early_variables(source) else [*library.preloaded]
-    if not sets_variables(source):
+    if not prepares_imports(source):
         names += [module for package, module in _SHARED.items() if package in find_packages(source)]
     for name in names:
         with contextlib.suppress(Exception):  # the import of the adapter or the script reports the error

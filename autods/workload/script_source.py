@@ -320,16 +320,27 @@ def find_packages(source: WorkloadSource) -> set[str]:
     return {item.package for file in _list_files(source) for item in imports_in(file)}
 
 
-def sets_variables(source: WorkloadSource) -> bool:
-    """Whether a script or a module of the user's that it imports sets environment variables, at any depth in it.
+def prepares_imports(source: WorkloadSource) -> bool:
+    """Whether a script, or a module of the user's that it imports, does at any depth what a later import depends on.
 
-    One that cannot be read may set some.
+    That is to set environment variables, or to use `sys.path`, `sys.modules` or `sys.meta_path`: it may bring another
+    version of a library, or a stand-in. One that cannot be read may do so.
     """
     try:
         nodes = [node for file in _list_files(source) for node in ast.walk(parse_python(file))]
     except InputError:
         return True
-    return any(True for node in nodes for _ in _list_variables_set(node))
+    return any(_uses_import_system(node) or any(True for _ in _list_variables_set(node)) for node in nodes)
+
+
+def _uses_import_system(node: ast.AST) -> bool:
+    match node:
+        case ast.Attribute(ast.Name("sys"), "path" | "modules" | "meta_path"):
+            return True
+        case ast.ImportFrom(module="sys", names=names):
+            return any(name.name in ("path", "modules", "meta_path") for name in names)
+        case _:
+            return False
 
 
 def _list_files(source: WorkloadSource) -> list[Path]:

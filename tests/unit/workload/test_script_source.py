@@ -22,7 +22,7 @@ from autods.workload.script_source import (
     fill_placeholders,
     find_early_variables,
     find_packages,
-    sets_variables,
+    prepares_imports,
 )
 from tests.support.reports import fitting_report
 
@@ -328,16 +328,18 @@ def test_variables_set_before_the_library_have_their_line(write):
 
 
 @pytest.mark.parametrize(
-    ("helper", "sets"),
+    ("helper", "prepares"),
     [
         ("import transformers", False),
+        ("import sys\nsys.path.insert(0, 'vendor')\nimport transformers", True),
+        ("from sys import modules\nmodules['flash_attn'] = None\nimport transformers", True),
         ("import os, transformers\ndef go():\n    os.environ['HF_HOME'] = '/'", True),
         ("import transformers\nprint 'Python 2'", True),
     ],
 )
-def test_packages_and_variables_of_a_scripts_modules_are_found(write, helper, sets):
+def test_what_a_scripts_modules_do_before_imports_is_found(write, helper, prepares):
     script = write("import helper\n" + PLAIN)
     (script.parent / "helper.py").write_text(helper)
     source = make_source(script)
-    assert sets_variables(source) == sets
+    assert prepares_imports(source) == prepares
     assert ("transformers" in find_packages(source)) == ("print" not in helper)
