@@ -115,7 +115,6 @@ def unusual_knobs(knobs: Knobs, *, recomputes: bool) -> str:
     state = find_state(knobs)
     extras = ["inputs on the host"] if state == "offload" else [f"checkpointing {state}"] if state in PARTIAL else []
     extras += ["expandable segments"] if knobs.expandable else []
-    extras += ["a held allocator"] if knobs.keeps_headroom else []
     return " ".join([*words, *([f"with {' and '.join(extras)}"] if extras else [])])
 
 
