@@ -18,7 +18,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from autods.devices.base import EXPANDABLE
 from autods.devices.cuda import read_used_bytes
+from autods.forecast.predict.prices import read_constants
 from autods.rank.memory import CudaMeter, read_private_bytes, status_bytes
 from autods.system.landlock import confine_writes
 
@@ -119,6 +121,41 @@ def probe_freed(device: str) -> dict[str, Any]:
     return {"holds": freed_s - gone_s < 3, "held_bytes": held, "gone_s": gone_s, "freed_s": freed_s}
 
 
+def probe_returned(device: str) -> dict[str, Any]:
+    """How long does torch's allocator take to give a piece of the card back and to take it again, with the card idle?
+
+    A piece is a segment of its own, of 20 MiB and of 512 MiB, or a page of 20 MiB of an expandable segment.
+    """
+    if device == "cpu":
+        return {"holds": None, "not_asked": "CPU ranks have no such allocator"}
+    import torch
+
+    free, _ = torch.cuda.mem_get_info()
+
+    def time_pieces(size: int, pieces: int, tensors: int) -> float:
+        """The least microseconds for each of the pieces, which so many tensors fill."""
+        times = []
+        for _ in range(5):
+            held = [torch.empty(size * pieces // tensors, dtype=torch.uint8, device="cuda") for _ in range(tensors)]
+            torch.cuda.synchronize()
+            del held
+            began = time.perf_counter()
+            torch.cuda.empty_cache()
+            held = [torch.empty(size * pieces // tensors, dtype=torch.uint8, device="cuda") for _ in range(tensors)]
+            times.append(time.perf_counter() - began)
+            del held
+            torch.cuda.empty_cache()
+        return 1e6 * min(times) / pieces
+
+    large = max(1, min(16, free // 2 // (512 * MIB)))
+    us = {"segments of 20 MiB": time_pieces(20 * MIB, 64, 64), "of 512 MiB": time_pieces(512 * MIB, large, large)}
+    apply = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+    apply(EXPANDABLE)
+    us["pages of 20 MiB"] = time_pieces(20 * MIB, 64, 1)
+    assumed = read_constants().efficiency.return_us
+    return {"holds": all(assumed / 3 <= each <= 3 * assumed for each in us.values()), "us": us, "assumed_us": assumed}
+
+
 def probe_compile(device: str) -> dict[str, Any]:
     """How long is the first step under torch.compile, and do its child processes work meanwhile?"""
     import torch
@@ -147,6 +184,7 @@ PROBES: dict[str, Callable[[str], dict[str, Any]]] = {
     "landlock": probe_landlock,
     "freed": probe_freed,
     "compile": probe_compile,
+    "returned": probe_returned,
 }
 
 if __name__ == "__main__":

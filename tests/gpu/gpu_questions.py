@@ -142,6 +142,7 @@ QUESTIONS: Mapping[str, Callable[[Bench], Answer]] = {
     "landlock": _ask_probe("landlock"),
     "freed": _ask_probe("freed"),
     "compile": _ask_probe("compile"),
+    "returned": _ask_probe("returned"),
     "adam": ask_adam,
     "overlap": ask_overlap,
     "warmup": ask_warmup,

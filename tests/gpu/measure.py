@@ -29,6 +29,7 @@ What `questions` settles; each answer has its figures and `holds`, whether the a
   landlock    CUDA starts and computes where the kernel refuses writes outside a trial's folders
   freed       the driver gives a killed process's memory back within the 3 s that a trial waits for it
   compile     the first step under torch.compile: seconds, and the processor time of its child processes
+  returned    what torch's allocator takes to give a piece of the card back and take it again, as where it runs full
   adam        torch's AdamW with fused beside foreach, and DeepSpeed's FusedAdam: time and memory
   overlap     overlap_comm for ZeRO-1 and -2: time and memory (two cards)
   warmup      after how many steps ZeRO-3 has its speed; a quick trial warms up with one
