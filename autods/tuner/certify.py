@@ -281,11 +281,17 @@ class _ExamSearch:
     def prove(self, config: Trial) -> _ProvenConfig | None:
         """The config at the largest micro batch that holds; None when none does or trials are spent.
 
-        No size above that of `config` is tried. An exam that fails for another reason than memory counts as
-        holding: a smaller micro batch would not help.
+        One whose allocator ran full is examined without the headroom first. No size above that of `config` is tried. An
+        exam that fails for another reason than memory counts as holding: a smaller micro batch would not help.
         """
         too_large: list[int] = []
         while (exam := self._examine(config)) is not None:
+            knobs = exam.trial.knobs
+            if isinstance(exam.outcome, Fit) and exam.outcome.alloc_retries and not knobs.keeps_headroom:
+                self.backed_off.append(f"{config.rung} without the headroom: {self._describe_shortage(exam)}")
+                config = self.timed_trial(exam.trial)
+                config = replace(config, knobs=replace(knobs, keeps_headroom=True))
+                continue
             if lacks_device_memory(exam, self.context.settings.device_bytes):
                 short, too_large = exam, [*too_large, exam.trial.knobs.micro_batch]
             else:
@@ -316,10 +322,12 @@ class _ExamSearch:
 
     def last_shortage(self) -> str:
         """Why the last config did not hold, as a clause."""
-        last = self.short[-1]
-        batch = "the longest batch" if last.trial.exam == "worst_case" else "the usual batch"
-        why = describe_exam(last.outcome, self.context.settings.device_bytes)
-        return f"on {batch}, micro batch {last.trial.knobs.micro_batch} {why}"
+        return self._describe_shortage(self.short[-1])
+
+    def _describe_shortage(self, record: Record) -> str:
+        batch = "the longest batch" if record.trial.exam == "worst_case" else "the usual batch"
+        why = describe_exam(record.outcome, self.context.settings.device_bytes)
+        return f"on {batch}, micro batch {record.trial.knobs.micro_batch} {why}"
 
     def _examine(self, config: Trial) -> Record | None:
         """Run the config's exam; its steps are shortened to their time budget."""

@@ -103,14 +103,19 @@ def test_a_failed_size_above_one_that_fits_is_no_lower_limit() -> None:
     assert run.certified.best.trial.knobs.micro_batch < 9
 
 
-def test_a_full_allocator_is_no_fit() -> None:
+@pytest.mark.parametrize(("lacks", "exams"), [(True, [8, 8, 4]), (False, [8, 8])])
+def test_a_full_allocator_is_examined_without_the_headroom(lacks: bool, exams: list[int]) -> None:
     def answer(asked: Trial) -> Outcome:
-        return passes(asked, 900 * MIB, retries=3 if asked.exam and asked.knobs.micro_batch > 4 else 0)
+        is_full = asked.exam is not None and asked.knobs.micro_batch > 4
+        if is_full and asked.knobs.keeps_headroom and lacks:
+            return out_of_memory()
+        return passes(asked, 900 * MIB, retries=3 if is_full else 0)
 
     run = certifying(answer, timed(trial("zero2", 8)))
-    assert run.exams == [("zero2", 8), ("zero2", 4)]
+    assert run.exams == [("zero2", size) for size in exams]
     assert run.certified.certificate.passed
-    assert "its allocator ran full 3 times" in run.said
+    assert run.certified.best.trial.knobs.keeps_headroom is not lacks
+    assert "without the headroom: on the longest batch, micro batch 8 fits, but its allocator ran full" in run.said
 
 
 def test_an_allocator_kept_out_of_the_headroom_may_run_full() -> None:
