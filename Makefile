@@ -39,7 +39,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 # This model has no experts, so its ranks may have oneDNN's kernels for bf16: half the time (docs/limits.md, CPU ranks).
 demo: setup
-	ONEDNN_MAX_CPU_ISA=DEFAULT ONEDNN_PRIMITIVE_CACHE_CAPACITY=1024 $(BIN)/autods fit examples/gpt.py --gpus 2 --device cpu --gpu-memory 416MiB --global-batch 16 --config quick --fresh --out autods-out/demo
+	ONEDNN_MAX_CPU_ISA=DEFAULT ONEDNN_PRIMITIVE_CACHE_CAPACITY=1024 $(BIN)/autods fit examples/gpt.py --gpus 2 --device cpu --gpu-memory 416MiB --global-batch 8 --config quick --fresh --out autods-out/demo
 
 unit: setup
 	$(PYTEST) tests/unit

@@ -270,7 +270,8 @@ def confirm_gain(start: Record, leaders: Sequence[Record], context: FitContext) 
         return start, f"the {best} of them was {claim:.2f} {times} as the start, {too_little}"
     trials = (1 + len(promising)) * limits.turns
     turns = limits.turns if context.may_run(trials) else min(TURNS_WITHOUT_BUDGET, limits.turns)
-    final = finals((start, *promising), context, turns=turns)
+    steps = promising[0].trial.steps  # what decided the race took longer; more steps of one of two tell little more
+    final = finals((replace(start, trial=replace(start.trial, steps=steps)), *promising), context, turns=turns)
     remeasured = [place for place in final.measured if place > 0]
     if not remeasured:
         return start, f"the {best} of them did not fit when it was run again"
