@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from .units import escape_controls, format_factor
@@ -177,12 +177,17 @@ class Fit:
     def leaves_headroom(self, usable_bytes: float, knobs: Knobs) -> bool:
         """Whether it ran within the usable memory, and its allocator never had to flush its cache to do so.
 
-        One whose `knobs` keep it out of the headroom may: what that costs is in the time of its steps. What lies
-        beside it may have grown a little since its limit was set.
+        One whose `knobs` keep it out of the headroom may: what that costs is in the time of its steps.
         """
-        if knobs.keeps_headroom:
-            return self.device_peak_bytes <= usable_bytes + _GROWN_BESIDE
-        return not self.alloc_retries and self.device_peak_bytes <= usable_bytes
+        return self.is_within(usable_bytes, knobs) and (knobs.keeps_headroom or not self.alloc_retries)
+
+    def is_within(self, usable_bytes: float, knobs: Knobs) -> bool:
+        """Whether its peak is within the usable memory.
+
+        With `knobs` that keep its allocator out of the headroom, what lies beside it may have grown a little since its
+        limit was set.
+        """
+        return self.device_peak_bytes <= usable_bytes + (_GROWN_BESIDE if knobs.keeps_headroom else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,6 +314,10 @@ class Trial:
     repeat: int = 0  # the same knobs measured again
     exam: Exam | None = None
     conditions: Mapping[str, Scalar] = field(default_factory=dict)
+
+    def without_headroom(self) -> Trial:
+        """The same trial, whose allocator keeps out of the headroom."""
+        return replace(self, knobs=replace(self.knobs, keeps_headroom=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

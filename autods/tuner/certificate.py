@@ -54,9 +54,7 @@ def _certificate_of_fit(fit: Fit, limit_bytes: int, usable_bytes: float, knobs: 
             for tier, limit in limits.items()
             if limit is not None
         },
-        headroom_kept=fit.leaves_headroom(usable_bytes, knobs)
-        if knobs.keeps_headroom
-        else fit.device_peak_bytes <= usable_bytes,
+        headroom_kept=fit.is_within(usable_bytes, knobs),
     )
     examined = fit.examined
     if examined is None:

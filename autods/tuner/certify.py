@@ -286,11 +286,10 @@ class _ExamSearch:
         """
         too_large: list[int] = []
         while (exam := self._examine(config)) is not None:
-            knobs = exam.trial.knobs
-            if isinstance(exam.outcome, Fit) and exam.outcome.alloc_retries and not knobs.keeps_headroom:
+            is_kept = exam.trial.knobs.keeps_headroom
+            if isinstance(exam.outcome, Fit) and exam.outcome.alloc_retries and not is_kept:
                 self.backed_off.append(f"{config.rung} without the headroom: {self._describe_shortage(exam)}")
-                config = self.timed_trial(exam.trial)
-                config = replace(config, knobs=replace(knobs, keeps_headroom=True))
+                config = self.timed_trial(exam.trial).without_headroom()
                 continue
             if lacks_device_memory(exam, self.context.settings.device_bytes):
                 short, too_large = exam, [*too_large, exam.trial.knobs.micro_batch]

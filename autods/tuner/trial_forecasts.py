@@ -320,7 +320,7 @@ class TrialForecaster(Forecaster):
         # Blocks that come back late fill a device with what it could do without; no other rung runs full for long.
         if simulation is None or not simulation.traces["device"].held or self._runs_well(trial):
             return False
-        replayed = self._replay(replace(trial, knobs=replace(trial.knobs, keeps_headroom=True)))
+        replayed = self._replay(trial.without_headroom())
         return replayed is not None and replayed.ran_out is None
 
     def step_time(self, trial: Trial) -> StepForecast | None:
@@ -397,7 +397,7 @@ class TrialForecaster(Forecaster):
             return None
         replayed = None
         if knobs.keeps_headroom or self._should_keep_headroom(trial):
-            replayed = self._replay(replace(trial, knobs=replace(knobs, keeps_headroom=True)))
+            replayed = self._replay(trial.without_headroom())
         returned = 0 if replayed is None else replayed.late_returned
         speed = forecast_speed(spec, simulation, accumulation=knobs.accumulation, returned=returned)
         if speed is None:

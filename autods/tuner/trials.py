@@ -141,7 +141,7 @@ class FitContext:
         An allocator that ran full runs without the headroom: what then fits has proven that it leaves it free, and its
         steps have the time of the flushes in them. One that lacked memory so, at the smallest micro batch, gets it.
         """
-        kept = replace(trial, knobs=replace(trial.knobs, keeps_headroom=True))
+        kept = trial.without_headroom()
         if trial.limited and any(_fits_as(kept, record) for record in self.memory.records):
             return self.memory.run(kept)
         record = self.memory.run(trial)

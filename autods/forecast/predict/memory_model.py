@@ -199,7 +199,7 @@ def compute_rank_memory(
         "further_communicators": max(0, simulation.communicators - 1),
     }
     inside, outside = (overheads.sum(spec, "device", held, amounts) for held in ("inside", "outside"))
-    traced = simulation.traces["device"] if card is not None else time_returns(spec, simulation)
+    traced = simulation.traces["device"] if card is not None else _time_returns(simulation, clocks)
     bound_bytes = None if card is None else card.bound_allocator(outside, inside)
     tensors, by_phase = _replay_device(spec, traced, live["device"], expandable=expandable, bound_bytes=bound_bytes)
 
@@ -240,7 +240,12 @@ def _make_clocks(spec: EngineSpec, simulation: Simulation) -> StepClocks | None:
 
 def time_returns(spec: EngineSpec, simulation: Simulation) -> Trace:
     """Return the device's trace, with late blocks that come back when the machine's clocks say, where these tell it."""
-    trace, clocks = simulation.traces["device"], _make_clocks(spec, simulation)
+    return _time_returns(simulation, _make_clocks(spec, simulation))
+
+
+def _time_returns(simulation: Simulation, clocks: StepClocks | None) -> Trace:
+    """Do what `time_returns` does by clocks that are new."""
+    trace = simulation.traces["device"]
     if clocks is None or simulation.schedule is None:
         return trace
     return replace(trace, held=_follow_clocks(trace, simulation.schedule, clocks))
