@@ -193,7 +193,7 @@ class Growth:
         if self._sizes_tried() < self.most_trials and (calm := self._find_calm_size()) is not None:
             return calm
         size = curve.next_size(sizes)
-        if not self.records:  # the forecast knows better than the walk's peak alone
+        if len(curve.peak_bytes) <= 1 and curve.too_large is None:  # the forecast knows better than one peak alone
             most = self.forecast_limit() or 0
             most = min(most, MOST_AT_FIRST) if global_batch is None else most
             size = max((other for other in curve.open_sizes(sizes) if other <= most), default=size)
@@ -282,7 +282,7 @@ class Growth:
         fits = curve.fits
         if fits not in curve.peak_bytes or (now := step_time(self.trial_at(fits))) is None:
             return size
-        if len(curve.peak_bytes) == 1 and curve.too_large is None:  # no line through measured peaks yet
+        if curve.too_large is None:  # a line through measured peaks does not know where they bend upwards
             limit = self._limit_by_forecast(size)
             if limit < size:
                 size = max((each for each in curve.open_sizes(self.context.sizes) if each <= limit), default=fits)

@@ -20,7 +20,7 @@ from autods.tuner.batch_size import Growth
 from autods.tuner.candidates import list_candidates
 from autods.tuner.ladder_walk import WalkResult, walk_ladder
 from autods.tuner.optuna_search import TuneResult, tune
-from autods.tuner.trial_forecasts import TrialForecaster, open_forecaster
+from autods.tuner.trial_forecasts import StepForecast, TrialForecaster, open_forecaster
 from autods.types import Outcome, Trial
 from tests.support.contexts import make_context
 from tests.support.forecasters import ScriptedForecaster, scripted_forecast
@@ -127,6 +127,40 @@ def test_growth_starts_at_the_forecast_micro_batch() -> None:
 @pytest.mark.parametrize("wrong", [20, 80, 400])
 def test_growth_finds_the_same_micro_batch_by_a_wrong_forecast(wrong: int) -> None:
     assert abs(grown(wrong)[0] - grown(None)[0]) <= 3
+
+
+def bent_peak(micro_batch: int) -> int:
+    """A peak that is the larger of two lines, which cross at 13 samples; 30 samples leave the headroom of 16 GiB."""
+    return int(max(4 + micro_batch / 5, micro_batch / 2) * GIB)
+
+
+class BentForecaster(ScriptedForecaster):
+    """Forecasts the memory of such a peak, and steps that hardly grow with the micro batch."""
+
+    def step_time(self, trial: Trial) -> StepForecast:
+        seconds = 1 + trial.knobs.micro_batch / 1000
+        return StepForecast(seconds=seconds, low_seconds=seconds, computed_seconds=seconds)
+
+
+@pytest.mark.parametrize("measured", [[4], [4, 8]])
+def test_growth_goes_where_the_forecast_bends(measured: list[int]) -> None:
+    def forecast(trial: Trial) -> RungForecast:
+        return scripted_forecast(trial.rung, "fits", low=bent_peak(trial.knobs.micro_batch), limit=16 * GIB)
+
+    def answer(trial: Trial) -> Outcome:
+        peak = bent_peak(trial.knobs.micro_batch)
+        steady = surface(limit_bytes=16 * GIB, state_bytes=peak, sample_bytes=0, step_overhead_s=1, sample_s=0.001)
+        return steady(trial)
+
+    runner = ScriptedRunner(answer)
+    context = make_context(runner.run, forecaster=BentForecaster(forecast, 30), device_bytes=16 * GIB)
+    first = Trial(rung="zero2", knobs=list_candidates(SETTINGS, FACTS, {})[2].knobs, purpose="walk")
+    growth = Growth(context=context, first=first, most_trials=8, steps=STEPS)
+    for micro_batch in measured:
+        growth.measure(micro_batch)
+    assert growth.run().curve.fits == 30
+    assert max(trial.knobs.micro_batch for trial in runner.trials) == 30
+    assert len(runner.trials) <= len(measured) + 2
 
 
 def tuned(tmp_path: Path, forecaster: ScriptedForecaster) -> tuple[TuneResult, ScriptedRunner]:
