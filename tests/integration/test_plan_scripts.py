@@ -64,7 +64,7 @@ losses = []
 while True:
     for x, y in DataLoader(data, batch_size=int(sys.argv[2]), shuffle=True, num_workers=2, pin_memory=True):
         loss = ((engine(x.to(engine.device)) - y.to(engine.device)) ** 2).mean()
-        if loss > 1e9:
+        if loss > 1e9 or not torch.isfinite(loss):
             raise SystemExit("it diverged")
         engine.backward(loss)
         engine.step()
@@ -136,7 +136,7 @@ def test_values_that_a_script_reads_are_replaced_and_noted(users):
     assert rung.verdict == "fits"
     assert forecast.facts.parameters == 64 * 64 + 64
     assumptions = " ".join(forecast.assumed)
-    assert "curious.py:25: values were not computed: 0 stood for them" in assumptions
+    assert "curious.py:25, 26: values were not computed: 0 stood for them" in assumptions
     assert "workers were not started" in assumptions
     assert "first two optimizer steps" in assumptions
 

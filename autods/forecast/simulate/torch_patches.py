@@ -39,6 +39,10 @@ _FOREACH_TYPES = (
     declare("torch.utils._foreach_utils._foreach_supported_types", "fake tensors take the default of a GPU, foreach"),
 )
 _ONE_HOT = declare("torch.nn.functional.one_hot", "how many tokens experts get follows from routers' masks")
+_FINITE = [
+    declare(f"{owner}.isfinite", "a script that trains on finite losses alone would train on none")
+    for owner in ("torch", "torch.Tensor")
+]
 _LOSS = declare("torch.nn.functional.cross_entropy", "rows that values choose were all taken, of logits and of labels")
 _OBJECTS = declare_all(
     "torch.distributed.distributed_c10d",
@@ -123,6 +127,13 @@ def install(ledger: Ledger) -> None:
             logits, labels = logits[:rows], labels[:rows]
         return cross_entropy(logits, labels, *args, **kwargs)
 
+    def mark_finite(isfinite: Any, tensor: Any, /) -> Any:
+        mask = isfinite(tensor)
+        mask.autods_is_all = True
+        return mask
+
+    for patch in _FINITE:
+        patch.wrap(mark_finite)
     _ONE_HOT.wrap(make_one_hot)
     _LOSS.wrap(match_rows)
     Distribution.set_default_validate_args(False)  # it would look at values; routers of experts draw from one
