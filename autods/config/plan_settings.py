@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -236,7 +237,7 @@ def adopt_script_batch(settings: PlanSettings, micro_batch: int) -> PlanSettings
 
     Raises InputError where it does not divide the global batch.
     """
-    sites = tuple(_with_base(site, site.base, micro_batch, site.global_batch) for site in settings.sites)
+    sites = tuple(_with_base(site, site.base, micro_batch, site.global_batch, is_fixed=True) for site in settings.sites)
     sentence = f"micro batch {micro_batch}, which the script fixes (--micro-batch); a larger one was not searched"
     assumed = [old for old in settings.assumed if old not in map(_assume_batch, settings.sites)]
     return replace(settings, sites=sites, largest=False, adopts_batch=False, assumed=(*assumed, sentence))
@@ -246,15 +247,23 @@ def _assume_batch(site: Site) -> str:
     return f"micro batch {site.micro_batch} (--micro-batch)"
 
 
-def _with_base(site: Site, base: Mapping[str, Any], micro_batch: int | None, global_batch: int | None) -> Site:
-    """Return the site with this config, and with the batch that follows from it where none is given."""
+def _with_base(
+    site: Site, base: Mapping[str, Any], micro_batch: int | None, global_batch: int | None, *, is_fixed: bool = False
+) -> Site:
+    """Return the site with this config, and with the batch that follows from it where none is given.
+
+    A micro batch that `is_fixed` is the script's own.
+    """
     replicas, users = count_replicas(base, site.world_size), base.get("train_micro_batch_size_per_gpu")
     total = resolve_global_batch(global_batch, base, replicas, all_known=True)
     micro = micro_batch or (users if isinstance(users, int) else 1)
     if total is not None and total % (micro * replicas):
+        of_all = micro * replicas
+        whose = "the script's own micro batch" if is_fixed else "micro batch"
+        smaller = "" if is_fixed else f", or a --micro-batch that divides {total // replicas}"
         raise InputError(
-            f"micro batch {micro} × {replicas} ranks does not divide the global batch {total}",
-            hint=f"give a --micro-batch that divides {total // replicas}",
+            f"{whose} {micro} × {replicas} ranks does not divide the global batch {total}",
+            hint=f"give --global-batch {math.ceil(total / of_all) * of_all}{smaller}",
         )
     precision = precision_name(base)
     lacks_bf16 = precision == "bf16" and not site.machine.bf16

@@ -8,7 +8,7 @@ import pytest
 
 from autods.config.base_config import precision_name
 from autods.config.catalogue import read_catalogue
-from autods.config.plan_settings import PlanSettings
+from autods.config.plan_settings import PlanSettings, adopt_script_batch
 from autods.config.plan_settings import apply_script_config_to_plan as with_config_of
 from autods.devices import Card
 from autods.devices.cuda import read_nvml
@@ -190,7 +190,17 @@ def test_ranks_that_share_a_sequence_are_one_in_the_global_batch() -> None:
 
 def test_a_micro_batch_must_divide_the_global_batch() -> None:
     assert asked(gpus=2, gpu_memory="16GiB", global_batch=64, micro_batch=8).sites[0].global_batch == 64
-    assert "does not divide the global batch 64" in refusal(gpus=2, gpu_memory="16GiB", global_batch=64, micro_batch=7)
+    said = refusal(gpus=2, gpu_memory="16GiB", global_batch=64, micro_batch=7)
+    assert "micro batch 7 × 2 ranks does not divide the global batch 64" in said
+    assert "give --global-batch 70, or a --micro-batch that divides 32" in said
+
+
+def test_a_batch_that_a_script_fixes_asks_for_a_global_batch() -> None:
+    question = asked(source=SCRIPT, gpus=8, gpu_memory="80GiB", global_batch=16)
+    with pytest.raises(InputError) as caught:
+        adopt_script_batch(question, 8)
+    assert "the script's own micro batch 8 × 8 ranks does not divide the global batch 16" in str(caught.value)
+    assert caught.value.hint == "give --global-batch 64"
 
 
 @pytest.mark.parametrize(
