@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -125,6 +126,7 @@ def _read_facts(simulator: Simulator, settings: PlanSettings, listen: ForecastLi
 
 
 # A rung to forecast on some sites of a group.
+_AT_A_LINE = re.compile(r"(.+):(\d+): (.+)")
 _Job = tuple[Rung, SiteGroup, Sequence[Site]]
 
 
@@ -266,14 +268,27 @@ def list_assumptions(
 
 
 def join_assumptions(forecasts: Iterable[RungForecast]) -> tuple[str, ...]:
-    """Return what the forecasts assume, one sentence for all rungs that assume the same."""
+    """Return what the forecasts assume: one sentence for all rungs and lines of a file that assume the same."""
     rungs: dict[str, list[str]] = {}
     for forecast in forecasts:
         for sentence in forecast.assumed:
             about_it = sentence.startswith(f"{forecast.rung}: ")
             names = rungs.setdefault(sentence.removeprefix(f"{forecast.rung}: "), [])
             names += [forecast.rung] if about_it and forecast.rung not in names else []
-    return tuple(f"{', '.join(names)}: {sentence}" if names else sentence for sentence, names in rungs.items())
+    return _join_lines(f"{', '.join(names)}: {sentence}" if names else sentence for sentence, names in rungs.items())
+
+
+def _join_lines(sentences: Iterable[str]) -> tuple[str, ...]:
+    lines: dict[tuple[str, str], list[int]] = {}
+    for sentence in sentences:
+        if found := _AT_A_LINE.fullmatch(sentence):
+            lines.setdefault((found[1], found[3]), []).append(int(found[2]))
+        else:
+            lines[sentence, ""] = []
+    return tuple(
+        f"{file}:{', '.join(map(str, sorted(numbers)))}: {assumption}" if numbers else file
+        for (file, assumption), numbers in lines.items()
+    )
 
 
 def _write_timeline(run: PlanRun, site: SiteForecast) -> tuple[Timeline | None, tuple[str, ...]]:

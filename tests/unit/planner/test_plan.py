@@ -637,3 +637,9 @@ def test_rungs_that_assume_the_same_share_a_sentence() -> None:
         rung("zero3", 1, verdict="fits", assumed=("zero3: takes segments", "sequences of 8", "zero3: alone")),
     ]
     assert join_assumptions(forecasts) == ("zero2, zero3: takes segments", "sequences of 8", "zero3: alone")
+
+
+def test_lines_that_assume_the_same_share_a_sentence() -> None:
+    read = ("train.py:31: a value is read", "train.py:9: a value is read", "train.py:9: a mask", "loss.py:9: a mask")
+    forecasts = [rung("zero2", 1, verdict="fits", assumed=read)]
+    assert join_assumptions(forecasts) == ("train.py:9, 31: a value is read", "train.py:9: a mask", "loss.py:9: a mask")
