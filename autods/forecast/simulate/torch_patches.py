@@ -28,8 +28,8 @@ _AVOID_INIT = declare(
 )
 _FAKE_TENSOR = declare_all(
     "torch._subclasses.fake_tensor.FakeTensor",
-    ("data", "data_ptr", "record_stream", "is_pinned", "numpy", "__index__"),
-    "DeepSpeed moves tensors by `.data =`, compares addresses and asks for pinned memory",
+    ("data", "data_ptr", "record_stream", "is_pinned", "numpy", "__index__", "__new__"),
+    "libraries move tensors by `.data =`, compare addresses, ask for pinned memory and make parameters by their type",
 )
 _APPLY = declare("torch.nn.Module._apply", "it swaps fake parameters instead of setting their data")
 _RAW_STREAM = declare("torch._C._cuda_getCurrentRawStream", "bitsandbytes imports it", adds=True)
@@ -77,6 +77,7 @@ def install(ledger: Ledger) -> None:
     _FAKE_TENSOR["is_pinned"].install(lambda self, device=None: ledger.is_pinned(self))
     _FAKE_TENSOR["numpy"].install(_refuse_values)
     _FAKE_TENSOR["__index__"].wrap(_note_size)
+    _FAKE_TENSOR["__new__"].wrap(_make_parameter)
     _APPLY.install(_apply_in_place)
     if not ledger.one_memory:
         _RAW_STREAM.install(lambda device: 0)
@@ -178,6 +179,13 @@ def _distinct_address(tensor: Any) -> int:
 def _note_size(as_index: Any, tensor: Any, /) -> Any:
     tensor.autods_is_size = True
     return as_index(tensor)
+
+
+def _make_parameter(make: Any, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """`type(parameter)(data)`, as accelerate makes parameters: the type of a simulated one is FakeTensor."""
+    if not args or not isinstance(args[0], FakeTensor):
+        return make(cls, *args, **kwargs)
+    return torch.nn.Parameter(args[0], kwargs.get("requires_grad", True))
 
 
 def _refuse_values(tensor: Any, *, force: bool = False) -> Any:
