@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,14 +104,25 @@ class LibraryConfig(EngineConfig):
 
 
 def read_config(given: Any) -> dict[str, Any] | None:
-    """A copy of a config that is given as a dict, a path or base64; None when it is none of these."""
+    """A copy of a config that is given as a dict, a path or base64; None when it is none of these.
+
+    The copy has dicts and lists alone, as JSON has: those of a script may be OmegaConf's.
+    """
     if isinstance(given, Mapping):
-        return copy.deepcopy(dict(given))
+        return {key: _copy_plainly(value) for key, value in given.items()}
     try:
         is_file = Path(given).is_file()
         return dict(json.loads(Path(given).read_text() if is_file else base64.urlsafe_b64decode(given).decode()))
     except (ValueError, TypeError, OSError):
         return None
+
+
+def _copy_plainly(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copy_plainly(inner) for key, inner in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return [_copy_plainly(inner) for inner in value]
+    return copy.deepcopy(value)
 
 
 def _subtract(config: Mapping[str, Any], filled_in: Mapping[str, Any], *, kept: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import pytest
 
-from autods.rank.script.engine_config import EngineConfig, LibraryConfig
+from autods.rank.script.engine_config import EngineConfig, LibraryConfig, read_config
 from autods.rank.script.trial_policy import TrialPolicy
 from autods.workload import WorkloadError
 from tests.support.script_trials import script_job
@@ -101,3 +103,8 @@ def test_a_library_gets_the_trial_s_config_in_place_of_the_script_s():
 def test_another_precision_than_the_trial_s_is_an_error():
     with pytest.raises(WorkloadError, match="it trains in bf16, and its config needs fp32"):
         engine_config(kind=LibraryConfig).for_engine({"bf16": {"enabled": True}}, has_optimizer=False)
+
+
+def test_a_config_of_other_mappings_is_read_as_dicts():
+    betas = MappingProxyType({"params": MappingProxyType({"betas": (0.9, 0.95)})})
+    assert read_config(MappingProxyType({"optimizer": betas})) == {"optimizer": {"params": {"betas": [0.9, 0.95]}}}
