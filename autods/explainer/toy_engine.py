@@ -11,6 +11,7 @@ from typing import Any
 from ..config.deepspeed import (
     BATCH_KEYS,
     DEFAULT_OPTIMIZER,
+    HALVES,
     SEQUENCE_RANKS,
     count_sharers,
     get_key,
@@ -101,7 +102,8 @@ def _make_toy_config(config: Mapping[str, Any], *, is_world_known: bool) -> dict
     schedule = toy.get("scheduler")
     if isinstance(schedule, Mapping) and any(value == "auto" for _, value in walk_keys(schedule)):
         del toy["scheduler"]  # it needs each of its arguments
-    toy = _leave_out_auto(toy)
+    open_halves = {key for key in HALVES if get_key(toy, f"{key}.enabled") == "auto"}  # a library turns one of them on
+    toy = _leave_out_auto({key: value for key, value in toy.items() if key not in open_halves})
     accumulation = toy.get("gradient_accumulation_steps")
     is_long = isinstance(accumulation, int) and accumulation > _MOST_ACCUMULATED
     if is_long or not is_world_known or "auto" in map(config.get, BATCH_KEYS):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from autods.explainer.toy_engine import find_named_keys
+from autods.explainer.toy_engine import ask_engine, find_named_keys
+from autods.forecast.values import EngineSpec, Simulator
 
 CONFIG: dict[str, Any] = {
     "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
@@ -29,3 +30,19 @@ MESSAGES = {
 @pytest.mark.parametrize("message", MESSAGES)
 def test_a_refusal_is_about_the_key_that_it_names(message: str) -> None:
     assert next(find_named_keys(CONFIG, message), None) == MESSAGES[message]
+
+
+class Listener:
+    """A simulator that only notes what it is asked."""
+
+    config: dict[str, Any]
+
+    def simulate(self, spec: EngineSpec, micro_batches: list[int]) -> None:
+        self.config = dict(spec.ds_config)
+
+
+def test_a_precision_that_a_library_chooses_is_not_tried() -> None:
+    simulator = Listener()
+    halves = {"fp16": {"enabled": "auto", "auto_cast": True, "loss_scale": 0}, "bf16": {"enabled": "auto"}}
+    assert ask_engine(cast(Simulator, simulator), {"zero_optimization": {"stage": 1}, **halves}, 8) is None
+    assert simulator.config.keys().isdisjoint(halves)
