@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -47,6 +48,13 @@ def find_largest(
     fits, refused = _bracket(seen)
     proven = _next(seen, sizes) is None
     return LargestMicroBatch(micro_batch=fits, refused=refused, proven=proven, measured=tuple(seen))
+
+
+def find_last(sizes: Sequence[int], is_too_large: Callable[[int], bool]) -> int | None:
+    """Return the last of these micro batches (ascending) before the first that is too large; None without one."""
+    if not sizes or not is_too_large(sizes[-1]):
+        return max(sizes, default=None)
+    return None if is_too_large(sizes[0]) else sizes[bisect_left(sizes, True, key=is_too_large) - 1]
 
 
 def _bracket(seen: Mapping[int, Fills]) -> tuple[int | None, int | None]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from ..forecast.largest_batch import find_last
 from ..types import Failed, Fit, Outcome, Purpose, Record, Steps, Trial
 from ..units import format_bytes, format_factor
 from .batch_curve import LONGEST_JUMP, SURE, WORTH_GROWING, BatchCurve, well_below
@@ -195,7 +196,8 @@ class Growth:
         size = curve.next_size(sizes)
         if len(curve.peak_bytes) <= 1 and curve.too_large is None:  # the forecast knows better than one peak alone
             most = self.forecast_limit() or 0
-            most = min(most, MOST_AT_FIRST) if global_batch is None else most
+            if not self.records and global_batch is None:
+                most = min(most, MOST_AT_FIRST)
             size = max((other for other in curve.open_sizes(sizes) if other <= most), default=size)
         if size is None:
             return self._stop_without_size(curve)
@@ -283,12 +285,11 @@ class Growth:
         if fits not in curve.peak_bytes or (now := step_time(self.trial_at(fits))) is None:
             return size
         if curve.too_large is None:  # a line through measured peaks does not know where they bend upwards
-            limit = self._limit_by_forecast(size)
-            if limit < size:
-                size = max((each for each in curve.open_sizes(self.context.sizes) if each <= limit), default=fits)
-            if size == fits:
-                filled = f"fills the {format_bytes(curve.usable_bytes)} that the headroom leaves"
-                return GrowthEnd(is_limit=True, reason=f"by the forecast micro batch {int(limit)} {filled}")
+            larger = [each for each in curve.open_sizes(self.context.sizes) if each <= size]
+            if (limit := self._limit_by_forecast(larger)) is None:
+                reason = f"by the forecast micro batch {larger[0]} does not leave the headroom"
+                return GrowthEnd(is_limit=True, reason=reason)
+            size = limit
         if (then := step_time(self.trial_at(size))) is None:
             return size
         samples = [self.trial_at(each).knobs.train_batch(1) for each in (fits, size)]
@@ -298,12 +299,19 @@ class Growth:
         reason = f"by the forecast micro batch {size} is only {format_factor(gain)} times as fast as {fits}"
         return GrowthEnd(is_limit=False, reason=reason)
 
-    def _limit_by_forecast(self, size: int) -> float:
-        """The micro batch up to `size` that fills the usable memory, by the measured peak and the forecast's rise."""
-        context, fits, measured = self.context, self.curve.fits, self.curve.peak_bytes[self.curve.fits]
-        now, then = (context.forecaster.forecast(self.trial_at(each)) for each in (fits, size))
-        rise = 0 if now is None or then is None else then.memory["device"].peak_bytes - now.memory["device"].peak_bytes
-        return float(size) if rise <= 0 else min(size, fits + (size - fits) * (context.usable_bytes - measured) / rise)
+    def _limit_by_forecast(self, sizes: Sequence[int]) -> int | None:
+        """The largest of `sizes` that leaves the headroom by the measured peak and the forecast's rise from there."""
+        context, fits, curve = self.context, self.curve.fits, self.curve
+        now = context.forecaster.forecast(self.trial_at(fits))
+
+        def is_too_large(size: int) -> bool:
+            then = context.forecaster.forecast(self.trial_at(size))
+            if now is None or then is None:
+                return False
+            rise = then.memory["device"].peak_bytes - now.memory["device"].peak_bytes
+            return curve.peak_bytes[fits] + rise > curve.usable_bytes
+
+        return find_last(sizes, is_too_large)
 
     def _sizes_tried(self) -> int:
         """How many trials growth had, those that measured a size again not counted."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,7 @@ from ..devices import find_device
 from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import AutodsError
 from ..events import Listener, Note
-from ..forecast.largest_batch import Fills
+from ..forecast.largest_batch import Fills, find_last
 from ..forecast.predict.allocator import Replay
 from ..forecast.predict.calibration import (
     Observation,
@@ -219,7 +219,7 @@ class TrialForecaster(Forecaster):
             sized = replace(trial, knobs=replace(trial.knobs, micro_batch=size))
             return not self._runs_well(sized) and not self._should_keep_headroom(sized)
 
-        return _find_last(sizes[: bisect_right(sizes, largest)], lacks_room) or largest
+        return find_last(sizes[: bisect_right(sizes, largest)], lacks_room) or largest
 
     def largest_calm(self, trial: Trial, sizes: Sequence[int]) -> int | None:
         """Return the largest micro batch at which the allocator should not run full; None where it should at all."""
@@ -227,7 +227,7 @@ class TrialForecaster(Forecaster):
         def is_full(size: int) -> bool:
             return not self._runs_well(replace(trial, knobs=replace(trial.knobs, micro_batch=size)))
 
-        return _find_last([size for size in sizes if size >= self._least], is_full)
+        return find_last([size for size in sizes if size >= self._least], is_full)
 
     def find_fills(self, trial: Trial, micro_batch: int, usable_bytes: float) -> Fills | None:
         """Return the peaks at a micro batch over their limits, as two simulations tell; None where they do not."""
@@ -443,13 +443,6 @@ class TrialForecaster(Forecaster):
             self._reported.add(reason)
             self.report(f"no forecast of {rung}, so it is tried: {reason}")
         return False
-
-
-def _find_last(sizes: Sequence[int], is_too_large: Callable[[int], bool]) -> int | None:
-    """Return the last of these micro batches (ascending) before the first that is too large; None without one."""
-    if not sizes or not is_too_large(sizes[-1]):
-        return max(sizes, default=None)
-    return None if is_too_large(sizes[0]) else sizes[bisect_left(sizes, True, key=is_too_large) - 1]
 
 
 def start_processes(settings: Settings, listen: Listener) -> StartSimulator:
