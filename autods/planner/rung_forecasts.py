@@ -224,13 +224,19 @@ class PlanRun:
                         forecast = replace(forecast, speed=speed, expandable=held.expandable)
                     self._report(site, _with_largest(forecast, largest))
         except SimulationFailed as failed:
-            if failed.kind in _LASTING:
+            if failed.kind in _LASTING and not self._may_be_of_stage_3(spec, failed):
                 raise
             self.failures[spec.rung] = failed
+            where = f"{failed.place}: " if failed.place else ""
             for site in sites:
-                reason = f"could not be simulated: {first_line(str(failed.problem))} (autods fit tries it)"
+                reason = f"could not be simulated: {where}{first_line(str(failed.problem))} (autods fit tries it)"
                 self._report(site, _not_applicable(spec.rung, site, reason))
         return others
+
+    def _may_be_of_stage_3(self, spec: EngineSpec, failed: SimulationFailed) -> bool:
+        """Whether code may fail because its parameters are split; if it fails without that, a lower stage tells."""
+        stages = {rung.name: rung.stage for rung in self.settings.ladder}
+        return failed.kind == "user_code" and stages[spec.rung] == 3 and min(stages.values()) < 3
 
     def find_engine(self, site: Site, rung: str) -> EngineSpec | None:
         """Return the engine of a rung of the plan at a site, shared with its group; None where it does not apply."""

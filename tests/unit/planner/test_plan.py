@@ -331,6 +331,18 @@ def test_a_fault_of_the_workload_ends_the_plan_with_its_place(kind: str) -> None
     assert str(caught.value) == "model.py:3: NameError: x\n  define x"
 
 
+def test_code_that_fails_with_split_parameters_has_other_rungs() -> None:
+    def script(ask: EngineSpec, micro_batch: int) -> Simulation:
+        if ask.rung.startswith("zero3"):
+            fail_with("user_code", "ValueError: no positions", place="train.py:9")(ask, micro_batch)
+        return timed(ask, micro_batch)
+
+    planned = Planned(question(ladder=("zero2", "zero3"), largest=False), script)
+    zero2, zero3 = planned.forecast.sites[0].rungs
+    assert (zero2.verdict, zero3.verdict) == ("fits", "not_applicable")
+    assert "could not be simulated: train.py:9: ValueError: no positions" in str(zero3.reason)
+
+
 def test_a_model_that_needs_more_samples_gets_a_hint() -> None:
     said = "Expected more than 1 value per channel when training, got input size torch.Size([1, 64])"
     with pytest.raises(InputError, match="--micro-batch 2"):
