@@ -59,6 +59,8 @@ torch.manual_seed(1)
 model = torch.nn.Linear(64, 64)
 model.load_state_dict(load_file("weights.safetensors"), assign=True)
 model.bias = type(model.bias)(model.bias, requires_grad=True)
+with torch.inference_mode():
+    model(torch.randn(2, 64).to("cuda:0").to("cpu"))
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=sys.argv[1])
 data = TensorDataset(torch.randn(64, 64), torch.randn(64, 64))
 losses = []
@@ -137,7 +139,7 @@ def test_values_that_a_script_reads_are_replaced_and_noted(users):
     assert rung.verdict == "fits"
     assert forecast.facts.parameters == 64 * 64 + 64
     assumptions = " ".join(forecast.assumed)
-    assert "curious.py:26, 27: values were not computed: 0 stood for them" in assumptions
+    assert "curious.py:28, 29: values were not computed: 0 stood for them" in assumptions
     assert "workers were not started" in assumptions
     assert "first two optimizer steps" in assumptions
 

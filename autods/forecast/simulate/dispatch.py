@@ -88,6 +88,13 @@ def _refuse_two_types(func: Any, given: Any, weight: Any) -> None:
         raise RuntimeError(f"expected scalar type {given.dtype} but found {weight.dtype}")
 
 
+def _is_composite(func: Any) -> bool:
+    """Whether every device computes the operator by others, so that there are no kernels for it."""
+    keys = torch._C.DispatchKey
+    has_kernel = func.has_kernel_for_dispatch_key
+    return bool(has_kernel(keys.CompositeImplicitAutograd)) and not (has_kernel(keys.CPU) or has_kernel(keys.Meta))
+
+
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Every operator that Python or autograd dispatches passes here on its way to FakeTensorMode."""
 
@@ -119,8 +126,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             _aten.max.default: self._max,
             _aten.bitwise_not.default: self._negate,
             _aten.cat.default: self._cat,
-            _aten.linear.default: self._decompose,  # below autograd, which has decomposed them elsewhere
-            _aten.matmul.default: self._decompose,
         }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -142,6 +147,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._run_custom
         if func in self._buffers:
             return self._run_with_buffers
+        if _is_composite(func):  # below autograd or in inference mode: elsewhere autograd has decomposed it
+            return self._decompose
         if any(argument.name == "pin_memory" for argument in func._schema.arguments):
             return self._factory
         if not ShapeCache.allows(func):
