@@ -242,6 +242,7 @@ _HEADER = re.compile(
 )
 _HOST_MEMORY = b"CPU Virtual Memory"
 _LOADING = re.compile(read_toml("log_lines")["loading"].encode())
+_SAVING = re.compile(read_toml("log_lines")["saving"].encode())
 # A loss of training as loggers and progress bars print it. The Trainer logs 0.0 for one that is no number.
 _LOSS = re.compile(
     rb"(?:\b|train_)loss['\"]?\s*[:=]\s*['\"]?(?:tensor\()?"
@@ -273,7 +274,7 @@ class Reader:
         self.progress = 0
         self.parts: dict[str, int] = {}  # name → progress, in a log that joins several files
         self.last: list[str] = []  # of the last block
-        self.loading = ""  # the last bar of weights that were being loaded; "" where it came to its end
+        self.doing = ("", "")  # the phase in which the file ends, if that is load or checkpoint, and its line
         self.host_memory = ""  # the last line in which DeepSpeed says how full it is; it writes many alike
         self.diverged = ""  # the last line with a loss; "" where that is a number
         self._name = file
@@ -318,8 +319,9 @@ class Reader:
             self.host_memory = _clean(block[place : place + 100]).splitlines()[0]
         if losses := list(_LOSS.finditer(block, max(0, len(block) - _LOSS_BYTES))):
             self.diverged = _read_line_of(losses[-1], block) if losses[-1]["no_number"] else ""
-        for bar in _LOADING.finditer(block):
-            self.loading = "" if int(bar["percent"]) >= 100 else _clean(bar[0])
+        tail = max(0, len(block) - _LOSS_BYTES)
+        if marks := [*_LOADING.finditer(block), *_SAVING.finditer(block, tail)]:
+            self.doing = _find_activity(max(marks, key=re.Match.end), block)
         block, line_end = block.removesuffix(b"\n"), block[-1:] == b"\n"
         self._raws, self._first = block.split(b"\n"), self.number
         shapes = map(hash, block.translate(None, _DIGITS).split(b"\n"))
@@ -379,6 +381,14 @@ def _common_indent(block: bytes) -> str:
     indents = {line[: len(line) - len(line.lstrip())] for line in block.split(b"\n") if line.strip()}
     shortest = min(indents, key=len, default=b"")
     return shortest.decode() if all(indent.startswith(shortest) for indent in indents) else ""
+
+
+def _find_activity(mark: re.Match[bytes], block: bytes) -> tuple[str, str]:
+    """The phase that begins with a mark of loading or saving, and the line of the mark; ("", "") if one ends there."""
+    groups = mark.groupdict()
+    if int(groups.get("percent") or 100) < 100:
+        return "load", _clean(mark[0])
+    return ("checkpoint", _read_line_of(mark, block)) if groups.get("saving") else ("", "")
 
 
 def _read_line_of(match: re.Match[bytes], block: bytes) -> str:

@@ -165,14 +165,15 @@ def pick_root_cause(summary: LogSummary, exit_code: int | None = None) -> Diagno
     """The diagnosis of a run. `exit_code` is the run's, as `subprocess` or a shell reports it, if it is known.
 
     The strongest evidence wins: a cause in the logs, ranks that only noticed, weak messages, the exit code,
-    memory pressure that the run survived. Where the run was killed while it loaded weights, the advice is about that.
+    memory pressure that the run survived. Where the run was killed while it loaded weights or saved a checkpoint, the
+    advice is about that.
     """
-    diagnosis, bar = _weigh(summary, exit_code), next(filter(None, summary.loading), "")
-    if not bar or diagnosis.signature not in _KILLERS:
+    diagnosis, (phase, line) = _weigh(summary, exit_code), next((each for each in summary.doing if each[0]), ("", ""))
+    if not phase or diagnosis.signature not in _KILLERS:
         return diagnosis
-    evidence = dict.fromkeys((*diagnosis.evidence[: _EVIDENCE_LINES - 1], bar[:_EVIDENCE_CHARS]))
-    advice = f"{read_toml('log_lines')['loading_advice']}. {diagnosis.advice}"
-    return replace(diagnosis, phase="load", evidence=tuple(evidence), advice=advice)
+    evidence = dict.fromkeys((*diagnosis.evidence[: _EVIDENCE_LINES - 1], line[:_EVIDENCE_CHARS]))
+    advice = f"{read_toml('log_lines')['killed_in'][phase]}. {diagnosis.advice}"
+    return replace(diagnosis, phase=phase, evidence=tuple(evidence), advice=advice)
 
 
 def _weigh(summary: LogSummary, exit_code: int | None) -> Diagnosis:

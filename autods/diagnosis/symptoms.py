@@ -60,10 +60,10 @@ class LogSummary:
     """Everything that was read from the logs of one run.
 
     `progress` maps a file to the training progress at its end, `last` maps it to its last lines.
-    `loading` is the bar of weights that were being loaded when a file ends, and `host_memory` DeepSpeed's last line
-    about that, in each file. `diverged` is a file's last line with a loss, where that is no number. `user_words` are
-    what exceptions of the user's code say. `text` tells whether any file was text; `not_text` names those that were
-    none.
+    `doing` is the phase, load or checkpoint, in which a file ends, and the line that shows it. `host_memory` is
+    DeepSpeed's last line about that, in each file. `diverged` is a file's last line with a loss, where that is no
+    number. `user_words` are what exceptions of the user's code say. `text` tells whether any file was text; `not_text`
+    names those that were none.
     """
 
     symptoms: list[Symptom] = field(default_factory=list)
@@ -72,7 +72,7 @@ class LogSummary:
     user_words: set[str] = field(default_factory=set)
     progress: dict[str, int] = field(default_factory=dict)
     last: dict[str, list[str]] = field(default_factory=dict)
-    loading: list[str] = field(default_factory=list)
+    doing: list[tuple[str, str]] = field(default_factory=list)
     host_memory: list[str] = field(default_factory=list)
     diverged: list[str] = field(default_factory=list)
     bytes: int = 0
@@ -121,7 +121,7 @@ def _read_log(name: str, blocks: Iterator[bytes], summary: LogSummary) -> None:
     summary.progress |= {**reader.parts, reader.file: reader.progress}
     summary.files += len(reader.parts)
     summary.last[name] = reader.last
-    summary.loading.append(reader.loading)
+    summary.doing.append(reader.doing)
     summary.host_memory.append(reader.host_memory)
     summary.diverged.append(reader.diverged)
 

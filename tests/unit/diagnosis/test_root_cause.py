@@ -428,6 +428,8 @@ def test_an_allocation_that_failed_without_harm_is_pressure() -> None:
 
 
 BARS = "Loading weights:   0%|          | 0/146 [00:00<?, ?it/s]\rLoading weights:  {percent}%|███▎  | 48/146\n"
+SAVING = "[INFO|trainer.py:4100] 2026-11-28 03:11:05,812 >> Saving model checkpoint to out/checkpoint-30\n"
+STEP = " 40%|████      | 40/100 [01:10<01:40,  1.7s/it]\n"
 KERNEL = "Out of memory: Killed process 4242 (python) total-vm:99999kB, anon-rss:88888kB\n"
 
 
@@ -438,13 +440,19 @@ KERNEL = "Out of memory: Killed process 4242 (python) total-vm:99999kB, anon-rss
         (BARS.format(percent=33) + KERNEL, None, "load"),
         (BARS.format(percent=100), -9, None),
         (BARS.format(percent=33) + "RuntimeError: no data here\n", 1, None),
+        (STEP + SAVING, -9, "checkpoint"),
+        (STEP + SAVING + STEP, -9, None),
+        (SAVING + BARS.format(percent=33), -9, "load"),
+        ("Saving checkpoints every 30 steps\n", -9, None),
     ],
 )
-def test_a_rank_that_is_killed_while_it_loads_gets_that_advice(log: str, exit_code: int | None, phase: str) -> None:
+def test_a_rank_killed_while_it_loads_or_saves_gets_that_advice(log: str, exit_code: int | None, phase: str) -> None:
     said = autods.diagnose(log, exit_code)
     assert said.phase == phase
     assert ("HfDeepSpeedConfig" in said.advice) is (phase == "load")
+    assert ("zero_to_fp32" in said.advice) is (phase == "checkpoint")
     assert any("33%" in line for line in said.evidence) is (phase == "load")
+    assert any("checkpoint-30" in line for line in said.evidence) is (phase == "checkpoint")
     assert said.tier == ("host" if KERNEL in log else None)
 
 
