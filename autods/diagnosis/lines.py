@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
@@ -244,11 +244,13 @@ _HOST_MEMORY = b"CPU Virtual Memory"
 _LOADING = re.compile(read_toml("log_lines")["loading"].encode())
 _SAVING = re.compile(read_toml("log_lines")["saving"].encode())
 # A loss of training as loggers and progress bars print it. The Trainer logs 0.0 for one that is no number.
+_NAN_GRADIENT = rb"(?=[^\n]{0,60}grad_norm['\"]?: ['\"]?nan)"
 _LOSS = re.compile(
     rb"(?:\b|train_)loss['\"]?\s*[:=]\s*['\"]?(?:tensor\()?"
-    rb"(?:(?P<no_number>-?(?:nan|inf)\b|0\.0\b(?=[^\n]{0,60}grad_norm['\"]?: ['\"]?nan))|[-+.\d])",
+    rb"(?:(?P<no_number>-?(?:nan|inf)\b|0\.0\b%b)|(?P<no_gradient>[-+.\d]%b)|[-+.\d])" % (_NAN_GRADIENT, _NAN_GRADIENT),
     re.IGNORECASE,
 )
+_NAN_GRADIENTS = 3  # in a row: fp16 skips single steps whose gradient is no number
 _LOSS_BYTES = 1 << 16  # of a block, at its end, in which the last loss is looked for
 _HEADS = (b"==", b"##", b"--", b"**", b">>")
 
@@ -318,7 +320,7 @@ class Reader:
         if (place := block.rfind(_HOST_MEMORY)) >= 0:
             self.host_memory = _clean(block[place : place + 100]).splitlines()[0]
         if losses := list(_LOSS.finditer(block, max(0, len(block) - _LOSS_BYTES))):
-            self.diverged = _read_line_of(losses[-1], block) if losses[-1]["no_number"] else ""
+            self.diverged = _read_line_of(losses[-1], block) if _have_diverged(losses) else ""
         tail = max(0, len(block) - _LOSS_BYTES)
         if marks := [*_LOADING.finditer(block), *_SAVING.finditer(block, tail)]:
             self.doing = _find_activity(max(marks, key=re.Match.end), block)
@@ -381,6 +383,12 @@ def _common_indent(block: bytes) -> str:
     indents = {line[: len(line) - len(line.lstrip())] for line in block.split(b"\n") if line.strip()}
     shortest = min(indents, key=len, default=b"")
     return shortest.decode() if all(indent.startswith(shortest) for indent in indents) else ""
+
+
+def _have_diverged(losses: Sequence[re.Match[bytes]]) -> bool:
+    """Whether the last loss is no number, or the last gradients are none."""
+    skipped = sum(1 for loss in losses[-_NAN_GRADIENTS:] if loss["no_gradient"])
+    return bool(losses[-1]["no_number"]) or skipped == _NAN_GRADIENTS
 
 
 def _find_activity(mark: re.Match[bytes], block: bytes) -> tuple[str, str]:

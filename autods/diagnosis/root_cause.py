@@ -165,15 +165,17 @@ def pick_root_cause(summary: LogSummary, exit_code: int | None = None) -> Diagno
     """The diagnosis of a run. `exit_code` is the run's, as `subprocess` or a shell reports it, if it is known.
 
     The strongest evidence wins: a cause in the logs, ranks that only noticed, weak messages, the exit code,
-    memory pressure that the run survived. Where the run was killed while it loaded weights or saved a checkpoint, the
-    advice is about that.
+    memory pressure that the run survived. Where the run was killed while it loaded weights or saved a checkpoint,
+    that is its phase. In some phases the advice is about that first.
     """
     diagnosis, (phase, line) = _weigh(summary, exit_code), next((each for each in summary.doing if each[0]), ("", ""))
-    if not phase or diagnosis.signature not in _KILLERS:
-        return diagnosis
-    evidence = dict.fromkeys((*diagnosis.evidence[: _EVIDENCE_LINES - 1], line[:_EVIDENCE_CHARS]))
-    advice = f"{read_toml('log_lines')['killed_in'][phase]}. {diagnosis.advice}"
-    return replace(diagnosis, phase=phase, evidence=tuple(evidence), advice=advice)
+    is_killed = diagnosis.signature in _KILLERS
+    if phase and is_killed:
+        evidence = dict.fromkeys((*diagnosis.evidence[: _EVIDENCE_LINES - 1], line[:_EVIDENCE_CHARS]))
+        diagnosis = replace(diagnosis, phase=phase, evidence=tuple(evidence))
+    end = "killed" if is_killed else f"{diagnosis.kind} {diagnosis.tier}"
+    first = read_toml("log_lines")["advice_in_phase"].get(end, {}).get(diagnosis.phase)
+    return replace(diagnosis, advice=f"{first}. {diagnosis.advice}") if first else diagnosis
 
 
 def _weigh(summary: LogSummary, exit_code: int | None) -> Diagnosis:

@@ -22,6 +22,7 @@ _SOME_BYTES = 2**26
 _FEW_BYTES = 2**20  # torch's allocator takes 2 MiB at least from the driver
 _VARIABLE = re.compile(r"PYTORCH_(?:\w+_)?ALLOC_CONF")  # its name depends on the release, and the message has it
 _USUAL_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
+_OF_NPU = re.compile(r"\bNPU out of memory", re.IGNORECASE)  # Ascend's messages name no variable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +86,15 @@ def parse_shortage(text: str) -> Shortage:
         limited=_ALLOWED.search(text) is not None,
         idle_bytes=idle,
         others_bytes=others or None,
-        variable=named_variable[0] if (named_variable := _VARIABLE.search(text)) else _USUAL_VARIABLE,
+        variable=_find_variable(text),
     )
+
+
+def _find_variable(text: str) -> str:
+    """The variable that sets the allocator of the device in the message."""
+    if named := _VARIABLE.search(text):
+        return named[0]
+    return "PYTORCH_NPU_ALLOC_CONF" if _OF_NPU.search(text) else _USUAL_VARIABLE
 
 
 def _sizes(pattern: re.Pattern[str], text: str) -> Iterator[int]:

@@ -499,6 +499,25 @@ def test_a_run_whose_last_loss_is_no_number_diverged(line: str) -> None:
     assert autods.diagnose(f"{line}\nstep 300 loss: 2.4\n").kind == "none"
 
 
+@pytest.mark.parametrize(("norms", "kind"), [(("nan",) * 3, "user_code"), (("nan", "0.9", "nan"), "none")])
+def test_a_run_whose_last_gradients_are_no_numbers_diverged(norms: tuple[str, ...], kind: str) -> None:
+    lines = [f"{{'loss': 1.6{step}, 'grad_norm': {norm}, 'epoch': 0.1}}\n" for step, norm in enumerate(norms)]
+    assert autods.diagnose("".join(lines)).kind == kind
+
+
+def test_memory_that_evaluation_fills_gets_that_advice() -> None:
+    frame = '  File "/lib/transformers/trainer.py", line 4300, in evaluation_loop\n    logits = gather(logits)\n'
+    said = autods.diagnose(f"Traceback (most recent call last):\n{frame}{OOM} of which 1.00 GiB is free.\n")
+    assert (said.tier, said.phase) == ("device", "evaluation")
+    assert "per_device_eval_batch_size" in said.advice
+
+
+def test_an_npu_is_told_the_variable_of_its_allocator() -> None:
+    sizes = "(NPU 0; 4.00 GiB already allocated; 9.00 GiB reserved in total by PyTorch)"
+    said = autods.diagnose(f"RuntimeError: NPU out of memory. Tried to allocate 1.00 GiB {sizes}")
+    assert "set PYTORCH_NPU_ALLOC_CONF=expandable" in said.advice
+
+
 def test_advice_names_the_variable_that_torch_names() -> None:
     text = f"{OOM} of which 1.00 GiB is free. 2.50 GiB is reserved by PyTorch but unallocated. Try setting {{}}\n"
     for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
