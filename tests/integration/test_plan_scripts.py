@@ -60,7 +60,7 @@ model = torch.nn.Linear(64, 64)
 model.load_state_dict(load_file("weights.safetensors"), assign=True)
 model.bias = type(model.bias)(model.bias, requires_grad=True)
 with torch.inference_mode():
-    model(torch.randn(2, 64).to("cuda:0").to("cpu"))
+    print(model(torch.randn(2, 64).to("cuda:0").to("cpu")).sum().item())
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=sys.argv[1])
 data = TensorDataset(torch.randn(64, 64), torch.randn(64, 64))
 losses = []

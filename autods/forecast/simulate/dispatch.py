@@ -89,10 +89,9 @@ def _refuse_two_types(func: Any, given: Any, weight: Any) -> None:
 
 
 def _is_composite(func: Any) -> bool:
-    """Whether every device computes the operator by others, so that there are no kernels for it."""
-    keys = torch._C.DispatchKey
-    has_kernel = func.has_kernel_for_dispatch_key
-    return bool(has_kernel(keys.CompositeImplicitAutograd)) and not (has_kernel(keys.CPU) or has_kernel(keys.Meta))
+    """Whether devices have no kernels for the operator, because all compute it by others."""
+    has_kernel, keys = func.has_kernel_for_dispatch_key, torch._C.DispatchKey
+    return bool(has_kernel(keys.CompositeImplicitAutograd)) and not has_kernel(keys.CPU)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
