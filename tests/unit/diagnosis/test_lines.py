@@ -111,6 +111,8 @@ def test_frames_in_a_box_are_a_stack() -> None:
         ("> ", None),
         ("    ", None),
         ("  [rank3]: ", 3),
+        ("stderr: [rank3]: ", 3),
+        ("[stderr]", None),
         ("stderr F ", None),
         ("[1,mpirank:3,algo-2]<stderr>:", 3),
         ("[36m(RayTrainWorker pid=88)[0m ", None),
