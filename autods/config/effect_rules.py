@@ -40,6 +40,8 @@ def find_contradictions(question: Question) -> Iterator[Problem]:
     if question.offload_device("optimizer") == "nvme" and question.stage in (1, 2):
         problem = "only stage 3 swaps optimizer states to NVMe"
         yield error(f"{ZERO}.offload_optimizer.device", problem, "take cpu, or stage 3")
+    if question.get(f"{ZERO}.zero_quantized_weights") is True and question.get("torch_autocast.enabled") is True:
+        yield error(f"{ZERO}.zero_quantized_weights", "torch_autocast rules it out", "leave one of them out")
     optimizer, schedule = question.get("optimizer.type"), question.get("scheduler.type")
     if not question.installed.has_optimizer:
         problem = f"neither DeepSpeed nor torch.optim has {optimizer!r}"

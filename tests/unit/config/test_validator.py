@@ -55,6 +55,14 @@ def test_a_size_that_goes_is_named(sizes: tuple[int | None, ...], advice: str) -
     assert problem.hint.startswith(advice)
 
 
+def test_quantized_weights_rule_out_autocast() -> None:
+    zero = {"stage": 3, "zero_quantized_weights": True}
+    config = {"train_batch_size": 8, "bf16": {"enabled": True}, "zero_optimization": zero}
+    assert errors(config) == {}
+    config["torch_autocast"] = {"enabled": True}
+    assert errors(config).keys() == {"zero_optimization.zero_quantized_weights"}
+
+
 SIZES = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}
 
 

@@ -46,3 +46,10 @@ def test_a_precision_that_a_library_chooses_is_not_tried() -> None:
     halves = {"fp16": {"enabled": "auto", "auto_cast": True, "loss_scale": 0}, "bf16": {"enabled": "auto"}}
     assert ask_engine(cast(Simulator, simulator), {"zero_optimization": {"stage": 1}, **halves}, 8) is None
     assert simulator.config.keys().isdisjoint(halves)
+
+
+def test_what_depends_on_the_models_sizes_is_not_tried() -> None:
+    simulator = Listener()
+    zero = {"stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 8}
+    assert ask_engine(cast(Simulator, simulator), {"zero_optimization": zero}, 8) is None
+    assert simulator.config["zero_optimization"] == {**zero, "zero_quantized_weights": False}
