@@ -16,7 +16,7 @@ from ..errors import EnvironmentBroken, InputError
 from ..files import as_folder_name
 from ..requests import SearchRequest, TrialRequest, WorkloadRequest
 from ..system.host import Hardware, installed_versions, requested_threads
-from ..types import ModelFacts, WorkloadSource
+from ..types import Knobs, ModelFacts, WorkloadSource
 from ..units import format_bytes, parse_seconds
 from .base_config import (
     check_ranks,
@@ -197,6 +197,10 @@ class Settings:
     def usable_bytes(self) -> float:
         """The memory of a rank's device less the headroom of the profile."""
         return self.device_bytes * (1 - self.profile.memory.headroom)
+
+    def find_limit(self, knobs: Knobs) -> int:
+        """Return the bytes of its device that a rank with these knobs may use."""
+        return int(self.usable_bytes) if knobs.keeps_headroom else self.device_bytes
 
     @property
     def ranks_per_node(self) -> int:

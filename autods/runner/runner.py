@@ -310,9 +310,8 @@ class RayRunner:
         order: RunOrder | None = None,
     ) -> RankJob:
         settings, facts, swap = self.settings, self._surveyed, self._swap
-        limit_bytes = settings.device_bytes if limited and settings.is_limited else None
-        if limited and knobs.keeps_headroom:
-            limit_bytes = int(settings.usable_bytes)
+        has_limit = limited and (settings.is_limited or knobs.keeps_headroom)
+        limit_bytes = settings.find_limit(knobs) if has_limit else None
         limits = limit_training(
             settings.profile.limits, knobs, facts, config,
             nodes=settings.nodes, sample_s=self.sample_s, steps=steps, exam=exam,

@@ -22,16 +22,24 @@ _WATCH_EVERY_S = 1.0
 class AttemptProgress:
     """Follows the attempt in `folder` from `first_step` on. `step` is the last optimizer step that was seen.
 
-    `slowest_step_s` are the seconds of the slowest one.
+    `slowest_step_s` are the seconds of the slowest one. `device_bytes` are those that a rank's device may hold.
 
     Heartbeats tell of a step at once, its line comes about a second later.
     """
 
     def __init__(
-        self, folder: Path, first_step: int, *, settings: RunSettings, journal: RunJournal, listen: RunListener
+        self,
+        folder: Path,
+        first_step: int,
+        *,
+        settings: RunSettings,
+        device_bytes: int,
+        journal: RunJournal,
+        listen: RunListener,
     ) -> None:
         self.step, self.slowest_step_s = first_step, 0.0
-        self._settings, self._journal, self._listen = settings, journal, listen
+        self._settings, self._device_bytes = settings, device_bytes
+        self._journal, self._listen = journal, listen
         self._steps = LogTail(folder / "steps.jsonl")
         self._log = LogTail(folder / "ranks" / "rank0.log")
         self._has_warned = False
@@ -73,8 +81,7 @@ class AttemptProgress:
     def _watch(self, done: StepDone) -> None:
         uses = list(self._uses)
         if done.device_peak_bytes is not None:
-            limit_bytes = self._settings.fit.device_bytes
-            uses.append(TierLevel(tier="device", used_bytes=done.device_peak_bytes, total_bytes=limit_bytes))
+            uses.append(TierLevel(tier="device", used_bytes=done.device_peak_bytes, total_bytes=self._device_bytes))
         for use in uses:
             new = WatchedTier(tier=use.tier, node=use.node, limit_bytes=use.total_bytes)
             watched = self._watched.setdefault((use.tier, use.node), new)

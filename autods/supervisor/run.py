@@ -306,7 +306,12 @@ class Supervisor:
             Attempt(number=number, config=config, first_step=first_step, began=time.time(), last_step=first_step)
         )
         progress = AttemptProgress(
-            self._attempt_folder(number), first_step, settings=self.settings, journal=self.journal, listen=self.listen
+            self._attempt_folder(number),
+            first_step,
+            settings=self.settings,
+            device_bytes=self.settings.fit.find_limit(config.knobs),
+            journal=self.journal,
+            listen=self.listen,
         )
         try:
             result = self._train(config, number, progress)

@@ -138,7 +138,7 @@ def make_trial_engine(settings: Settings, facts: ModelFacts, trial: Trial) -> En
 def make_limited_engine(settings: Settings, facts: ModelFacts, trial: Trial) -> EngineSpec:
     """The same on a device with as many bytes as the trial's ranks may use."""
     spec = make_trial_engine(settings, facts, trial)
-    return limit_engine(spec, settings.usable_bytes) if trial.knobs.keeps_headroom and trial.limited else spec
+    return limit_engine(spec, settings.find_limit(trial.knobs)) if trial.limited else spec
 
 
 def limit_engine(spec: EngineSpec, device_bytes: float) -> EngineSpec:

@@ -25,14 +25,16 @@ def attempt(tmp_path):
     folder.mkdir(parents=True)
     fit = replace(SETTINGS, nvme_path=None, out=tmp_path / "fit", global_batch=8)
     settings = RunSettings(fit=fit, out=tmp_path, steps=100)
-    progress = AttemptProgress(folder, 4, settings=settings, journal=RunJournal(tmp_path), listen=events.append)
+    progress = AttemptProgress(
+        folder, 4, settings=settings, device_bytes=64 * GIB, journal=RunJournal(tmp_path), listen=events.append
+    )
     return folder, progress, events
 
 
-def write_steps(folder, *steps):
+def write_steps(folder, *steps, **measured):
     with open(folder / "steps.jsonl", "a") as file:
         for step in steps:
-            file.write(json.dumps({"step": step, "loss": 1.0, "seconds": 0.1, "steps": 100}) + "\n")
+            file.write(json.dumps({"step": step, "loss": 1.0, "seconds": 0.1, "steps": 100, **measured}) + "\n")
 
 
 def test_each_line_of_a_step_is_an_event(attempt):
@@ -94,6 +96,18 @@ def test_a_disk_that_fills_on_another_node_is_a_warning(attempt, monkeypatch):
         progress.look(Heartbeat(phase="forward", step=step, tiers=(use,)))
     (warning,) = [str(event) for event in events if isinstance(event, Note)]
     assert warning.startswith("warning: disk space (NVMe) of node 10.0.0.2 fills by 1.0 GiB a step")
+    assert warning.endswith("at about step 64")
+
+
+def test_a_device_that_fills_runs_out_at_its_ranks_limit(attempt, monkeypatch):
+    folder, progress, events = attempt
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    for step in range(5, 50):
+        now[0] += 1.5
+        write_steps(folder, step, device_peak_bytes=step * GIB)
+        progress.look()
+    (warning,) = [str(event) for event in events if isinstance(event, Note)]
     assert warning.endswith("at about step 64")
 
 
