@@ -87,7 +87,7 @@ def explain(
             hint = f"installed here: {versions}; the script may be written for another version"
         case ImportError() if (reason := _explain_import(error)) is not None:
             problem, hint = reason
-        case ModuleNotFoundError(name=str(name)) if name and place is not None:
+        case ImportError() | RuntimeError() if (name := _find_missing(error)) and (place or error.__cause__):
             problem = f"it needs {name}, which is not installed here"
             hint = f"install it into the Python that autods runs in, {sys.executable}"
         case SystemExit():
@@ -158,12 +158,23 @@ def _find_refusal(error: BaseException) -> str | None:
     return next((line[:_QUOTED_CHARS] for line in lines if _REFUSED.search(line)), None)
 
 
+def _find_cause(error: BaseException) -> BaseException:
+    """The error that was raised first: a library that loads its modules lazily wraps it, and so does `python -m`."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _find_missing(error: BaseException) -> str | None:
+    """The module or the package's metadata that was not found, if that is what failed."""
+    cause = _find_cause(error)
+    return cause.name if isinstance(cause, ModuleNotFoundError) else None
+
+
 def _explain_import(error: ImportError) -> tuple[str, str] | None:
     """Problem and hint where the package is installed; None when it is missing or the user's own."""
-    cause: Any = error.__cause__  # a library that loads its modules lazily wraps the original error
-    while cause is not None and cause.__cause__ is not None:
-        cause = cause.__cause__
-    if cause is not None:
+    cause = _find_cause(error)
+    if cause is not error and "." in (_find_missing(error) or "."):
         reason = read_text(cause).strip().partition("\n")[0]
         problem = f"{read_text(error).partition('. ')[0].rstrip('.')}, because of {type(cause).__name__}: {reason}"
         hint = f"the packages in {sys.executable} do not fit together: reinstall that one, or take another version"

@@ -29,8 +29,13 @@ def test_a_failed_import_tells_the_installed_version(tmp_path, name):
     assert explained.place == f"{tmp_path}/train.py:1"
 
 
-def test_a_missing_package_is_to_be_installed(tmp_path):
-    explained = explain(raise_in(tmp_path, "import no_such_package_anywhere"), "cuda")
+LAZY = "try: import no_such_package_anywhere\nexcept ImportError as error: raise RuntimeError('no trainer') from error"
+UNINSTALLED = "from importlib.metadata import version; version('no_such_package_anywhere')"
+
+
+@pytest.mark.parametrize("code", ["import no_such_package_anywhere", LAZY, UNINSTALLED])
+def test_a_missing_package_is_to_be_installed(tmp_path, code):
+    explained = explain(raise_in(tmp_path, code), "cuda")
     assert explained.problem == "it needs no_such_package_anywhere, which is not installed here"
 
 
