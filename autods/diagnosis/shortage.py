@@ -66,7 +66,9 @@ class Shortage:
             )
         if self.others_bytes and self.others_bytes > 2**30:
             others = format_bytes(self.others_bytes)
-            sentences.append(f"other processes hold {others} of this card: end them first (nvidia-smi)")
+            sentences.append(
+                f"other processes hold {others} of this card: end them (nvidia-smi), or let them take less"
+            )
         return tuple(sentences)
 
 
