@@ -249,10 +249,10 @@ def find_unknown(question: Question) -> Iterator[Problem]:
 
 def find_deprecated(question: Question) -> Iterator[Problem]:
     """Keys with a successor."""
-    for name, _ in walk_keys(question.config):
+    for name, value in walk_keys(question.config):
         if successor := question.installed.replaced.get(name):
             hint = read_known_keys().deprecated.get(name, f'write "{documented_name(successor)}"')
-            yield warning(name, "DeepSpeed has deprecated it", hint)
+            yield warning(name, "DeepSpeed has deprecated it", "leave it out" if value is False else hint)
     if "bfloat16" in question.config:
         yield warning("bfloat16", "the old name of bf16", 'write "bf16"')
 

@@ -283,6 +283,7 @@ def test_a_section_given_as_a_value_gets_the_object_to_write(key: str, value: An
             True,
             'write "stage3_gather_16bit_weights_on_model_save"',
         ),
+        ("zero_optimization.cpu_offload", False, "leave it out"),
     ],
 )  # fmt: skip
 def test_a_finding_says_what_to_write(key: str, value: Any, advice: str) -> None:
