@@ -26,7 +26,8 @@ class ScriptKind:
 
     The others tell how a user starts the script. `config_file` is the file of its config, `config_place` the place for
     that in the code; None where its launcher gives it the config. `by_accelerate`: `accelerate launch` starts it too.
-    `note_on_cpu` is how the library treats CPU ranks outside of a trial.
+    `note_on_cpu` is how the library treats CPU ranks outside of a trial. `way_to_engine` is the hint for a script that
+    ended without an engine.
     """
 
     name: str
@@ -44,6 +45,10 @@ class ScriptKind:
     config_place: str | None = None
     by_accelerate: bool = False
     note_on_cpu: str | None = None
+    way_to_engine: str = (
+        "is an argument missing after --? A script without DeepSpeed needs engine, *_ = "
+        "deepspeed.initialize(model=model, optimizer=optimizer, config=…), then engine.backward(loss) and engine.step()"
+    )
 
 
 _ROWS = (
@@ -88,6 +93,8 @@ _ROWS = (
         preloaded=("accelerate",),
         fills_in_auto=True,
         by_accelerate=True,
+        way_to_engine="its Accelerator has to make the engine, in prepare(model, optimizer, …): cpu=True, or --cpu "
+        "after --, leaves DeepSpeed out; autods --device cpu needs neither",
         note_on_cpu="on CPU ranks accelerate does not share out the data: each rank trains on all of it; "
         "on GPUs it does",
     ),

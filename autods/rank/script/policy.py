@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ...config.trainers import SCRIPT_KINDS, find_library
 from ...types import Phase
 from ..job import RankJob
 from ..patching import declare
@@ -58,12 +59,8 @@ class Policy:
                 "it trains in a process that it forked", hint="start no ranks in the script: autods starts them"
             )
         if self.engine is None:
-            raise script_error(
-                "it ended and never called deepspeed.initialize",
-                hint="is an argument missing after --? A script without DeepSpeed needs engine, *_ = "
-                "deepspeed.initialize(model=model, optimizer=optimizer, config=…), then engine.backward(loss) and "
-                "engine.step()",
-            )
+            library = find_library(self.job.source) or SCRIPT_KINDS["deepspeed"]
+            raise script_error("it ended and never called deepspeed.initialize", hint=library.way_to_engine)
 
     def leave_group(self) -> None:
         """The ranks are about to lose their means of communication."""

@@ -63,6 +63,13 @@ def test_a_run_without_a_step_of_deepspeed_fails(policy):
     policy.conclude()
 
 
+def test_an_accelerator_without_deepspeed_is_explained(policy):
+    policy.job = replace(policy.job, source=replace(policy.job.source, script_kind="accelerate"))
+    with pytest.raises(WorkloadError) as caught:
+        policy.conclude()
+    assert "cpu=True" in caught.value.hint
+
+
 def test_the_last_step_is_saved_before_the_ranks_part(policy):
     finished = []
     sessions.current = SimpleNamespace(finish=lambda: finished.append(True))
