@@ -429,7 +429,8 @@ def _diagnose_exit(reported: int, summary: LogSummary) -> Diagnosis:
         next((line for line in summary.host_memory if _HOST_FULL.search(line)), "") if code == -signal.SIGKILL else ""
     )
     meaning = explain_exit_code(code, host_full=bool(full))
-    last = [line for lines in summary.last.values() for line in list(filter(_WORD.search, lines))[-1:]]
+    last = [line.strip() for lines in summary.last.values() for line in list(filter(_WORD.search, lines))[-1:]]
+    last = [line for line in last if not exit.line or exit.line.strip() not in line]
     evidence = dict.fromkeys(line[:_EVIDENCE_CHARS] for line in (exit.line, full, *last) if line)
     return Diagnosis(
         kind=meaning.kind,

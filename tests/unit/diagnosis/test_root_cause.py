@@ -65,6 +65,12 @@ def test_fragmentation_is_reported_with_its_setting() -> None:
     assert said.evidence[0].startswith("torch.OutOfMemoryError")
 
 
+def test_the_line_that_reports_an_exit_is_shown_once() -> None:
+    line = "failed (exitcode: -9) local_rank: 0 (pid: 438) of binary: /opt/bin/python"
+    said = autods.diagnose(f"E0910 20:17:59.100000 10 torch/distributed/elastic/multiprocessing/api.py:869] {line}\n")
+    assert said.evidence == (line,)
+
+
 def test_a_bare_sigkill_is_unknown_and_names_dmesg() -> None:
     for code in (-9, 137):
         said = autods.diagnose("", exit_code=code)
