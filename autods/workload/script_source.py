@@ -30,6 +30,7 @@ _DECISIVE = re.compile("initialize|LightningCLI|TrainingArguments|HfArgumentPars
 # What a script's arguments get from a trial where they hold {NAME}.
 PLACEHOLDERS = ("ds_config", "micro_batch_size", "gradient_accumulation_steps", "train_batch_size")
 _PLACEHOLDER = re.compile(rf"\{{({'|'.join(PLACEHOLDERS)})\}}")
+_CONFIG_OPTION = re.compile(r"--(?:deepspeed|[\w-]*(?:deepspeed|ds)[-_]?config[\w-]*)")
 _MODULE_PREFIX = "module:"
 
 
@@ -91,6 +92,20 @@ def fill_placeholders(argv: Sequence[str], values: Mapping[str, object]) -> list
     return [_PLACEHOLDER.sub(lambda match: str(values[match[1]]), word) for word in argv]
 
 
+def put_config_placeholder(argv: Sequence[str], folder: Path) -> tuple[str, ...]:
+    """The arguments with `{ds_config}` in place of a JSON file that an option names as DeepSpeed's config.
+
+    A trial hands its config over in the script, whatever file is named. A launcher has the command line alone.
+    """
+    words, before = [], ""
+    for word in argv:
+        option, joins, value = word.partition("=") if word.startswith("-") else (before, "", word)
+        is_config = _CONFIG_OPTION.fullmatch(option) and value.endswith(".json") and (folder / value).is_file()
+        words.append(f"{option}={{ds_config}}" if is_config and joins else "{ds_config}" if is_config else word)
+        before = word
+    return tuple(words)
+
+
 def has_placeholder(argv: Sequence[str], name: str) -> bool:
     """Whether an argument holds `{name}`."""
     return any(f"{{{name}}}" in word for word in argv)
@@ -130,7 +145,7 @@ def describe_launch(source: WorkloadSource) -> ScriptLaunch:
     return ScriptLaunch(
         kind=library.name,
         path=source.path,
-        argv=source.argv,
+        argv=put_config_placeholder(source.argv, Path(source.folder or "")),
         takes_local_rank=takes_local_rank,
         module=source.module,
     )

@@ -343,3 +343,19 @@ def test_what_a_scripts_modules_do_before_imports_is_found(write, helper, prepar
     source = make_source(script)
     assert prepares_imports(source) == prepares
     assert ("transformers" in find_packages(source)) == ("print" not in helper)
+
+
+def test_a_launched_script_gets_the_config_that_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("ds.json", "data.json"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "train.py").write_text("import deepspeed\n")
+
+    def launched(*argv: str) -> tuple[str, ...]:
+        return describe_launch(make_source(tmp_path / "train.py", argv=argv)).argv
+
+    assert launched("--deepspeed_config", "ds.json", "--lr", "1") == ("--deepspeed_config", "{ds_config}", "--lr", "1")
+    assert launched("--deepspeed=ds.json") == ("--deepspeed={ds_config}",)
+    assert launched("--model-ds-config", "ds.json") == ("--model-ds-config", "{ds_config}")
+    kept = ("--deepspeed", "--train-file", "data.json", "--deepspeed_config", "missing.json", "ds.json")
+    assert launched(*kept) == kept
