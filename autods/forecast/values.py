@@ -173,7 +173,7 @@ class Simulation:
     `traces` are those of the device and of pinned memory, which the models of the allocators replay.
     `nvme_bytes` is the size of the rank's swap files.
     `optimizer_elements` counts the elements that the rank's optimizer updates.
-    `further_groups` counts the rank's process groups beside that of all ranks, of experts, of AutoTP and of Ulysses.
+    `further_groups` counts the rank's process groups beside that of all ranks, of experts, AutoTP, Ulysses and hpZ.
     `modules` counts those of the model.
     `communicators` counts the process groups of several ranks in which the rank communicates.
     `families` are the cards (see `attention`) that take the same kernels of attention as the simulated one.

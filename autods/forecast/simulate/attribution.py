@@ -113,7 +113,8 @@ def further_groups() -> int:
     """The number of this rank's process groups beside that of all ranks.
 
     Layers of experts make two, for expert and for data parallelism. AutoTP makes two, and one of them is further if
-    there are ranks with the same part of a layer. Ulysses makes two, one of which was seen to take memory.
+    there are ranks with the same part of a layer. Ulysses makes two, one of which was seen to take memory. hpZ makes
+    that of the ranks of a node.
     """
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
     from deepspeed.utils import groups
@@ -121,7 +122,8 @@ def further_groups() -> int:
     experts = len(groups._get_expert_parallel_group_dict()) + len(groups._get_expert_data_parallel_group_dict())
     is_split = groups._TENSOR_MODEL_PARALLEL_GROUP is not None
     shares_sequences = parallel_state_sp._SEQUENCE_PARALLEL_GROUP is not None
-    return experts + int(is_split and groups.get_data_parallel_world_size() > 1) + int(shares_sequences)
+    has_copies = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP is not None
+    return sum((experts, is_split and groups.get_data_parallel_world_size() > 1, shares_sequences, has_copies))
 
 
 def optimizer_elements(engine: Any) -> int:
