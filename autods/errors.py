@@ -127,6 +127,13 @@ def describe_broken_machine(error: BaseException) -> str | None:
     return None
 
 
+def find_first_cause(error: BaseException) -> BaseException:
+    """Return what was raised first: a library that loads its modules lazily wraps it, and so does `python -m`."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
 def describe_failed_import(error: BaseException) -> str:
     """Two lines about an exception that ended the imports of what autods needs."""
     problem = " ".join(f"{type(error).__name__}: {error}".split())[:_MOST]

@@ -259,10 +259,10 @@ def _with_base(
     micro = micro_batch or (users if isinstance(users, int) else 1)
     if total is not None and total % (micro * replicas):
         of_all = micro * replicas
-        whose = "the script's own micro batch" if is_fixed else "micro batch"
+        subject = "the script's own micro batch" if is_fixed else "micro batch"
         smaller = "" if is_fixed else f", or a --micro-batch that divides {total // replicas}"
         raise InputError(
-            f"{whose} {micro} × {replicas} ranks does not divide the global batch {total}",
+            f"{subject} {micro} × {replicas} ranks does not divide the global batch {total}",
             hint=f"give --global-batch {math.ceil(total / of_all) * of_all}{smaller}",
         )
     precision = precision_name(base)

@@ -276,7 +276,7 @@ class Reader:
         self.progress = 0
         self.parts: dict[str, int] = {}  # name → progress, in a log that joins several files
         self.last: list[str] = []  # of the last block
-        self.doing = ("", "")  # the phase in which the file ends, if that is load or checkpoint, and its line
+        self.doing: tuple[str, str] | None = None  # the phase in which the file ends, load or checkpoint, and its line
         self.host_memory = ""  # the last line in which DeepSpeed says how full it is; it writes many alike
         self.diverged = ""  # the last line with a loss; "" where that is a number
         self._name = file
@@ -391,12 +391,12 @@ def _have_diverged(losses: Sequence[re.Match[bytes]]) -> bool:
     return bool(losses[-1]["no_number"]) or skipped == _NAN_GRADIENTS
 
 
-def _find_activity(mark: re.Match[bytes], block: bytes) -> tuple[str, str]:
-    """The phase that begins with a mark of loading or saving, and the line of the mark; ("", "") if one ends there."""
+def _find_activity(mark: re.Match[bytes], block: bytes) -> tuple[str, str] | None:
+    """The phase that begins with a mark of loading or saving, and the line of the mark; None if one ends there."""
     groups = mark.groupdict()
     if int(groups.get("percent") or 100) < 100:
         return "load", _clean(mark[0])
-    return ("checkpoint", _read_line_of(mark, block)) if groups.get("saving") else ("", "")
+    return ("checkpoint", _read_line_of(mark, block)) if groups.get("saving") else None
 
 
 def _read_line_of(match: re.Match[bytes], block: bytes) -> str:

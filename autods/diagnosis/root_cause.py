@@ -168,9 +168,10 @@ def pick_root_cause(summary: LogSummary, exit_code: int | None = None) -> Diagno
     memory pressure that the run survived. Where the run was killed while it loaded weights or saved a checkpoint,
     that is its phase. In some phases the advice is about that first.
     """
-    diagnosis, (phase, line) = _weigh(summary, exit_code), next((each for each in summary.doing if each[0]), ("", ""))
+    diagnosis, doing = _weigh(summary, exit_code), next(filter(None, summary.doing), None)
     is_killed = diagnosis.signature in _KILLERS
-    if phase and is_killed:
+    if doing is not None and is_killed:
+        phase, line = doing
         evidence = dict.fromkeys((*diagnosis.evidence[: _EVIDENCE_LINES - 1], line[:_EVIDENCE_CHARS]))
         diagnosis = replace(diagnosis, phase=phase, evidence=tuple(evidence))
     end = "killed" if is_killed else f"{diagnosis.kind} {diagnosis.tier}"

@@ -72,7 +72,7 @@ class LogSummary:
     user_words: set[str] = field(default_factory=set)
     progress: dict[str, int] = field(default_factory=dict)
     last: dict[str, list[str]] = field(default_factory=dict)
-    doing: list[tuple[str, str]] = field(default_factory=list)
+    doing: list[tuple[str, str] | None] = field(default_factory=list)
     host_memory: list[str] = field(default_factory=list)
     diverged: list[str] = field(default_factory=list)
     bytes: int = 0

@@ -125,8 +125,8 @@ def _read_facts(simulator: Simulator, settings: PlanSettings, listen: ForecastLi
     return facts
 
 
+_AT_A_LINE = re.compile(r"(.+):(\d+): (.+)")  # what a forecast assumes at a line of a file
 # A rung to forecast on some sites of a group.
-_AT_A_LINE = re.compile(r"(.+):(\d+): (.+)")
 _Job = tuple[Rung, SiteGroup, Sequence[Site]]
 
 
@@ -281,8 +281,8 @@ def join_assumptions(forecasts: Iterable[RungForecast]) -> tuple[str, ...]:
 def _join_lines(sentences: Iterable[str]) -> tuple[str, ...]:
     lines: dict[tuple[str, str], list[int]] = {}
     for sentence in sentences:
-        if found := _AT_A_LINE.fullmatch(sentence):
-            lines.setdefault((found[1], found[3]), []).append(int(found[2]))
+        if parts := _AT_A_LINE.fullmatch(sentence):
+            lines.setdefault((parts[1], parts[3]), []).append(int(parts[2]))
         else:
             lines[sentence, ""] = []
     return tuple(

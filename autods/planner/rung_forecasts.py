@@ -227,9 +227,9 @@ class PlanRun:
             if failed.kind in _LASTING and not self._may_be_of_stage_3(spec, failed):
                 raise
             self.failures[spec.rung] = failed
-            where = f"{failed.place}: " if failed.place else ""
+            place = f"{failed.place}: " if failed.place else ""
             for site in sites:
-                reason = f"could not be simulated: {where}{first_line(str(failed.problem))} (autods fit tries it)"
+                reason = f"could not be simulated: {place}{first_line(str(failed.problem))} (autods fit tries it)"
                 self._report(site, _not_applicable(spec.rung, site, reason))
         return others
 

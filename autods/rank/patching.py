@@ -20,7 +20,7 @@ from importlib.machinery import ModuleSpec
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
-from ..errors import EnvironmentBroken
+from ..errors import EnvironmentBroken, find_first_cause
 
 _DISTRIBUTIONS = {"pynvml": "nvidia-ml-py", "cpuinfo": "py-cpuinfo"}  # where the import has another name
 _ABSENT = object()
@@ -126,9 +126,8 @@ class Patch:
             version = metadata.version(distribution)
         except metadata.PackageNotFoundError:
             version = "(unknown version)"
-        if cause is not None:  # a library that loads its modules lazily wraps what went wrong
-            while cause.__cause__ is not None:
-                cause = cause.__cause__
+        if cause is not None:
+            cause = find_first_cause(cause)
             raise SymbolMissing(
                 f"{distribution} {version} cannot import {path}: {type(cause).__name__}: {cause}\n"
                 f"  the packages in {sys.executable} do not fit together: take other versions of them"

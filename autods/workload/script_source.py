@@ -99,9 +99,9 @@ def put_config_placeholder(argv: Sequence[str], folder: Path) -> tuple[str, ...]
     """
     words, before = [], ""
     for word in argv:
-        option, joins, value = word.partition("=") if word.startswith("-") else (before, "", word)
+        option, _, value = word.partition("=") if word.startswith("-") else (before, "", word)
         is_config = _CONFIG_OPTION.fullmatch(option) and value.endswith(".json") and (folder / value).is_file()
-        words.append(f"{option}={{ds_config}}" if is_config and joins else "{ds_config}" if is_config else word)
+        words.append(word.removesuffix(value) + "{ds_config}" if is_config else word)
         before = word
     return tuple(words)
 

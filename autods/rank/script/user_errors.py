@@ -14,6 +14,7 @@ from typing import Any
 
 from ...config.trainers import SCRIPT_KINDS, ScriptKind
 from ...devices import find_device
+from ...errors import find_first_cause
 from ...plain_text import read_text
 from ...system.stacks import Frame, find_caller, find_raiser
 from ...workload.protocol import WorkloadError
@@ -158,22 +159,15 @@ def _find_refusal(error: BaseException) -> str | None:
     return next((line[:_QUOTED_CHARS] for line in lines if _REFUSED.search(line)), None)
 
 
-def _find_cause(error: BaseException) -> BaseException:
-    """The error that was raised first: a library that loads its modules lazily wraps it, and so does `python -m`."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
 def _find_missing(error: BaseException) -> str | None:
     """The module or the package's metadata that was not found, if that is what failed."""
-    cause = _find_cause(error)
+    cause = find_first_cause(error)
     return cause.name if isinstance(cause, ModuleNotFoundError) else None
 
 
 def _explain_import(error: ImportError) -> tuple[str, str] | None:
     """Problem and hint where the package is installed; None when it is missing or the user's own."""
-    cause = _find_cause(error)
+    cause = find_first_cause(error)
     if cause is not error and "." in (_find_missing(error) or "."):
         reason = read_text(cause).strip().partition("\n")[0]
         problem = f"{read_text(error).partition('. ')[0].rstrip('.')}, because of {type(cause).__name__}: {reason}"

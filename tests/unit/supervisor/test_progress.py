@@ -85,12 +85,18 @@ def test_a_saved_checkpoint_is_noted_without_its_files(attempt, monkeypatch):
     assert "weights.pt" not in looked
 
 
-def test_a_disk_that_fills_on_another_node_is_a_warning(attempt, monkeypatch):
-    folder, progress, events = attempt
+def take_steps(monkeypatch):
+    """Yield steps that last 1.5 s each, long enough to be looked at one by one."""
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     for step in range(5, 50):
         now[0] += 1.5
+        yield step
+
+
+def test_a_disk_that_fills_on_another_node_is_a_warning(attempt, monkeypatch):
+    folder, progress, events = attempt
+    for step in take_steps(monkeypatch):
         write_steps(folder, step)
         use = TierLevel(tier="nvme", used_bytes=step * GIB, total_bytes=64 * GIB, node="10.0.0.2")
         progress.look(Heartbeat(phase="forward", step=step, tiers=(use,)))
@@ -101,10 +107,7 @@ def test_a_disk_that_fills_on_another_node_is_a_warning(attempt, monkeypatch):
 
 def test_a_device_that_fills_runs_out_at_its_ranks_limit(attempt, monkeypatch):
     folder, progress, events = attempt
-    now = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    for step in range(5, 50):
-        now[0] += 1.5
+    for step in take_steps(monkeypatch):
         write_steps(folder, step, device_peak_bytes=step * GIB)
         progress.look()
     (warning,) = [str(event) for event in events if isinstance(event, Note)]

@@ -25,7 +25,7 @@ from ..user_errors import script_error
 _INITIALIZE = declare("deepspeed.initialize", "the engine gets the chosen config and is watched")
 _ZERO_INIT = declare("deepspeed.zero.Init.__init__", "parameters are partitioned by the chosen stage, not the script's")
 _ULYSSES = "deepspeed.runtime.sequence_parallel.ulysses_sp"
-_SHARE_SEQUENCES = declare(
+_REGISTER_ULYSSES = declare(
     f"{_ULYSSES}.UlyssesSPAttentionHF.register_with_transformers", "its attention refuses any other micro batch"
 )
 _DESTROY = declare("torch.distributed.destroy_process_group", "the ranks communicate once more before they part")
@@ -38,7 +38,7 @@ def install(injection: Injection) -> None:
     _INITIALIZE.wrap(_initialize, injection, everywhere=True)
     _ZERO_INIT.wrap(_partition, injection)
     _DESTROY.wrap(destroy_process_group, injection.policy, everywhere=True)
-    when_imported(_ULYSSES, lambda: _SHARE_SEQUENCES.wrap(share_sequences, injection.job.micro_batch))
+    when_imported(_ULYSSES, lambda: _REGISTER_ULYSSES.wrap(register_ulysses, injection.job.micro_batch))
 
 
 def watch_engine(engine: Any, policy: Policy) -> None:
@@ -70,7 +70,7 @@ def destroy_process_group(policy: Policy, original: Any, group: Any = None, *arg
     return original(group, *args, **kwargs)
 
 
-def share_sequences(micro_batch: int, original: Any, /, *args: Any, **kwargs: Any) -> Any:
+def register_ulysses(micro_batch: int, original: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Register Ulysses' attention for the chosen micro batch: scripts read theirs from a config of their own."""
     bound = inspect.signature(original).bind(*args, **kwargs)
     bound.arguments["micro_batch_size"] = micro_batch

@@ -1,12 +1,13 @@
-"""Optimizer steps are seen however a script takes them."""
+"""Optimizer steps are seen however a script takes them, and Ulysses is registered for the chosen micro batch."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from autods.rank.script.adapters.deepspeed import destroy_process_group, watch_engine
+from autods.rank.script.adapters.deepspeed import destroy_process_group, register_ulysses, watch_engine
 from autods.rank.script.trial_policy import TrialPolicy
 from autods.rank.training_run.run_policy import RunPolicy
 from autods.workload import WorkloadError
@@ -147,3 +148,13 @@ def test_a_script_that_ended_too_early_has_no_exam(events):
 
 def test_a_group_of_some_ranks_may_end_at_any_time(events):
     assert events(3, "some ranks") == ["some ranks"]
+
+
+def register(model: str, core: str, ranks: int, micro_batch_size: int, seq_length: int | None = None) -> Any:
+    return model, core, ranks, micro_batch_size, seq_length
+
+
+@pytest.mark.parametrize("given", [("llama", "sdpa", 2, 1), ("llama", "sdpa", 2)])
+def test_shared_sequences_have_the_chosen_micro_batch(given: tuple[Any, ...]) -> None:
+    named = {} if len(given) == 4 else {"micro_batch_size": 1}
+    assert register_ulysses(8, register, *given, **named, seq_length=256) == ("llama", "sdpa", 2, 8, 256)
