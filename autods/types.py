@@ -223,8 +223,9 @@ class Failed:
     """The trial failed for a reason other than memory, or an unknown one. Rank −1 is the node or the driver.
 
     `op` is the broken DeepSpeed op; only rungs that need it fail alike. With `wants_larger_batch` the model cannot
-    train with so small a micro batch (batch normalisation of one sample, say). `hung_at` is the line of the user's
-    code where the rank was stuck, if it did not wait for another rank there.
+    train with so small a micro batch (batch normalisation of one sample, say). `own_batch` is the micro batch of a
+    script whose command line cannot change it. `hung_at` is the line of the user's code where the rank was stuck, if it
+    did not wait for another rank there.
     """
 
     failure: FailureKind
@@ -236,6 +237,7 @@ class Failed:
     step: int = 0
     op: str | None = None
     wants_larger_batch: bool = False
+    own_batch: int | None = None
     hung_at: str | None = None
     kind: Literal["failed"] = "failed"
 

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ..errors import InputError
 from ..schema import read_toml_as
 from ..system.host import data_folder
 from ..types import Knobs, ModelFacts, Scalar, WorkloadForm, WorkloadSource
@@ -223,6 +224,19 @@ def micro_batches(global_batch: int | None, world_size: int, most: int) -> range
         return range(1, most + 1)
     share = global_batch // world_size
     return tuple(size for size in range(1, min(share, most) + 1) if share % size == 0)
+
+
+def check_micro_batch(micro_batch: int, replicas: int, global_batch: int | None, *, is_fixed: bool = False) -> None:
+    """Raise InputError where the micro batch, the script's own if it `is_fixed`, does not divide the global one."""
+    of_all = micro_batch * replicas
+    if global_batch is None or global_batch % of_all == 0:
+        return
+    subject = "the script's own micro batch" if is_fixed else "micro batch"
+    smaller = "" if is_fixed else f", or a --micro-batch that divides {global_batch // replicas}"
+    raise InputError(
+        f"{subject} {micro_batch} × {replicas} ranks does not divide the global batch {global_batch}",
+        hint=f"give --global-batch {math.ceil(global_batch / of_all) * of_all}{smaller}",
+    )
 
 
 def strip_rung_keys(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,7 +34,7 @@ from .catalogue import (
     make_hardware,
 )
 from .checkpointing import STATES, State, read_state, works_in_scripts
-from .deepspeed import count_replicas
+from .deepspeed import check_micro_batch, count_replicas
 from .key_rules import find_misspelt_keys
 from .releases import find_wrong_stages
 from .rungs import Rung
@@ -257,14 +256,7 @@ def _with_base(
     replicas, users = count_replicas(base, site.world_size), base.get("train_micro_batch_size_per_gpu")
     total = resolve_global_batch(global_batch, base, replicas, all_known=True)
     micro = micro_batch or (users if isinstance(users, int) else 1)
-    if total is not None and total % (micro * replicas):
-        of_all = micro * replicas
-        subject = "the script's own micro batch" if is_fixed else "micro batch"
-        smaller = "" if is_fixed else f", or a --micro-batch that divides {total // replicas}"
-        raise InputError(
-            f"{subject} {micro} × {replicas} ranks does not divide the global batch {total}",
-            hint=f"give --global-batch {math.ceil(total / of_all) * of_all}{smaller}",
-        )
+    check_micro_batch(micro, replicas, total, is_fixed=is_fixed)
     precision = precision_name(base)
     lacks_bf16 = precision == "bf16" and not site.machine.bf16
     problem = f"{site.machine.title} has no bf16" if lacks_bf16 else None

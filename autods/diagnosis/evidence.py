@@ -57,7 +57,7 @@ class RankError:
 
     `types` are the exception's class and its bases, the most derived first. `causes` are type and message of the
     exceptions that it was raised from, the nearest first. `user_frame` is the innermost line of the user's file.
-    `contract` is the part of the workload contract that was broken.
+    `contract` is the part of the workload contract that was broken, and `own_batch` that of a `WorkloadError`.
     """
 
     types: tuple[str, ...] = ()
@@ -66,6 +66,7 @@ class RankError:
     causes: tuple[tuple[str, str], ...] = ()
     user_frame: str | None = None
     contract: str | None = None
+    own_batch: int | None = None
     hint: str | None = None
 
 

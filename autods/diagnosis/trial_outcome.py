@@ -96,6 +96,7 @@ def explain_failure(ends: Sequence[Evidence]) -> OutOfMemory | Failed:
         failure=verdict.kind,
         op=next(filter(None, op.groups())) if op else None,
         wants_larger_batch=verdict.kind in ("user_code", "config") and wants_larger_batch(cause.text),
+        own_batch=cause.error.own_batch,
         hung_at=None if frame is None else str(frame),
         **common,
     )

@@ -134,6 +134,7 @@ def describe_error(error: BaseException, user_file: str) -> RankError:
         causes=tuple((read_text(type(cause).__name__), read_text(cause)) for cause in causes),
         user_frame=f"{users[-1].filename}:{users[-1].lineno}" if users else None,
         contract=clean(contract) if contract else contract,
+        own_batch=error.own_batch if isinstance(error, WorkloadError) else None,
         hint=clean(error.hint) if isinstance(error, WorkloadError) and error.hint else None,
     )
 

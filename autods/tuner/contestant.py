@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..config.checkpointing import PARTIAL, find_state
+from ..events import Note
 from ..types import Failed, Fit, OutOfMemory, Record, Run, Steps
 from .batch_size import LONGER_STEPS, Growth, describe_misfit
 from .candidates import Candidate, config_name, first_trial
 from .prospects import Prospect, find_prospect
-from .trial_forecasts import why_impossible
+from .trial_forecasts import describe_own_batch, why_impossible
 from .trials import FitContext, run_with_retry
 
 _WALK_TRIALS, _RACE_TRIALS = 2, 3  # at ever smaller micro batches, before the smallest
@@ -139,7 +140,9 @@ class Contestant(Growth):
             size = max(smaller, default=context.sizes[0])
         self.entry = try_rung(self.candidate, context, run)
         last = self.entry[-1]
-        self.context = replace(context, least_micro_batch=last.trial.knobs.micro_batch)
+        outcomes = (record.outcome for record in self.entry)
+        own = next((failed.own_batch for failed in outcomes if isinstance(failed, Failed)), None) or context.own_batch
+        self.context = replace(context, least_micro_batch=last.trial.knobs.micro_batch, own_batch=own)
         # The smallest micro batch of a rung need not leave the headroom. One that recomputes more layers is smaller.
         is_partial = find_state(self.candidate.knobs) in PARTIAL
         if not isinstance(last.outcome, Fit) or (is_partial and not context.fits(last)):
@@ -162,7 +165,8 @@ def try_rung(candidate: Candidate, context: FitContext, run: Run) -> tuple[Recor
     """Run a rung's first trial at the smallest micro batch; the last record returned has the verdict.
 
     Where pinned memory runs out, a second trial leaves it unpinned. Where the model cannot be trained with so small a
-    micro batch, the next trial takes the next one that is at least twice as large.
+    micro batch, the next trial takes the next one that is at least twice as large. Where a script has a micro batch of
+    its own, the next trial takes that one.
     """
     first = first_trial(candidate, context.settings.profile.walk, context.sizes[0])
     records = run_with_retry(first, run)
@@ -171,6 +175,9 @@ def try_rung(candidate: Candidate, context: FitContext, run: Run) -> tuple[Recor
             unpinned = {**candidate.knobs.settings, **dict.fromkeys(candidate.pinned, False)}
             pageable = replace(first, knobs=replace(first.knobs, settings=unpinned))
             return records + run_with_retry(pageable, run)
+        case Failed(own_batch=int(own)) if own != first.knobs.micro_batch:
+            context.memory.listen(Note(text=describe_own_batch(own)))
+            return records + try_rung(candidate, replace(context, own_batch=own), run)
         case Failed(wants_larger_batch=True) if first.knobs.micro_batch < _MOST_FIRST_MICRO_BATCH:
             larger = replace(context, least_micro_batch=2 * first.knobs.micro_batch)
             return records + (try_rung(candidate, larger, run) if larger.sizes else ())

@@ -192,7 +192,7 @@ def search(context: FitContext) -> FitResult | NothingFits:
             closest=find_closest_rung(walked, context),
             partitioned=None if walked.stopped else propose_partitioned_build(rungs, walked, context),
         )
-    context = replace(context, least_micro_batch=walked.least_micro_batch)
+    context = replace(context, least_micro_batch=walked.least_micro_batch, own_batch=walked.own_batch)
     context.save_best(walked.winner)
     _begin_stage("race", context, walked.winner)
     raced = run_race(walked, rungs, context)  # grows the micro batch of each rung that it tries

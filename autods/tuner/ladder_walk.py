@@ -23,7 +23,7 @@ class WalkResult:
     `entrants` are the configs that were tried, in order.
     `winner` is the first rung that fits well. If none does, it is the first one that fits although its allocator had to
     flush its cache in the steps, or None. `stopped` is a failure that every rung would share.
-    `least_micro_batch` is the smallest that the model can be trained with, as far as is known.
+    `least_micro_batch` and `own_batch` are those of the `FitContext` at its end.
     """
 
     records: list[Record] = field(default_factory=list)
@@ -33,6 +33,7 @@ class WalkResult:
     stopped: Record | None = None
     entrants: list[Contestant] = field(default_factory=list)
     least_micro_batch: int = 1
+    own_batch: int | None = None
 
     def find_entrant(self) -> Contestant:
         """The config of the winner."""
@@ -94,7 +95,7 @@ def walk_ladder(rungs: Sequence[Candidate], context: FitContext) -> WalkResult:
         walked.entrants.append(entrant)
         walked.records += memory.records[before:]
         last, context = (entrant.entry or entrant.records)[-1], entrant.context
-        walked.least_micro_batch = context.least_micro_batch
+        walked.least_micro_batch, walked.own_batch = context.least_micro_batch, context.own_batch
         walked.winner = last if fits_well(last) else None
         walked.stopped = last if _stops_walk(last) else None
         walked.lessons = walked.lessons.add(candidate.rung, last.outcome)

@@ -29,6 +29,7 @@ from ..forecast.predict.calibration import (
 from ..forecast.predict.step_time import least_step_s
 from ..forecast.predict.verdict import forecast_speed, replay_at_limit
 from ..forecast.simulate.client import ProcessSimulator
+from ..forecast.simulate.protocol import SimulationFailed
 from ..forecast.simulation_cache import (
     SimulationCache,
     count_parallel_engines,
@@ -61,6 +62,7 @@ class Forecaster:
     """Forecasts trials on this machine. This one knows nothing; `TrialForecaster` simulates them."""
 
     forecasts: Mapping[str, RungForecast] = MappingProxyType({})  # by rung name: of its first trial, else the first
+    own_batch: int | None = None  # of a script whose command line cannot change it, where a simulation has shown it
 
     def prepare(self, trials: Iterable[Trial]) -> None:
         """Simulate these trials side by side, so that their forecasts are at hand."""
@@ -109,6 +111,11 @@ class Forecaster:
 
 
 NO_FORECASTER = Forecaster()
+
+
+def describe_own_batch(micro_batch: int) -> str:
+    """The sentence for the user of a script whose command line cannot change its micro batch."""
+    return f"micro batch {micro_batch}, which the script fixes; no other one is tried"
 
 
 def why_impossible(forecast: RungForecast | None) -> str | None:
@@ -165,6 +172,7 @@ class TrialForecaster(Forecaster):
     settings: Settings
     facts: ModelFacts
     report: Callable[[str], None]
+    own_batch: int | None = None
     observations: dict[str, Observation] = field(default_factory=dict)
     forecasts: dict[str, RungForecast] = field(default_factory=dict)
     _tried: set[str] = field(default_factory=set)  # rungs
@@ -204,7 +212,7 @@ class TrialForecaster(Forecaster):
 
         Where its allocator should run full and find no memory without the headroom, it is the largest that does not.
         """
-        sizes = [size for size in sizes if size >= self._least]
+        sizes = self._allow(sizes)
         spec = limit_engine(make_trial_engine(self.settings, self.facts, trial), usable_bytes)
         try:
             with self.cache.open(spec) as engine:
@@ -227,7 +235,7 @@ class TrialForecaster(Forecaster):
         def is_full(size: int) -> bool:
             return not self._runs_well(replace(trial, knobs=replace(trial.knobs, micro_batch=size)))
 
-        return find_last([size for size in sizes if size >= self._least], is_full)
+        return find_last(self._allow(sizes), is_full)
 
     def find_fills(self, trial: Trial, micro_batch: int, usable_bytes: float) -> Fills | None:
         """Return the peaks at a micro batch over their limits, as two simulations tell; None where they do not."""
@@ -431,10 +439,18 @@ class TrialForecaster(Forecaster):
             raise
 
     def _with_least(self, trial: Trial) -> Trial:
-        return replace(trial, knobs=replace(trial.knobs, micro_batch=max(self._least, trial.knobs.micro_batch)))
+        size = self.own_batch or max(self._least, trial.knobs.micro_batch)
+        return replace(trial, knobs=replace(trial.knobs, micro_batch=size))
+
+    def _allow(self, sizes: Sequence[int]) -> Sequence[int]:
+        return [size for size in sizes if size >= self._least] if self.own_batch is None else [self.own_batch]
 
     def _can_retry(self, rung: str, micro_batch: int, error: AutodsError) -> bool:
-        """Double the least micro batch if this one has too few samples for the model; else report the error, once."""
+        """Take the script's own micro batch, or double one of too few samples for the model; else report the error."""
+        if isinstance(error, SimulationFailed) and self.own_batch is None and error.own_batch is not None:
+            self.own_batch = self._least = error.own_batch
+            self.report(describe_own_batch(error.own_batch))
+            return True
         if micro_batch < _LARGEST_FIRST_MICRO_BATCH and wants_larger_batch(str(error)):
             self._least = max(self._least, 2 * micro_batch)
             return True

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ..config.deepspeed import accumulation_for, count_replicas, micro_batches
+from ..config.deepspeed import accumulation_for, check_micro_batch, count_replicas, micro_batches
 from ..config.settings import SPARE_HOST, Settings
 from ..devices import find_device
 from ..errors import EnvironmentBroken, InputError
@@ -78,7 +78,8 @@ class FitContext:
     `study` is the file that shows Optuna's study to its readers.
     `final_config` returns a trial's DeepSpeed config as the user gets it.
     `save_best` gets the best config after each step, so that it is on disk should the fit be killed.
-    `least_micro_batch` is the smallest that the model can be trained with, as far as is known.
+    `least_micro_batch` is the smallest that the model can be trained with, as far as is known. `own_batch` is that of a
+    script whose command line cannot change it, where a trial has shown it.
     `elapsed_s` returns the seconds that the fit has taken; None: those of its trials count.
     """
 
@@ -91,6 +92,7 @@ class FitContext:
     op_problems: Mapping[str, str] = field(default_factory=dict)
     save_best: Callable[[Record], None] = lambda record: None
     least_micro_batch: int = 1
+    own_batch: int | None = None
     elapsed_s: Callable[[], float] | None = None
 
     @property
@@ -110,7 +112,14 @@ class FitContext:
 
     @property
     def sizes(self) -> Sequence[int]:
-        """The micro batches that may be tried, ascending; the smallest alone where memory is the objective."""
+        """The micro batches that may be tried, ascending; the smallest alone where memory is the objective.
+
+        Raises InputError where a script's own one does not divide the global batch.
+        """
+        own = self.own_batch or self.forecaster.own_batch
+        if own is not None:
+            check_micro_batch(own, self.world_size, self.settings.global_batch, is_fixed=True)
+            return (own,)
         sizes = micro_batches(self.settings.global_batch, self.world_size, self.settings.profile.grow.most_micro_batch)
         sizes = sizes[bisect_left(sizes, self.least_micro_batch) :]
         return sizes[:1] if self.settings.objective == "memory" else sizes

@@ -26,6 +26,7 @@ class ScriptedForecaster:
     asked: list[str] = field(default_factory=list)
     prepared: list[str] = field(default_factory=list)
     forecasts: dict[str, RungForecast] = field(default_factory=dict)
+    own_batch: int | None = None
     ran_out: dict[str, Tier] = field(default_factory=dict)
 
     def prepare(self, trials: Iterable[Trial]) -> None:

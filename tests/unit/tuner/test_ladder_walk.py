@@ -10,6 +10,7 @@ import pytest
 
 from autods.config.deepspeed import accumulation_for
 from autods.config.settings import Settings
+from autods.errors import InputError
 from autods.forecast.values import RungForecast
 from autods.report.results.fit import ClosestRung
 from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
@@ -280,6 +281,33 @@ def test_what_wants_ever_more_samples_stops_the_walk() -> None:
     assert [trial.knobs.micro_batch for trial in runner.trials] == [1, 2, 4, 8]
     assert walked.stopped is not None
     assert walked.stopped.outcome == TOO_SMALL
+
+
+def walked_with_own(own: int, global_batch: int | None = None) -> tuple[WalkResult, ScriptedRunner]:
+    """Of a script whose command line cannot change its micro batch; zero2 is the first rung that fits."""
+    refused = replace(failed(action="fix_code", evidence=f"its batches hold {own} samples"), own_batch=own)
+
+    def answer(trial: Trial) -> Outcome:
+        fits_or_not = FITS if trial.rung == "zero2" else OOM
+        return fits_or_not if trial.knobs.micro_batch == own else refused
+
+    runner = ScriptedRunner(answer)
+    context = make_context(runner.run, global_batch=global_batch)
+    return walk_ladder(list_candidates(context.settings, FACTS, {}), context), runner
+
+
+def test_a_script_s_own_micro_batch_is_the_only_one_tried() -> None:
+    walked, runner = walked_with_own(6)
+    sizes = [trial.knobs.micro_batch for trial in runner.trials]
+    assert sizes == [1] + [6] * (len(sizes) - 1)
+    assert walked.own_batch == 6
+    assert walked.winner is not None
+    assert (walked.winner.trial.rung, walked.winner.trial.knobs.micro_batch) == ("zero2", 6)
+
+
+def test_a_script_s_own_micro_batch_has_to_divide_the_global() -> None:
+    with pytest.raises(InputError, match="own micro batch 6 × 2 ranks does not divide the global batch 16"):
+        walked_with_own(6, global_batch=16)
 
 
 def test_the_rungs_that_ran_out_while_they_built_are_told() -> None:

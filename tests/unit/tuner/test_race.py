@@ -124,6 +124,7 @@ class Foreseeing:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.forecasts: dict[str, RungForecast] = {}
+        self.own_batch: int | None = None
 
     def prepare(self, trials: Iterable[Trial]) -> None:
         list(trials)

@@ -9,6 +9,7 @@ import pytest
 from autods.config.catalogue import Machine, Rates, Tflops, read_catalogue
 from autods.forecast.predict.prices import Work, read_constants
 from autods.forecast.predict.step_time import BITS, RUN, Schedule
+from autods.forecast.simulate.protocol import SimulationFailed
 from autods.forecast.simulation_cache import SimulationCache
 from autods.forecast.testing import Script, ScriptedSimulator, fail_with, simulate_peaks
 from autods.forecast.values import EngineSpec, ForecastPhase, Simulation, Trace
@@ -287,6 +288,21 @@ def test_a_model_that_needs_two_samples_is_forecast_with_two() -> None:
     assert [one.micro_batch for one in said if one is not None] == [2, 2]
     assert simulator.measured == [("zero1", 1), ("zero1", 2), ("zero2", 2)]
     assert reported == []
+
+
+def test_a_script_s_own_micro_batch_is_the_one_forecast() -> None:
+    def of_six(spec: EngineSpec, micro_batch: int) -> Simulation:
+        if micro_batch != 6:
+            raise SimulationFailed("user_code", "its batches hold 6 samples", own_batch=6)
+        return grows(spec, micro_batch)
+
+    made, simulator, reported = make_forecaster(of_six)
+    said = [made.forecast(trial(rung)) for rung in ("zero1", "zero2")]
+    assert [one.micro_batch for one in said if one is not None] == [6, 6]
+    assert simulator.measured == [("zero1", 1), ("zero1", 6), ("zero2", 6)]
+    assert made.largest(trial(), range(1, 65), 15 * GIB) == 6
+    assert made.own_batch == 6
+    assert reported == ["micro batch 6, which the script fixes; no other one is tried"]
 
 
 def test_a_search_begins_where_the_model_can_be_trained() -> None:
