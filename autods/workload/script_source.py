@@ -258,9 +258,11 @@ def find_module(name: str, folder: Path) -> tuple[Path, Path]:
         hooked = importlib.util.find_spec(package)  # an import hook may know it, such as that of an editable install
         folders = [str(Path(location).parent) for location in (hooked and hooked.submodule_search_locations) or ()]
     spec = None
-    for end in range(1, name.count(".") + 2):
-        part = ".".join(name.split(".")[:end])
-        spec = importlib.machinery.PathFinder.find_spec(part, folders) if folders else None
+    words = name.split(".")
+    for end, word in enumerate(words, start=1):
+        part = ".".join(words[:end])
+        # By its last word alone: the finder asks the parent of a dotted name, which is not imported, for its folders.
+        spec = importlib.machinery.PathFinder.find_spec(word, folders) if folders else None
         if spec is None and os.path.isfile(Path(folder, name)):
             raise InputError("is a file, and -m takes a module name", place=option, hint=f"drop -m: {name}")
         if spec is None:
@@ -272,7 +274,7 @@ def find_module(name: str, folder: Path) -> tuple[Path, Path]:
         folders = list(spec.submodule_search_locations or ())
     is_package = bool(folders)
     if is_package:  # Python runs its __main__
-        spec = importlib.machinery.PathFinder.find_spec(f"{name}.__main__", folders)
+        spec = importlib.machinery.PathFinder.find_spec("__main__", folders)
         if spec is None:
             hint = f"give a module of it, such as -m {name}.train"
             raise InputError("is a package without a __main__.py", place=option, hint=hint)

@@ -51,7 +51,7 @@ from .protocol import (
 
 _STEPS = Steps(warmup=1, timed=1, most_timed=1)  # the second step differs, see `engine`
 _ANSWERED = 93  # exit code of a run that has sent its answer; unlikely to be a script's own
-_HINT = "real trials measure it: autods fit"
+_HINT = "where the script runs by itself, real trials measure it: autods fit"
 DRAWN = "the batches of the script's first two optimizer steps were simulated: longer samples need more"
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from ...config.trainers import SCRIPT_KINDS, ScriptKind
@@ -28,6 +29,12 @@ _NO_CUDA = re.compile(
     re.IGNORECASE,
 )
 WRITABLE = "AUTODS_WRITABLE"  # a variable with further folders in which the user lets a script write
+# Messages of urllib, requests, datasets and the hub's client, also where a variable forbids the network.
+_OUT_OF_REACH = re.compile(
+    r"urlopen error|Max retries exceeded|Couldn't reach|couldn't connect to|OfflineMode|offline mode is enabled"
+    r"|Name or service not known|Temporary failure in name resolution",
+    re.IGNORECASE,
+)
 _REFUSED = re.compile(r"permission denied|os error 13\b|errno[ =:]*13\b", re.IGNORECASE)
 _ERROR_WORD = re.compile(r"\b(?:error|fatal|exception|unknown|invalid|missing|required)\b", re.IGNORECASE)
 # A call that does not fit the function, whose qualified name comes first.
@@ -35,6 +42,7 @@ _AUTODS = __name__.partition(".")[0]
 _MISCALLED = re.compile(r"(\w+)[\w.<>]*\(\) (?:got (?:an unexpected|multiple|some)|missing \d+ required|takes )")
 _NOT_PARSED = "not used by the HfArgumentParser"
 _ITS_OWN = (None, "deepspeed")  # kinds of scripts that call DeepSpeed themselves, as far as is known
+_MOST_PARENTS = 4  # folders above a script in which a package of its project may lie
 _LOG_BYTES, _LOG_LINES, _QUOTED_CHARS = 4096, 12, 200  # what is read and quoted of the end of a log
 
 
@@ -90,7 +98,13 @@ def explain(
             problem, hint = reason
         case ImportError() | RuntimeError() if (name := _find_missing(error)) and (place or error.__cause__):
             problem = f"it needs {name}, which is not installed here"
+            folder = None if place is None else _find_beside(name.partition(".")[0], Path(place.file))
             hint = f"install it into the Python that autods runs in, {sys.executable}"
+            if folder is not None:
+                hint = f"it lies in {folder}: PYTHONPATH={folder} autods …"
+        case OSError() if _OUT_OF_REACH.search(read_text(error)):
+            problem = f"it loads from a network that is out of reach here: {read_text(error).splitlines()[0]}"
+            hint = "load it before, into a folder or into the cache that the script reads"
         case SystemExit():
             problem = f"it left with the message: {read_text(error.code)}"
             if isinstance(error.code, int):
@@ -157,6 +171,12 @@ def _find_refusal(error: BaseException) -> str | None:
         texts += [output.decode(errors="replace") if isinstance(output, bytes) else str(output), last_log_line()]
     lines = (line.strip() for text in texts for line in text.splitlines())
     return next((line[:_QUOTED_CHARS] for line in lines if _REFUSED.search(line)), None)
+
+
+def _find_beside(package: str, script: Path) -> Path | None:
+    """The folder above the script, or the `src` in one, that holds this package of its project."""
+    folders = (folder for parent in list(script.parents)[:_MOST_PARENTS] for folder in (parent, parent / "src"))
+    return next((folder for folder in folders if (folder / package / "__init__.py").is_file()), None)
 
 
 def _find_missing(error: BaseException) -> str | None:

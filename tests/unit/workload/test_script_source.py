@@ -252,6 +252,13 @@ def test_a_project_on_pythonpath_is_the_user_s_own(tmp_path, monkeypatch):
     assert make_source(tmp_path / "tools/train.py").script_kind == "deepspeed"
 
 
+def test_a_module_lies_in_a_folder_without_an_init(package, tmp_path):
+    package("__init__.py", "")
+    (tmp_path / "shop/training").mkdir()
+    (tmp_path / "shop/training/run.py").write_text(PLAIN)
+    assert make_source(Path("module:shop.training.run")).path == str(tmp_path / "shop/training/run.py")
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -39,6 +39,27 @@ def test_a_missing_package_is_to_be_installed(tmp_path, code):
     assert explained.problem == "it needs no_such_package_anywhere, which is not installed here"
 
 
+def test_a_package_of_the_script_s_project_is_to_be_on_the_path(tmp_path):
+    (tmp_path / "src/shop_of_this_test").mkdir(parents=True)
+    (tmp_path / "src/shop_of_this_test/__init__.py").touch()
+    (tmp_path / "scripts").mkdir()
+    error = explain(raise_in(tmp_path / "scripts", "import shop_of_this_test"), "cuda")
+    assert error.hint == f"it lies in {tmp_path}/src: PYTHONPATH={tmp_path}/src autods …"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import urllib.error; raise urllib.error.URLError('[Errno -2] Name or service not known')",
+        """raise ConnectionError("Couldn't reach 'stsb' on the Hub (OfflineModeIsEnabled)")""",
+    ],
+)
+def test_a_network_out_of_reach_is_told(tmp_path, code):
+    error = explain(raise_in(tmp_path, code), "cuda")
+    assert error.problem.startswith("it loads from a network that is out of reach here: ")
+    assert error.hint.startswith("load it before")
+
+
 def test_a_failed_lazy_import_tells_its_cause(tmp_path):
     line = "raise ModuleNotFoundError('Could not import X. Is it there?') from e"
     explained = explain(raise_in(tmp_path, f"try:\n    1 / 0\nexcept Exception as e:\n    {line}"), "cuda")
