@@ -182,6 +182,9 @@ class Growth:
             curve = BatchCurve.from_records(self.like)
         if not curve.micro_step_s and (step := self.context.forecaster.step_time(trial)) is not None:
             return step.seconds
+        if len(curve.micro_step_s) == 1:  # it may all grow with the batch, and a trial of long steps costs minutes
+            ((size, seconds),) = curve.micro_step_s.items()
+            return seconds * max(1.0, micro_batch / size) * trial.knobs.accumulation
         return curve.micro_step_at(micro_batch) * trial.knobs.accumulation
 
     # Decisions

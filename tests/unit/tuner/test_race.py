@@ -245,13 +245,13 @@ def test_a_rival_that_cannot_win_by_its_steps_is_tried_once_or_twice(raced: Call
 
 
 def test_a_smaller_size_that_was_measured_faster_wins(raced: Callable[..., FitResult]) -> None:
-    """52 samples take four waves of 16, and 48 take three."""
+    """52 samples take four waves of 16, and 32 take two."""
     machine = Machine(
         {"ddp": Rung(gib=9, fixed_s=2.0), "zero3": Rung(fixed_s=0.1, sample_s=0.09)}, kept_gib=1.0, wave=16
     )
     result = raced(machine, forecaster=NO_FORECASTER)
     assert max(machine.sizes("zero3")) == 52
-    assert won(result) == ("zero3", 48)
+    assert won(result) == ("zero3", 32)
 
 
 def test_repeats_that_differ_keep_a_rival_in(raced: Callable[..., FitResult]) -> None:
