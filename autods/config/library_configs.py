@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -50,6 +51,9 @@ _ARGUMENTS: Mapping[str, tuple[str, Any]] = {
 }
 _OTHER_NAMES = {"micro_batch_size": "per_device_train_batch_size"}  # axolotl's
 _OF_ARGUMENTS = ("deepspeed", "output_dir", "per_device_train_batch_size")  # no DeepSpeed config has them
+_OF_DEEPSPEED = ("zero_optimization", *BATCH_KEYS[:2])  # no library's arguments have them
+# ms-swift's names for files of its package, below a folder ds_config (its train_args.py).
+_CONFIGS_OF_SWIFT = ("zero0", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload")
 
 
 def is_yaml(path: Path) -> bool:
@@ -58,9 +62,9 @@ def is_yaml(path: Path) -> bool:
 
 
 def read_yaml_config(path: Path, read_json: ReadConfig) -> dict[str, Any]:
-    """Return the config that accelerate, or the Trainer, gives to DeepSpeed. `read_json` reads the file that is named.
+    """Return the config that accelerate, or the Trainer, gives to DeepSpeed, or DeepSpeed's own as Hydra keeps it.
 
-    Raises InputError for a file that is not theirs, or that does not use DeepSpeed.
+    `read_json` reads the file that is named. Raises InputError for a file of none of them, or without DeepSpeed.
     """
     import yaml
 
@@ -77,8 +81,10 @@ def read_yaml_config(path: Path, read_json: ReadConfig) -> dict[str, Any]:
         return make_accelerates_config(content, path, read_json)
     if isinstance(content, dict) and are_training_arguments(content):
         return fill_in_arguments(content, path, read_json)
-    hint = "give accelerate's YAML with a deepspeed_config, or a DeepSpeed JSON file"
-    raise InputError("has no deepspeed_config of accelerate", place=str(path), hint=hint)
+    if isinstance(content, dict) and any(name in content for name in _OF_DEEPSPEED):
+        return content
+    hint = "give accelerate's YAML with a deepspeed_config, or DeepSpeed's config as JSON or YAML"
+    raise InputError("has neither a deepspeed_config of accelerate nor keys of DeepSpeed", place=str(path), hint=hint)
 
 
 def is_of_accelerate(content: Mapping[str, Any]) -> bool:
@@ -209,5 +215,19 @@ def _read_named(field: str, named: Any, path: Path, read_json: ReadConfig) -> di
     file = Path(str(named))
     if is_yaml(file):
         raise InputError(f"{field}: is YAML", place=str(path), hint="name a DeepSpeed JSON file")
-    neighbour = path.parent / file
-    return read_json(neighbour if os.path.exists(neighbour) and not os.path.exists(file) else file)
+    found = [each for each in (file, path.parent / file) if os.path.exists(each)]
+    if not found and named in _CONFIGS_OF_SWIFT:
+        found = _find_configs_of_swift(named)
+        hint = f"it is ms-swift's own name: install that here, or name its file, ds_config/{named}.json"
+    else:
+        hint = "give its path from here, or from the folder of that file"
+    if not found:
+        raise InputError(f"there is no file {file}", place=f"{path}: {field}", hint=hint)
+    return read_json(found[0])
+
+
+def _find_configs_of_swift(name: str) -> list[Path]:
+    """Return the files that ms-swift means by this name; none where it is not installed."""
+    spec = importlib.util.find_spec("swift")
+    folders = (spec.submodule_search_locations or ()) if spec is not None else ()
+    return [file for folder in folders for file in sorted(Path(folder).rglob(f"ds_config/{name}.json"))]

@@ -79,13 +79,18 @@ def test_accelerate_refuses_what_the_named_file_decides(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("distributed_type: FSDP", "has no deepspeed_config of accelerate"),
+        ("distributed_type: FSDP", "has neither a deepspeed_config of accelerate nor keys of DeepSpeed"),
         ("a: [", "acc.yaml:1:5: is not YAML: "),
         ("deepspeed: {gradient_clipping: .nan}", "acc.yaml: is not YAML: ValueError"),
         ("deepspeed: &a {b: *a}", "acc.yaml: is not YAML: "),
-        ("- 1", "has no deepspeed_config of accelerate"),
+        ("- 1", "has neither a deepspeed_config of accelerate nor keys of DeepSpeed"),
         ("deepspeed_config: {zero_optimization: {stage: 2}}", "accelerate does not read zero_optimization there"),
         ("deepspeed_config: {deepspeed_config_file: acc.yaml}", "deepspeed_config_file: is YAML"),
+        (
+            "deepspeed_config: {deepspeed_config_file: no.json}",
+            "acc.yaml: deepspeed_config_file: there is no file no.json",
+        ),
+        ("deepspeed: zero2", "acc.yaml: deepspeed: there is no file zero2\n  it is ms-swift's own name"),
         ("deepspeed_config: {zero_stages: 3}", "accelerate ignores zero_stages\n  did you mean zero_stage?"),
         (
             "distributed_type: DEEPSPEED\nzero_stage: 3\ndeepspeed_config_file: ds.json",
@@ -103,6 +108,11 @@ def test_a_file_that_is_named_may_stand_beside_the_one_that_names_it(tmp_path: P
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
     (tmp_path / "acc.yaml").write_text("deepspeed_config: {deepspeed_config_file: ds.json}")
     assert read_base_config(tmp_path / "acc.yaml")["zero_optimization"] == {"stage": 1}
+
+
+def test_deepspeeds_own_config_may_be_yaml(tmp_path: Path) -> None:
+    (tmp_path / "ds.yaml").write_text("zero_optimization: {stage: 2}\nbf16: {enabled: true}")
+    assert read_base_config(tmp_path / "ds.yaml") == {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
 
 
 # ------------------------------------------------------------------------------------------------- TrainingArguments
@@ -153,6 +163,16 @@ def test_training_arguments_may_be_yaml_and_name_a_file(tmp_path: Path) -> None:
     assert (config["train_micro_batch_size_per_gpu"], "bf16" in config) == (3, False)
 
 
+def test_ms_swifts_names_are_files_of_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "swift" / "llm" / "ds_config"
+    folder.mkdir(parents=True)
+    (tmp_path / "swift" / "__init__.py").write_text("raise SystemExit('it is found, not imported')")
+    (folder / "zero2.json").write_text('{"zero_optimization": {"stage": 2}}')
+    (tmp_path / "sft.yaml").write_text("deepspeed: zero2")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert read_base_config(tmp_path / "sft.yaml")["zero_optimization"] == {"stage": 2}
+
+
 def test_what_the_trainer_computes_of_the_data_stays_auto(tmp_path: Path) -> None:
     params = {"total_num_steps": "auto", "warmup_num_steps": "auto"}
     scheduler = {"type": "WarmupDecayLR", "params": params}
@@ -166,7 +186,7 @@ def test_what_the_trainer_computes_of_the_data_stays_auto(tmp_path: Path) -> Non
     ("given", "said"),
     [
         ({"deepspeed": None}, "are TrainingArguments that name no DeepSpeed config"),
-        ({"deepspeed": "nowhere.json"}, "nowhere.json: cannot be read"),
+        ({"deepspeed": "nowhere.json"}, "deepspeed: there is no file nowhere.json"),
         ({"deepspeed": "ds.yaml"}, "deepspeed: is YAML"),
         (
             {"deepspeed": {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0}},
