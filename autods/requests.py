@@ -430,7 +430,8 @@ class ExplainRequest(_MachineOptions, _WorkloadOptions):
     """
 
     config: ConfigSource = field(
-        kw_only=False, metadata=argument("DeepSpeed's config (JSON or YAML), accelerate's, or TrainingArguments.", "CONFIG")
+        kw_only=False,
+        metadata=argument("DeepSpeed's config (JSON or YAML), accelerate's, or TrainingArguments.", "CONFIG"),
     )
     workload: PathText | None = field(
         default=None,

@@ -176,16 +176,23 @@ class Growth:
         return max(size, size + (longest_s - times[size]) / (SURE * sample_s))
 
     def _step_at(self, micro_batch: int) -> float:
-        """Seconds of an optimizer step, by the forecast where nothing is measured; 0 where nothing is known."""
-        curve, trial = self.curve, self.trial_at(micro_batch)
+        """Seconds of an optimizer step, by the forecast where nothing is measured; 0 where nothing is known.
+
+        One timed size does not tell which part of a step grows with the batch. The forecast does. Without it all may:
+        a trial of long steps costs minutes.
+        """
+        forecaster, trial = self.context.forecaster, self.trial_at(micro_batch)
+        curve = self.curve if self.curve.micro_step_s else BatchCurve.from_records(self.like)
+        if len(curve.micro_step_s) > 1:
+            return curve.micro_step_at(micro_batch) * trial.knobs.accumulation
+        forecast = forecaster.step_time(trial)
         if not curve.micro_step_s:
-            curve = BatchCurve.from_records(self.like)
-        if not curve.micro_step_s and (step := self.context.forecaster.step_time(trial)) is not None:
-            return step.seconds
-        if len(curve.micro_step_s) == 1:  # it may all grow with the batch, and a trial of long steps costs minutes
-            ((size, seconds),) = curve.micro_step_s.items()
-            return seconds * max(1.0, micro_batch / size) * trial.knobs.accumulation
-        return curve.micro_step_at(micro_batch) * trial.knobs.accumulation
+            return forecast.seconds if forecast is not None else 0.0
+        ((size, seconds),) = curve.micro_step_s.items()
+        growth = micro_batch / size
+        if forecast is not None and (timed := forecaster.step_time(self.trial_at(size))) is not None:
+            growth = forecast.seconds / timed.seconds
+        return seconds * max(1.0, growth) * trial.knobs.accumulation
 
     # Decisions
 
@@ -215,10 +222,11 @@ class Growth:
             return size  # a step has the same samples at every micro batch, so growth makes it hardly longer
         longest_s = self.longest_step_s
         open_sizes = curve.open_sizes(sizes)
-        short = [other for other in open_sizes if other <= size and self._step_at(other) <= longest_s]
-        if short and (short[-1] == size or short[-1] >= _WORTH_A_LONG_STEP * curve.fits):
-            return short[-1]
-        long = next(other for other in open_sizes if other not in short)
+        up_to_size = [other for other in open_sizes if other <= size]
+        most_short = find_last(up_to_size, lambda other: self._step_at(other) > longest_s)
+        if most_short is not None and (most_short == size or most_short >= _WORTH_A_LONG_STEP * curve.fits):
+            return most_short
+        long = next(other for other in open_sizes if most_short is None or other > most_short)
         return GrowthEnd(
             is_limit=False,
             reason=f"a step of micro batch {long} would take about {self._step_at(long):.1f} s, more than the"
