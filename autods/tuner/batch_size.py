@@ -176,23 +176,31 @@ class Growth:
         return max(size, size + (longest_s - times[size]) / (SURE * sample_s))
 
     def _step_at(self, micro_batch: int) -> float:
-        """Seconds of an optimizer step, by the forecast where nothing is measured; 0 where nothing is known.
+        """Seconds of an optimizer step, by the forecast where nothing is measured; 0 where nothing is known."""
+        curve, trial = self._time_curve(), self.trial_at(micro_batch)
+        if not curve.micro_step_s and (step := self.context.forecaster.step_time(trial)) is not None:
+            return step.seconds
+        return curve.micro_step_at(micro_batch) * trial.knobs.accumulation
+
+    def _most_step_at(self, micro_batch: int) -> float:
+        """Seconds that an optimizer step may take.
 
         One timed size does not tell which part of a step grows with the batch. The forecast does. Without it all may:
-        a trial of long steps costs minutes.
+        a trial of steps that are twice as long as they may be costs minutes.
         """
-        forecaster, trial = self.context.forecaster, self.trial_at(micro_batch)
-        curve = self.curve if self.curve.micro_step_s else BatchCurve.from_records(self.like)
-        if len(curve.micro_step_s) > 1:
-            return curve.micro_step_at(micro_batch) * trial.knobs.accumulation
-        forecast = forecaster.step_time(trial)
-        if not curve.micro_step_s:
-            return forecast.seconds if forecast is not None else 0.0
-        ((size, seconds),) = curve.micro_step_s.items()
+        times = self._time_curve().micro_step_s
+        if len(times) != 1:
+            return self._step_at(micro_batch)
+        ((size, seconds),) = times.items()
+        forecaster, trial, timed = self.context.forecaster, self.trial_at(micro_batch), self.trial_at(size)
         growth = micro_batch / size
-        if forecast is not None and (timed := forecaster.step_time(self.trial_at(size))) is not None:
-            growth = forecast.seconds / timed.seconds
+        if (longer := forecaster.step_time(trial)) is not None and (known := forecaster.step_time(timed)) is not None:
+            growth = longer.seconds / known.seconds
         return seconds * max(1.0, growth) * trial.knobs.accumulation
+
+    def _time_curve(self) -> BatchCurve:
+        """The step times of this config, or of the one that is like it until this one has measured one."""
+        return self.curve if self.curve.micro_step_s else BatchCurve.from_records(self.like)
 
     # Decisions
 
@@ -223,13 +231,13 @@ class Growth:
         longest_s = self.longest_step_s
         open_sizes = curve.open_sizes(sizes)
         up_to_size = [other for other in open_sizes if other <= size]
-        most_short = find_last(up_to_size, lambda other: self._step_at(other) > longest_s)
+        most_short = find_last(up_to_size, lambda other: self._most_step_at(other) > longest_s)
         if most_short is not None and (most_short == size or most_short >= _WORTH_A_LONG_STEP * curve.fits):
             return most_short
         long = next(other for other in open_sizes if most_short is None or other > most_short)
         return GrowthEnd(
             is_limit=False,
-            reason=f"a step of micro batch {long} would take about {self._step_at(long):.1f} s, more than the"
+            reason=f"a step of micro batch {long} would take about {self._most_step_at(long):.1f} s, more than the"
             f" {longest_s:.1f} s that timing may take",
         )
 
