@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil, exp, inf, log, sqrt
 from statistics import mean, median, median_low, stdev
 
+from ..report.results.measured import find_measured
 from ..report.results.probe import Ratio
 from ..types import Fit, Purpose, Record, Trial
 from ..units import format_factor
@@ -259,14 +260,15 @@ def confirm_gain(start: Record, leaders: Sequence[Record], context: FitContext) 
     """The best of the leaders (best first) if it beats the start when measured again in turn, and the reason.
 
     It has to gain what the profile asks for, and more than noise explains. A leader whose first measurement lacks that
-    gain is not measured again.
+    gain over all of the start's is not measured again.
     """
     score, limits = context.score, context.settings.profile.tune
     best, times = comparison_words(score)
-    promising = [leader for leader in leaders if score(leader) >= limits.gain * score(start)]
+    usual = usual_score(start, context)
+    promising = [leader for leader in leaders if score(leader) >= limits.gain * usual]
     too_little = f"less than the {limits.gain:g} that counts"
     if not promising:
-        claim = max(map(score, leaders)) / max(score(start), 1e-12)
+        claim = max(map(score, leaders)) / max(usual, 1e-12)
         return start, f"the {best} of them was {claim:.2f} {times} as the start, {too_little}"
     trials = (1 + len(promising)) * limits.turns
     turns = limits.turns if context.may_run(trials) else min(TURNS_WITHOUT_BUDGET, limits.turns)
@@ -286,6 +288,14 @@ def confirm_gain(start: Record, leaders: Sequence[Record], context: FitContext) 
     if ratio.low <= 1:
         return start, f"the {best} of them was {words} when measured again in turn, which noise explains"
     return final.best, f"measured again in turn, {words}"
+
+
+def usual_score(record: Record, context: FitContext) -> float:
+    """The score of the record's config over all its measurements, one of which may have been disturbed."""
+    trial = record.trial
+    measured = find_measured(context.memory.records, trial.rung, trial.knobs)
+    is_rate = context.score is samples_per_second  # peaks of memory repeat
+    return measured.samples_per_second if is_rate and measured is not None else context.score(record)
 
 
 def relative_deviation(rates: Sequence[float]) -> float | None:

@@ -17,7 +17,7 @@ from ..forecast.values import RungForecast
 from ..types import Failed, Fit, OutOfMemory, Record, Scalar, Trial
 from ..units import format_factor
 from .candidates import config_name, with_open_keys
-from .comparison import PRIOR_NOISE, TURNS_WITHOUT_BUDGET, confirm_gain
+from .comparison import PRIOR_NOISE, TURNS_WITHOUT_BUDGET, confirm_gain, usual_score
 from .trial_forecasts import lacking_bytes
 from .trials import FitContext, fit_steps_to_budget, median_step_s, samples_per_second
 
@@ -96,7 +96,8 @@ def tune(
     summary = f"{len(records) or 'no'} other {noun.format(rung.name)} tried"
     summary += f" ({not_run} more cannot fit by the forecast)" if not_run else ""
     summary += end if records else end.replace(" until", ":", 1)
-    better = [record for record in records if context.fits(record) and score(record) > score(start)]
+    usual = usual_score(start, context)
+    better = [record for record in records if context.fits(record) and score(record) > usual]
     if not better:
         none = "none was faster" if score is samples_per_second else "none was better"
         reason = f"{summary}, {none}" if records else summary

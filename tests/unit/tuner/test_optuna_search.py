@@ -453,6 +453,15 @@ def test_a_leader_that_claims_less_than_counts_is_not_measured_again() -> None:
     assert [trial.knobs for trial in runner.trials] == [start.trial.knobs, leader.trial.knobs] * 2
 
 
+def test_a_start_that_was_once_disturbed_promises_no_gain() -> None:
+    disturbed, leader = measured(100.0, {}), measured(125.0, {OVERLAP: True})
+    runner = ScriptedRunner(lambda trial: fit(peak_bytes=1, samples_per_second=125.0))
+    seen = [disturbed, measured(125.0, {}), measured(126.0, {})]
+    best, reason = confirming(disturbed, [leader], runner.run, seen=seen)
+    assert (best, runner.trials) == (disturbed, [])
+    assert reason == "the fastest of them was 1.00 times as fast as the start, less than the 1.03 that counts"
+
+
 def test_a_start_that_does_not_fit_again_gives_way() -> None:
     start, leader = measured(100.0, {}), measured(120.0, {OVERLAP: True})
     runner = ScriptedRunner(lambda trial: out_of_memory() if trial.knobs == start.trial.knobs else leader.outcome)
