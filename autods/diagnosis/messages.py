@@ -39,7 +39,7 @@ _CODE = re.compile(expand(r"(?:>+ *\d* *)?{source_code}"))
 BOX = "│╭╰┌└├|❱"
 NATIVE_FRAME = re.compile(r"#?\s*(?:frame )?#\d+:? |C\+\+ CapturedTraceback|Exception raised from .* \(most recent")
 REPORTS_FAILURE = re.compile(
-    r"(?:[\w./-]+: (?=error:|(?-i:ERROR|FATAL) )|(?:[\w./-]+ ){1,2}(?=(?-i:ERROR|FATAL): ))?"
+    r"(?:[\w./-]+: (?=error:|(?-i:ERROR|FATAL) )|(?:[\w./-]+ ){1,2}(?=(?-i:ERROR|FATAL): )|(?:CUDA|HIP) (?=error:))?"
     r"\b(?:error|errors|exception|fail(?:ed|ure|s)?|fatal|critical|abort(?:ed|ing)?|crash(?:ed)?|panic)\b",
     re.I,
 )
@@ -57,9 +57,9 @@ _QUOTED = re.compile(
     ),
     re.IGNORECASE,
 )
-# A cloud's or a cluster's notice, as its JSON names the fields.
+# A cloud's or a cluster's notice, and a trainer's last one, as their dicts name the fields.
 _NOTICE = re.compile(
-    r"['\"](?:EventType|eventType|EventStatus|instance-action|involvedObject|terminationReason)['\"]\s*:"
+    r"['\"](?:EventType|eventType|EventStatus|instance-action|involvedObject|terminationReason|train_runtime)['\"]\s*:"
 )
 # Advice that torch adds to every CUDA error; it names things that did not happen.
 BOILERPLATE = re.compile(expand(r"\s*{torch_advice}"))

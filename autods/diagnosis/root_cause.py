@@ -34,6 +34,7 @@ _EVIDENCE_LINES = 4
 _EVIDENCE_CHARS = 400
 _NUMBER = re.compile(r"\d+")
 _WORD = re.compile(r"\w")
+_ASSERTION = re.compile(r"AssertionError:?")
 _RESUMED_STEPS = 3  # of progress after a failure: the run survived it. Other ranks show a step or two more at most
 _STRENGTH = {"decisive": 0, "cause": 1, "likely": 2}  # of a row's weight; the smaller is stronger
 # What Python says where a step that was given up left no value behind.
@@ -404,11 +405,16 @@ def _diagnosis(
 
 
 def _telling_lines(symptom: Symptom) -> list[str]:
-    """The first line of the message, those that it announces, and the one that the row matched. ===== is no line."""
+    """The first line of the message, those that it announces, and the one that the row matched. ===== is no line.
+
+    A bare "AssertionError" says nothing: the statement that failed comes after it.
+    """
     lines = [line.strip() for line in symptom.message.text.splitlines() if _WORD.search(line)]
     announced = lines[1:_EVIDENCE_LINES] if lines and lines[0].endswith(":") else []
     matched = filter(symptom.row.tells, lines)
-    return [line[:_EVIDENCE_CHARS] for line in dict.fromkeys((*lines[:1], *islice(matched, 1), *announced))]
+    asserted = [frame for frame in symptom.message.frames[-1:] if len(lines) == 1 and _ASSERTION.fullmatch(lines[0])]
+    telling = dict.fromkeys((*lines[:1], *islice(matched, 1), *announced, *asserted))
+    return [line[:_EVIDENCE_CHARS] for line in telling]
 
 
 _PHASES = [(re.compile(pattern), phase) for pattern, phase in read_toml("log_lines")["phases"]]

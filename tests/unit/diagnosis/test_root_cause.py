@@ -528,3 +528,37 @@ def test_advice_names_the_variable_that_torch_names() -> None:
     text = f"{OOM} of which 1.00 GiB is free. 2.50 GiB is reserved by PyTorch but unallocated. Try setting {{}}\n"
     for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         assert f"set {variable}=expandable" in autods.diagnose(text.format(variable)).advice
+
+
+def test_after_the_trainers_last_metrics_a_trackers_error_counts_not() -> None:
+    log = "{'train_runtime': 4110.2, 'train_loss': 1.31, 'epoch': 3.0}\nwandb: ERROR Error while calling W&B API: 500\n"
+    assert autods.diagnose(log).kind == "none"
+
+
+def test_a_bare_assertion_is_shown_with_its_statement() -> None:
+    frame = '  File "/v/lib/python3.11/site-packages/deepspeed/runtime/pipe/engine.py", line 915, in _exec_send_grads'
+    log = f"Traceback (most recent call last):\n{frame}\n    assert inputs.grad is not None\nAssertionError\n"
+    assert autods.diagnose(log).evidence == ("AssertionError", "assert inputs.grad is not None")
+
+
+def test_a_full_device_that_native_code_reports_is_the_cause() -> None:
+    log = """\
+(LLMRayActor pid=347862) CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:62
+Traceback (most recent call last):
+  File "/work/train_ppo.py", line 478, in <module>
+    train(args)
+ray.exceptions.RayTaskError(AssertionError): ray::ActorModelRayActor.fit() (pid=348952, ip=10.0.0.1)
+  File "/work/ppo_actor.py", line 300, in ppo_train
+    batch_vllm_engine_call(self.vllm_engines, "wake_up")
+AssertionError
+"""
+    assert (autods.diagnose(log).kind, autods.diagnose(log).tier) == ("out_of_memory", "device")
+
+
+def test_what_a_native_exception_says_is_read_before_the_abort() -> None:
+    log = """\
+terminate called after throwing an instance of 'std::runtime_error'
+  what():  NCCL Error 1: unhandled cuda error
+Aborted (core dumped)
+"""
+    assert autods.diagnose(log).signature == "communication/unhandled-cuda-error"
