@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from autods.system.stacks import Frame, describe_place, find_hang, find_user_frame, parse_stack
+import subprocess
+import sys
+
+from autods.system import processes
+from autods.system.stacks import Frame, ask, describe_place, find_hang, find_user_frame, parse_stack
 
 LIBRARY = "/venv/lib/python3.11/site-packages"
 
@@ -14,6 +18,25 @@ def stack(*frames: str, heading: str = "Current thread 0x00007f (most recent cal
 def test_the_last_stack_of_a_log_counts() -> None:
     log = stack("/home/me/old.py", heading="Stack (most recent call first):") + "words\n" + stack("/home/me/new.py")
     assert [str(frame) for frame in parse_stack(log)] == ["/home/me/new.py:1"]
+
+
+def test_the_main_thread_is_the_one_that_is_asked() -> None:
+    code = """
+import signal, threading
+from autods.system import stacks
+stacks.answer_requests()
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+signal.pthread_sigmask(signal.SIG_BLOCK, {stacks._ASK})
+print("ready", flush=True)
+input()
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert ask(child.pid)
+        assert int(processes.read_status(child.pid)["SigPnd"], 16)  # of this thread alone; ShdPnd has the process's
+        child.stdin.close()
 
 
 def test_installed_packages_are_not_the_users_code() -> None:
