@@ -415,6 +415,17 @@ def apply_survey(settings: Settings, facts: ModelFacts) -> Settings:
     return replace(settings, base=base, global_batch=global_batch)
 
 
+def check_precision(settings: Settings, problems: Mapping[str, str]) -> None:
+    """Raise InputError where the device lacks the precision of the config; `problems` has the reason of a survey."""
+    precision = precision_name(settings.base)
+    if (problem := problems.get(precision)) is not None:
+        raise InputError(
+            f"{problem}, and the config trains in {precision}",
+            place=settings.source.path,
+            hint="give --precision bf16 or fp32; where the script itself casts to half precision, change it there, too",
+        )
+
+
 # What keeps the writes of a script out of the user's folders.
 KEPT_BY_KERNEL = "in trials the kernel (Landlock) refuses what the script would write outside their folders and caches"
 KEPT_BY_PYTHON = "in trials only Python's writes are redirected (no Landlock here): C libraries really write"

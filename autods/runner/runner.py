@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ..config.deepspeed import compose, count_replicas, place_monitors, required_ops, without_monitors
 from ..config.rungs import Rung, unmet_need
-from ..config.settings import Settings, apply_survey, describe_script
+from ..config.settings import Settings, apply_survey, check_precision, describe_script
 from ..diagnosis.trial_outcome import LARGEST_SURVEY_BATCH, blame_code_for_hang, make_input_error
 from ..errors import AutodsError, EnvironmentBroken, InputError
 from ..events import Event, Note, TrialMoved
@@ -113,6 +113,7 @@ class RayRunner:
         survey = known or self._survey()
         self.facts = survey.facts
         self.settings = apply_survey(settings, survey.facts)
+        check_precision(self.settings, survey.op_problems)
         if known is None:
             self.surveys[settings.source.digest] = survey
             for text in describe_script(self.settings, survey.facts):

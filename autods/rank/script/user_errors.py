@@ -40,6 +40,8 @@ _ERROR_WORD = re.compile(r"\b(?:error|fatal|exception|unknown|invalid|missing|re
 # A call that does not fit the function, whose qualified name comes first.
 _AUTODS = __name__.partition(".")[0]
 _MISCALLED = re.compile(r"(\w+)[\w.<>]*\(\) (?:got (?:an unexpected|multiple|some)|missing \d+ required|takes )")
+_NOT_IN_MODULE = re.compile(r"module '?(\w+)[\w.]*'? has no attribute")
+_EMPTY_BATCH = "but got batch_size=0"  # of a DataLoader
 _NOT_PARSED = "not used by the HfArgumentParser"
 _ITS_OWN = (None, "deepspeed")  # kinds of scripts that call DeepSpeed themselves, as far as is known
 _MOST_PARENTS = 4  # folders above a script in which a package of its project may lie
@@ -89,6 +91,14 @@ def explain(
             problem = f"its command line is refused: {read_text(error)[:_QUOTED_CHARS]}"
             parsers = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
             hint = advise_arguments(parsers[-1] if parsers else None)
+        case ValueError() if _EMPTY_BATCH in read_text(error):
+            problem = f"{read_text(error)}: does it divide the batch by the ranks?"
+            hint = 'give it {train_batch_size}, with "gradient_accumulation_steps": 1 in --base-config'
+        case AttributeError() if (match := _NOT_IN_MODULE.match(read_text(error))) and (
+            versions := _format_versions([match[1]])
+        ):
+            problem = f"AttributeError: {read_text(error)}"
+            hint = f"installed here: {versions}; the script may be written for another version"
         case TypeError() if (match := _MISCALLED.match(read_text(error))) and (
             versions := _find_versions(error, match[1])
         ):

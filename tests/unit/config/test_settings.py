@@ -7,7 +7,7 @@ import pytest
 
 from autods.config import settings as settings_module
 from autods.config.profiles import Budget, TimeLimits, read_profile
-from autods.config.settings import Settings, apply_survey
+from autods.config.settings import Settings, apply_survey, check_precision
 from autods.devices import Card
 from autods.errors import EnvironmentBroken, InputError
 from autods.system.host import Hardware, data_folder, installed_versions
@@ -475,3 +475,10 @@ def test_nodes_change_the_fingerprint_the_address_does_not() -> None:
     two = asked(gpus=8, nodes=2, address="auto").fingerprint()
     assert two != asked(gpus=8).fingerprint()
     assert two == asked(gpus=8, nodes=2, address="10.0.0.1:6379").fingerprint()
+
+
+def test_a_device_without_fp16_is_told_before_anything_is_built() -> None:
+    problems = {"fp16": "this device has no fp16", "cpu_adam": "no compiler"}
+    with pytest.raises(InputError, match="this device has no fp16, and the config trains in fp16"):
+        check_precision(asked(precision="fp16"), problems)
+    check_precision(asked(precision="bf16"), problems)

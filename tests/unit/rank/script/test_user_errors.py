@@ -60,6 +60,18 @@ def test_a_network_out_of_reach_is_told(tmp_path, code):
     assert error.hint.startswith("load it before")
 
 
+def test_a_batch_divided_by_the_ranks_is_to_be_that_of_all(tmp_path):
+    code = "from torch.utils.data import DataLoader; DataLoader([1], batch_size=0)"
+    error = explain(raise_in(tmp_path, code), "cuda")
+    assert error.problem.endswith("but got batch_size=0: does it divide the batch by the ranks?")
+    assert error.hint.startswith("give it {train_batch_size}")
+
+
+def test_a_name_that_another_version_has_tells_the_installed_one(tmp_path):
+    error = explain(raise_in(tmp_path, "import pytest; pytest.Nothing"), "cuda")
+    assert error.hint == f"installed here: pytest {version('pytest')}; the script may be written for another version"
+
+
 def test_a_failed_lazy_import_tells_its_cause(tmp_path):
     line = "raise ModuleNotFoundError('Could not import X. Is it there?') from e"
     explained = explain(raise_in(tmp_path, f"try:\n    1 / 0\nexcept Exception as e:\n    {line}"), "cuda")
