@@ -230,6 +230,9 @@ class Assembler:
             return
         if IGNORED.search(text):
             self._ignore.add(key)
+            if opened is None or opened.message is not None:
+                yield from self._close(key)
+                return
         if opened is None and (FRAME.match(text) or BOXED_FRAME.match(text)):  # the traceback's beginning is missing
             self._open[key] = _Open(line, frames=[text.strip()], indent=_indent(text))
         elif opened is not None and opened.message is None:
@@ -266,6 +269,7 @@ class Assembler:
             del self._open[key]
         elif outdented and (match := EXCEPTION.match(stripped)):
             opened.message = _message(line, "raised", match, opened.frames)
+            opened.message.ignored = opened.ignored
             opened.body = [stripped]
         elif (
             not stripped

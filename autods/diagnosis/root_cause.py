@@ -233,12 +233,32 @@ def _repeats_user(symptom: Symptom, summary: LogSummary) -> bool:
 
 
 def _finished(summary: LogSummary) -> bool:
-    """Whether a line says that the run ended well, and no failure follows it."""
-    done = [symptom.message for symptom in summary.symptoms if symptom.row.weight == "done"]
+    """Whether a line says that the run ended well, and no failure follows it, in its file or in that of another rank.
+
+    A timeout of a collective is one where it is logged as an error: peers that are gone are usual at the end of a run.
+    """
+    done = [symptom for symptom in summary.symptoms if symptom.row.weight == "done"]
     if not done or summary.first_exit.code != 0:
         return False
-    failed = (symptom.message for symptom in summary.symptoms if symptom.row.weight in _STRENGTH)
-    return not any(message.file == done[-1].file and message.order > done[-1].order for message in failed)
+    last = {symptom.message.file: symptom for symptom in done}
+    failed = (
+        symptom
+        for symptom in summary.symptoms
+        if symptom.row.weight in _STRENGTH
+        or (symptom.row.weight == "secondary" and symptom.message.prefix.level == "error")
+    )
+    return not any(
+        _is_after(symptom, last.get(symptom.message.file, done[-1])) and not _survived(symptom, summary)
+        for symptom in failed
+    )
+
+
+def _is_after(symptom: Symptom, other: Symptom) -> bool:
+    """Whether a symptom comes after another one: by place in one file, by the clock in two. Without clocks it does."""
+    if symptom.message.file == other.message.file:
+        return symptom.message.order > other.message.order
+    one, two = symptom.when, other.when
+    return one is None or two is None or one[0] != two[0] or one[1] > two[1]
 
 
 def _is_about_other_program(

@@ -562,3 +562,31 @@ terminate called after throwing an instance of 'std::runtime_error'
 Aborted (core dumped)
 """
     assert autods.diagnose(log).signature == "communication/unhandled-cuda-error"
+
+
+def test_an_exception_that_python_ignored_is_no_failure() -> None:
+    log = """\
+Exception ignored in: <function _MultiProcessingDataLoaderIter.__del__ at 0x7f>
+Traceback (most recent call last):
+  File "/v/lib/python3.11/site-packages/torch/utils/data/dataloader.py", line 1478, in __del__
+    self._shutdown_workers()
+AssertionError: can only test a child process
+"""
+    assert autods.diagnose(log).kind == "none"
+
+
+def test_a_collective_that_times_out_after_the_last_metrics_counts() -> None:
+    log = """\
+{'train_runtime': 811.0, 'train_loss': 0.6, 'epoch': 3.0}
+[rank1]:[E601 11:41:11.123 ProcessGroupNCCL.cpp:629] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9912, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=1800000) ran for 1800010 milliseconds before timing out.
+"""  # noqa: E501
+    assert autods.diagnose(log).kind == "secondary"
+
+
+@pytest.mark.parametrize(("time", "kind"), [("10:05:00", "out_of_memory"), ("09:05:00", "memory_pressure")])
+def test_another_ranks_later_failure_outweighs_a_good_end(time: str, kind: str) -> None:
+    done = "[2026-01-05 10:00:00,000] [INFO] [launch.py:351:main] Process 812 exits successfully.\n"
+    failed = (
+        f"[2026-01-05 {time},000] [ERROR] torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+    )
+    assert autods.diagnose({"rank0.log": done, "rank1.log": failed}).kind == kind
