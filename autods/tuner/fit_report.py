@@ -92,7 +92,7 @@ def build_report(
             **reasons,
             **_explain_untried(context, reasons),
             **result.raced.reasons,
-            "batch": _explain_batch(result.best.trial.knobs, context),
+            "batch": _explain_batch(result.best.trial.knobs, context, is_fixed=walked.own_batch is not None),
             "grow": growth.stop.reason if growth.stop is not None else "",
             "tune": result.tuned.reason,
             **({} if certified is None else {"certify": certified.reason}),
@@ -144,13 +144,15 @@ def _explain_untried(context: FitContext, reasons: Mapping[str, str]) -> dict[st
     }
 
 
-def _explain_batch(knobs: Knobs, context: FitContext) -> str:
-    """How the batch is made up, and why it has that size."""
+def _explain_batch(knobs: Knobs, context: FitContext, *, is_fixed: bool) -> str:
+    """How the batch is made up, and why it has that size; a micro batch that `is_fixed` is the script's own."""
     holders = "ranks"
     if context.facts.pipeline_stages:
         holders = "replica" if context.world_size == 1 else "replicas"
     longer = ", with the memory of any longer accumulation" if knobs.accumulation >= ENOUGH_ACCUMULATION else ""
     chosen = f"chosen for throughput{longer}: give --global-batch to keep yours"
+    if is_fixed:
+        chosen = "the micro batch is the one that the script fixes"
     if context.settings.global_batch is not None:
         chosen = "as requested"
     return f"{text.format_batch(knobs, context.world_size, holders)}, {chosen}"

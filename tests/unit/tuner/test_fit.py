@@ -130,6 +130,16 @@ def test_no_trial_runs_twice_in_a_search(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_a_script_s_own_micro_batch_is_that_of_the_whole_search(seed: int) -> None:
+    with folder(seed) as search:
+        fixed = replace(search, own_batch=2)
+        result, trials = searched(fixed, seed)
+        assert {trial.knobs.micro_batch for trial in trials} == {2}
+        report = build_report(result, fixed, fingerprint="", seconds=1.0)
+        assert report.reasons["batch"].endswith("the micro batch is the one that the script fixes")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_listeners_hear_each_stage_and_about_its_trials(seed: int) -> None:
     heard: list[Event] = []
     with folder(seed) as search:
