@@ -37,6 +37,7 @@ _AUTODS = str(Path(__file__).parents[1]) + os.sep
 # Who is in there waits for another rank.
 _AWAITS = re.compile(r"/torch/distributed/|/deepspeed/(?:comm|runtime)/")
 _NETWORK = re.compile(r"/lib(?:64)?/python3[^/]*/(?:ssl|socket)\.py$")
+_GENERATES = "/transformers/generation/"
 _AUTOGRAD = "/torch/autograd/"  # the main thread waits there while others run the backward pass
 
 
@@ -117,7 +118,10 @@ def describe_place(pid: int, stack: tuple[Frame, ...]) -> str:
     """
     library = next((frame for frame in stack if _BELOW_LIBRARIES.search(frame.file) is None), None)
     frame = find_user_frame(stack) or library or next(iter(stack), None)
-    return processes.describe_process(pid) if frame is None else f"in {frame.function}, {frame}"
+    if frame is None:
+        return processes.describe_process(pid)
+    generates = any(_GENERATES in frame.file for frame in stack)
+    return f"in {frame.function}, {frame}{', which generates text token by token' if generates else ''}"
 
 
 def find_crash(log: str) -> Frame | None:

@@ -68,7 +68,7 @@ def test_a_library_that_works_for_a_script_is_the_place() -> None:
     below = Frame("/venv/lib/python3.11/site-packages/torch/_ops.py", 9, "call")
     library = Frame("/venv/lib/python3.11/site-packages/transformers/generation/utils.py", 3229, "_sample")
     above = Frame("/usr/lib/python3.11/runpy.py", 88, "_run_code")
-    assert describe_place(1, (below, library, above)) == f"in _sample, {library}"
+    assert describe_place(1, (below, library, above)) == f"in _sample, {library}, which generates text token by token"
     assert describe_place(1, (below, above)) == f"in call, {below}"
     users = Frame("/home/me/train.py", 7, "main")
-    assert describe_place(1, (below, library, users, above)) == f"in main, {users}"
+    assert describe_place(1, (below, library, users, above)) == f"in main, {users}, which generates text token by token"
