@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import re
 import socket
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from ...types import ModelFacts
 from ...workload.protocol import WorkloadError
 from ..values import EngineSpec, Simulation
 
+# Messages of torch where code outside of its operators asks for the memory of a tensor without values.
+_READS_VALUES = re.compile(r"its data is not allocated yet|'aten::_local_scalar_dense'")
 _SIZE_BYTES = 8  # that announce the length of a request
 
 
@@ -165,6 +168,8 @@ def failure_of(error: BaseException, user_file: str) -> SimulationFailed:
             ' weights: give --precision fp32, or for buffers "data_types": {"buffer_dtype": "bf16"} in the base config'
         )
     problem = f"{types[0]}: {message}" if message else types[0]
+    if _READS_VALUES.search(message):
+        kind, problem = "data_dependent", "a library reads values of tensors, which are not computed there"
     if "SystemExit" in types:
         problem, hint = f"sys.exit({message}) was called", "a workload must not leave the process"
     return SimulationFailed(kind=kind, problem=problem, place=place, hint=hint)

@@ -55,6 +55,18 @@ def test_a_moved_symbol_of_a_library_is_named_with_a_hint() -> None:
     assert "constraints.txt" in failure.hint
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Could not run 'aten::_local_scalar_dense' with arguments from the 'CUDA' backend.",
+        "The tensor has a non-zero number of elements, but its data is not allocated yet.",
+    ],
+)
+def test_a_library_that_reads_values_is_told_without_its_terms(message: str) -> None:
+    failure = failure_of(RuntimeError(message), "model.py")
+    assert (failure.kind, failure.problem[:37]) == ("data_dependent", "a library reads values of tensors, wh")
+
+
 def test_an_error_of_the_users_file_names_its_line() -> None:
     code = compile("\nraise ValueError('no')", "model.py", "exec")
     try:
