@@ -27,7 +27,7 @@ class ScriptKind:
     The others tell how a user starts the script. `config_file` is the file of its config, `config_place` the place for
     that in the code; None where its launcher gives it the config. `by_accelerate`: `accelerate launch` starts it too.
     `note_on_cpu` is how the library treats CPU ranks outside of a trial. `way_to_engine` is the hint for a script that
-    ended without an engine.
+    ends, or trains, without an engine.
     """
 
     name: str
@@ -70,6 +70,7 @@ _ROWS = (
         config_file=DS_CONFIG_LIGHTNING,
         config_place="DeepSpeedStrategy(config",
         note_on_cpu="on GPUs: Lightning's DeepSpeedStrategy takes no CPU ranks",
+        way_to_engine='give its Trainer or Fabric strategy="deepspeed_stage_2", or a DeepSpeedStrategy(…)',
     ),
     ScriptKind(
         name="hf_trainer",

@@ -23,6 +23,7 @@ from ...types import WorkloadSource
 from ...workload.protocol import WorkloadError
 from ...workload.script_source import fill_placeholders, has_local_rank_parameter
 from ..job import RankJob
+from ..patching import when_imported
 from . import surroundings
 from .engine_config import EngineConfig
 from .policy import FORKED, Injection, Policy
@@ -41,6 +42,7 @@ def run_script(job: RankJob, slot: int, store: socket.socket | None, policy: Pol
     except ImportError as error:  # of the library that the kind of the script names
         raise explain(error, job.device) from error
     policy.prepare(injection)
+    when_imported("torch.optim.optimizer", policy.refuse_other_training)
     prepare_process(job, slot, injection.config.file)
     policy.observer("build", 0)
     pid = os.getpid()

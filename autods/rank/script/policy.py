@@ -14,11 +14,14 @@ from typing import Any, ClassVar
 
 from ...config.trainers import SCRIPT_KINDS, find_library
 from ...types import Phase
+from ...workload.protocol import WorkloadError
 from ..job import RankJob
-from ..patching import declare
+from ..patching import declare, when_imported
 from .engine_config import EngineConfig
 from .user_errors import script_error
 
+_DDP = declare("torch.nn.parallel.DistributedDataParallel.__init__", "a script that trains by it needs no DeepSpeed")
+_MOST_OTHER_STEPS = 20  # before the engine is made: a script may train something small first
 FORKED = "forked"  # a file in the scratch folder: training was tried in a forked process
 
 
@@ -39,6 +42,7 @@ class Policy:
         self.job, self.observer = job, observer
         self._pid = os.getpid()
         self.engine: Any = None
+        self._watched_steps: Any = None  # the handle of a hook
         self.failure: BaseException | None = None
         self.hooks_paused = False
 
@@ -59,8 +63,31 @@ class Policy:
                 "it trains in a process that it forked", hint="start no ranks in the script: autods starts them"
             )
         if self.engine is None:
-            library = find_library(self.job.source) or SCRIPT_KINDS["deepspeed"]
-            raise script_error("it ended and never called deepspeed.initialize", hint=library.way_to_engine)
+            raise self._lack_engine("it ended and never called deepspeed.initialize")
+
+    def refuse_other_training(self) -> None:
+        """Refuse a script that trains without DeepSpeed: it would do so to its end before anything could be said."""
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        steps = 0
+
+        def count_step(*call: Any) -> None:
+            nonlocal steps
+            steps += self.engine is None
+            if steps > _MOST_OTHER_STEPS and self.engine is None:
+                raise self._lack_engine(f"it has taken {_MOST_OTHER_STEPS} optimizer steps without DeepSpeed")
+
+        def wrap_model(original: Any, wrapper: Any, /, *args: Any, **kwargs: Any) -> None:
+            if self.engine is None:
+                raise self._lack_engine("it trains by torch's DistributedDataParallel, not by DeepSpeed")
+            original(wrapper, *args, **kwargs)
+
+        self._watched_steps = register_optimizer_step_pre_hook(count_step)
+        when_imported("torch.nn.parallel.distributed", lambda: _DDP.wrap(wrap_model))
+
+    def _lack_engine(self, problem: str) -> WorkloadError:
+        library = find_library(self.job.source) or SCRIPT_KINDS["deepspeed"]
+        return script_error(problem, hint=library.way_to_engine)
 
     def leave_group(self) -> None:
         """The ranks are about to lose their means of communication."""
@@ -77,6 +104,8 @@ class Policy:
     def start_training(self, engine: Any) -> None:
         """The engine that trains is made."""
         self.engine = engine
+        if self._watched_steps is not None:
+            self._watched_steps.remove()
 
     def evaluate_with(self, forward: Callable[..., Any]) -> None:
         """A library calls the engine in its own way: `forward` takes the arguments of a forward."""

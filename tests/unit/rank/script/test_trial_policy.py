@@ -13,6 +13,7 @@ import torch
 from autods.rank.comparable_losses import Incomparable
 from autods.rank.distributed import Ranks
 from autods.rank.memory import Meter
+from autods.rank.script.policy import Policy
 from autods.rank.script.trial_policy import ParityRecorder, StepClock, TrialPolicy
 from autods.types import Exam, Steps
 from autods.workload import WorkloadError
@@ -267,3 +268,17 @@ def test_a_script_that_goes_on_after_a_failure_is_ended() -> None:
         raise RuntimeError("out of memory")
     with pytest.raises(Left, match="out of memory"):
         trial.check_goes_on()
+
+
+def test_a_script_that_trains_without_an_engine_is_refused() -> None:
+    policy = Policy(script_job(), Observer())
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
+    policy.refuse_other_training()
+    for _ in range(20):
+        optimizer.step()
+    with pytest.raises(WorkloadError, match="it has taken 20 optimizer steps without DeepSpeed"):
+        optimizer.step()
+    with pytest.raises(WorkloadError, match="it trains by torch's DistributedDataParallel, not by DeepSpeed"):
+        torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+    policy.start_training(Engine())
+    optimizer.step()
