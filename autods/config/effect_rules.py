@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from .deepspeed import BATCH_KEYS, HALVES, enabled_half_precision, read_known_keys
-from .problems import PARTS, ZERO, Problem, Question, Severity, error, is_number, note, walk_keys, warning
+from .problems import PARTS, ZERO, Problem, Question, Severity, error, is_number, name_first, note, walk_keys, warning
 from .releases import find_faults
 
 _SMALL_BUCKET = 1_000_000  # elements: 2 MB a message; NCCL reaches its bandwidth from some MB on
@@ -96,12 +96,7 @@ def _note_idle(section: str, names: Sequence[str], reason: str, hint: str = "") 
     """One note on keys of a section that have no effect for the same reason."""
     if names:
         have = "they have" if len(names) > 1 else "it has"
-        yield note(f"{section}.{_name_first(names)}", f"{reason}, so {have} no effect", hint)
-
-
-def _name_first(names: Sequence[str]) -> str:
-    """'overlap_comm and 2 more'."""
-    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+        yield note(f"{section}.{name_first(names)}", f"{reason}, so {have} no effect", hint)
 
 
 def find_auto(question: Question) -> Iterator[Problem]:
@@ -110,7 +105,7 @@ def find_auto(question: Question) -> Iterator[Problem]:
     names = [name for name, value in walk_keys(question.config) if value == "auto" and defaults.get(name) != "auto"]
     if names:
         problem = '"auto" is filled in by the Hugging Face Trainer and accelerate only'
-        yield note(_name_first(names), problem, "elsewhere give a value")
+        yield note(name_first(names), problem, "elsewhere give a value")
 
 
 def find_sizes_that_hurt(question: Question) -> Iterator[Problem]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -16,6 +16,7 @@ from .problems import (
     error,
     is_count,
     is_number,
+    name_first,
     read_stage,
     shorten,
     walk_keys,
@@ -27,6 +28,8 @@ from .releases import find_removed_keys
 # Sections that hold the arguments of a class, which DeepSpeed looks up by name.
 OPEN_SECTIONS = ("optimizer.params", "scheduler.params")
 _MEANT = "did you mean"
+_LEAVE_OUT = "leave it out"
+_MOST_IGNORED = 6  # keys that get a warning each
 # What a section starts with: its first key, and values of it, the usual one first. A "type" may be any text.
 _STARTS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "zero_optimization": ("stage", (2, 0, 1, 3)), "offload_param": ("device", ("cpu", "nvme")),
@@ -189,19 +192,24 @@ def find_complaints(question: Question) -> Iterator[Problem]:
         if complaint.startswith("Input should be a valid dictionary"):
             value = question.get(key)
             yield error(key, f'"{key}" must be an object, not {shorten(value)}', _suggest(key, value))
-        else:
-            hint = "leave it out" if "has been removed" in complaint else _mend_number(question, key)
-            yield error(key, complaint, read_known_keys().removed.get(key, hint))
+            continue
+        hint = _LEAVE_OUT if "has been removed" in complaint else _mend_number(question, key)
+        if complaint.startswith("Input should be") and (value := question.get(key)) is not None:
+            complaint = f"{complaint}; it is {shorten(value)}"
+        yield error(key, complaint, read_known_keys().removed.get(key, hint))
 
 
 def _mend_number(question: Question, key: str) -> str:
-    """What to write for null, or for a number that is text; "" for other values."""
+    """What to write for null, for a number that is text, and for a fraction where whole numbers are; "" for others."""
     section, _, name = key.rpartition(".")
     holder = question.get(section) if section else question.config
     if not isinstance(holder, Mapping) or name not in holder:
         return ""
     if (value := holder[name]) is None:
-        return "leave it out"
+        return _LEAVE_OUT
+    default = question.installed.defaults.get(key)
+    if isinstance(value, float) and type(default) is int and not value.is_integer():
+        return f"write {default}, the default, or another whole number"
     try:
         number = float(value) if isinstance(value, str) else math.nan
     except ValueError:
@@ -218,12 +226,12 @@ def find_unknown(question: Question) -> Iterator[Problem]:
         section, _, last = key.rpartition(".")
         sections.setdefault(section, []).append(last)
         homes[last] = (section or "the top") if last not in homes else None
-    left = _MOST_COMPARED
+    left, ignored = _MOST_COMPARED, list[str]()
     for name, _ in walk_sections(question.config):
         section, _, last = name.rpartition(".")
         if name in installed.defaults or section not in sections or name.startswith(OPEN_SECTIONS):
             continue  # an unknown section itself is reported, or DeepSpeed does not say what belongs there
-        hint = "leave it out"
+        hint = _LEAVE_OUT
         if other := _CALLED_ELSEWHERE.get(name):
             hint = f'{_MEANT} "{other}"?'
         elif home := homes.get(last):
@@ -232,8 +240,11 @@ def find_unknown(question: Question) -> Iterator[Problem]:
             hint = f'{_MEANT} "{near}"?'
         if section in installed.strict:
             yield error(name, "DeepSpeed refuses a key that it does not know", hint)
+        elif hint == _LEAVE_OUT:
+            ignored.append(name)
         else:
             yield warning(name, "DeepSpeed knows no such key and ignores it", hint)
+    yield from _warn_ignored(ignored)
     for section, arguments in zip(
         OPEN_SECTIONS, (_OPTIMIZER_ARGUMENTS, installed.schedule_arguments or ()), strict=True
     ):
@@ -245,6 +256,16 @@ def find_unknown(question: Question) -> Iterator[Problem]:
                 owner = question.get(section.replace("params", "type"))
                 judge = warning if str(owner).lower() == "muon" else error  # Muon ignores what it does not know
                 yield judge(f"{section}.{name}", f"{owner} takes no such argument", f'{_MEANT} "{near}"?')
+
+
+def _warn_ignored(names: Sequence[str]) -> Iterator[Problem]:
+    """A warning on each key that DeepSpeed ignores; one on all, where they are so many that the file is not its own."""
+    if len(names) <= _MOST_IGNORED:
+        for name in names:
+            yield warning(name, "DeepSpeed knows no such key and ignores it", _LEAVE_OUT)
+        return
+    hint = "if they are another program's, give the config that it passes to DeepSpeed in place of this file"
+    yield warning(name_first(names), f"DeepSpeed ignores {len(names)} keys that it does not know", hint)
 
 
 def find_deprecated(question: Question) -> Iterator[Problem]:

@@ -7,7 +7,7 @@ A rule is a function of the question that yields problems. They stand in `key_ru
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeGuard
 
@@ -141,3 +141,8 @@ def is_number(value: Any) -> TypeGuard[int | float]:
 def is_count(value: Any) -> TypeGuard[int]:
     """Whether it is a whole number above 0."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def name_first(names: Sequence[str]) -> str:
+    """'overlap_comm and 2 more'."""
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]

@@ -216,6 +216,21 @@ def test_a_comment_resembles_no_key() -> None:
     assert problem.hint == "leave it out"
 
 
+def test_many_keys_of_another_program_get_one_warning() -> None:
+    config = {"train_micro_batch_size_per_gpu": 4} | {f"neox_{number}": number for number in range(40)}
+    (problem,) = [each for each in judge(config) if "neox" in each.key]
+    assert (problem.key, problem.severity) == ("neox_0 and 39 more", "warning")
+    assert "40 keys" in problem.problem
+
+
+def test_a_fraction_where_deepspeed_wants_a_whole_number_gets_one() -> None:
+    config = {"train_batch_size": 8, "fp16": {"enabled": True, "min_loss_scale": 0.05}}
+    (problem,) = [each for each in judge(config) if each.key == "fp16.min_loss_scale"]
+    assert problem.problem.startswith("Input should be a valid integer")
+    assert problem.problem.endswith("; it is 0.05")
+    assert problem.hint == "write 1, the default, or another whole number"
+
+
 def test_keys_that_the_stage_ignores_are_named() -> None:
     ignored = {finding.key for finding in judge(GUIDE) if "ignores it" in finding.problem}
     assert ignored == {
