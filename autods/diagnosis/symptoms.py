@@ -21,6 +21,7 @@ _REPORTS_OTHERS = (
     "ProcessExitedException",
     "ExceptionGroup",
     "BaseExceptionGroup",
+    "AlgorithmError",  # SageMaker's
 )
 # The line is about memory running out, not a report of it: release notes, settings, advice.
 _ONLY_TALKS = re.compile(

@@ -266,3 +266,13 @@ def test_a_worker_of_vllm_v0_has_its_rank(engine: str, failure: str, rank: int |
     trace = (*TRACE.splitlines(), f"torch.OutOfMemoryError: {failure}")
     lines = (f"(VllmWorkerProcess pid=95) ERROR 03-02 19:49:43 [utils.py:242] {line}" for line in trace)
     assert autods.diagnose("\n".join((engine, *said, *lines))).rank == rank
+
+
+def test_the_exception_that_sagemaker_quotes_is_read() -> None:
+    log = """\
+AlgorithmError: ExecuteUserScriptError:
+ExitCode 1
+ErrorMessage "RuntimeError: this instance type has no SMDDP"
+Command "/opt/conda/bin/python3 train.py", exit code: 1
+"""
+    assert autods.diagnose(log).evidence == ('RuntimeError: this instance type has no SMDDP"',)
