@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from ...plain_text import read_text
@@ -66,6 +66,8 @@ _device_of = torch.ops.prim.device.default
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
 _LARGEST = "the size of a tensor depends on values ({}): the largest possible was taken"
+_POSITIONS = (_aten.randint.default, _aten.randint.low, _aten.randint.generator, _aten.randint.low_generator)
+_MOST_POSITIONS = 1 << 16  # of the samples of a batch
 _CUSTOM = (
     "the custom operator {} is not known: its results are counted, not its temporaries, and its time is that of the"
     " bytes that it moves, with a wider interval"
@@ -125,6 +127,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             _aten.max.default: self._max,
             _aten.bitwise_not.default: self._negate,
             _aten.cat.default: self._cat,
+            **dict.fromkeys(_POSITIONS, self._draw_positions),
         }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -193,6 +196,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return self._cache.call(func, args, kwargs)
         out = func(*args, **{**kwargs, "pin_memory": False})
         self._enter(out, PINNED)
+        return out
+
+    def _draw_positions(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return a list of random integers on the host with its values: a script may cut its samples at them."""
+        size = bind(func, args, kwargs)["size"]
+        if (kwargs.get("device") or _CPU).type != _CPU.type or len(size) != 1 or size[0] > _MOST_POSITIONS:
+            return self._factory(func, args, kwargs)
+        with _disable_current_modes():
+            drawn = func(*args, **{**kwargs, "device": _CPU, "pin_memory": False})
+        out = self._mode.fake_tensor_converter.from_real_tensor(self._mode, drawn, make_constant=True)
+        self._enter(out)
         return out
 
     def _pin(self, func: Any, args: Any, kwargs: Any) -> Any:

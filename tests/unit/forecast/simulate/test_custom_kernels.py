@@ -172,3 +172,12 @@ def test_a_kernel_of_parts_counts_each_of_them(ledger: Ledger) -> None:
     assert result.shape == (2, rows // 2, columns)
     assert ledger.peaks()["forward"]["device"] - held >= 2 * columns * inner + 2 * rows * columns
     assert [work.flops for work in _works(ledger) if work.kind == "matmul"] == [2 * rows * inner * columns]
+
+
+def test_samples_that_are_cut_at_random_have_their_length(ledger: Ledger) -> None:
+    text = torch.zeros(1000, dtype=torch.long)
+    begins = torch.randint(len(text) - 16, (4,))
+    assert torch.stack([text[begin : begin + 16] for begin in begins]).shape == (4, 16)
+    begin = torch.randint(0, len(text) - 16, (1,))
+    assert text[begin : begin + 16].shape == (16,)
+    assert not ledger.assumed
