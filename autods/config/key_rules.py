@@ -139,7 +139,9 @@ def find_ill_typed(question: Question) -> Iterator[Problem]:
     for half in (*HALVES, "amp"):  # DeepSpeed takes "false" for False, and every other reader for True
         key = f"{half}.enabled"
         if (enabled := question.get(key)) not in (None, "auto") and not isinstance(enabled, bool):
-            yield warning(key, f'"{key}" is {shorten(enabled)}; it must be true or false')
+            text = str(enabled).lower()
+            hint = f"write {text}" if text in ("true", "false") else ""
+            yield warning(key, f'"{key}" is {shorten(enabled)}; it must be true or false', hint)
     if isinstance(enabled := question.get("flops_profiler.enabled"), str):
         yield error("flops_profiler.enabled", f'"flops_profiler.enabled" is {shorten(enabled)}, not true or false')
     for key, default in question.installed.defaults.items():  # DeepSpeed's models read text themselves
@@ -166,7 +168,9 @@ def find_ill_typed(question: Question) -> Iterator[Problem]:
     for key in BATCH_KEYS:
         if (size := config.get(key)) not in (None, "auto") and not is_count(size):
             judge = warning if isinstance(size, bool | float) and size > 0 else error  # DeepSpeed multiplies them
-            yield judge(key, f'"{key}" is {shorten(size)}; it must be a whole number above 0')
+            yield judge(
+                key, f'"{key}" is {shorten(size)}; it must be a whole number above 0', _mend_number(question, key)
+            )
 
 
 def find_decided_by_trials(question: Question) -> Iterator[Problem]:
@@ -249,6 +253,8 @@ def find_unknown(question: Question) -> Iterator[Problem]:
         OPEN_SECTIONS, (_OPTIMIZER_ARGUMENTS, installed.schedule_arguments or ()), strict=True
     ):
         given = question.get(section)
+        if section == OPEN_SECTIONS[0] and not installed.has_optimizer:
+            continue  # the name of the optimizer is wrong, and tells nothing of its arguments
         for name in list(given)[:_MOST_COMPARED] if arguments and isinstance(given, Mapping) else ():
             if name in arguments:
                 continue

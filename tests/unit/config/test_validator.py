@@ -231,6 +231,18 @@ def test_a_fraction_where_deepspeed_wants_a_whole_number_gets_one() -> None:
     assert problem.hint == "write 1, the default, or another whole number"
 
 
+def test_an_unknown_optimizers_arguments_are_not_judged() -> None:
+    params = {"lr": 1e-3, "var_freeze_step": 1000, "freeze_steps": 8}
+    found = judge({"train_batch_size": 8, "optimizer": {"type": "ZeroOneAdam", "params": params}})
+    assert {each.key for each in found if each.key.startswith("optimizer")} == {"optimizer.type"}
+
+
+def test_text_in_place_of_a_value_is_told_the_value() -> None:
+    found = judge({"train_batch_size": 64, "gradient_accumulation_steps": "8", "fp16": {"enabled": "true"}})
+    hints = {each.key: each.hint for each in found}
+    assert (hints["gradient_accumulation_steps"], hints["fp16.enabled"]) == ("write 8", "write true")
+
+
 def test_keys_that_the_stage_ignores_are_named() -> None:
     ignored = {finding.key for finding in judge(GUIDE) if "ignores it" in finding.problem}
     assert ignored == {
