@@ -238,7 +238,7 @@ def find_unknown(question: Question) -> Iterator[Problem]:
         hint = _LEAVE_OUT
         if other := _CALLED_ELSEWHERE.get(name):
             hint = f'{_MEANT} "{other}"?'
-        elif home := homes.get(last):
+        elif (home := homes.get(last)) and last != section:  # "fp16" inside "fp16" belongs nowhere
             hint = f'it belongs into "{home}"'
         elif (left := left - 1) >= 0 and (near := _find_near(last, sections[section], section)):
             hint = f'{_MEANT} "{near}"?'

@@ -231,6 +231,11 @@ def test_a_fraction_where_deepspeed_wants_a_whole_number_gets_one() -> None:
     assert problem.hint == "write 1, the default, or another whole number"
 
 
+def test_a_section_inside_itself_is_to_be_left_out() -> None:
+    found = judge({"train_batch_size": 8, "fp16": {"enabled": True, "fp16": True}})
+    assert [each.hint for each in found if each.key == "fp16.fp16"] == ["leave it out"]
+
+
 def test_an_unknown_optimizers_arguments_are_not_judged() -> None:
     params = {"lr": 1e-3, "var_freeze_step": 1000, "freeze_steps": 8}
     found = judge({"train_batch_size": 8, "optimizer": {"type": "ZeroOneAdam", "params": params}})
