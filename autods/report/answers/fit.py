@@ -399,12 +399,20 @@ def list_answer(report: FitReport) -> Iterator[tuple[str, Words]]:
         yield "speed", _describe_speed(report)
     if report.memory:
         uses = [f"{TIER_NAMES[tier]} {format_use(report.memory[tier])}" for tier in _used_tiers(report.memory)]
-        yield "memory", ", ".join(uses)
+        yield "memory", ", ".join(uses) + _describe_held_limit(report)
     yield "batch", report.reasons.get("batch") or format_batch(report.knobs, report.question.gpus)
     if report.variables:
         yield "environment", " ".join(f"{name}={value}" for name, value in report.variables.items())
     if report.certificate is not None and not report.certificate.passed:
         yield "proof", describe_proof(report.certificate)
+
+
+def _describe_held_limit(report: FitReport) -> str:
+    """', of the card's 23.5 GiB its allocator may take no more'; nothing where it may take all of them."""
+    card = report.question.device_bytes
+    if report.knobs is None or not report.knobs.keeps_headroom or not card:
+        return ""
+    return f"; of the card's {format_bytes(card)} its allocator may take no more"
 
 
 def _describe_speed(report: FitReport) -> str:

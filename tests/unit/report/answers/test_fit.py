@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import replace
 
 import pytest
@@ -317,3 +318,14 @@ def test_warnings_of_the_machine_stand_in_every_answer() -> None:
         document = make_fit_document(replace(report, warnings=(warning,)))
         for answer in (printed(document, 120), to_markdown(document), to_page(document)):
             assert f"warning: {warning}" in " ".join(answer.split())
+
+
+def test_a_winner_that_is_held_below_its_card_says_so() -> None:
+    report = fitting_report()
+    assert report.knobs is not None
+    held = replace(report, knobs=replace(report.knobs, keeps_headroom=True))
+    (limit,) = re.findall(
+        r"of the card's (.*) its allocator may take no more", printed(make_fit_document(held), width=200)
+    )
+    assert limit == "416.0 MiB"
+    assert "may take no more" not in printed(make_fit_document(report), width=200)
