@@ -106,3 +106,8 @@ SCRIPT_KINDS: Mapping[str, ScriptKind] = {row.name: row for row in _ROWS}
 def find_library(source: WorkloadSource) -> ScriptKind | None:
     """The library that calls DeepSpeed for a script; None where its imports do not show it, and for other workloads."""
     return None if source.script_kind is None else SCRIPT_KINDS[source.script_kind]
+
+
+def presume_library(source: WorkloadSource) -> ScriptKind:
+    """The library that calls DeepSpeed for a script; DeepSpeed itself where its imports do not show one."""
+    return find_library(source) or SCRIPT_KINDS["deepspeed"]

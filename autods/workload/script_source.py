@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..config.trainers import SCRIPT_KINDS, find_library
+from ..config.trainers import SCRIPT_KINDS, find_library, presume_library
 from ..errors import InputError
 from ..files import LARGEST_CODE, LARGEST_TEXT, read_file
 from ..system.host import data_folder
@@ -135,7 +135,7 @@ def describe_kind(source: WorkloadSource) -> str:
 
 def describe_launch(source: WorkloadSource) -> ScriptLaunch:
     """How to start the script, for the report."""
-    path, library = Path(source.path), find_library(source) or SCRIPT_KINDS["deepspeed"]
+    path, library = Path(source.path), presume_library(source)
     text = read_file(path) if os.path.isfile(path) else b""
     takes_local_rank = (
         library.takes_local_rank

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ...config.trainers import SCRIPT_KINDS, find_library
+from ...config.trainers import presume_library
 from ...types import Phase
 from ...workload.protocol import WorkloadError
 from ..job import RankJob
@@ -86,8 +86,7 @@ class Policy:
         when_imported("torch.nn.parallel.distributed", lambda: _DDP.wrap(wrap_model))
 
     def _lack_engine(self, problem: str) -> WorkloadError:
-        library = find_library(self.job.source) or SCRIPT_KINDS["deepspeed"]
-        return script_error(problem, hint=library.way_to_engine)
+        return script_error(problem, hint=presume_library(self.job.source).way_to_engine)
 
     def leave_group(self) -> None:
         """The ranks are about to lose their means of communication."""
