@@ -41,6 +41,13 @@ VENV = ROOT / ".venv-kit"
 MANIFEST = "manifest.json"
 # Wanted besides what autods itself needs; their own needs are packed, too.
 EXTRAS = ("peft", "accelerate", "pytest", "pytest-timeout", "tabulate", "setuptools", "wheel", "ninja")
+# What no wheel brings. torch's own commands are those of another environment, so they run as modules.
+_COMMANDS = {
+    "autods": "#!{python}\nimport sys\n\nfrom autods.__main__ import start\n\nsys.exit(start())\n",
+    # DeepSpeed Autotuning calls `pdsh -w localhost pkill -f NAME`: one host needs no remote shell.
+    "pdsh": '#!/bin/sh\nshift 2\nexec "$@"\n',
+}
+_TIME_IS_UP = 4  # exit code of measure.py, which keeps what it has measured
 _MOST_LOG = 3000  # characters of a step that failed
 MIXTRAL = {
     "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 512, "intermediate_size": 1024,
@@ -106,7 +113,10 @@ def pack(folder: Path, python: str, part_bytes: int) -> None:
 
 
 def list_needed() -> set[str]:
-    """'name==version' of each package that autods and `EXTRAS` need, as installed here; nothing of torch."""
+    """'name==version' of each package that autods and `EXTRAS` need; nothing of torch.
+
+    The version is that which is installed here, else that of constraints.txt.
+    """
     import tomllib
     from importlib.metadata import PackageNotFoundError, requires, version
 
@@ -114,6 +124,7 @@ def list_needed() -> set[str]:
     from packaging.utils import canonicalize_name
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pinned = dict(re.findall(r"(?m)^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text()))
     waiting, needed = [*project["dependencies"], *EXTRAS], {}
     while waiting:
         requirement = Requirement(waiting.pop())
@@ -123,10 +134,12 @@ def list_needed() -> set[str]:
             continue
         try:
             needed[name] = version(name)
+            waiting += requires(name) or []
         except PackageNotFoundError:
-            print(f"left out: {name} is not installed here")
-            continue
-        waiting += requires(name) or []
+            if name in pinned:
+                needed[name] = pinned[name]
+            else:
+                print(f"left out: {name} is not installed here")
     return {f"{name}=={number}" for name, number in needed.items()}
 
 
@@ -152,9 +165,10 @@ def install(folder: Path) -> None:
         (wheels / name).write_bytes(data)
     pip = [str(VENV / "bin/python"), "-m", "pip", "-q", "install", "--no-index", "--no-deps"]
     subprocess.run([*pip, *map(str, sorted(wheels.iterdir()))], check=True)
-    command = VENV / "bin/autods"
-    command.write_text(f"#!{VENV}/bin/python\nfrom autods.__main__ import start\n\nstart()\n")
-    command.chmod(0o755)
+    for name, text in _COMMANDS.items():
+        command = VENV / "bin" / name
+        command.write_text(text.format(python=VENV / "bin/python"))
+        command.chmod(0o755)
     (VENV / MANIFEST).write_text(json.dumps(manifest))
 
 
@@ -177,8 +191,11 @@ class Day:
             return ["--gpus", "1", "--gpu-memory", "24GiB"]
         return ["--gpus", "2", "--device", "cpu", "--gpu-memory", "600MiB"]
 
-    def call(self, name: str, command: list[str], **environment: str) -> str:
-        """Run a command of the kit's environment, and return what it printed. Raises RuntimeError with its end."""
+    def call(self, name: str, command: list[str], *, ends: tuple[int, ...] = (0,), **environment: str) -> str:
+        """Run a command of the kit's environment, and return what it printed. Raises RuntimeError with its end.
+
+        `ends` are the exit codes of a good end.
+        """
         log = self.folder / f"{name}.log"
         print(f"{name}: {' '.join(command)}", flush=True)
         variables = {**os.environ, **environment, "PATH": f"{VENV}/bin:{os.environ['PATH']}"}
@@ -187,7 +204,7 @@ class Day:
             ended = subprocess.run(
                 command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=errors, text=True, timeout=left_s
             )
-        if ended.returncode != 0:
+        if ended.returncode not in ends:
             raise RuntimeError(f"exit code {ended.returncode}: {(ended.stdout + log.read_text())[-_MOST_LOG:]}")
         return ended.stdout
 
@@ -233,7 +250,14 @@ def fit_whole(day: Day) -> dict[str, Any]:
 
 def train_plain(day: Day) -> dict[str, Any]:
     report = json.loads((day.folder / "fit/report.json").read_text())
-    command = ["torchrun", "--standalone", "--nproc_per_node", "1" if day.device == "cuda" else "2"]
+    command = [
+        "python",
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "1" if day.device == "cuda" else "2",
+    ]
     command += ["examples/train.py", "--model", "tests/gpu/longer_samples.py", "--steps", "30"]
     command += ["--deepspeed_config", str(day.folder / "fit/ds_config.json")]
     command += [] if day.device == "cuda" else ["--memory-budget", "600MiB"]
@@ -245,7 +269,7 @@ def train_plain(day: Day) -> dict[str, Any]:
 def rescue(day: Day) -> dict[str, Any]:
     out = day.folder / "rescue"
     command = ["autods", "run", "tests/gpu/longer_samples.py", *day.on, "--global-batch", "16", "--steps", "12"]
-    text = day.call("rescue", [*command, "--save-every", "2", "--out", str(out), "--json"], **_size(day))
+    text = day.call("rescue", [*command, "--checkpoint-every", "2", "--out", str(out), "--json"], **_size(day))
     ended = json.loads(text)
     return {name: ended.get(name) for name in ("status", "attempts", "steps", "samples_per_second")}
 
@@ -256,7 +280,7 @@ def ask_questions(day: Day) -> dict[str, Any]:
     else:
         command = ["tests/gpu/measure.py", "context", "questions", "rates", "--seconds", "400"]
     out = day.folder / "questions.json"
-    day.call("questions", ["python", *command, "--out", str(out)])
+    day.call("questions", ["python", *command, "--out", str(out)], ends=(0, _TIME_IS_UP))
     return {"results": json.loads(out.read_text())}
 
 
@@ -266,7 +290,8 @@ def compare_forecasts(day: Day, name: str, *workload: str) -> dict[str, Any]:
     rows = {}
     for forecast in report["forecast"]:
         for trial in report["trials"]:
-            same = trial["rung"] == forecast["rung"] and trial["micro_batch"] == forecast["micro_batch"]
+            knobs = trial["knobs"]
+            same = (trial["rung"], knobs["micro_batch"]) == (forecast["rung"], forecast["micro_batch"])
             if same and trial["outcome"]["kind"] == "fit":
                 measured = trial["outcome"]["memory"]["device"]["peak_bytes"]
                 rows[forecast["rung"]] = {"forecast": forecast["device"], "measured_bytes": measured}
