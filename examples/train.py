@@ -12,13 +12,16 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import pathlib
 import random
 import re
 import resource
+import statistics
 import sys
+import time
 import warnings
 
 # How the ranks of a trial run: one thread, freed memory goes back at once. malloc reads these when a process begins.
@@ -81,9 +84,14 @@ def main() -> None:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = workload.build_optimizer(parameters) if hasattr(workload, "build_optimizer") else None
     engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, optimizer=optimizer, config=config)
-    losses = [train_step(engine, workload) for _ in range(asked.steps)]
+    losses, ends = [], [time.perf_counter()]
+    for _ in range(asked.steps):
+        losses.append(train_step(engine, workload))  # the loss that it reads waits for the device
+        ends.append(time.perf_counter())
     if torch.distributed.get_rank() == 0:
-        print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps", flush=True)
+        step_s = statistics.median(end - begin for begin, end in itertools.pairwise(ends))
+        rate = f"{engine.train_batch_size() / step_s:.3g} samples/s by the median step"
+        print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps, {rate}", flush=True)
     if asked.memory_budget:
         limit_memory(None)  # training is over; taking gloo down starts threads
     torch.distributed.barrier()  # a rank that leaves early takes the others' connections with it
