@@ -239,7 +239,8 @@ def run(day: Day, names: list[str]) -> int:
 
 
 def _size(day: Day) -> dict[str, str]:
-    return {} if day.device == "cuda" else {"AUTODS_KIT_WIDTH": "128", "AUTODS_KIT_LAYERS": "2"}
+    small = {"AUTODS_KIT_WIDTH": "128", "AUTODS_KIT_LAYERS": "2", "AUTODS_KIT_WORDS": "4096"}
+    return {} if day.device == "cuda" else small
 
 
 def fit_whole(day: Day) -> dict[str, Any]:
@@ -268,8 +269,9 @@ def train_plain(day: Day) -> dict[str, Any]:
 
 def rescue(day: Day) -> dict[str, Any]:
     out = day.folder / "rescue"
-    command = ["autods", "run", "tests/gpu/longer_samples.py", *day.on, "--global-batch", "16", "--steps", "12"]
-    text = day.call("rescue", [*command, "--checkpoint-every", "2", "--out", str(out), "--json"], **_size(day))
+    command = ["autods", "run", "tests/gpu/longer_samples.py", *day.on, "--fit", str(day.folder / "fit")]
+    command += ["--steps", "12", "--checkpoint-every", "2", "--out", str(out), "--json"]
+    text = day.call("rescue", command, **_size(day))
     ended = json.loads(text)
     return {name: ended.get(name) for name in ("status", "attempts", "steps", "samples_per_second")}
 
