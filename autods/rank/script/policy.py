@@ -21,7 +21,7 @@ from .engine_config import EngineConfig
 from .user_errors import script_error
 
 _DDP = declare("torch.nn.parallel.DistributedDataParallel.__init__", "a script that trains by it needs no DeepSpeed")
-_MOST_OTHER_STEPS = 20  # before the engine is made: a script may train something small first
+_MOST_OTHER_STEPS = 100  # before the engine is made: a script may train something small first
 FORKED = "forked"  # a file in the scratch folder: training was tried in a forked process
 
 
