@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib.metadata
 import json
 import math
 import os
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import NO_ROOM
+from ...system.host import installed_versions
 from ...system.limits import find_lack
 from ...types import Phase
 from ...units import format_bytes
@@ -363,7 +363,7 @@ class Session:
         remove_checkpoint(folder)
 
     def _complete(self, job: RankJob, order: RunOrder, folder: Path, save_s: float) -> None:
-        files = list_files(folder)
+        files, versions = list_files(folder), installed_versions()
         manifest = Manifest(
             step=self.step,
             samples=self.samples,
@@ -372,7 +372,7 @@ class Session:
             layout=states.describe_layout(self.engine),
             optimizer=type(states.base_optimizer(self.engine)).__name__,
             files=files,
-            versions={name: importlib.metadata.version(name) for name in ("autods", "deepspeed", "torch")},
+            versions={name: versions[name] for name in ("autods", "deepspeed", "torch")},
             save_s=save_s,
         )
         write_manifest(folder, manifest)
