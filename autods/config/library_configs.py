@@ -215,15 +215,15 @@ def _read_named(field: str, named: Any, path: Path, read_json: ReadConfig) -> di
     file = Path(str(named))
     if is_yaml(file):
         raise InputError(f"{field}: is YAML", place=str(path), hint="name a DeepSpeed JSON file")
-    found = [each for each in (file, path.parent / file) if os.path.exists(each)]
-    if not found and named in _CONFIGS_OF_SWIFT:
-        found = _find_configs_of_swift(named)
+    files = [each for each in (file, path.parent / file) if os.path.exists(each)]
+    if not files and named in _CONFIGS_OF_SWIFT:
+        files = _find_configs_of_swift(named)
         hint = f"it is ms-swift's own name: install that here, or name its file, ds_config/{named}.json"
     else:
         hint = "give its path from here, or from the folder of that file"
-    if not found:
+    if not files:
         raise InputError(f"there is no file {file}", place=f"{path}: {field}", hint=hint)
-    return read_json(found[0])
+    return read_json(files[0])
 
 
 def _find_configs_of_swift(name: str) -> list[Path]:

@@ -141,8 +141,10 @@ class Contestant(Growth):
         self.entry = try_rung(self.candidate, context, run)
         last = self.entry[-1]
         outcomes = (record.outcome for record in self.entry)
-        own = next((failed.own_batch for failed in outcomes if isinstance(failed, Failed)), None) or context.own_batch
-        self.context = replace(context, least_micro_batch=last.trial.knobs.micro_batch, own_batch=own)
+        shown = next((failed.own_batch for failed in outcomes if isinstance(failed, Failed)), None)
+        self.context = replace(
+            context, least_micro_batch=last.trial.knobs.micro_batch, own_batch=shown or context.own_batch
+        )
         # The smallest micro batch of a rung need not leave the headroom. One that recomputes more layers is smaller.
         is_partial = find_state(self.candidate.knobs) in PARTIAL
         if not isinstance(last.outcome, Fit) or (is_partial and not context.fits(last)):

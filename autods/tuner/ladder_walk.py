@@ -96,7 +96,7 @@ def walk_ladder(rungs: Sequence[Candidate], context: FitContext) -> WalkResult:
         walked.records += memory.records[before:]
         last, context = (entrant.entry or entrant.records)[-1], entrant.context
         walked.least_micro_batch = context.least_micro_batch
-        walked.own_batch = context.own_batch or context.forecaster.own_batch
+        walked.own_batch = context.fixed_batch
         walked.winner = last if fits_well(last) else None
         walked.stopped = last if _stops_walk(last) else None
         walked.lessons = walked.lessons.add(candidate.rung, last.outcome)

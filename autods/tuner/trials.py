@@ -111,15 +111,19 @@ class FitContext:
         return memory_score if self.settings.objective == "memory" else samples_per_second
 
     @property
+    def fixed_batch(self) -> int | None:
+        """A script's own micro batch, as a trial or a simulation has shown it."""
+        return self.own_batch or self.forecaster.own_batch
+
+    @property
     def sizes(self) -> Sequence[int]:
         """The micro batches that may be tried, ascending; the smallest alone where memory is the objective.
 
         Raises InputError where a script's own one does not divide the global batch.
         """
-        own = self.own_batch or self.forecaster.own_batch
-        if own is not None:
-            check_micro_batch(own, self.world_size, self.settings.global_batch, is_fixed=True)
-            return (own,)
+        if (fixed := self.fixed_batch) is not None:
+            check_micro_batch(fixed, self.world_size, self.settings.global_batch, is_fixed=True)
+            return (fixed,)
         sizes = micro_batches(self.settings.global_batch, self.world_size, self.settings.profile.grow.most_micro_batch)
         sizes = sizes[bisect_left(sizes, self.least_micro_batch) :]
         return sizes[:1] if self.settings.objective == "memory" else sizes

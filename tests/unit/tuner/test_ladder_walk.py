@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -247,16 +247,23 @@ def test_a_full_host_rules_out_rungs_with_as_much_on_it(tier: Tier) -> None:
     assert reason == "it needs as much host memory as zero2-offload, which ran out of it"
 
 
-def walked_with_least(least: int, global_batch: int | None = None) -> tuple[WalkResult, ScriptedRunner]:
-    """Of a model that needs so many samples; zero2 is the first rung that fits."""
+def walk_with_sizes(
+    trains: Callable[[int], bool], refused: Outcome, global_batch: int | None
+) -> tuple[WalkResult, ScriptedRunner]:
+    """Walk with a model that trains with these micro batches alone; zero2 is the first rung that fits."""
 
     def answer(trial: Trial) -> Outcome:
         fits_or_not = FITS if trial.rung == "zero2" else OOM
-        return TOO_SMALL if trial.knobs.micro_batch < least else fits_or_not
+        return fits_or_not if trains(trial.knobs.micro_batch) else refused
 
     runner = ScriptedRunner(answer)
     context = make_context(runner.run, global_batch=global_batch)
     return walk_ladder(list_candidates(context.settings, FACTS, {}), context), runner
+
+
+def walked_with_least(least: int, global_batch: int | None = None) -> tuple[WalkResult, ScriptedRunner]:
+    """Of a model that needs so many samples."""
+    return walk_with_sizes(lambda size: size >= least, TOO_SMALL, global_batch)
 
 
 def test_a_model_that_needs_more_samples_gets_them_once() -> None:
@@ -284,16 +291,9 @@ def test_what_wants_ever_more_samples_stops_the_walk() -> None:
 
 
 def walked_with_own(own: int, global_batch: int | None = None) -> tuple[WalkResult, ScriptedRunner]:
-    """Of a script whose command line cannot change its micro batch; zero2 is the first rung that fits."""
+    """Of a script whose command line cannot change its micro batch."""
     refused = replace(failed(action="fix_code", evidence=f"its batches hold {own} samples"), own_batch=own)
-
-    def answer(trial: Trial) -> Outcome:
-        fits_or_not = FITS if trial.rung == "zero2" else OOM
-        return fits_or_not if trial.knobs.micro_batch == own else refused
-
-    runner = ScriptedRunner(answer)
-    context = make_context(runner.run, global_batch=global_batch)
-    return walk_ladder(list_candidates(context.settings, FACTS, {}), context), runner
+    return walk_with_sizes(lambda size: size == own, refused, global_batch)
 
 
 def test_a_script_s_own_micro_batch_is_the_only_one_tried() -> None:
