@@ -14,7 +14,7 @@ from packaging.version import InvalidVersion, Version
 from ..schema import read_toml_as
 from ..system.host import data_folder, installed_versions
 from ..types import Scalar
-from .deepspeed import get_key, merge, nest_key, read_known_keys
+from .deepspeed import enabled_half_precision, get_key, merge, nest_key, read_known_keys
 from .rungs import Rung
 
 _REMOVAL = Version("0.19.8")  # DeepSpeed #8489
@@ -25,7 +25,7 @@ class ReleaseFault:
     """A fault of the releases from `since` to before `fixed`, under these ZeRO stages; without `precisions` in all.
 
     Without `fixed` every later release has it. `below` maps a dotted key to the value below which a config has it,
-    `switches` are keys that bring it where they are true.
+    `switches` are keys that bring it where they are true. One that is `mended` is not in the ranks of autods.
     """
 
     since: str
@@ -37,13 +37,15 @@ class ReleaseFault:
     effect: Literal["wrong", "sometimes wrong", "slow"]
     symptom: str
     source: str
+    mended: bool = False
 
     @property
     def remedy(self) -> str:
         if self.fixed is not None:
             return f"pip install 'deepspeed>={self.fixed}'"
         left = (f"leave {key} at {value:g}" for key, value in self.below.items())
-        return "; ".join((*left, *(f"leave {key} out" for key in self.switches)))
+        remedy = "; ".join((*left, *(f"leave {key} out" for key in self.switches)))
+        return f"{remedy}, or train by autods run, which mends it" if self.mended else remedy
 
     @property
     def key(self) -> str:
@@ -100,6 +102,13 @@ def find_tolerated(ladder: Iterable[Rung], precision: str, base: Mapping[str, An
         for fault in faults
         if fault.effect != "wrong" and any(fault.concerns(stage, precision, config) for stage, config in configs)
     )
+
+
+def find_mended(config: Mapping[str, Any]) -> tuple[ReleaseFault, ...]:
+    """Return the faults of the installed release that this config has outside the ranks of autods."""
+    stage, precision = get_key(config, "zero_optimization.stage") or 0, enabled_half_precision(config) or "fp32"
+    faults = (fault for fault in find_faults(_installed()) if fault.mended)
+    return tuple(fault for fault in faults if fault.concerns(stage, precision, config))
 
 
 def find_wrong_stages(precision: str) -> dict[int, str]:

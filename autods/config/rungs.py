@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -73,7 +74,8 @@ class Rung:
     of them. `start` maps a dotted DeepSpeed key to its first value, and `tune` maps it to its search space.
     `opt_in` is the reason that only who names the rung gets it; without one it is in the ladder that all walk.
     `lossy`: it trains with other numbers than the rungs of the ladder do. `eases` is what it takes off a step, such as
-    communication: a plan that is bound by it says what the rung would give.
+    communication: a plan that is bound by it says what the rung would give. A file with `variants` describes a family
+    of rungs: one for each value of "{variant}" in its config, by the ending of its name, the fastest first.
     """
 
     name: str
@@ -87,6 +89,8 @@ class Rung:
     opt_in: str = ""
     lossy: bool = False
     eases: str = ""
+    variants: Mapping[str, Scalar] = field(default_factory=dict)
+    family: str = ""
     start: Mapping[str, Sizing] = field(default_factory=dict)
     tune: Mapping[str, Dimension] = field(default_factory=dict)
 
@@ -186,13 +190,14 @@ PLACEHOLDERS: dict[str, Callable[[Site], Scalar]] = {
 
 def fill_in(rung: Rung, site: Site) -> dict[str, Any]:
     """Return the DeepSpeed config of a rung's file, with the site's values in place of its placeholders."""
+    return _replace_values(rung.ds_config, lambda value: _fill(value, site))
 
-    def fill(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: fill(item) for key, item in value.items()}
-        return _fill(value, site)
 
-    return {key: fill(value) for key, value in rung.ds_config.items()}
+def _replace_values(config: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    return {
+        key: _replace_values(value, change) if isinstance(value, Mapping) else change(value)
+        for key, value in config.items()
+    }
 
 
 def tune_at(rung: Rung, site: Site) -> dict[str, Dimension]:
@@ -202,6 +207,9 @@ def tune_at(rung: Rung, site: Site) -> dict[str, Dimension]:
         for key, dimension in rung.tune.items()
         if site.nodes >= dimension.least_nodes
     }
+
+
+_VARIANT = "{variant}"  # stands for the value of a member in the file of a family
 
 
 def _fill(value: Any, site: Site) -> Any:
@@ -273,9 +281,31 @@ def read_rungs(folders: tuple[Path, ...] = ()) -> Mapping[str, Rung]:
             raise InputError(problem, place=str(folder), hint="give --strategies a folder of .toml files") from None
         for path in paths:
             hint = "compare with strategies/zero3.toml"
-            rung = read_toml_as(Rung, path, name="rung", check=_check, hint=hint)
-            rungs[rung.name] = rung
+            row = read_toml_as(Rung, path, name="rung", check=_check, hint=hint)
+            rungs |= {rung.name: rung for rung in _list_members(row)}
     return dict(sorted(rungs.items(), key=lambda item: item[1].order))
+
+
+def _list_members(row: Rung) -> list[Rung]:
+    """Return the rungs that a file describes: the one, or one for each of its variants, in the ladder's order."""
+    if not row.variants:
+        return [row]
+    return [
+        replace(
+            row,
+            name=f"{row.name}-{ending}",
+            family=row.name,
+            order=row.order + position,
+            title=row.title.format(variant=ending),
+            ds_config=_replace_values(row.ds_config, partial(_set_variant, own)),
+            variants={},
+        )
+        for position, (ending, own) in enumerate(row.variants.items())
+    ]
+
+
+def _set_variant(own: Scalar, value: Any) -> Any:
+    return own if value == _VARIANT else value
 
 
 def list_ladder(rungs: Mapping[str, Rung]) -> tuple[str, ...]:
@@ -283,9 +313,17 @@ def list_ladder(rungs: Mapping[str, Rung]) -> tuple[str, ...]:
     return tuple(name for name, rung in rungs.items() if not rung.opt_in)
 
 
+def list_family(name: str, rungs: Mapping[str, Rung]) -> tuple[str, ...]:
+    """Return the names of the family's rungs, fastest first; none where no family has the name."""
+    return tuple(rung.name for rung in rungs.values() if rung.family == name)
+
+
 def select_rungs(names: Iterable[str], rungs: Mapping[str, Rung]) -> tuple[Rung, ...]:
-    """Return the named rungs, fastest first. Raises InputError for a name that no rung has."""
-    wanted = tuple(names)
+    """Return the named rungs and those of the named families, fastest first.
+
+    Raises InputError for a name that neither a rung nor a family has.
+    """
+    wanted = [member for name in names for member in list_family(name, rungs) or (name,)]
     for name in wanted:
         if name not in rungs:
             raise InputError(f"there is no rung {name!r} in the ladder", hint=f"the rungs are: {', '.join(rungs)}")

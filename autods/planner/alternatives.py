@@ -100,10 +100,15 @@ def _list_micro_batches(run: PlanRun, site: Site, spec: EngineSpec, micro_batch:
 
 
 def _list_rungs_by_name(run: PlanRun, site: Site, best: EngineSpec, speed: Speed) -> Iterator[Alternative]:
-    """Rungs outside the plan's ladder that ease what bounds the best rung, at its micro batch and checkpointing."""
-    known = [rung.name for rung in run.settings.ladder]
+    """Rungs outside the plan's ladder that ease what bounds the best rung and are faster, at its micro batch.
+
+    Their states lie where those of the best rung do. Of a family the first that may fit is listed.
+    """
+    known, listed = {rung.name: rung for rung in run.settings.ladder}, set[str]()
     for rung in read_rungs().values():
-        if rung.name in known or rung.eases != speed.step.bound:
+        if rung.name in known or rung.family in listed or rung.eases != speed.step.bound:
+            continue
+        if rung.places != known[best.rung].places:
             continue
         spec = make_group_engine(rung, site, run.settings, run.facts, (site,))
         if not isinstance(spec, EngineSpec):
@@ -112,7 +117,11 @@ def _list_rungs_by_name(run: PlanRun, site: Site, best: EngineSpec, speed: Speed
         spec = offload_inputs(spec) if offloads_inputs(best.ds_config) else spec
         with suppress(SimulationFailed), run.cache.open(spec) as engine:
             other = _judge(run, site, engine, speed.micro_batch, switched=False)
-            yield replace(other, opt_in=rung.opt_in)
+            if rung.family and other.forecast.verdict == "cannot_fit":
+                continue
+            listed |= {rung.family} - {""}
+            if other.forecast.speed and other.forecast.speed.samples_per_second > speed.samples_per_second:
+                yield replace(other, opt_in=rung.opt_in)
 
 
 def _waits(speed: Speed) -> bool:

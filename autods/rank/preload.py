@@ -23,6 +23,7 @@ from ..plain_text import read_text
 from ..system import processes
 from ..types import WorkloadSource
 from ..workload.script_source import find_early_variables, find_packages, prepares_imports
+from .partial_offload import mend_partial_offload
 from .patching import declare
 
 # DeepSpeed imports these at the first initialize or step, which costs each rank tenths of a second for each of them.
@@ -57,6 +58,7 @@ def preload() -> None:
         for name in _LATE:
             with contextlib.suppress(ImportError):  # other versions of DeepSpeed may lack it
                 importlib.import_module(name)
+    mend_partial_offload()
 
 
 def compile_at_first_call(compile: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..config.checkpointing import find_state
 from ..config.deepspeed import enabled_half_precision, find_offloads, get_key, is_default_optimizer, required_ops
+from ..config.releases import find_mended
 from ..config.trainers import DS_CONFIG, DS_CONFIG_HF, SCRIPT_KINDS
 from ..runner.environment import GROUP_TIMEOUT
 from ..workload.lora import FOUR_BITS, parse_lora
@@ -50,6 +51,8 @@ def launch_lines(report: FitReport) -> Iterator[tuple[str, str]]:
         yield "config", str(Path(report.out) / DS_CONFIG_REHEARSED)
         return
     folder, commands, script = Path(report.out), launch_commands(report), report.question.script
+    for fault in find_mended(report.ds_config or {}):
+        yield "note", f"train by autods run: in other launches {fault.symptom}"
     if _binds_cores(report) and "--bind_cores_to_rank" not in commands["deepspeed"]:
         yield "note", _NO_NUMACTL
     if script is None:

@@ -32,6 +32,7 @@ FACTS = ModelFacts(
 )
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 OFFLOADED = tuple(name for name, rung in RUNGS.items() if rung.places["optimizer"] != "device")
+RATIO = "zero_optimization.offload_optimizer.ratio"
 OVERLAP = "zero_optimization.overlap_comm"
 ON_DEVICE = tuple(name for name in RUNGS if name not in OFFLOADED)
 OTHER_OPS = {"zero3-quantized-weights": ("quantizer",)}
@@ -99,7 +100,7 @@ def test_the_rung_sets_stage_and_offload(name: str, rung: Any) -> None:
     tiers = {"cpu": "host", "nvme": "nvme", None: "device"}
     assert tiers[get_key(zero, "offload_param.device")] == rung.places["parameters"]
     assert tiers[get_key(zero, "offload_optimizer.device")] == rung.places["optimizer"]
-    assert get_key(zero, "offload_optimizer.ratio") is None
+    assert get_key(zero, "offload_optimizer.ratio") == get_key(rung.ds_config, RATIO)
 
 
 def test_the_nvme_path_is_filled_in_wherever_the_rung_names_it() -> None:

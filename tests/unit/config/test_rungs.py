@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from autods.config.deepspeed import get_key
 from autods.config.rungs import Rung, list_ladder, read_rungs, select_rungs, unmet_need
 from autods.errors import InputError
 from autods.forecast.predict.step_time import BOUNDS
@@ -12,6 +13,7 @@ from autods.types import ModelFacts
 from tests.support.composed import make_site
 from tests.support.reports import LADDER
 
+SHARES = tuple(f"zero3-partial-offload-{share}" for share in (20, 40, 60, 80))
 FACTS = ModelFacts(
     parameters=32_638_976, largest_parameter=1_048_576, checkpointing=True, tokens_per_sample=64, has_optimizer=False
 )
@@ -52,7 +54,7 @@ def test_at_416_mib_buckets_start_at_a_million_elements(rungs: Mapping[str, Rung
     sizes = [
         rung.start[key].elements(device_bytes=416 * MIB, facts=FACTS) for rung in rungs.values() if key in rung.start
     ]
-    assert len(sizes) == 12
+    assert len(sizes) == 16
     assert all(1.0e6 <= size <= 1.2e6 for size in sizes)
 
 
@@ -100,9 +102,19 @@ def test_rungs_outside_the_ladder_say_why(rungs: Mapping[str, Rung]) -> None:
     apart = {name: rung.opt_in for name, rung in rungs.items() if name not in list_ladder(rungs)}
     lossy = {name for name in apart if rungs[name].lossy}
     assert lossy == {"zero3-bf16-states", "zero3-offload-bf16-states", "zero3-quantized-weights"}
-    assert set(apart) == {"zero1-offload", *lossy}
-    assert {rung.eases for rung in rungs.values()} == {"", "communication"} <= {"", *BOUNDS}
+    assert set(apart) == {"zero1-offload", *SHARES, *lossy}
+    assert {rung.eases for rung in rungs.values()} == {"", "communication", "host"} <= {"", *BOUNDS}
     assert apart["zero3-bf16-states"].startswith("masters, gradients and moments in bf16 change the numbers")
+
+
+def test_a_family_has_a_rung_for_each_variant(rungs: Mapping[str, Rung]) -> None:
+    shares = select_rungs(("zero3-offload-optimizer", "zero3-partial-offload", "zero3"), rungs)
+    assert [rung.name for rung in shares] == ["zero3", *SHARES, "zero3-offload-optimizer"]
+    offloads = [get_key(rung.ds_config, "zero_optimization.offload_optimizer") for rung in shares]
+    assert [offload and offload.get("ratio") for offload in offloads] == [None, 0.2, 0.4, 0.6, 0.8, None]
+    assert shares[1].title == "ZeRO-3 with 20 % of the optimizer on the CPU"
+    assert (shares[1].family, shares[1].variants) == ("zero3-partial-offload", {})
+    assert [rung.name for rung in select_rungs((SHARES[2],), rungs)] == [SHARES[2]]
 
 
 def test_states_in_bf16_need_a_config_that_trains_in_bf16(rungs: Mapping[str, Rung]) -> None:
@@ -195,7 +207,8 @@ def test_a_rung_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_every_rung_file_is_named_after_its_rung() -> None:
-    assert {path.stem for path in data_folder("strategies").glob("*.toml")} == set(read_rungs())
+    files = {path.stem for path in data_folder("strategies").glob("*.toml")}
+    assert files == {rung.family or rung.name for rung in read_rungs().values()}
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from autods.config.checkpointing import offloads_inputs
+from autods.config.deepspeed import get_key
 from autods.errors import EnvironmentBroken, InputError, Interrupted
 from autods.forecast.predict.prices import Work
 from autods.forecast.predict.step_time import BITS, HOST, Schedule
@@ -165,6 +166,21 @@ def test_a_plan_bound_by_the_network_names_its_way_out(gpus: int, nodes: int, ti
     text = printed(make_plan_document(planned.forecast), 400)
     said = "zero3-quantized-weights: 1.99 × the tokens/s; only by name (--with zero3-quantized-weights): weights cross"
     assert text.count(said) == times
+
+
+def offloading(ask: EngineSpec, micro_batch: int) -> Simulation:
+    """A step that waits for the host's optimizer. The smaller its share, the more lies on the card."""
+    ratio = get_key(ask.ds_config, "zero_optimization.offload_optimizer.ratio") or 1.0
+    work = Work(kind="host_optimizer", name="cpu_adam", bytes=int(ratio * 10**11))
+    simulation = simulate_peaks(micro_batch, init=GIB, backward=int((80 - 60 * ratio) * GIB))
+    return replace(simulation, schedule=Schedule(events=(0,), works=(work,)))
+
+
+def test_a_plan_bound_by_the_host_names_the_least_share_that_fits() -> None:
+    asked = question(on="a100-40gb", gpus=8, ladder=("zero3-offload-optimizer",), largest=False, checkpointing="on")
+    planned = Planned(asked, offloading)
+    (site,) = planned.forecast.sites
+    assert [each.forecast.rung for each in site.alternatives if each.opt_in] == ["zero3-partial-offload-80"]
 
 
 def test_without_a_time_no_other_setting_is_simulated() -> None:

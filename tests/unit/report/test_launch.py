@@ -76,6 +76,13 @@ def test_launchers_bind_ranks_with_states_on_the_host_as_trials_did():
         assert "affinity" not in accelerate_yaml(each, "ds_config.json")
 
 
+def test_a_share_of_the_optimizer_is_trained_by_autods_run():
+    share = {**CONFIG, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.4}}}
+    note = dict(launch_lines(replace(scripted(), ds_config=share)))["note"]
+    assert note.startswith("train by autods run: in other launches the part of the optimizer on the device ignores")
+    assert "note" not in dict(launch_lines(scripted()))
+
+
 def test_ops_that_trials_built_are_not_built_again():
     report = scripted()
     built = replace(report, question=replace(report.question, ops_folder="/my cache/ops"))
