@@ -161,6 +161,7 @@ class Supervisor:
         self._report_lost_checkpoints()
         try:
             self._prepare()
+            self._check_ladder()
             while True:
                 config = self._choose_config()
                 if isinstance(config, RunFailure):
@@ -192,6 +193,14 @@ class Supervisor:
         if history.attempts and step < known <= history.attempts[-1].last_step:
             text = f"the checkpoint of step {known} is gone or torn: the run goes on at step {step}"
             self.listen(Note(text=text, warns=True))
+
+    def _check_ladder(self) -> None:
+        """Raises InputError where the ladder that was asked for lacks the rung of the config to train."""
+        rung = self.history.decisions[-1].config.rung
+        if rung not in [each.name for each in self.settings.fit.ladder]:
+            problem = f"trains with {rung}, which is not in the ladder of this command"
+            hint = f"add --with {rung} to go on, or --fresh to begin anew"
+            raise InputError(problem, place=str(self.settings.out), hint=hint)
 
     def _prepare(self) -> None:
         """The survey of the workload, once in a run, and the config of the fit as the first decision."""

@@ -166,6 +166,14 @@ def test_other_options_are_named_and_nothing_runs(tmp_path):
         run(settings(tmp_path, fit=replace(settings(tmp_path).fit, seed=5)), listen=lambda event: None)
 
 
+def test_a_rung_that_the_ladder_lost_is_named(tmp_path):
+    supervise(tmp_path, lambda job: (4, "stopped"))
+    fit = settings(tmp_path).fit
+    without = replace(fit, ladder=tuple(rung for rung in fit.ladder if rung.name != REPORT.rung))
+    with pytest.raises(InputError, match=rf"trains with {REPORT.rung}, .*\n  add --with {REPORT.rung} to go on"):
+        supervise(tmp_path, finish, fit=without)
+
+
 def test_a_changed_workload_is_named_and_goes_on(tmp_path):
     supervise(tmp_path, lambda job: (4, "stopped"))
     fit = settings(tmp_path).fit
