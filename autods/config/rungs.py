@@ -221,7 +221,10 @@ _MOST_MULTIPLE = 1_000_000
 
 def _check(rung: Rung) -> None:
     """Raises ValueError for values that the types alone allow."""
-    check_name(rung.name)  # of the folder of its logs, too
+    for name in (rung.name, *(f"{rung.name}-{ending}" for ending in rung.variants)):
+        check_name(name)  # of the folder of its logs, too
+    if rung.variants and _replace_values(rung.ds_config, partial(_set_variant, 0)) == rung.ds_config:
+        raise ValueError(f"variants needs a key of ds_config that is {_VARIANT!r}")
     for state in get_args(State):
         if state not in rung.places:
             raise ValueError(f"places lacks {state!r}")
@@ -296,7 +299,7 @@ def _list_members(row: Rung) -> list[Rung]:
             name=f"{row.name}-{ending}",
             family=row.name,
             order=row.order + position,
-            title=row.title.format(variant=ending),
+            title=row.title.replace(_VARIANT, ending),
             ds_config=_replace_values(row.ds_config, partial(_set_variant, own)),
             variants={},
         )

@@ -182,6 +182,8 @@ def test_a_strategies_folder_that_is_none_is_refused(tmp_path: Path) -> None:
         ("world_size = 2", "world_size = 2\nprecision = 16", "needs.precision is 16, not text"),
         ("order = 50", "order = 50\nopt_in = true", "opt_in is True"),
         ("order = 50", "order = 50\nlossy = true", "lossy needs opt_in"),
+        ("order = 50", "order = 50\nvariants = { half = 0.5 }", "variants needs a key of ds_config that is"),
+        ("order = 50", 'order = 50\nvariants = { "a/b" = 0.5 }', "mine-a/b"),
         ("device_share = 0.005, bytes_each", "bytes_each", "needs one of device_share, largest_parameter and switch"),
         ("low = 0.5, high = 20.0", "low = 0.5, high = 0.1", "0 < low < high"),
         ("choices = [true, false]", "choices = []", "needs a start value"),
