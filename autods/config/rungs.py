@@ -318,7 +318,7 @@ def list_ladder(rungs: Mapping[str, Rung]) -> tuple[str, ...]:
 
 def list_family(name: str, rungs: Mapping[str, Rung]) -> tuple[str, ...]:
     """Return the names of the family's rungs, fastest first; none where no family has the name."""
-    return tuple(rung.name for rung in rungs.values() if rung.family == name)
+    return tuple(rung.name for rung in rungs.values() if name and rung.family == name)
 
 
 def select_rungs(names: Iterable[str], rungs: Mapping[str, Rung]) -> tuple[Rung, ...]:

@@ -115,6 +115,8 @@ def test_a_family_has_a_rung_for_each_variant(rungs: Mapping[str, Rung]) -> None
     assert shares[1].title == "ZeRO-3 with 20 % of the optimizer on the CPU"
     assert (shares[1].family, shares[1].variants) == ("zero3-partial-offload", {})
     assert [rung.name for rung in select_rungs((SHARES[2],), rungs)] == [SHARES[2]]
+    with pytest.raises(InputError, match="there is no rung ''"):  # most rungs are of no family
+        select_rungs(("zero3", ""), rungs)
 
 
 def test_states_in_bf16_need_a_config_that_trains_in_bf16(rungs: Mapping[str, Rung]) -> None:
