@@ -251,7 +251,8 @@ def _list_parts(report: FitReport, folder: Path | None, columns: Sequence[Column
         launch = tuple(launch_lines(report))
         lines = [command for name, command in launch if name in ("launch", "or")][:2]
         code = [each for each in launch if each[0] == "code" and report.question.script is not None]  # it needs them
-        use = (*code, *zip(("use it", "or"), lines, strict=False))
+        notes = [each for each in launch if each[0] == "note"]
+        use = (*code, *zip(("use it", "or"), lines, strict=False), *notes)
         yield doc.Pairs(items=use, whole=True, on=Medium.TERMINAL)
         yield from titled("Train with it", doc.Pairs(items=launch, whole=True, on=Medium.PAGE))
         if report.ds_config is not None:

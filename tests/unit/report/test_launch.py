@@ -9,12 +9,13 @@ import pytest
 from autods.config.checkpointing import set_state
 from autods.config.deepspeed import DEFAULT_OPTIMIZER, get_key, to_trainer_config
 from autods.report import FitReport, to_dict, write
-from autods.report.answers.fit import list_answer
+from autods.report.answers.fit import list_answer, make_fit_document
 from autods.report.launch import accelerate_yaml, fill_placeholders, launch_commands, launch_lines, trainer_arguments
 from autods.system.host import Hardware
 from autods.workload import make_source
 from autods.workload.script_source import ScriptLaunch, describe_launch, describe_trainer
 from tests.support.reports import fitting_report, hopeless_report
+from tests.support.terminal import printed
 
 ADAM = {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}}
 CONFIG = {
@@ -78,8 +79,10 @@ def test_launchers_bind_ranks_with_states_on_the_host_as_trials_did():
 
 def test_a_share_of_the_optimizer_is_trained_by_autods_run():
     share = {**CONFIG, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.4}}}
-    note = dict(launch_lines(replace(scripted(), ds_config=share)))["note"]
+    report = replace(scripted(), ds_config=share)
+    note = dict(launch_lines(report))["note"]
     assert note.startswith("train by autods run: in other launches the part of the optimizer on the device ignores")
+    assert note in printed(make_fit_document(report), 400)
     assert "note" not in dict(launch_lines(scripted()))
 
 
