@@ -186,6 +186,7 @@ PLACEHOLDERS: dict[str, Callable[[Site], Scalar]] = {
     "{nvme_path}": lambda site: str(site.nvme_path),
     "{ranks_per_node}": lambda site: site.ranks_per_node,
 }
+_VARIANT = "{variant}"  # stands for the value of a member in the file of a family
 
 
 def fill_in(rung: Rung, site: Site) -> dict[str, Any]:
@@ -207,9 +208,6 @@ def tune_at(rung: Rung, site: Site) -> dict[str, Dimension]:
         for key, dimension in rung.tune.items()
         if site.nodes >= dimension.least_nodes
     }
-
-
-_VARIANT = "{variant}"  # stands for the value of a member in the file of a family
 
 
 def _fill(value: Any, site: Site) -> Any:
@@ -316,8 +314,8 @@ def list_ladder(rungs: Mapping[str, Rung]) -> tuple[str, ...]:
     return tuple(name for name, rung in rungs.items() if not rung.opt_in)
 
 
-def list_family(name: str, rungs: Mapping[str, Rung]) -> tuple[str, ...]:
-    """Return the names of the family's rungs, fastest first; none where no family has the name."""
+def _list_family(name: str, rungs: Mapping[str, Rung]) -> tuple[str, ...]:
+    """Return the names of the family's rungs, fastest first; none where no family has the name. "" names none."""
     return tuple(rung.name for rung in rungs.values() if name and rung.family == name)
 
 
@@ -326,7 +324,7 @@ def select_rungs(names: Iterable[str], rungs: Mapping[str, Rung]) -> tuple[Rung,
 
     Raises InputError for a name that neither a rung nor a family has.
     """
-    wanted = [member for name in names for member in list_family(name, rungs) or (name,)]
+    wanted = [member for name in names for member in _list_family(name, rungs) or (name,)]
     for name in wanted:
         if name not in rungs:
             raise InputError(f"there is no rung {name!r} in the ladder", hint=f"the rungs are: {', '.join(rungs)}")

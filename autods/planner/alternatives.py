@@ -102,7 +102,7 @@ def _list_micro_batches(run: PlanRun, site: Site, spec: EngineSpec, micro_batch:
 def _list_rungs_by_name(run: PlanRun, site: Site, best: EngineSpec, speed: Speed) -> Iterator[Alternative]:
     """Rungs outside the plan's ladder that ease what bounds the best rung and are faster, at its micro batch.
 
-    Their states lie where those of the best rung do. Of a family the first that may fit is listed.
+    Their states lie where those of the best rung do. The first of a family that may fit stands for it.
     """
     known, listed = {rung.name: rung for rung in run.settings.ladder}, set[str]()
     for rung in read_rungs().values():
@@ -117,9 +117,10 @@ def _list_rungs_by_name(run: PlanRun, site: Site, best: EngineSpec, speed: Speed
         spec = offload_inputs(spec) if offloads_inputs(best.ds_config) else spec
         with suppress(SimulationFailed), run.cache.open(spec) as engine:
             other = _judge(run, site, engine, speed.micro_batch, switched=False)
-            if rung.family and other.forecast.verdict == "cannot_fit":
-                continue
-            listed |= {rung.family} - {""}
+            if rung.family:
+                if other.forecast.verdict == "cannot_fit":
+                    continue
+                listed.add(rung.family)
             if other.forecast.speed and other.forecast.speed.samples_per_second > speed.samples_per_second:
                 yield replace(other, opt_in=rung.opt_in)
 

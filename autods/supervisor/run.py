@@ -161,11 +161,11 @@ class Supervisor:
         self._report_lost_checkpoints()
         try:
             self._prepare()
-            self._check_ladder()
             while True:
                 config = self._choose_config()
                 if isinstance(config, RunFailure):
                     return self._summarize("failed", config.exit_code, config.reason, config.advice)
+                self._check_ladder(config.rung)
                 end = self._attempt(config)
                 if end.ending == "done":
                     return self._summarize("done", 0)
@@ -194,9 +194,8 @@ class Supervisor:
             text = f"the checkpoint of step {known} is gone or torn: the run goes on at step {step}"
             self.listen(Note(text=text, warns=True))
 
-    def _check_ladder(self) -> None:
-        """Raises InputError where the ladder that was asked for lacks the rung of the config to train."""
-        rung = self.history.decisions[-1].config.rung
+    def _check_ladder(self, rung: str) -> None:
+        """Raises InputError where the ladder that was asked for lacks the rung to train."""
         if rung not in [each.name for each in self.settings.fit.ladder]:
             problem = f"trains with {rung}, which is not in the ladder of this command"
             hint = f"add --with {rung} to go on, or --fresh to begin anew"
