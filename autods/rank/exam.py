@@ -17,7 +17,7 @@ from ..plain_text import read_text
 from ..system.limits import find_lack
 from ..types import Examined, Phase
 from .distributed import Ranks
-from .memory import Meter, growth_per_step
+from .memory import FEWEST_GROWTHS, Meter, growth_per_step
 from .model_facts import estimate_checkpoint_bytes
 
 _TAG, _WEIGHTS = "certificate", "weights.bin"
@@ -25,6 +25,8 @@ _GATHER = "stage3_gather_16bit_weights_on_model_save"
 _DISK_MARGIN = 1.1
 # Relative, for the same forward on the same weights: only the order of sums in the device's kernels differs.
 _TOLERANCE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-3}
+_FURTHER_STEPS = 6  # where memory seems to grow: an allocator may fill up over the first steps
+MOST_STEPS = _FURTHER_STEPS + 2  # of an exam: one follows the save, and one the load
 _BF16_STEP = 2**-7  # relative; the largest step between neighbouring numbers of bfloat16, which has 8 bits
 
 
@@ -55,6 +57,7 @@ class WorstCaseExam:
     examined: Examined
     held_bytes: Sequence[int] = ()
     _parts: Iterator[bool] | None = None
+    _has_steps: bool = True
 
     def advance(self) -> bool:
         """Run the next part. True if the step `index` has to follow before the next call, False after the last part."""
@@ -70,19 +73,15 @@ class WorstCaseExam:
             self.examined = Examined(batch_shape=(), draws=0)
             self._leave_out(f"{unchecked}: the script ended its process group")
             return
+        self._has_steps = False
         while self.advance():
             pass
         self._leave_out("the script ended before a step was trained between saving and loading its checkpoint")
 
     def _run(self) -> Iterator[bool]:
         """Run the exam; after each part that is yielded the caller runs a step."""
+        yield from self._watch_growth()
         self.observe("evaluate", self.index)
-        gc.collect()  # garbage in cycles is no leak
-        growth = growth_per_step([*self.held_bytes[:-1], self.meter.held_bytes()])
-        self.examined = replace(self.examined, growth_bytes=growth)
-        if growth is None:
-            few = f"{len(self.held_bytes)} steps are too few"
-            self._leave_out(f"growth of memory from step to step was not checked: {few}")
         _broadcast_buffers(self.engine)
         loss = None
         if self.examined.batch_shape:
@@ -99,6 +98,27 @@ class WorstCaseExam:
         if self.examined.save_s is not None:
             self._run_supported(lambda: self._load(loss), "load its checkpoint")
             yield True
+
+    def _watch_growth(self) -> Iterator[bool]:
+        """Note by how much memory grows from step to step; where it seems to, judge by further steps."""
+        held = [*self.held_bytes[:-1], self._hold()]
+        growth = growth_per_step(held)
+        if not self.ranks.agree(not growth):
+            for _ in range(_FURTHER_STEPS):
+                if not self._has_steps:
+                    break
+                yield True
+                self.index += 1
+                held.append(self._hold())
+            growth = growth_per_step(held[-FEWEST_GROWTHS - 2 :])
+        self.examined = replace(self.examined, growth_bytes=growth)
+        if growth is None:
+            self._leave_out(f"growth of memory from step to step was not checked: {len(held)} steps are too few")
+
+    def _hold(self) -> int:
+        """Return the device memory in use, without garbage in cycles, which is no leak."""
+        gc.collect()
+        return self.meter.held_bytes()
 
     def _run_supported(self, part: Callable[[], None], action: str) -> None:
         """Run the part. If DeepSpeed does not implement it for this config, note its reason; all ranks get the same."""

@@ -28,7 +28,7 @@ from .patching import declare
 
 _LIBC = ctypes.CDLL(None)
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_FEWEST_GROWTHS = 3
+FEWEST_GROWTHS = 3  # of memory from step to step, for a verdict
 _LEAST_GROWTH = 2**20  # bytes a step: the heap of a CPU rank grows in pieces, and a list of losses is no leak
 _MAX_MMAP = re.compile(rb"max mmap bytes\s*=\s*(\d+)")
 # DeepSpeed's see_memory_usage resets peaks, and so do scripts that log them.
@@ -397,7 +397,7 @@ def growth_per_step(held_bytes: Sequence[int]) -> int | None:
     the one before. Batches of varying length make some hold less.
     """
     growth = [after - before for before, after in pairwise(held_bytes[1:])]
-    if len(growth) < _FEWEST_GROWTHS:
+    if len(growth) < FEWEST_GROWTHS:
         return None
     usual = int(statistics.median(growth))
     return usual if min(growth) > 0 and usual >= _LEAST_GROWTH else 0

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..config.deepspeed import find_offloads, get_key
 from ..config.profiles import TimeLimits
+from ..rank.exam import MOST_STEPS
 from ..types import PHASES, Exam, Knobs, ModelFacts, Phase, Steps, Trial
 
 _FILES = 1e8  # bytes a second: a network file system, or a disk that others use
@@ -74,7 +75,9 @@ def limit_training(
     silence_s = silence_limits(limits)
     count = steps.warmup + steps.most_timed + 2
     step_s = (moved_s["forward"] + moved_s["backward"]) * knobs.accumulation + moved_s["step"]
-    exam_s = 2 * moved_s["evaluate"] + moved_s["save"] + moved_s["load"] if exam == "worst_case" else 0.0
+    exam_s = 0.0
+    if exam == "worst_case":
+        exam_s = MOST_STEPS * step_s + 2 * moved_s["evaluate"] + moved_s["save"] + moved_s["load"]
     return {
         "silence_s": {phase: seconds + moved_s.get(phase, 0.0) for phase, seconds in silence_s.items()},
         "wall_s": limits.wall_s + moved_s["build"] + moved_s["init"] + count * step_s + exam_s,

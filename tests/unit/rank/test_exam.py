@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -165,20 +167,42 @@ def test_the_users_word_on_gathering_is_kept() -> None:
 
 
 class Held(Meter):
-    """Each reading is 32 MiB above the one before; without garbage in cycles it stays where it was."""
+    """Holds these MiB, one reading after the other, and the last of them from then on."""
 
-    def __init__(self, garbage: bool) -> None:
-        self.garbage = garbage
+    def __init__(self, *mib: int) -> None:
+        self.mib = list(mib)
 
     def held_bytes(self) -> int:
-        return 0 if self.garbage else 128 * 2**20
+        return (self.mib.pop(0) if len(self.mib) > 1 else self.mib[0]) * 2**20
 
 
-@pytest.mark.parametrize(("garbage", "growth"), [(False, 32 * 2**20), (True, 0)])
-def test_memory_that_grows_is_a_leak_unless_it_can_be_collected(tmp_path: Path, garbage: bool, growth: int) -> None:
-    held_bytes = [step * 32 * 2**20 for step in range(5)]
-    examined, _ = pass_exam(Engine(), tmp_path, held_bytes=held_bytes, meter=Held(garbage))
+GROWING = [step * 32 * 2**20 for step in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("then_mib", "growth"),
+    [
+        (range(128, 500, 32), 32 * 2**20),
+        ((0,), 0),  # garbage in cycles
+        ((128, 160, 192, 192), 0),  # an allocator that fills up over the first steps
+    ],
+)
+def test_a_leak_goes_on_in_further_steps(tmp_path: Path, then_mib: Sequence[int], growth: int) -> None:
+    examined, _ = pass_exam(Engine(), tmp_path, held_bytes=GROWING, meter=Held(*then_mib))
     assert examined["growth_bytes"] == growth
+
+
+def test_where_memory_seems_to_grow_six_steps_follow(tmp_path: Path) -> None:
+    _, seen = pass_exam(Engine(), tmp_path, held_bytes=GROWING, meter=Held(*range(128, 500, 32)))
+    assert seen[:6] == [("step", 2 + i) for i in range(6)]
+    assert seen[6:8] == [("evaluate", 8), ("save", 8)]
+
+
+def test_a_script_that_has_ended_is_judged_by_its_steps(tmp_path: Path) -> None:
+    exam = exam_of(Engine(), tmp_path, held_bytes=GROWING, meter=Held(128))
+    with patch("torch.distributed.is_initialized", return_value=True):
+        exam.finish_without_steps()
+    assert exam.examined.growth_bytes == 32 * 2**20
 
 
 def test_too_few_steps_to_see_a_leak_are_reported(tmp_path: Path) -> None:
