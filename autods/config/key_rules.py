@@ -235,19 +235,19 @@ def find_unknown(question: Question) -> Iterator[Problem]:
         section, _, last = name.rpartition(".")
         if name in installed.defaults or section not in sections or name.startswith(OPEN_SECTIONS):
             continue  # an unknown section itself is reported, or DeepSpeed does not say what belongs there
-        hint = _LEAVE_OUT
+        meant = None
         if other := _CALLED_ELSEWHERE.get(name):
-            hint = f'{_MEANT} "{other}"?'
+            meant = f'{_MEANT} "{other}"?'
         elif (home := homes.get(last)) and last != section:  # "fp16" inside "fp16" belongs nowhere
-            hint = f'it belongs into "{home}"'
+            meant = f'it belongs into "{home}"'
         elif (left := left - 1) >= 0 and (near := _find_near(last, sections[section], section)):
-            hint = f'{_MEANT} "{near}"?'
+            meant = f'{_MEANT} "{near}"?'
         if section in installed.strict:
-            yield error(name, "DeepSpeed refuses a key that it does not know", hint)
-        elif hint == _LEAVE_OUT:
+            yield error(name, "DeepSpeed refuses a key that it does not know", meant or _LEAVE_OUT)
+        elif meant is None:
             ignored.append(name)
         else:
-            yield warning(name, "DeepSpeed knows no such key and ignores it", hint)
+            yield warning(name, "DeepSpeed knows no such key and ignores it", meant)
     yield from _warn_ignored(ignored)
     for section, arguments in zip(
         OPEN_SECTIONS, (_OPTIMIZER_ARGUMENTS, installed.schedule_arguments or ()), strict=True

@@ -69,23 +69,27 @@ class Efficiency:
 
     A matmul computes at the card's `matmul_share`. Beside that its bytes pass the memory `matmul_traffic` times:
     tiles read operands again, and what they load first and write last waits for no compute. The units of fp32 compute
-    at `fp32_matmul`, so slowly that loads hide behind it and power is no limit. Where rows are not
-    aligned, the tensor cores reach `unaligned` of it, and `unaligned_from_hopper` on those cards. Fused attention
-    reaches `attention` of the card's `attention_share` in long samples, and half of that where it computes
-    `attention_half_intensity` FLOPs a byte. cuDNN's is up to `cudnn_attention` times as fast, and half of that at
-    `cudnn_half_intensity`; the memory-efficient kernel is `efficient_attention` times as fast on cards with flash.
-    A kernel reaches `memory` of the memory's bandwidth, one that
-    sums over rows or columns `reduction`. The host pays `launch_us` to issue an operator, `view_us` a view,
+    at `fp32_matmul`, so slowly that loads hide behind it and power is no limit. Where rows are not aligned, the tensor
+    cores reach `unaligned` of it, and `unaligned_from_hopper` on those cards.
+
+    Fused attention reaches `attention` of the card's `attention_share` in long samples. It reaches half of that where
+    it computes `attention_half_intensity` FLOPs a byte. cuDNN's kernel is up to `cudnn_attention` times as fast, and
+    half of that at `cudnn_half_intensity`. The memory-efficient kernel is `efficient_attention` times as fast on cards
+    with flash.
+
+    A kernel reaches `memory` of the memory's bandwidth, and `reduction` where it sums over rows or columns.
+    `kernel_us` is its least time on the card. The host pays `launch_us` to issue an operator, `view_us` a view,
     `collective_us` a collective, and `opcode_ns` an opcode of DeepSpeed's Python. It pays `return_us` for each piece of
-    the card's memory that torch's allocator gives back and takes again. A thread of it moves
-    `core_gb_per_s` at most, and writes memory that is new to the process at `first_touch_gb_per_s`; it
-    takes `compare_ns` to make a truth value. `kernel_us` is the least time of a kernel on the card. A collective
+    the card's memory that torch's allocator gives back and takes again. One thread of it moves `core_gb_per_s` at most,
+    and writes memory that is new to the process at `first_touch_gb_per_s`. It takes `compare_ns` to make a truth value.
+
+    A collective of W ranks begins after `first_step_us`, and a ring takes (W − 1) steps: `step_us` each within a node,
+    `network_step_us` for one that leaves it. Filling a pipeline takes `pipeline` of the geometric mean of two times:
+    this latency, and that of the bytes. So messages of a few megabytes do not have the full bandwidth. A collective
     delays kernels beside it: it takes `contention` of the multiprocessors, and its bytes pass the memory
     `collective_traffic` times.
-    A collective of W ranks begins after `first_step_us`, and a ring takes (W − 1) steps: `step_us` each within a node,
-    `network_step_us` for one that leaves it. Filling a pipeline takes `pipeline` of the geometric mean of this latency
-    and the time of its bytes, which is why messages of a few megabytes do not have the full bandwidth.
-    `unsure` is the share of work that no table prices which a forecast counts.
+
+    `unsure` is the share of work without a price that a forecast counts.
     """
 
     matmul_traffic: float
@@ -129,8 +133,8 @@ class Efficiency:
 class Constants:
     """The shipped efficiencies, and bounds of a step's time as shares of its forecast.
 
-    `host_high` is the upper bound of the part that waits for the host's work, `launch_high` of what waits for its
-    launches, `unsure_high` of work without a price of its own, `high` that of the rest.
+    The upper bounds are `host_high` where a step waits for the host's work, and `launch_high` where for its launches.
+    Work without a price of its own has `unsure_high`, and the rest `high`.
     """
 
     efficiency: Efficiency
