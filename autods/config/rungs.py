@@ -269,7 +269,7 @@ def _check_needs(needs: Mapping[str, bool | int | str]) -> None:
 def read_rungs(folders: tuple[Path, ...] = ()) -> Mapping[str, Rung]:
     """Return every rung by name, fastest first, those for opting in, too.
 
-    A rung of the user's folders replaces a shipped one of that name.
+    A rung of the user's folders replaces a shipped one of that name, or all of a family that has it.
 
     Raises InputError naming the key that is missing or of the wrong form.
     """
@@ -283,7 +283,8 @@ def read_rungs(folders: tuple[Path, ...] = ()) -> Mapping[str, Rung]:
         for path in paths:
             hint = "compare with strategies/zero3.toml"
             row = read_toml_as(Rung, path, name="rung", check=_check, hint=hint)
-            rungs |= {rung.name: rung for rung in _list_members(row)}
+            others = {name: rung for name, rung in rungs.items() if row.name not in (name, rung.family)}
+            rungs = others | {rung.name: rung for rung in _list_members(row)}
     return dict(sorted(rungs.items(), key=lambda item: item[1].order))
 
 
@@ -298,15 +299,15 @@ def _list_members(row: Rung) -> list[Rung]:
             family=row.name,
             order=row.order + position,
             title=row.title.replace(_VARIANT, ending),
-            ds_config=_replace_values(row.ds_config, partial(_set_variant, own)),
+            ds_config=_replace_values(row.ds_config, partial(_set_variant, variant)),
             variants={},
         )
-        for position, (ending, own) in enumerate(row.variants.items())
+        for position, (ending, variant) in enumerate(row.variants.items())
     ]
 
 
-def _set_variant(own: Scalar, value: Any) -> Any:
-    return own if value == _VARIANT else value
+def _set_variant(variant: Scalar, value: Any) -> Any:
+    return variant if value == _VARIANT else value
 
 
 def list_ladder(rungs: Mapping[str, Rung]) -> tuple[str, ...]:

@@ -158,6 +158,21 @@ def test_a_users_rung_replaces_a_shipped_one_of_the_same_name(tmp_path: Path) ->
     assert next(iter(read_rungs((tmp_path,)))) == "zero3"
 
 
+def test_a_users_rung_replaces_the_family_of_its_name(tmp_path: Path) -> None:
+    rung_file(tmp_path, name="zero3-partial-offload", old="order = 50", new="order = 50")
+    mine = read_rungs((tmp_path,))
+    assert [name for name in mine if name.startswith("zero3-partial-offload")] == ["zero3-partial-offload"]
+    assert [rung.name for rung in select_rungs(["zero3-partial-offload"], mine)] == ["zero3-partial-offload"]
+
+
+def test_a_users_family_replaces_the_shipped_one(tmp_path: Path) -> None:
+    text = (data_folder("strategies") / "zero3-partial-offload.toml").read_text()
+    line = next(line for line in text.splitlines() if line.startswith("variants"))
+    (tmp_path / "mine.toml").write_text(text.replace(line, "variants = { half = 0.5 }"))
+    members = select_rungs(["zero3-partial-offload"], read_rungs((tmp_path,)))
+    assert [rung.name for rung in members] == ["zero3-partial-offload-half"]
+
+
 def test_an_edited_rung_is_read_again(tmp_path: Path) -> None:
     rung_file(tmp_path, old="order = 50", new="order = 55")
     assert read_rungs((tmp_path,))["mine"].order == 55
