@@ -200,11 +200,6 @@ def resolve_global_batch(
     return total
 
 
-def precision_name(base: Mapping[str, Any]) -> str:
-    """Return the precision of a config: 'bf16', 'fp16' or 'fp32'."""
-    return enabled_half_precision(base) or "fp32"
-
-
 def parse_precisions(given: str) -> tuple[str, ...]:
     """'bf16,fp32' → ('bf16', 'fp32'). A fit starts with the first; the others may win the race."""
     names = tuple(dict.fromkeys(name.strip() for name in given.split(",")))

@@ -103,6 +103,11 @@ def enabled_half_precision(config: Mapping[str, Any]) -> str | None:
     return "fp16" if get_key(config, "fp16.enabled") else None
 
 
+def precision_name(config: Mapping[str, Any]) -> str:
+    """Return the precision of a config: 'bf16', 'fp16' or 'fp32'."""
+    return enabled_half_precision(config) or "fp32"
+
+
 def nest_key(dotted: str, value: Any) -> dict[str, Any]:
     """'a.b', 1 → {'a': {'b': 1}}."""
     head, _, tail = dotted.partition(".")

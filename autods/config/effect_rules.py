@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from .deepspeed import BATCH_KEYS, HALVES, enabled_half_precision, read_known_keys
+from .deepspeed import BATCH_KEYS, HALVES, enabled_half_precision, precision_name, read_known_keys
 from .problems import PARTS, ZERO, Problem, Question, Severity, error, is_number, name_first, note, walk_keys, warning
 from .releases import find_faults
 
@@ -169,7 +169,7 @@ def find_unchosen(question: Question) -> Iterator[Problem]:
 def find_release_faults(question: Question) -> Iterator[Problem]:
     """What the installed release does wrong, or slowly, at this stage, and no error shows."""
     for fault in find_faults(question.installed.version):
-        if fault.concerns(question.stage, enabled_half_precision(question.config) or "fp32", question.config):
+        if fault.concerns(question.stage, precision_name(question.config), question.config):
             severity: Severity = "error" if fault.effect == "wrong" else "warning"
             text = fault.describe(question.installed.version)
             yield Problem(severity=severity, key=fault.key, problem=text, hint=fault.remedy)

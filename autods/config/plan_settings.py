@@ -19,7 +19,6 @@ from .base_config import (
     check_ranks,
     merge_script_config,
     parse_size,
-    precision_name,
     resolve_base_config,
     resolve_global_batch,
 )
@@ -34,7 +33,7 @@ from .catalogue import (
     make_hardware,
 )
 from .checkpointing import STATES, State, read_state, works_in_scripts
-from .deepspeed import check_micro_batch, count_replicas
+from .deepspeed import check_micro_batch, count_replicas, precision_name
 from .key_rules import find_misspelt_keys
 from .releases import find_wrong_stages
 from .rungs import Rung

@@ -14,7 +14,7 @@ from packaging.version import InvalidVersion, Version
 from ..schema import read_toml_as
 from ..system.host import data_folder, installed_versions
 from ..types import Scalar
-from .deepspeed import enabled_half_precision, get_key, merge, nest_key, read_known_keys
+from .deepspeed import get_key, merge, nest_key, precision_name, read_known_keys
 from .rungs import Rung
 
 _REMOVAL = Version("0.19.8")  # DeepSpeed #8489
@@ -106,7 +106,7 @@ def find_tolerated(ladder: Iterable[Rung], precision: str, base: Mapping[str, An
 
 def find_mended(config: Mapping[str, Any]) -> tuple[ReleaseFault, ...]:
     """Return the faults of the installed release that this config has outside the ranks of autods."""
-    stage, precision = get_key(config, "zero_optimization.stage") or 0, enabled_half_precision(config) or "fp32"
+    stage, precision = get_key(config, "zero_optimization.stage") or 0, precision_name(config)
     faults = (fault for fault in find_faults(_installed()) if fault.mended)
     return tuple(fault for fault in faults if fault.concerns(stage, precision, config))
 

@@ -23,12 +23,11 @@ from .base_config import (
     merge_script_config,
     parse_precisions,
     parse_size,
-    precision_name,
     resolve_base_config,
     resolve_global_batch,
 )
 from .catalogue import Machine, Site, describe_this_machine
-from .deepspeed import SEQUENCE_RANKS, count_replicas, count_sequence_sharers, default_accumulation
+from .deepspeed import SEQUENCE_RANKS, count_replicas, count_sequence_sharers, default_accumulation, precision_name
 from .profiles import Budget, Profile, Stop, read_profile
 from .releases import find_wrong_stages
 from .rungs import Rung, list_ladder, read_rungs, select_rungs

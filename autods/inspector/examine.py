@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config.base_config import precision_name
 from ..config.catalogue import format_machine, measured_path
-from ..config.deepspeed import compose, required_ops
+from ..config.deepspeed import compose, precision_name, required_ops
 from ..config.releases import find_tolerated
 from ..config.rungs import unmet_need
 from ..config.settings import Settings, resolve_fit

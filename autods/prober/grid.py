@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..config.base_config import precision_name
 from ..config.checkpointing import find_state, read_state, set_state, why_impossible
-from ..config.deepspeed import accumulation_for, compose, count_replicas, find_broken_op, start_settings
+from ..config.deepspeed import accumulation_for, compose, count_replicas, find_broken_op, precision_name, start_settings
 from ..config.rungs import Rung, unmet_need
 from ..config.settings import Settings, apply_survey
 from ..errors import InputError

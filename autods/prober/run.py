@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, replace
 
-from ..config.base_config import precision_name
+from ..config.deepspeed import precision_name
 from ..config.settings import Settings
 from ..diagnosis.trial_outcome import make_input_error
 from ..errors import EnvironmentBroken

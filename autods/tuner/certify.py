@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from ..config.base_config import precision_name
 from ..config.checkpointing import find_state, is_as_lean
+from ..config.deepspeed import precision_name
 from ..report.results.fit import Certificate
 from ..types import Failed, Fit, Record, Steps, Trial
 from .batch_curve import BatchCurve, MemoryLine

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..config.base_config import precision_name
+from ..config.deepspeed import precision_name
 from ..config.key_rules import find_misspelt_keys
 from ..config.profiles import Profile
 from ..config.releases import name_defaults

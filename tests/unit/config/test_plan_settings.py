@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from autods.config.base_config import precision_name
 from autods.config.catalogue import read_catalogue
+from autods.config.deepspeed import precision_name
 from autods.config.plan_settings import PlanSettings, adopt_script_batch
 from autods.config.plan_settings import apply_script_config_to_plan as with_config_of
 from autods.devices import Card
