@@ -36,7 +36,10 @@ def _install_patches(injection: Injection, config: LibraryConfig) -> None:
     _PLUGIN.wrap(_fill_plugin, config)
     if injection.job.stops_at_engine:
         _PREPARE.wrap(_name_dummy_optimizer, config)
-    injection.skip("accelerate.Accelerator", "save_state", "save_model", "init_trackers", "log")
+    injection.skip("accelerate.Accelerator", "save_state", folder="output_dir")
+    injection.skip("accelerate.Accelerator", "save_model", folder="save_directory")
+    injection.skip("accelerate.Accelerator", "init_trackers", "log")
+    injection.skip("accelerate.Accelerator", "load_state", phase="load")
     _HALVE_BATCH.install(lambda error: False, everywhere=True)
     if (device := find_device(injection.job.device)).stands_in:
         _BACKEND.wrap(_choose_backend, device.backend)

@@ -20,7 +20,7 @@ from ....system.stacks import find_caller
 from ....workload.script_source import has_placeholder
 from ...patching import declare, declare_all, find_original, when_imported
 from ..engine_config import LibraryConfig, read_config
-from ..policy import Injection, TrainerLoop
+from ..policy import Injection, TrainerLoop, Zeros
 from ..surroundings import note_use
 from ..user_errors import script_error
 
@@ -47,13 +47,6 @@ _LOAD = declare("transformers.trainer.deepspeed_load_checkpoint", "a checkpoint 
 _ROTATE = declare("transformers.trainer.rotate_checkpoints", "old checkpoints go when the new one is complete")
 
 
-class Zeros(dict[str, float]):
-    """The metrics of a skipped evaluation. Each is 0, so that a script can go on."""
-
-    def __missing__(self, key: str) -> float:
-        return 0.0
-
-
 def install(injection: Injection) -> None:
     """Install the patches for the rest of this process, as soon as the library is imported."""
     injection.config = config = LibraryConfig(injection.job, convert=to_trainer_config)
@@ -64,8 +57,9 @@ def _install_patches(injection: Injection, config: LibraryConfig) -> None:
     _CONFIG.wrap(_replace_config, config)
     _ARGUMENTS.wrap(_set_arguments, injection)
     injection.skip("transformers.Trainer", "evaluate", "predict", phase="evaluate", returns=Zeros)
+    injection.skip("transformers.Trainer", "save_model", folder="output_dir")
     injection.skip(
-        "transformers.Trainer", "save_model", "save_state", "_save_checkpoint", "init_hf_repo", "push_to_hub",
+        "transformers.Trainer", "save_state", "_save_checkpoint", "init_hf_repo", "push_to_hub",
         "_push_from_checkpoint", "create_model_card",
     )  # fmt: skip
     if injection.policy.host is None:

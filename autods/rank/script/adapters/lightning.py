@@ -97,6 +97,7 @@ def _install_in(injection: Injection, package: str, *, is_trainer: bool) -> None
         injection.skip(f"{package}.Trainer", "save_checkpoint")
         if policy.host is None:
             patches[initial].wrap(_skip_validation)
+            patches[_FIT].wrap(fit_from_start)
         else:
             LightningLoop(policy.host, injection.job, package).install()
     if find_device(injection.job.device).stands_in:
@@ -124,6 +125,13 @@ def use_cpu_ranks(stand_ins: list[str], original: Any, trainer: Any, /, *args: A
 
 def _skip_validation(original: Any, trainer: Any, /, *args: Any, **kwargs: Any) -> None:
     original(trainer, *args, **{**kwargs, "num_sanity_val_steps": 0})  # before the first step
+
+
+def fit_from_start(original: Any, trainer: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """A trial resumes no checkpoint."""
+    bound = inspect.signature(original).bind(trainer, *args, **kwargs)
+    bound.arguments.pop("ckpt_path", None)
+    return original(*bound.args, **bound.kwargs)
 
 
 def _replace_config(

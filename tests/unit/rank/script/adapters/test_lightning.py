@@ -16,6 +16,7 @@ from autods.rank.script.adapters.lightning import (
     LightningLoop,
     RankSamples,
     divide_once,
+    fit_from_start,
     rescale_batches,
     step_engine,
     use_cpu_ranks,
@@ -86,6 +87,14 @@ def test_the_loss_is_divided_by_the_accumulation_once():
             lambda *args, **kwargs: given.append(kwargs), None, 1.0, SimpleNamespace(automatic_optimization=automatic)
         )
     assert given == [{"scale_wrt_gas": False}, {}]
+
+
+def test_a_trial_resumes_no_checkpoint():
+    def fit(trainer, model, loader=None, ckpt_path=None, weights_only=None):
+        return model, loader, ckpt_path
+
+    assert fit_from_start(fit, None, "model", loader="loader", ckpt_path="last") == ("model", "loader", None)
+    assert fit_from_start(fit, None, "model", "loader", "last.ckpt", True) == ("model", "loader", None)
 
 
 def test_fabric_steps_the_engine():
