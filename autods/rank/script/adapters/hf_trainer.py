@@ -32,6 +32,10 @@ _STATES = "state"  # in a checkpoint: the link to DeepSpeed's files in it
 _EXTRA = "extra"  # in a checkpoint: the script has not asked for it
 _UNFINISHED = ".autods-unfinished"  # in the Trainer's folder, until all ranks have saved
 
+_DROPPED = (
+    "warning: with DeepSpeed the Trainer drops its optimizers=(…) and makes an optimizer and a schedule of its "
+    "TrainingArguments; give a subclass of it create_optimizer and create_scheduler"
+)
 _END_STEP = "_maybe_log_save_evaluate"  # the Trainer's method
 _CONFIG = declare(
     "transformers.integrations.deepspeed.HfTrainerDeepSpeedConfig.__init__", "the Trainer gets the chosen config"
@@ -210,6 +214,8 @@ class HfTrainerLoop(TrainerLoop):
         ends_step = functools.partial(self._wrappers[_END_STEP], getattr(type(trainer), _END_STEP), trainer)
         setattr(trainer, _END_STEP, ends_step)
         self.trainer, arguments = trainer, trainer.args
+        if trainer.optimizer is not None or trainer.lr_scheduler is not None:
+            self.host.note(_DROPPED)
         folder = self.host.begin_loop(self)
         if folder is not None:
             if arguments.ignore_data_skip:
