@@ -253,6 +253,11 @@ class LightningLoop(TrainerLoop):
                 hint="give the Trainer strategy=DeepSpeedStrategy(…)",
             )
         self.trainer = trainer
+        if counted := find_micro_batch_counts(trainer):
+            self.host.note(
+                f"warning: its Trainer's {' and '.join(counted)} count micro batches: with another micro batch they "
+                "stand for other samples; a share such as 0.5 does not depend on it"
+            )
         trainer.callbacks.insert(0, self._make_callback())
         bound = inspect.signature(original).bind(trainer, *args, **kwargs)
         start = self.host.begin_loop(self)
@@ -379,6 +384,12 @@ class LightningLoop(TrainerLoop):
     def go_on_from(self, states: Mapping[str, Any]) -> None:
         """Training begins where these states were saved."""
         self._resumes, self._metrics = True, states["metrics"]
+
+
+def find_micro_batch_counts(trainer: Any) -> list[str]:
+    """The arguments of a Trainer whose number counts micro batches of a rank; a share of the data is a float."""
+    names = ("limit_train_batches", "val_check_interval")
+    return [f"{name}={value}" for name in names if isinstance(value := getattr(trainer, name), int)]
 
 
 def rescale_batches(fit_loop: Mapping[str, Any], before: int, after: int) -> None:

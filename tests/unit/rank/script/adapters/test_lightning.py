@@ -16,6 +16,7 @@ from autods.rank.script.adapters.lightning import (
     LightningLoop,
     RankSamples,
     divide_once,
+    find_micro_batch_counts,
     fit_from_start,
     rescale_batches,
     step_engine,
@@ -95,6 +96,13 @@ def test_a_trial_resumes_no_checkpoint():
 
     assert fit_from_start(fit, None, "model", loader="loader", ckpt_path="last") == ("model", "loader", None)
     assert fit_from_start(fit, None, "model", "loader", "last.ckpt", True) == ("model", "loader", None)
+
+
+def test_lengths_that_depend_on_the_micro_batch_are_found():
+    quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    assert find_micro_batch_counts(lightning.Trainer(**quiet)) == []
+    given = {"limit_train_batches": 10, "val_check_interval": 0.5}
+    assert find_micro_batch_counts(lightning.Trainer(**quiet, **given)) == ["limit_train_batches=10"]
 
 
 def test_fabric_steps_the_engine():
