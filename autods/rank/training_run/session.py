@@ -239,7 +239,7 @@ class Session:
             yield states.move(batch, self.engine.device)
 
     def step_done(self, loss: Any = None) -> None:
-        """Count a micro batch, after `engine.step()`. At the end of an optimizer step it may save, and end the run.
+        """Count a micro batch, after `engine.step()` and the step of a schedule. It may save, and end the run.
 
         All ranks call it alike. `loss` is that of the micro batch, for the run's journal.
         """
