@@ -291,8 +291,8 @@ def find_module(name: str, folder: Path) -> tuple[Path, Path]:
 class Import:
     """A module that a file imports.
 
-    `name` is a name imported from it, or an attribute of it that the file uses; '' if there is none. A relative import
-    starts from `folder`, which is None for an absolute one.
+    `name` is a name imported from it, or an attribute of it that the file uses; '' if there is none. `*` comes with the
+    names that it may bind. A relative import starts from `folder`, which is None for an absolute one.
     """
 
     module: str
@@ -441,7 +441,8 @@ def _read_imports(file: Path) -> tuple[Import, ...]:
 def _parse_imports(file: Path, modified_ns: int) -> tuple[Import, ...]:
     imports: dict[Import, None] = {}
     modules: dict[str, str] = {}  # by the names that the file gives them
-    nodes = list(ast.walk(ast.parse(read_file(file, most=LARGEST_CODE))))
+    tree = ast.parse(read_file(file, most=LARGEST_CODE))
+    nodes = list(ast.walk(tree))
     for node in nodes:
         if isinstance(node, ast.Import):
             for item in node.names:
@@ -453,4 +454,8 @@ def _parse_imports(file: Path, modified_ns: int) -> tuple[Import, ...]:
     for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
             imports[Import(modules[node.value.id], node.attr)] = None
+    if stars := [item for item in imports if item.name == "*"]:  # any of them may bind a name that the file does not
+        used = {node.id: None for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+        free = used.keys() - bound_names(tree)
+        imports |= {Import(star.module, name, star.folder): None for star in stars for name in used if name in free}
     return tuple(imports)

@@ -6,6 +6,7 @@ A trainer that owns its loop is shown to a run as a `TrainerLoop`, and the train
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,13 @@ from .user_errors import script_error
 _DDP = declare("torch.nn.parallel.DistributedDataParallel.__init__", "a script that trains by it needs no DeepSpeed")
 _MOST_OTHER_STEPS = 100  # before the engine is made: a script may train something small first
 FORKED = "forked"  # a file in the scratch folder: training was tried in a forked process
+
+
+class Zeros(dict[str, float]):
+    """What a script gets from an evaluation or a checkpoint that is skipped. Each value is 0, so that it can go on."""
+
+    def __missing__(self, key: str) -> float:
+        return 0
 
 
 class Policy:
@@ -177,15 +185,28 @@ class Injection:
     config: EngineConfig
     stand_ins: list[str] = field(default_factory=list)
 
-    def skip(self, owner: str, *names: str, phase: Phase = "save", returns: Callable[[], Any] = lambda: None) -> None:
+    def skip(
+        self,
+        owner: str,
+        *names: str,
+        phase: Phase = "save",
+        returns: Callable[[], Any] = lambda: None,
+        folder: str | None = None,
+    ) -> None:
         """Let methods of a library's class do nothing where the policy only trains.
 
-        `owner` is the dotted name of the class. Some supported releases lack some of the methods.
+        `owner` is the dotted name of the class. Some supported releases lack some of the methods. `folder` is their
+        argument with the folder that they save into. It is made and returned: the script may add files of its own.
         """
 
         def skip(original: Any, /, *args: Any, **kwargs: Any) -> Any:
             self.policy.begin_skipped(phase)
-            return returns()
+            given = None if folder is None else inspect.signature(original).bind(*args, **kwargs).arguments.get(folder)
+            if given is None:
+                return returns()
+            with contextlib.suppress(OSError):
+                os.makedirs(given, exist_ok=True)
+            return given
 
         for name in names if self.policy.host is None else ():
             declare(f"{owner}.{name}", f"a trial does not {phase}", optional=True).wrap(skip)

@@ -20,7 +20,7 @@ from ..job import RankJob
 from ..patching import declare, declare_all, when_imported
 from .batches import iter_tensors
 from .overlay import LARGEST_COPIED, Overlay
-from .policy import Policy
+from .policy import Policy, Zeros
 from .user_errors import WRITABLE
 
 # Experiment trackers, by their own switches.
@@ -47,6 +47,9 @@ _ENGINE_SAVES = declare_all(
     _NOT_SAVED,
     optional=True,
 )
+_ENGINE_LOAD = declare(
+    "deepspeed.runtime.engine.DeepSpeedEngine.load_checkpoint", "a trial begins anew, whatever rung has saved before"
+)
 # Functions that write a model to the file that is their second argument.
 _FILE_SAVES = (
     declare("torch.save", _NOT_SAVED),
@@ -62,8 +65,9 @@ _WANDB = declare("wandb.init", 'mode="online" in a script overrides the environm
 def install(policy: Policy, rank: int) -> tuple[Overlay, bool]:
     """Set the sandbox up for the rest of this process; return the overlay, and whether the kernel confines writes.
 
-    Saves are no part of training. Small files are written to the overlay, where the script finds them again. Large
-    files are empty there, and so are the folders of checkpoints: a script may go on with them, for example copy them.
+    Saves are no part of training, and neither is a checkpoint that the script goes on from. Small files are written to
+    the overlay, where the script finds them again. Large files are empty there, and so are the folders of checkpoints:
+    a script may go on with them, for example copy them.
     What bypasses the overlay is refused by the kernel, if it can. CUDA must be initialised before, if it is needed:
     its setuid helper nvidia-modprobe gains no privileges any more.
     """
@@ -75,6 +79,7 @@ def install(policy: Policy, rank: int) -> tuple[Overlay, bool]:
     os.environ.update(_TRACKERS_OFF, TMPDIR=str(link), MLFLOW_TRACKING_URI=f"file:{scratch / 'mlruns'}")
     for patch in _ENGINE_SAVES.values():
         patch.wrap(_skip_checkpoint, policy)
+    _ENGINE_LOAD.wrap(skip_load, policy)
     for patch in _FILE_SAVES:
         with contextlib.suppress(ImportError):  # safetensors may be missing
             patch.wrap(_skip_large_file, policy, everywhere=True)
@@ -135,6 +140,14 @@ def _skip_checkpoint(policy: Policy, original: Any, /, *args: Any, **kwargs: Any
     with contextlib.suppress(OSError):
         os.makedirs(os.path.join(arguments["save_dir"], str(arguments.get("tag") or "")), exist_ok=True)
     return True
+
+
+def skip_load(policy: Policy, original: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Load nothing, as where DeepSpeed finds no checkpoint. The files of another rung would not fit this engine."""
+    if policy.hooks_paused:
+        return original(*args, **kwargs)
+    policy.begin_skipped("load")
+    return None, Zeros()
 
 
 def _skip_large_file(policy: Policy, original: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from ..patching import declare
 from ..script.batches import find_loss
 from ..script.policy import Injection, Policy, TrainerLoop
 from ..script.user_errors import script_error
+from . import schedules, states
 from . import session as sessions
-from . import states
 from .checkpoints import SavedCheckpoint, list_checkpoints, remove_checkpoint, remove_torn
 from .samples import WholeSteps
 
@@ -44,7 +44,7 @@ class RunPolicy(Policy):
         self._stepped = False
 
     def prepare(self, injection: Injection) -> None:
-        """Workers of a loader end with their rank, or when it tells them to."""
+        """Workers of a loader end with their rank, or when it tells them to. Schedules are noted."""
         super().prepare(injection)
 
         def set_handlers(original: Any) -> None:
@@ -52,6 +52,7 @@ class RunPolicy(Policy):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
         _LOADS.wrap(set_handlers)
+        schedules.watch()
 
     def start_training(self, engine: Any) -> None:
         """Check that the engine is one of all ranks."""
@@ -108,10 +109,6 @@ class RunPolicy(Policy):
     def note(self, text: str) -> None:
         """Print a line for the user of the run."""
         sessions.note(text)
-
-    def keep_states(self, find: Callable[[], Sequence[Any]]) -> None:
-        """Save and restore what `find` returns beside the engine's states: objects with a `state_dict`."""
-        sessions.find_companions = find
 
     def begin_loop(self, loop: TrainerLoop) -> Path | None:
         """The trainer begins to train; return what it resumes from, None where the run has no checkpoint."""

@@ -44,6 +44,7 @@ from .checkpoints import (
 )
 from .consensus import Consensus
 from .samples import SampleOrder, Share, deal_samples, deal_stream, derive_seed
+from .schedules import Schedules
 
 NO_SESSION = (
     "the script calls no autods.session(engine): its steps are not counted, and nothing is saved or restored; "
@@ -76,10 +77,9 @@ class NoObserver:
 
 
 # Of this process: its session, which an adapter may make; who hears the phases of the next one, and has the rank's
-# meter; and what finds further states for each checkpoint, objects with a `state_dict`.
+# meter.
 current: Session | None = None
 observer: Any = NoObserver()
-find_companions: Callable[[], Sequence[Any]] = tuple
 
 
 def session(engine: Any) -> Session:
@@ -133,6 +133,7 @@ class Session:
         self.order = order = None if job is None else job.order
         self.observer = observer
         self.state: dict[str, Any] = {}
+        self.schedules = Schedules(engine, note)
         self.stopped = False
         self._stop_file = "" if order is None else str(order.stop_file)
         self.consensus = Consensus(
@@ -160,6 +161,7 @@ class Session:
         self._peak_read_s = 0.0
         self._peak_bytes: int | None = None
         self.losses: list[Any] = []  # of this step's micro batches, on the device
+        self._has_dealt = False  # samples, in this process
 
     # What a script reads.
 
@@ -194,7 +196,8 @@ class Session:
     ) -> Iterator[Any]:
         """Yield this rank's micro batches on the engine's device, from the step where the run goes on.
 
-        They end after the run's steps, or after `epochs` passes through the data; without both, after one pass.
+        They end after the run's steps, or after `epochs` passes through the data; without both, after one pass. Steps
+        are those of the run, so one call deals out all passes. Raises WorkloadError where another has nothing left.
         `loader_options` are those of torch's DataLoader, such as num_workers. A dataset that can only be iterated must
         yield the same samples in the same order on every rank; a resumed run reads and drops what it has trained on.
         """
@@ -207,10 +210,16 @@ class Session:
                 )
         if self.order is not None and self.order.loads_in_ranks:
             loader_options = {name: value for name, value in loader_options.items() if name not in _OF_WORKERS}
-        collate = collate_fn or default_collate
+        collate, end = collate_fn or default_collate, self.steps
+        follows, self._has_dealt = self._has_dealt, True
         if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
             samples = SampleOrder(len(dataset), 0 if self.job is None else self.job.seed, shuffle)
-            end = self.end_step = self._find_end(len(dataset), epochs)
+            end = self.end_step = last = self._find_end(len(dataset), epochs)
+            if follows and self.step >= last and not self.done:  # such as in a loop over epochs
+                raise WorkloadError(
+                    f"a second session.batches has nothing to deal out: its samples end at step {last}",
+                    hint="call it once, with epochs=… for the passes through the dataset",
+                )
             sampler = deal_samples(samples, self.share, self.step, end)
             loader: Iterable[Any] = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate, **loader_options)
         else:
@@ -220,7 +229,7 @@ class Session:
                 note(f"reading {self.samples} samples of the dataset to go on behind them")
             stream = DataLoader(dataset, batch_size=None, collate_fn=_keep, **loader_options)
             dealt = deal_stream(stream, self.share, self.step, self._report_reading())
-            loader, end = (collate(batch) for batch in dealt), self.steps
+            loader = (collate(batch) for batch in dealt)
         micro_batches = iter(loader)
         while end is None or self.step < end:
             batch = next(micro_batches, None)
@@ -230,7 +239,7 @@ class Session:
             yield states.move(batch, self.engine.device)
 
     def step_done(self, loss: Any = None) -> None:
-        """Count a micro batch, after `engine.step()`. At the end of an optimizer step it may save, and end the run.
+        """Count a micro batch, after `engine.step()` and the step of a schedule. It may save, and end the run.
 
         All ranks call it alike. `loss` is that of the micro batch, for the run's journal.
         """
@@ -270,8 +279,7 @@ class Session:
         if self.step != checkpoint.step:
             raise RuntimeError(f"{order.restore} is of step {checkpoint.step}, and the engine is at {self.step}")
         self.state = saved["state"]
-        for companion, state in zip(find_companions(), saved.get("companions", ()), strict=False):
-            companion.load_state_dict(state)
+        self.schedules.restore(saved.get("schedules", ()), saved["groups"])
         self._restore_random_states(checkpoint, saved)
         self._saved_step = self._seen_step = self.step
         self._step_began_s = time.perf_counter()
@@ -352,9 +360,9 @@ class Session:
 
     def _save_states(self, folder: Path) -> None:
         """Write this rank's part of a checkpoint; all ranks call it."""
-        companions = [companion.state_dict() for companion in find_companions()]
+        schedules = self.schedules.states()
         states.save_engine(self.engine, folder)
-        states.save_rank_file(self.engine, folder, rank=self.consensus.rank, state=self.state, companions=companions)
+        states.save_rank_file(self.engine, folder, rank=self.consensus.rank, state=self.state, schedules=schedules)
 
     def _remove_old(self, order: RunOrder) -> None:
         remove_old(order.checkpoints, order.keep)
@@ -465,7 +473,7 @@ class Session:
 
         return report
 
-    def _find_end(self, count: int, epochs: int | None) -> int | None:
+    def _find_end(self, count: int, epochs: int | None) -> int:
         """The step before which the batches of a dataset end."""
         ends = [] if self.steps is None else [self.steps]
         if epochs is not None or self.steps is None:

@@ -52,7 +52,7 @@ def save_engine(engine: Any, folder: Path) -> None:
 
 
 def save_rank_file(
-    engine: Any, folder: Path, *, rank: int, state: Mapping[str, Any], companions: Sequence[Any] = ()
+    engine: Any, folder: Path, *, rank: int, state: Mapping[str, Any], schedules: Sequence[Any] = ()
 ) -> None:
     """Save what DeepSpeed's files leave out. `state` is the script's or its trainer's."""
     import torch
@@ -61,7 +61,7 @@ def save_rank_file(
     content = {
         "random": random_states(),
         "state": dict(state),
-        "companions": list(companions),
+        "schedules": list(schedules),
         "groups": groups,
         "names": name_groups(engine),
         "loss_scale": getattr(engine.optimizer, "cur_scale", None),
@@ -90,8 +90,7 @@ def load(engine: Any, checkpoint: SavedCheckpoint, *, strict: bool = True) -> No
         write_states(engine, states, engine.param_names)
         _set_loss_scale(engine, saved["loss_scale"])
     # A schedule sets the rate of the step after the next one; DeepSpeed may leave the other settings as they were.
-    for group, values in zip(param_groups(engine), saved["groups"], strict=True):
-        group.update({key: value for key, value in values.items() if key in group and key in _SETTINGS})
+    set_groups(engine, saved["groups"])
 
 
 def name_groups(engine: Any) -> list[list[str]]:
@@ -122,6 +121,12 @@ def read_rank_file(path: Path) -> dict[str, Any]:
 
     content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)
     return content
+
+
+def set_groups(engine: Any, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Give the parameter groups the settings that they had, such as their learning rates."""
+    for group, values in zip(param_groups(engine), saved, strict=True):
+        group.update({key: value for key, value in values.items() if key in group and key in _SETTINGS})
 
 
 def param_groups(engine: Any) -> Sequence[dict[str, Any]]:

@@ -50,6 +50,8 @@ def write(tmp_path):
         ("from transformers import Trainer, TrainingArguments\n", "hf_trainer"),
         ("import deepspeed\nfrom transformers import Seq2SeqTrainer\n", "hf_trainer"),
         ("from trl import SFTTrainer\n", "hf_trainer"),
+        ("from transformers import *\nTrainer(model=AutoModel())\n", "hf_trainer"),
+        ("from transformers import *\nclass Trainer: ...\nTrainer()\nimport deepspeed\n", "deepspeed"),
         ("from sentence_transformers import SentenceTransformerTrainer\n", "hf_trainer"),
         ("from lightning.fabric import Fabric\n", "lightning"),
         ("from accelerate import Accelerator\nfrom transformers import AutoModel\n", "accelerate"),

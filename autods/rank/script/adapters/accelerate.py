@@ -1,7 +1,7 @@
 """Hugging Face Accelerate: `Accelerator.prepare` calls the engine with the config of its DeepSpeedPlugin.
 
 The script or the environment makes the plugin; in both cases the chosen config is put into it. The loop is the
-script's own. A schedule that accelerate steps is no part of DeepSpeed's states.
+script's own.
 """
 
 from __future__ import annotations
@@ -9,21 +9,16 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ....devices import find_device
 from ...patching import declare, when_imported
 from ..engine_config import LibraryConfig, read_config
 from ..policy import Injection
 
-if TYPE_CHECKING:
-    from ...training_run.run_policy import RunPolicy
-
 _DUMMY_OPTIMIZER = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
 _PLUGIN = declare("accelerate.utils.DeepSpeedPlugin.__post_init__", "the plugin gets the chosen config")
-_PREPARE = declare(
-    "accelerate.Accelerator._prepare_deepspeed", "a DummyOptim and a schedule are seen before the engine is made"
-)
+_PREPARE = declare("accelerate.Accelerator._prepare_deepspeed", "a DummyOptim is seen before the engine is made")
 _HALVE_BATCH = declare(
     "accelerate.utils.memory.should_reduce_batch_size", "an out-of-memory ends the script, not half of its batch"
 )
@@ -41,9 +36,10 @@ def _install_patches(injection: Injection, config: LibraryConfig) -> None:
     _PLUGIN.wrap(_fill_plugin, config)
     if injection.job.stops_at_engine:
         _PREPARE.wrap(_name_dummy_optimizer, config)
-    if injection.policy.host is not None:
-        _PREPARE.wrap(_keep_schedules, injection.policy.host)
-    injection.skip("accelerate.Accelerator", "save_state", "save_model", "init_trackers", "log")
+    injection.skip("accelerate.Accelerator", "save_state", folder="output_dir")
+    injection.skip("accelerate.Accelerator", "save_model", folder="save_directory")
+    injection.skip("accelerate.Accelerator", "init_trackers", "log")
+    injection.skip("accelerate.Accelerator", "load_state", phase="load")
     _HALVE_BATCH.install(lambda error: False, everywhere=True)
     if (device := find_device(injection.job.device)).stands_in:
         _BACKEND.wrap(_choose_backend, device.backend)
@@ -69,16 +65,6 @@ def _name_dummy_optimizer(config: LibraryConfig, original: Any, accelerator: Any
     if any(isinstance(argument, DummyOptim) for argument in args) and "optimizer" not in plugins:
         plugins["optimizer"] = copy.deepcopy(_DUMMY_OPTIMIZER)
         config.given = {**(config.given or {}), "optimizer": _DUMMY_OPTIMIZER}
-    return original(accelerator, *args)
-
-
-def _keep_schedules(host: RunPolicy, original: Any, accelerator: Any, /, *args: Any) -> Any:
-    """Save the schedules that accelerate steps by itself; those that DeepSpeed steps are in its states."""
-    from accelerate.utils import DeepSpeedSchedulerWrapper
-
-    host.keep_states(
-        lambda: [item for item in accelerator._schedulers if not isinstance(item, DeepSpeedSchedulerWrapper)]
-    )
     return original(accelerator, *args)
 
 

@@ -55,6 +55,7 @@ def watch_engine(engine: Any, policy: Policy) -> None:
         "train_batch": _train_batch,
         "save_checkpoint": _save,
         "save_16bit_model": _save,
+        "load_checkpoint": load_checkpoint,
     }
     for name, hook in hooks.items():
         if hasattr(engine, name):
@@ -128,6 +129,20 @@ def _train(policy: Policy, original: Any, /, mode: bool = True) -> Any:
 def _save(policy: Policy, original: Any, /, *args: Any, **kwargs: Any) -> Any:
     policy.begin_other("save")
     return original(*args, **kwargs)
+
+
+def load_checkpoint(policy: Policy, original: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Load a checkpoint, or explain why that fails: DeepSpeed does not say what it lacks in one of another stage."""
+    policy.begin_other("load")
+    try:
+        return original(*args, **kwargs)
+    except (AttributeError, AssertionError, KeyError, TypeError) as error:
+        raise script_error(
+            f"DeepSpeed cannot load its checkpoint ({type(error).__name__}: {error}): another ZeRO stage or number of "
+            "ranks may have saved it",
+            hint="name the rung that saved it by --ladder, or let the script begin without it; with "
+            "autods.session(engine) a run loads its own checkpoints into any rung",
+        ) from error
 
 
 def _train_batch(policy: Policy, original: Any, /, *args: Any, **kwargs: Any) -> Any:

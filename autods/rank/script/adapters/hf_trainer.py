@@ -20,7 +20,7 @@ from ....system.stacks import find_caller
 from ....workload.script_source import has_placeholder
 from ...patching import declare, declare_all, find_original, when_imported
 from ..engine_config import LibraryConfig, read_config
-from ..policy import Injection, TrainerLoop
+from ..policy import Injection, TrainerLoop, Zeros
 from ..surroundings import note_use
 from ..user_errors import script_error
 
@@ -32,6 +32,10 @@ _STATES = "state"  # in a checkpoint: the link to DeepSpeed's files in it
 _EXTRA = "extra"  # in a checkpoint: the script has not asked for it
 _UNFINISHED = ".autods-unfinished"  # in the Trainer's folder, until all ranks have saved
 
+_DROPPED = (
+    "warning: with DeepSpeed the Trainer drops its optimizers=(…) and makes an optimizer and a schedule of its "
+    "TrainingArguments; give a subclass of it create_optimizer and create_scheduler"
+)
 _END_STEP = "_maybe_log_save_evaluate"  # the Trainer's method
 _CONFIG = declare(
     "transformers.integrations.deepspeed.HfTrainerDeepSpeedConfig.__init__", "the Trainer gets the chosen config"
@@ -47,13 +51,6 @@ _LOAD = declare("transformers.trainer.deepspeed_load_checkpoint", "a checkpoint 
 _ROTATE = declare("transformers.trainer.rotate_checkpoints", "old checkpoints go when the new one is complete")
 
 
-class Zeros(dict[str, float]):
-    """The metrics of a skipped evaluation. Each is 0, so that a script can go on."""
-
-    def __missing__(self, key: str) -> float:
-        return 0.0
-
-
 def install(injection: Injection) -> None:
     """Install the patches for the rest of this process, as soon as the library is imported."""
     injection.config = config = LibraryConfig(injection.job, convert=to_trainer_config)
@@ -64,8 +61,9 @@ def _install_patches(injection: Injection, config: LibraryConfig) -> None:
     _CONFIG.wrap(_replace_config, config)
     _ARGUMENTS.wrap(_set_arguments, injection)
     injection.skip("transformers.Trainer", "evaluate", "predict", phase="evaluate", returns=Zeros)
+    injection.skip("transformers.Trainer", "save_model", folder="output_dir")
     injection.skip(
-        "transformers.Trainer", "save_model", "save_state", "_save_checkpoint", "init_hf_repo", "push_to_hub",
+        "transformers.Trainer", "save_state", "_save_checkpoint", "init_hf_repo", "push_to_hub",
         "_push_from_checkpoint", "create_model_card",
     )  # fmt: skip
     if injection.policy.host is None:
@@ -216,6 +214,8 @@ class HfTrainerLoop(TrainerLoop):
         ends_step = functools.partial(self._wrappers[_END_STEP], getattr(type(trainer), _END_STEP), trainer)
         setattr(trainer, _END_STEP, ends_step)
         self.trainer, arguments = trainer, trainer.args
+        if trainer.optimizer is not None or trainer.lr_scheduler is not None:
+            self.host.note(_DROPPED)
         folder = self.host.begin_loop(self)
         if folder is not None:
             if arguments.ignore_data_skip:

@@ -46,7 +46,9 @@ _STEP = f"{_STRATEGY}.optimizer_step"
 _BACKWARD = "plugins.precision.DeepSpeedPrecision.backward"
 _LOADER = "trainer.connectors.data_connector._DataConnector._prepare_dataloader"
 _SIGNALS = "trainer.connectors.signal_connector._SignalConnector.register_signal_handlers"
-_OF_TRAINER = (_FIT, _SAVE, _LOAD, _LOADER, _BACKWARD, _SIGNALS)
+_BATCHES, _EPOCHS = "loops.training_epoch_loop._TrainingEpochLoop", "loops.fit_loop._FitLoop"
+_BEGIN_EPOCH, _END_BATCH, _END_EPOCH = f"{_BATCHES}.reset", f"{_BATCHES}.on_advance_end", f"{_EPOCHS}.on_advance_end"
+_OF_TRAINER = (_FIT, _SAVE, _LOAD, _LOADER, _BACKWARD, _SIGNALS, _BEGIN_EPOCH, _END_BATCH, _END_EPOCH)
 _PATCHES = {
     package: declare_all(
         package,
@@ -95,6 +97,7 @@ def _install_in(injection: Injection, package: str, *, is_trainer: bool) -> None
         injection.skip(f"{package}.Trainer", "save_checkpoint")
         if policy.host is None:
             patches[initial].wrap(_skip_validation)
+            patches[_FIT].wrap(fit_from_start)
         else:
             LightningLoop(policy.host, injection.job, package).install()
     if find_device(injection.job.device).stands_in:
@@ -122,6 +125,13 @@ def use_cpu_ranks(stand_ins: list[str], original: Any, trainer: Any, /, *args: A
 
 def _skip_validation(original: Any, trainer: Any, /, *args: Any, **kwargs: Any) -> None:
     original(trainer, *args, **{**kwargs, "num_sanity_val_steps": 0})  # before the first step
+
+
+def fit_from_start(original: Any, trainer: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """A trial resumes no checkpoint."""
+    bound = inspect.signature(original).bind(trainer, *args, **kwargs)
+    bound.arguments.pop("ckpt_path", None)
+    return original(*bound.args, **bound.kwargs)
 
 
 def _replace_config(
@@ -190,11 +200,17 @@ class RankSamples:
 
 
 class LightningLoop(TrainerLoop):
-    """The loop of Lightning's Trainer. Its own states lie in the ranks' files of a checkpoint."""
+    """The loop of Lightning's Trainer. Its own states lie in the ranks' files of a checkpoint.
+
+    A checkpoint holds a whole step: callbacks have seen it, and so has a validation or an end of the epoch that follows
+    it. Lightning saves before these, and does not make up for all of them when it resumes.
+    """
 
     def __init__(self, host: RunPolicy, job: RankJob, package: str) -> None:
         self.host, self.job, self.package = host, job, package
         self.trainer: Any = None
+        self._resumes = False  # a checkpoint of the run is loaded, and its epoch has not gone on yet
+        self._metrics: Mapping[str, Any] = {}  # of that checkpoint
         self._dumped: Mapping[str, Any] | None = None  # Lightning's states of the checkpoint in work
         self._saving = False
 
@@ -205,6 +221,9 @@ class LightningLoop(TrainerLoop):
         patches[_SAVE].wrap(self.save_checkpoint)
         patches[_LOAD].wrap(self.load_checkpoint)
         patches[_LOADER].wrap(self.deal_samples)
+        patches[_BEGIN_EPOCH].wrap(self.begin_epoch)
+        patches[_END_BATCH].wrap(self.end_batch)
+        patches[_END_EPOCH].wrap(self.end_epoch)
 
     @property
     def last_step(self) -> int | None:
@@ -217,10 +236,10 @@ class LightningLoop(TrainerLoop):
 
     @property
     def ends(self) -> bool:
-        trainer, progress = self.trainer, self.trainer.fit_loop.epoch_loop.batch_progress
-        is_last_epoch = -1 < (trainer.max_epochs or -1) <= trainer.current_epoch + 1
+        trainer = self.trainer
+        is_last_epoch = -1 < (trainer.max_epochs or -1) <= trainer.fit_loop.epoch_progress.current.processed
         is_last_step = -1 < trainer.max_steps <= trainer.global_step
-        return bool(trainer.should_stop or is_last_step or (is_last_epoch and progress.is_last_batch))
+        return bool(trainer.should_stop or is_last_step or is_last_epoch)
 
     def end(self) -> None:
         self.trainer.should_stop = True
@@ -234,6 +253,11 @@ class LightningLoop(TrainerLoop):
                 hint="give the Trainer strategy=DeepSpeedStrategy(…)",
             )
         self.trainer = trainer
+        if counted := find_micro_batch_counts(trainer):
+            self.host.note(
+                f"warning: its Trainer's {' and '.join(counted)} count micro batches: with another micro batch they "
+                "stand for other samples; a share such as 0.5 does not depend on it"
+            )
         trainer.callbacks.insert(0, self._make_callback())
         bound = inspect.signature(original).bind(trainer, *args, **kwargs)
         start = self.host.begin_loop(self)
@@ -247,16 +271,36 @@ class LightningLoop(TrainerLoop):
         class RunCallback(importlib.import_module(self.package).Callback):  # type: ignore[misc]
             def on_train_start(self, trainer: Any, module: Any) -> None:
                 loop.host.session.restore_random_states()
+                trainer.callback_metrics.update(loop._metrics)  # the sanity check has cleared them
 
             def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
                 if not trainer.fit_loop._should_accumulate():
                     loop.host.session.report_step()
-                    loop.host.session.end_loop_step()
 
             def on_train_end(self, trainer: Any, module: Any) -> None:
                 loop.host.session.finish()
 
         return RunCallback()
+
+    def begin_epoch(self, original: Any, batches: Any, /) -> None:
+        """Let an epoch that goes on do nothing twice. One that was saved at its end is over: another begins."""
+        if self._resumes and batches.batch_progress.is_last_batch:
+            batches.restarting = False
+        original(batches)
+        if self._resumes:
+            self._resumes = self.trainer.fit_loop._restarting = batches.restarting = False
+
+    def end_batch(self, original: Any, batches: Any, /, *args: Any, **kwargs: Any) -> None:
+        """A batch, and the validation that follows it, is done."""
+        original(batches, *args, **kwargs)
+        if not batches.batch_progress.is_last_batch and not batches._should_accumulate():
+            self.host.session.end_loop_step()
+
+    def end_epoch(self, original: Any, epochs: Any, /) -> None:
+        """An epoch is done, and with it its last step."""
+        original(epochs)
+        if epochs.epoch_loop.batch_progress.is_last_batch:
+            self.host.session.end_loop_step()
 
     def deal_samples(
         self, original: Any, connector: Any, /, dataloader: Any, shuffle: bool, mode: Any, **kwargs: Any
@@ -287,9 +331,7 @@ class LightningLoop(TrainerLoop):
         update = importlib.import_module(f"{self.package}.utilities.data")._update_dataloader
         fit_loop = self.trainer.fit_loop
         epoch, trained = fit_loop.epoch_progress.current.processed, fit_loop.epoch_loop.batch_progress
-        batches = trained.current.processed
-        if batches and trained.is_last_batch:  # it was saved at the end of the epoch
-            epoch, batches = epoch + 1, 0
+        batches = 0 if trained.is_last_batch else trained.current.processed  # 0: it was saved at the end of an epoch
         samples = self.host.order_samples(
             dataloader.sampler, drop_last=dataloader.drop_last, seed=int(os.environ.get("PL_GLOBAL_SEED", "0"))
         )
@@ -314,7 +356,11 @@ class LightningLoop(TrainerLoop):
         finally:
             self._saving = False
         assert self._dumped is not None
-        return {**self._dumped, "accumulation": self.job.accumulation}
+        return {**self._dumped, "accumulation": self.job.accumulation, "metrics": self.read_metrics()}
+
+    def read_metrics(self) -> dict[str, Any]:
+        """What schedules and callbacks monitor: it may be of a validation that does not follow soon."""
+        return {name: value.detach().cpu() for name, value in self.trainer.callback_metrics.items()}
 
     def save_checkpoint(
         self, original: Any, strategy: Any, /, checkpoint: Mapping[str, Any], filepath: Any, *args: Any, **kwargs: Any
@@ -332,15 +378,22 @@ class LightningLoop(TrainerLoop):
             return original(strategy, checkpoint_path, *args, **kwargs)
         if states["accumulation"] != self.job.accumulation:
             rescale_batches(states["loops"]["fit_loop"], states["accumulation"], self.job.accumulation)
+        self.go_on_from(states)
         return dict(states)
+
+    def go_on_from(self, states: Mapping[str, Any]) -> None:
+        """Training begins where these states were saved."""
+        self._resumes, self._metrics = True, states["metrics"]
+
+
+def find_micro_batch_counts(trainer: Any) -> list[str]:
+    """The arguments of a Trainer whose number counts micro batches of a rank; a share of the data is a float."""
+    names = ("limit_train_batches", "val_check_interval")
+    return [f"{name}={value}" for name in names if isinstance(value := getattr(trainer, name), int)]
 
 
 def rescale_batches(fit_loop: Mapping[str, Any], before: int, after: int) -> None:
-    """Let the saved progress count the micro batches of another accumulation.
-
-    Lightning has processed the last one when the checkpoint is saved, and counts it as completed later.
-    """
+    """Let the saved progress count the micro batches of another accumulation."""
     progress = fit_loop["epoch_loop.batch_progress"]
     for counts in (progress["total"], progress["current"]):
-        processed = counts["processed"] // before * after
-        counts.update(ready=processed, started=processed, processed=processed, completed=processed - 1)
+        counts.update({name: count // before * after for name, count in counts.items()})

@@ -182,6 +182,26 @@ def toy_job(**fields: Any) -> Any:
     return replace(job, source=replace(job.source, script_kind="toy"))
 
 
+class Saver:
+    """A library's class that saves into a folder."""
+
+    def save(self, folder: str | None = None) -> None:
+        raise AssertionError("it is skipped")
+
+
+def test_a_skipped_save_makes_the_folder_that_it_would(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(Saver, "save", Saver.save)  # set back after the test
+    phases: list[str] = []
+    policy: Any = SimpleNamespace(host=None, begin_skipped=phases.append)
+    job: Any = None
+    inject.Injection(job=job, slot=0, policy=policy, config=job).skip(f"{__name__}.Saver", "save", folder="folder")
+    saver: Any = Saver()
+    saved = saver.save(tmp_path / "step" / "5")
+    (saved / "meta.json").write_text("{}")
+    assert saver.save() is None
+    assert phases == ["save", "save"]
+
+
 def test_a_trial_ends_a_new_trainer_after_its_steps(train: Any) -> None:
     policy = TrialPolicy(toy_job(steps=Steps(warmup=1, timed=2, most_timed=2)), 0, Observer(), leave)
     trainer = train(policy)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from autods.rank.patching import when_imported
-from autods.rank.script.sandbox import disable_wandb, list_free_folders, read_lmdb_unlocked
+from autods.rank.script.sandbox import disable_wandb, list_free_folders, read_lmdb_unlocked, skip_load
 from tests.support.script_trials import script_job
 
 STAND_INS = {
@@ -53,3 +53,11 @@ def test_caches_are_free_through_links_a_users_folder_is_not(tmp_path, monkeypat
     assert {str(path) for path in (home / ".cache", disk / "hf", headers, tmp_path / "allowed")} <= free
     assert (tmp_path / "triton").is_dir()  # a cache that is missing could not be made later
     assert not {"", "/", str(home), str(tmp_path), "/tmp"} & free
+
+
+def test_a_trial_loads_none_of_the_scripts_checkpoints():
+    policy = SimpleNamespace(hooks_paused=False, begin_skipped=lambda phase: None)
+    path, client_state = skip_load(policy, None, "checkpoints")
+    assert (path, client_state["step"]) == (None, 0)
+    policy.hooks_paused = True  # the exam loads its own
+    assert skip_load(policy, lambda folder: folder, "exam") == "exam"

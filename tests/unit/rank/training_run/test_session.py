@@ -169,6 +169,23 @@ def test_without_a_run_batches_are_one_pass(monkeypatch):
     assert len({number for batch in batches for number in batch}) == 8
 
 
+def test_a_loop_over_epochs_is_told_to_ask_once(make_session):
+    session = make_session(steps=None)
+    for _ in session.batches(list(range(8))):
+        train(session, 1)
+    with pytest.raises(WorkloadError, match="nothing to deal out: its samples end at step 2") as caught:
+        next(session.batches(list(range(8))))
+    assert "epochs=" in caught.value.hint
+
+
+def test_batches_behind_the_last_step_are_none(make_session):
+    session = make_session(steps=2)
+    for _ in range(2):
+        for _ in session.batches(list(range(4))):
+            train(session, 1)
+    assert session.step == 2
+
+
 def test_ranks_that_load_their_data_have_no_workers(make_session, monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("a worker was started")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from autods.rank.script.adapters.deepspeed import destroy_process_group, register_ulysses, watch_engine
+from autods.rank.script.adapters.deepspeed import destroy_process_group, load_checkpoint, register_ulysses, watch_engine
 from autods.rank.script.trial_policy import TrialPolicy
 from autods.rank.training_run.run_policy import RunPolicy
 from autods.workload import WorkloadError
@@ -158,3 +158,19 @@ def register(model: str, core: str, ranks: int, micro_batch_size: int, seq_lengt
 def test_shared_sequences_have_the_chosen_micro_batch(given: tuple[Any, ...]) -> None:
     named = {} if len(given) == 4 else {"micro_batch_size": 1}
     assert register_ulysses(8, register, *given, **named, seq_length=256) == ("llama", "sdpa", 2, 8, 256)
+
+
+def fail(error: Exception) -> Any:
+    raise error
+
+
+def test_a_checkpoint_of_another_stage_is_explained() -> None:
+    phases: list[str] = []
+    policy: Any = SimpleNamespace(begin_other=phases.append)
+    assert load_checkpoint(policy, lambda folder: (folder, {}), "saved") == ("saved", {})
+    with pytest.raises(WorkloadError, match=r"AttributeError: no copy.*another ZeRO stage") as caught:
+        load_checkpoint(policy, lambda folder: fail(AttributeError("no copy")), "saved")
+    assert "--ladder" in caught.value.hint
+    with pytest.raises(RuntimeError, match="out of memory"):
+        load_checkpoint(policy, lambda folder: fail(RuntimeError("out of memory")), "saved")
+    assert phases == ["load"] * 3

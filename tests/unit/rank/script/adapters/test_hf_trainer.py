@@ -31,6 +31,17 @@ def test_a_run_follows_a_method_that_the_script_replaced(monkeypatch: pytest.Mon
     replaced = _call_ours(ours) if calls_ours else lambda trainer, loss: steps.append("logged")
     monkeypatch.setattr(Trainer, "_maybe_log_save_evaluate", replaced)
     trainer = Trainer.__new__(Trainer)
-    trainer.args = SimpleNamespace(deepspeed="x")
+    trainer.args, trainer.optimizer, trainer.lr_scheduler = SimpleNamespace(deepspeed="x"), None, None
     loop.train(lambda trainer, checkpoint: trainer._maybe_log_save_evaluate(torch.ones(())), trainer)
     assert steps == ["done", "logged"]
+
+
+@pytest.mark.parametrize(("optimizer", "schedule", "notes"), [(None, None, 0), ("SGD", None, 1), ("SGD", "cosine", 1)])
+def test_an_optimizer_that_the_trainer_drops_is_reported(optimizer: Any, schedule: Any, notes: int) -> None:
+    noted: list[str] = []
+    loop = HfTrainerLoop(SimpleNamespace(note=noted.append, begin_loop=lambda loop: None))  # type: ignore[arg-type]
+    loop._wrappers["_maybe_log_save_evaluate"] = lambda *call: None
+    trainer = Trainer.__new__(Trainer)
+    trainer.args, trainer.optimizer, trainer.lr_scheduler = SimpleNamespace(deepspeed="x"), optimizer, schedule
+    loop.train(lambda trainer, checkpoint: None, trainer)
+    assert len(noted) == notes
