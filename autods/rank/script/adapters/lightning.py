@@ -383,7 +383,7 @@ class LightningLoop(TrainerLoop):
 
     def go_on_from(self, states: Mapping[str, Any]) -> None:
         """Training begins where these states were saved."""
-        self._resumes, self._metrics = True, states["metrics"]
+        self._resumes, self._metrics = True, states.get("metrics", {})
 
 
 def find_micro_batch_counts(trainer: Any) -> list[str]:
