@@ -16,7 +16,7 @@ from ..errors import InputError
 from ..files import read_text
 from ..schema import check_plain, parse_json
 from ..types import MOST_RANKS, WorkloadSource
-from ..units import parse_bytes
+from ..units import format_bytes, parse_bytes
 from .deepspeed import (
     BATCH_KEYS,
     SEQUENCE_RANKS,
@@ -215,14 +215,22 @@ def _check_precision(name: str) -> None:
         raise InputError(f"there is no precision {name!r}", hint=hint)
 
 
+_LEAST_BYTES = 2**20
+
+
 def parse_size(given: str | int | None, option: str) -> int | None:
-    """Return the bytes of '80GiB', or of a number. Raises InputError that names the option."""
+    """Return the bytes of '80GiB', or of a number. Raises InputError that names the option, also below 1 MiB."""
     if given is None:
         return None
     try:
-        return parse_bytes(str(given))
+        size = parse_bytes(str(given))
     except ValueError as error:
         raise InputError(f"{option} {error}") from None
+    if size < _LEAST_BYTES:
+        unit = "GiB" if str(given).strip().isdecimal() else ""
+        hint = f"give a unit: {option} {size}{unit}, say" if unit else "give 1MiB or more"
+        raise InputError(f"{option} {given} is {format_bytes(size)}, and no model fits into that", hint=hint)
+    return size
 
 
 def check_ranks(gpus: int, nodes: int = 1) -> int:

@@ -29,6 +29,7 @@ from .releases import find_removed_keys
 OPEN_SECTIONS = ("optimizer.params", "scheduler.params")
 _MEANT = "did you mean"
 _LEAVE_OUT = "leave it out"
+_IGNORED = "DeepSpeed knows no such key and ignores it"
 _MOST_IGNORED = 6  # keys that get a warning each
 # What a section starts with: its first key, and values of it, the usual one first. A "type" may be any text.
 _STARTS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
@@ -247,7 +248,7 @@ def find_unknown(question: Question) -> Iterator[Problem]:
         elif meant is None:
             ignored.append(name)
         else:
-            yield warning(name, "DeepSpeed knows no such key and ignores it", meant)
+            yield warning(name, _IGNORED, meant)
     yield from _warn_ignored(ignored)
     for section, arguments in zip(
         OPEN_SECTIONS, (_OPTIMIZER_ARGUMENTS, installed.schedule_arguments or ()), strict=True
@@ -264,11 +265,16 @@ def find_unknown(question: Question) -> Iterator[Problem]:
                 yield judge(f"{section}.{name}", f"{owner} takes no such argument", f'{_MEANT} "{near}"?')
 
 
+def find_ignored(problems: Sequence[Problem]) -> frozenset[str]:
+    """The keys that these problems call unknown and ignored."""
+    return frozenset(problem.key for problem in problems if problem.problem == _IGNORED)
+
+
 def _warn_ignored(names: Sequence[str]) -> Iterator[Problem]:
     """A warning on each key that DeepSpeed ignores; one on all, where they are so many that the file is not its own."""
     if len(names) <= _MOST_IGNORED:
         for name in names:
-            yield warning(name, "DeepSpeed knows no such key and ignores it", _LEAVE_OUT)
+            yield warning(name, _IGNORED, _LEAVE_OUT)
         return
     hint = "if they are another program's, give the config that it passes to DeepSpeed in place of this file"
     yield warning(name_first(names), f"DeepSpeed ignores {len(names)} keys that it does not know", hint)

@@ -339,7 +339,9 @@ def _list_assumptions(sites: Sequence[Site], device: Device, request: PlanReques
 def resolve_rehearsal(request: FitRequest, source: WorkloadSource) -> Settings:
     """Return the settings of a fit that is rehearsed on a machine of the catalogue. Raises InputError."""
     if request.on is None:
-        raise InputError("--rehearse needs a machine", hint="give --on h100-80gb, say; `autods plan --on` lists them")
+        raise InputError(
+            "--rehearse needs a machine", hint="give --on h100-80gb, say; `autods plan … --on all` shows all of them"
+        )
     device = find_device(request.device)
     if not device.has_cards or request.address is not None:
         other = "--address" if device.has_cards else f"--device {device.name}"

@@ -158,6 +158,12 @@ class Message:
         return "\n".join(self.frames).replace("\\", "/")
 
     @property
+    def user_frame(self) -> str | None:
+        """The innermost frame in a file that is no library's: 'File "train.py", line 3, in forward'."""
+        files = ((frame, _FILE.match(frame)) for frame in reversed(self.frames))
+        return next((frame for frame, match in files if match and not _is_of_library(match)), None)
+
+    @property
     def by_user(self) -> bool:
         """Whether the text is the user's own: a file of theirs raises it, and it passes on nothing of a library's."""
         if not self.type or not self.frames or _PASSED_ON.search(self.text):
@@ -166,7 +172,7 @@ class Message:
         if not places:
             return False
         number, match = places[-1]
-        if _LIBRARY_FILE.search(next(filter(None, match.groups())).replace("\\", "/")):
+        if _is_of_library(match):
             return False
         lines = self.frames[number + 1 :]
         marked = [line for line in lines if _MARKED_LINE.match(line)]  # the others are lines around it
@@ -174,6 +180,10 @@ class Message:
         if not code and self.type in _RAISED_BY_SCRIPTS:
             return True
         return self.type in _OF_PYTHON or bool(_PYTHON_SAYS.match(self.text) or _RAISES.search(code))
+
+
+def _is_of_library(file: re.Match[str]) -> bool:
+    return _LIBRARY_FILE.search(next(filter(None, file.groups())).replace("\\", "/")) is not None
 
 
 @dataclass(slots=True)

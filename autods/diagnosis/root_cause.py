@@ -403,6 +403,8 @@ def _diagnosis(
     shortage = parse_shortage(message.text)
     notes = shortage.notes() if row.tier == "device" else ()
     advice = (advice or row.advice).replace("{line}", lines[-1] if lines else "")
+    if row.kind == "user_code" and (frame := message.user_frame) is not None:
+        lines = [*lines[: _EVIDENCE_LINES - 1], frame[:_EVIDENCE_CHARS]]
     if row.tier == "device" and row.kind == "out_of_memory" and shortage.contradicts_itself:
         row, advice, notes = replace(row, kind="infrastructure", tier=None, action="fix_environment"), _NOT_FULL, ()
     if notes and shortage.fragmented:

@@ -19,6 +19,7 @@ from ..config.deepspeed import (
     read_known_keys,
     use_documented_names,
 )
+from ..config.key_rules import find_ignored
 from ..config.plan_settings import PlanSettings, resolve_plan
 from ..config.problems import InstalledKeys, Problem, Question, find_problems, walk_keys
 from ..config.rungs import Rung, State
@@ -128,7 +129,7 @@ def explain(settings: ExplainSettings, listen: ForecastListener, start: StartSim
     return Explanation(
         config=settings.name,
         deepspeed=installed.version,
-        keys=tuple(_explain_keys(settings.config, installed, costs)),
+        keys=tuple(_explain_keys(settings.config, installed, costs, find_ignored(problems))),
         findings=problems,
         memory=memory,
     )
@@ -140,7 +141,7 @@ def read_meanings() -> Meanings:
 
 
 def _explain_keys(
-    config: Mapping[str, Any], installed: InstalledKeys, costs: Mapping[str, KeyCost]
+    config: Mapping[str, Any], installed: InstalledKeys, costs: Mapping[str, KeyCost], ignored: frozenset[str]
 ) -> Iterator[ExplainedKey]:
     texts, defaults = read_meanings(), installed.defaults
     names = {"optimizers": ", ".join(installed.optimizers), "schedules": ", ".join(installed.schedules)}
@@ -148,12 +149,15 @@ def _explain_keys(
         section, _, last = name.rpartition(".")
         documented = f"{section}.{documented_name(last)}" if section == "zero_optimization" else name
         documented = documented.replace("bfloat16.", "bf16.")  # its old name
+        meaning = texts.means.get(documented, "").format(**names)
+        if any(name == other or name.startswith(f"{other}.") for other in ignored):
+            meaning = "DeepSpeed ignores it."
         yield ExplainedKey(
             key=name,
             value=value,
             default=defaults.get(name),
             has_default=defaults.get(name) is not None,
-            meaning=texts.means.get(documented, "").format(**names),
+            meaning=meaning,
             cost=texts.costs.get(documented, ""),
             measured=costs.get(name),
         )

@@ -246,6 +246,7 @@ class PlanProgress(LiveView):
         self._note = ""
         self._rows: dict[tuple[str, str], RungForecast] = {}
         self._share = ""
+        self._all_done = False
         self._lock = threading.Lock()
 
     def __call__(self, event: ForecastEvent) -> None:
@@ -260,10 +261,13 @@ class PlanProgress(LiveView):
                         self._print_above(Text(escape_controls(event.text), style="dim"))
                 case SimulationStarted():
                     self._doing[event.rung] = f"{event.rung} at micro batch {event.micro_batch}"
+                    if self._all_done:
+                        self._share = "every rung is done; simulating what else would help"
                 case RungFinished(forecast=forecast):
                     is_new = (event.machine, forecast.rung) not in self._rows
                     self._rows[event.machine, forecast.rung] = forecast
                     self._share = f"{event.done} of at most {event.total}"
+                    self._all_done = event.done == event.total
                     self._doing.pop(forecast.rung, None)
                     if self._live is None:
                         self._print_rung(event, is_new)

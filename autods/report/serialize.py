@@ -117,7 +117,7 @@ def _read_finished(path: Path, make: Callable[[dict[str, Any]], Finished], comma
     if not path.exists() and any((path.parent / name).exists() for name in (JOURNAL, RUN_JOURNAL)):
         problem = "what is in this folder has not ended: it runs, or was interrupted"
         raise InputError(problem, place=str(path.parent), hint="its command goes on with it, and reports at the end")
-    text = read_file(path, most=LARGEST_RECORD, hint="give the folder that a finished fit, probe or run wrote")
+    text = read_file(path, most=LARGEST_RECORD, hint=_name_finished(path))
     try:
         if not isinstance(data := json.loads(text), dict):
             raise ValueError("it is no JSON object")
@@ -126,6 +126,12 @@ def _read_finished(path: Path, make: Callable[[dict[str, Any]], Finished], comma
     except (ValueError, RecursionError, InputError):
         hint = f"`autods {command} --fresh` starts over"
         raise InputError(f"is not the report of a {command}", place=str(path), hint=hint) from None
+
+
+def _name_finished(missing: Path) -> str:
+    """What to give in place of the folder without this report: one below it that has one, the newest if several."""
+    below = sorted(missing.parent.glob(f"*/{missing.name}"), key=lambda path: path.stat().st_mtime)
+    return f"give {below[-1].parent}, say" if below else "give the folder that a finished fit, probe or run wrote"
 
 
 def _record_from_row(row: Mapping[str, Any]) -> dict[str, Any]:

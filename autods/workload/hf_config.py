@@ -19,7 +19,7 @@ from ..types import Task, WorkloadSource
 from .hf_weights import load_weights
 from .long_sequences import share_sequences, tile_loss
 from .lora import add_lora, import_packages, parse_lora
-from .protocol import Batch, Workload, WorkloadError
+from .protocol import FETCH, Batch, Workload, WorkloadError
 
 TASKS: tuple[Task, ...] = get_args(Task)
 DEFAULT_LENGTH = 2048  # tokens; the longest sequence without --seq-len
@@ -59,7 +59,7 @@ def resolve_hf_path(path: Path) -> Path:
     raise InputError(
         f"{problem}, and nothing is downloaded",
         place=text,
-        hint="give hf:./FOLDER with the model's config.json in it; weights are not needed",
+        hint=f"give hf:./FOLDER with the model's config.json in it; weights are not needed ({FETCH})",
     )
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 Batch = Mapping[str, Any] | Sequence[Any]
+FETCH = "`hf download ORG/NAME config.json --local-dir NAME` fetches one"
 FUNCTIONS = ("build_model", "build_batch")  # every workload defines both
 _SIGNATURES = {
     "build_model": "build_model() -> nn.Module",
@@ -149,7 +150,7 @@ def parse_python(path: Path) -> ast.Module:
         if not os.access(path, os.R_OK | os.X_OK):
             raise InputError("cannot be read: Permission denied", place=str(path), hint=hint)
         raise InputError("is a folder without a config.json", place=str(path), hint=hint)
-    hint = "check the path; models are not looked up by name: give the path of a model.py or a config.json"
+    hint = f"check the path; models are not looked up by name: give the path of a model.py or a config.json ({FETCH})"
     content = read_file(path, most=LARGEST_CODE, hint=hint)
     try:
         text = importlib.util.decode_source(content)  # UTF-8, or the encoding that its first lines declare

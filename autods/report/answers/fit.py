@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -272,7 +273,8 @@ def _list_parts(report: FitReport, folder: Path | None, columns: Sequence[Column
     communication = doc.Pairs(items=tuple(describe_communication(report)), on=Medium.DETAILS)
     yield from titled("Communication of a rank in an optimizer step", communication)
     if fits:
-        more = f"-v shows the reasons, the certificate and more launchers, {Path(report.out) / REPORT} has all of it"
+        again = f"autods report {shlex.quote(str(Path(report.out)))} -v"
+        more = f"{again} shows the reasons, the certificate and more launchers; {REPORT} there has all of it"
         yield doc.Paragraph(words=line((more, "dim")), whole=True, gap=True, on=Medium.BRIEF)
         yield from titled("The winner", doc.Pairs(items=tuple(_list_winner_facts(report)), on=Medium.DETAILS))
     if report.certificate is not None:

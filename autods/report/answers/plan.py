@@ -82,6 +82,9 @@ def _has_times(site: SiteForecast) -> bool:
 def _explain_figures(site: SiteForecast) -> Iterator[doc.Part]:
     """Whose memory it is, and why there is no time."""
     yield doc.Paragraph(words=line(("device and pinned: a rank's; host and nvme: a node's", "dim")))
+    if any(rung.speed is not None and rung.speed.micro_batch != rung.micro_batch for rung in site.rungs):
+        batches = f"memory: at micro batch {site.site.micro_batch}; step and rate: at the largest batch"
+        yield doc.Paragraph(words=line((batches, "dim")))
     if not _has_times(site):
         yield doc.Paragraph(words=line((f"step time: –, because {explain_no_time(site)}", "dim")))
 

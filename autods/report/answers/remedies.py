@@ -11,6 +11,7 @@ from ...types import TIERS_OF_A_NODE, Failed, OutOfMemory, Tier, first_line
 from ...units import format_bytes
 from ...workload.hf_config import read_config
 from ...workload.long_sequences import find_most_sharers
+from ...workload.lora import parse_lora
 from ..results.fit import ClosestRung, FitReport
 from ..results.plan import PlanReport, SiteForecast, find_closest
 from ..text import TIER_NAMES
@@ -71,6 +72,8 @@ def list_remedies(report: FitReport) -> Iterator[str]:
         yield _more_memory(report, report.closest, report.closest.missing_bytes)
     else:
         yield "more memory per rank (--gpu-memory)"
+    if report.closest and (way := _quantize(report.question.lora, report.closest.tier)) is not None:
+        yield way
     for rung in report.question.lacks_nvme:
         yield f"--nvme-path DIR on a fast disk: {rung} was skipped because it needs one"
     yield f"more ranks (--gpus {report.question.gpus * 2}): ZeRO splits the model over them"
@@ -102,12 +105,22 @@ def list_plan_remedies(plan: PlanReport, site: SiteForecast) -> Iterator[str]:
         yield way
     if site.partitioned is None and (loading := describe_loading(plan, site)) is not None:
         yield loading
+    if (way := _quantize(plan.source.lora, find_fullest_tier(closest))) is not None:
+        yield way
     for rung in site.lacks_nvme:
         yield f"--nvme 2TiB, if a node has a disk: {rung} was left out because it needs one"
     yield f"more ranks (--gpus {site.site.world_size * 2}): ZeRO splits the model over them"
     if any(rung.memory and rung.micro_batch > 1 for rung in site.rungs):
         yield "a smaller micro batch (--micro-batch 1)"
-    yield "a shorter sequence (--seq-len), or --on all: which machine would do?"
+    machine = "--on all: which machine would do?"
+    yield machine if closest.decides == "init" else f"a shorter sequence (--seq-len), or {machine}"
+
+
+def _quantize(lora: str | None, full: Tier | None) -> str | None:
+    """'--lora 4bit:16: QLoRA holds …'; None where weights train, have 4 bits, or the card is not what is full."""
+    if lora is None or parse_lora(lora).quantized or full != "device":
+        return None
+    return f"--lora 4bit:{lora}: QLoRA holds the frozen weights in 4 bits, without --zero-init"
 
 
 def _shorten_sequences(plan: PlanReport, site: SiteForecast, closest: RungForecast) -> str | None:

@@ -208,6 +208,9 @@ def test_a_batch_that_a_script_fixes_asks_for_a_global_batch() -> None:
     [
         ({"gpus": 0, "gpu_memory": "1GiB"}, "at least one rank"),
         ({"gpus": 1, "gpu_memory": "banana"}, "--gpu-memory 'banana' is not a size"),
+        ({"gpus": 1, "gpu_memory": "80"}, "give a unit: --gpu-memory 80GiB"),
+        ({"gpus": 1, "gpu_memory": 80}, "--gpu-memory 80 is 80 B"),
+        ({"gpus": 1, "gpu_memory": "80KiB"}, "give 1MiB or more"),
         ({"gpus": 1, "gpu_memory": "1GiB", "host_memory": "banana"}, "--host-memory 'banana'"),
         ({"gpus": 1, "gpu_memory": "1GiB", "nvme": "banana"}, "--nvme 'banana'"),
         ({"gpus": 1, "gpu_memory": "1GiB", "device": "tpu"}, "no device 'tpu'"),

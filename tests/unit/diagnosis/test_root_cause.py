@@ -590,3 +590,11 @@ def test_another_ranks_later_failure_outweighs_a_good_end(time: str, kind: str) 
         f"[2026-01-05 {time},000] [ERROR] torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
     )
     assert autods.diagnose({"rank0.log": done, "rank1.log": failed}).kind == kind
+
+
+def test_a_failure_of_the_users_code_shows_the_users_frame() -> None:
+    frames = 'File "/home/me/train.py", line 12, in step\n    loss = model(x).loss\n'
+    library = 'File "/usr/lib/python3/site-packages/torch/nn/module.py", line 9, in call\n    return f()\n'
+    log = f"Traceback (most recent call last):\n  {frames}  {library}AttributeError: 'Tensor' object has no 'loss'\n"
+    evidence = autods.diagnose(log).evidence
+    assert evidence == ("AttributeError: 'Tensor' object has no 'loss'", 'File "/home/me/train.py", line 12, in step')

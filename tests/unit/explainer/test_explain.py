@@ -169,3 +169,10 @@ def test_the_command_ends_with_1_where_the_config_is_wrong(tmp_path: Path, capsy
 def test_a_dict_is_explained_from_python() -> None:
     assert api.explain(PRETRAINING, gpus=1).has_errors is False
     assert api.explain(PRETRAINING, gpus=2).has_errors is True
+
+
+def test_what_deepspeed_ignores_is_called_ignored() -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimisation": {"stage": 2, "overlap_com": True}}
+    meanings = {key.key: key.meaning for key in explained(config)[0].keys}
+    assert meanings["zero_optimisation.stage"] == meanings["zero_optimisation.overlap_com"] == "DeepSpeed ignores it."
+    assert "ignores" not in meanings["train_micro_batch_size_per_gpu"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -30,4 +31,13 @@ def test_what_has_not_ended_says_so(tmp_path: Path, journal: str) -> None:
 
 def test_a_folder_without_a_journal_has_no_report(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read: No such file"):
+        read(tmp_path)
+
+
+def test_a_folder_of_fits_names_the_newest_below_it(tmp_path: Path) -> None:
+    for age, name in enumerate(("new", "old")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / REPORT).write_text("{}")
+        os.utime(tmp_path / name / REPORT, (1000 - age, 1000 - age))
+    with pytest.raises(InputError, match=f"give {tmp_path / 'new'}, say"):
         read(tmp_path)

@@ -132,6 +132,7 @@ def test_a_name_on_the_hub_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     for name in ("hf:Qwen/Qwen2-1.5B", "hf:none.json", "hf:", "hf:empty"):
         message = refusal(Path(name))
         assert "nothing is downloaded" in message
+        assert "`hf download ORG/NAME config.json --local-dir NAME` fetches one" in message
         assert message.startswith(f"{name}: ")
     assert "has no config.json" in refusal(Path("hf:empty"))
 

@@ -161,6 +161,9 @@ def test_when_nothing_fits_every_way_out_is_offered() -> None:
     assert advice[0] == "--gpu-memory 512MiB"  # 416 + 64 and a little room
     assert any("--nvme-path" in line for line in advice)
     assert any("--gpus 4" in line for line in advice)
+    assert not any("QLoRA" in line for line in advice)
+    adapters = replace(hopeless_report(), question=replace(hopeless_report().question, lora="16"))
+    assert any(line.startswith("--lora 4bit:16: QLoRA") for line in list_remedies(adapters))
 
 
 def test_when_every_rung_failed_the_advice_of_the_failures_is_given() -> None:
@@ -271,7 +274,7 @@ def test_without_v_only_failures_are_explained() -> None:
     text = shown(fitting_report(), 80, verbose=False)
     assert "Certificate" not in text
     assert "ommunication of a rank" not in text
-    assert "-v shows the reasons" in text
+    assert f"autods report {fitting_report().out} -v shows the reasons" in text
     outcome = next(record.outcome for record in fitting_report().trials if isinstance(record.outcome, Failed))
     assert " ".join(outcome.evidence.split())[:30] in " ".join(text.split())
 

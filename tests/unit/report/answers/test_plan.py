@@ -371,3 +371,33 @@ def test_machines_are_ranked_by_their_rate() -> None:
 
 def test_a_machine_without_a_time_says_why() -> None:
     assert "no time of a100-80gb, h200-141gb, because" in sentence(printed(comparison()))
+
+
+def test_full_lora_weights_are_offered_in_four_bits() -> None:
+    plan = hopeless()
+    text = sentence(printed(replace(plan, source=replace(plan.source, lora="16"))))
+    assert "--lora 4bit:16: QLoRA holds the frozen weights in 4 bits" in text
+    for lora in (None, "4bit:16"):
+        assert "QLoRA" not in sentence(printed(replace(plan, source=replace(plan.source, lora=lora))))
+
+
+def test_no_shorter_sequence_where_the_engine_start_decides() -> None:
+    full = replace(rung("zero3", 90, verdict="cannot_fit"), by_phase={"init": 90 * GIB, "backward": 20 * GIB})
+    assert "a shorter sequence" not in sentence(printed(forecast((full,))))
+    assert "a shorter sequence" in sentence(printed(hopeless()))
+
+
+def test_a_row_says_at_which_batch_its_figures_are() -> None:
+    said = "memory: at micro batch 1; step and rate: at the largest batch"
+    larger = rung("zero3", 20, verdict="fits", speed=replace(speed(20), micro_batch=4))
+    assert said in sentence(printed(forecast((larger,))))
+    assert said not in sentence(printed(forecast((rung("zero3", 20, verdict="fits"),))))
+
+
+def test_progress_after_the_last_rung_says_what_goes_on() -> None:
+    with PlanProgress(Console(file=io.StringIO(), width=100, force_terminal=True)) as listen:
+        listen(RungFinished(machine="asked", forecast=RUNGS[4], done=1, total=1))
+        listen(SimulationStarted(rung="zero2", micro_batch=2))
+        shown = Console(file=io.StringIO(), width=130)
+        shown.print(listen._current())
+    assert "every rung is done; simulating what else would help" in shown.file.getvalue()  # type: ignore[attr-defined]
