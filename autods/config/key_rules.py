@@ -232,10 +232,8 @@ def find_unknown(question: Question) -> Iterator[Problem]:
         sections.setdefault(section, []).append(last)
         homes[last] = (section or "the top") if last not in homes else None
     left, ignored = _MOST_COMPARED, list[str]()
-    for name, _ in walk_sections(question.config):
+    for name in _list_unknown(question):
         section, _, last = name.rpartition(".")
-        if name in installed.defaults or section not in sections or name.startswith(OPEN_SECTIONS):
-            continue  # an unknown section itself is reported, or DeepSpeed does not say what belongs there
         meant = None
         if other := _CALLED_ELSEWHERE.get(name):
             meant = f'{_MEANT} "{other}"?'
@@ -265,9 +263,19 @@ def find_unknown(question: Question) -> Iterator[Problem]:
                 yield judge(f"{section}.{name}", f"{owner} takes no such argument", f'{_MEANT} "{near}"?')
 
 
-def find_ignored(problems: Sequence[Problem]) -> frozenset[str]:
-    """The keys that these problems call unknown and ignored."""
-    return frozenset(problem.key for problem in problems if problem.problem == _IGNORED)
+def find_ignored(question: Question) -> frozenset[str]:
+    """Return the keys and sections that DeepSpeed does not know and ignores."""
+    strict = question.installed.strict
+    return frozenset(name for name in _list_unknown(question) if name.rpartition(".")[0] not in strict)
+
+
+def _list_unknown(question: Question) -> Iterator[str]:
+    """Yield the keys that DeepSpeed does not know, where it says what belongs; of an unknown section its name alone."""
+    known = question.installed.defaults
+    sections = {key.rpartition(".")[0] for key in known}
+    for name, _ in walk_sections(question.config):
+        if name not in known and name.rpartition(".")[0] in sections and not name.startswith(OPEN_SECTIONS):
+            yield name
 
 
 def _warn_ignored(names: Sequence[str]) -> Iterator[Problem]:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ def explain(settings: ExplainSettings, listen: ForecastListener, start: StartSim
     return Explanation(
         config=settings.name,
         deepspeed=installed.version,
-        keys=tuple(_explain_keys(settings.config, installed, costs, find_ignored(problems))),
+        keys=tuple(_explain_keys(settings.config, installed, costs, find_ignored(question))),
         findings=problems,
         memory=memory,
     )
@@ -150,7 +151,7 @@ def _explain_keys(
         documented = f"{section}.{documented_name(last)}" if section == "zero_optimization" else name
         documented = documented.replace("bfloat16.", "bf16.")  # its old name
         meaning = texts.means.get(documented, "").format(**names)
-        if any(name == other or name.startswith(f"{other}.") for other in ignored):
+        if not ignored.isdisjoint(accumulate(name.split("."), "{}.{}".format)):  # it, or a section around it
             meaning = "DeepSpeed ignores it."
         yield ExplainedKey(
             key=name,
