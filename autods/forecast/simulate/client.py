@@ -204,7 +204,7 @@ class _Worker:
 
     def _report_wait(self, waited_s: float) -> None:
         pid, stack = self._find_stack()
-        self._report(f"the simulation has not answered for {waited_s:.0f} s: {stacks.describe_place(pid, stack)}")
+        self._report(f"a simulation has run for {waited_s:.0f} s: {stacks.describe_place(pid, stack)}")
 
     def _explain_wait(self) -> SimulationFailed:
         """The error after too long a wait: of the user's code if it is there, else of the machine."""

@@ -61,7 +61,7 @@ def test_an_import_that_never_ends_ends_the_simulation(tmp_path: Path, monkeypat
         for _ in range(2):  # the second waits for nothing
             with pytest.raises(SimulationFailed, match=f"{source.path}:5: wait has not come back for 2 s"):
                 simulator.facts()
-    assert reports == [f"the simulation has not answered for 1 s: in wait, {source.path}:5"]
+    assert reports == [f"a simulation has run for 1 s: in wait, {source.path}:5"]
 
 
 def test_an_ended_simulator_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
