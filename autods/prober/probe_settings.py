@@ -220,8 +220,11 @@ def _check_contradictions(
         if is_set and axis in named:
             raise InputError(f"--vary {axis}=… and {option} contradict each other", hint="drop one of the two")
     if capacity and "micro_batch" in named:
+        option, other = "--capacity", "drop --capacity"
+        if not request.capacity:
+            option, other = "--forecast-only", "forecast one size by `autods plan --micro-batch`"
         raise InputError(
-            "--capacity looks for the largest micro batch itself", hint="drop --vary micro_batch=…, or --capacity"
+            f"{option} looks for the largest micro batch itself", hint=f"drop --vary micro_batch=…, or {other}"
         )
     if "," in request.precision:
         raise InputError(
