@@ -22,7 +22,7 @@ from autods.runner.outcome import find_failure
 from autods.runner.parts import Node, repeat_job, split_job
 from autods.runner.placement import NodeDescription, NodeState
 from autods.runner.worker_group import WorkerGroup
-from autods.types import Failed, OutOfMemory, WorkloadSource
+from autods.types import PHASES, Failed, OutOfMemory, WorkloadSource
 from tests.support.ends import rank_exit, report_of
 from tests.support.machines import a_machine, a_node, describe, settings_of
 
@@ -419,3 +419,23 @@ def test_a_folder_that_is_not_shared_is_named(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(EnvironmentBroken, match=r"10\.0\.0\.1 does not see /home/me/model\.py"):
         group.start()
     assert "start" not in [name for _, name in ray.calls]
+
+
+@pytest.mark.parametrize(
+    ("job", "folder", "text"),
+    [
+        (JOB, JOB.folder, "001-zero1: no rank has moved for 25 s, in init; they count as stuck after 300 s"),
+        (replace(JOB, job="ops"), "/out/logs/build-cpu_adam", "build-cpu_adam: compiling for 25 s"),
+    ],
+)
+def test_silence_is_reported_as_what_it_is(job: RankJob, folder: str, text: str) -> None:
+    class SilentAgent(Agent):
+        def _progress(self) -> Reference:
+            return Reference(Heartbeat(phase="init", silent_s=25.0))
+
+    notes: list[Event] = []
+    group = a_group(SilentAgent(WELL, "later"), SilentAgent(WELL, "later"))
+    group.listen = notes.append
+    job = replace(job, folder=folder, silence_s=dict.fromkeys(PHASES, 300.0))
+    group.execute(split_job(job, group.nodes, 2, 29500))
+    assert any(isinstance(note, Note) and note.text.startswith(text) for note in notes), notes
