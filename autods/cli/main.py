@@ -33,6 +33,7 @@ from .synopsis import COMMANDS, Module, Synopsis
 UsageError: Any = typer.BadParameter.__base__
 # A closed terminal sends SIGHUP, `ulimit -t` SIGXCPU, and a scheduler may send SIGUSR1 or 2 before the time is up.
 _END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU, signal.SIGUSR1, signal.SIGUSR2)
+_MOST_DIGITS = 40  # Python itself converts some thousands
 _HELP_OPTIONS = {"help_option_names": ["--help", "-h"]}
 _DASHES = tuple("‐‑‒–—―−﹣－")  # that word processors and web pages write for a hyphen
 app = typer.Typer(
@@ -176,6 +177,16 @@ def _check_current_folder() -> None:
         raise InputError(problem, hint="it was removed or moved: cd to another one") from None
 
 
+def _parse_count(given: str | int) -> int:
+    """Return the whole number that was typed, in plain digits."""
+    text = str(given)
+    if not (text.removeprefix("-").isascii() and text.removeprefix("-").isdecimal()):
+        raise typer.BadParameter(f"{text!r} is not a whole number")
+    if len(text) > _MOST_DIGITS:
+        raise typer.BadParameter(f"a number of {len(text)} digits is too large")
+    return int(text)
+
+
 def _parameter(field: Field[Any], hint: Any) -> inspect.Parameter:
     """A field as a parameter that Typer understands."""
     option: Option = field.metadata["option"]
@@ -195,6 +206,7 @@ def _parameter(field: Field[Any], hint: Any) -> inspect.Parameter:
             help=option.help,
             show_default=True if option.shown_default is None else option.shown_default or False,
             rich_help_panel=option.panel,
+            parser=_parse_count if cli is int else None,
         )
     return inspect.Parameter(
         field.name,

@@ -162,7 +162,7 @@ def test_every_option_reaches_the_plan() -> None:
         (("plan", "model.py", "--gpus", "0", "--gpu-memory", "1GiB"), "at least one rank"),
         (("plan", "model.py", "--gpus", "8", "--gpu-memory", "many"), "'many' is not a size"),
         (("plan",), "Missing argument 'WORKLOAD'"),
-        (("plan", "model.py", "--seq-len", "long"), "Invalid value for '--seq-len'"),
+        (("plan", "model.py", "--seq-len", "8k"), "'--seq-len': '8k' is not a whole number"),
     ],
 )
 def test_wrong_input_exits_2_with_two_lines(
