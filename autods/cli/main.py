@@ -33,7 +33,7 @@ from .synopsis import COMMANDS, Module, Synopsis
 UsageError: Any = typer.BadParameter.__base__
 # A closed terminal sends SIGHUP, `ulimit -t` SIGXCPU, and a scheduler may send SIGUSR1 or 2 before the time is up.
 _END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU, signal.SIGUSR1, signal.SIGUSR2)
-_MOST_DIGITS = 40  # Python itself converts some thousands
+_MOST_DIGITS = 1000  # Python itself converts some thousands
 _HELP_OPTIONS = {"help_option_names": ["--help", "-h"]}
 _DASHES = tuple("‐‑‒–—―−﹣－")  # that word processors and web pages write for a hyphen
 app = typer.Typer(
@@ -178,13 +178,14 @@ def _check_current_folder() -> None:
 
 
 def _parse_count(given: str | int) -> int:
-    """Return the whole number that was typed, in plain digits."""
+    """Return the whole number that was typed, as Python writes one: 8, 1_000."""
     text = str(given)
-    if not (text.removeprefix("-").isascii() and text.removeprefix("-").isdecimal()):
-        raise typer.BadParameter(f"{text!r} is not a whole number")
     if len(text) > _MOST_DIGITS:
         raise typer.BadParameter(f"a number of {len(text)} digits is too large")
-    return int(text)
+    try:
+        return int(text.encode("ascii"))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a whole number") from None
 
 
 def _parameter(field: Field[Any], hint: Any) -> inspect.Parameter:
