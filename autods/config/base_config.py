@@ -227,8 +227,8 @@ def parse_size(given: str | int | None, option: str) -> int | None:
     except ValueError as error:
         raise InputError(f"{option} {error}") from None
     if size < _LEAST_BYTES:
-        unit = "GiB" if str(given).strip().isdecimal() else ""
-        hint = f"give a unit: {option} {size}{unit}, say" if unit else "give 1MiB or more"
+        lacks_unit = str(given).strip().isdecimal()
+        hint = f"give a unit: {option} {size}GiB, say" if lacks_unit else "give 1MiB or more"
         raise InputError(f"{option} {given} is {format_bytes(size)}, and no model fits into that", hint=hint)
     return size
 

@@ -220,12 +220,10 @@ def _check_contradictions(
         if is_set and axis in named:
             raise InputError(f"--vary {axis}=… and {option} contradict each other", hint="drop one of the two")
     if capacity and "micro_batch" in named:
-        option, other = "--capacity", "drop --capacity"
-        if not request.capacity:
-            option, other = "--forecast-only", "forecast one size by `autods plan --micro-batch`"
-        raise InputError(
-            f"{option} looks for the largest micro batch itself", hint=f"drop --vary micro_batch=…, or {other}"
-        )
+        option = "--capacity" if request.capacity else "--forecast-only"
+        other = "drop --capacity" if request.capacity else "forecast one size by `autods plan --micro-batch`"
+        problem = f"{option} looks for the largest micro batch itself"
+        raise InputError(problem, hint=f"drop --vary micro_batch=…, or {other}")
     if "," in request.precision:
         raise InputError(
             "--precision names one; several are an axis", hint=f"give --vary precision={request.precision}"

@@ -23,10 +23,10 @@ from .model_facts import estimate_checkpoint_bytes
 _TAG, _WEIGHTS = "certificate", "weights.bin"
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
 _DISK_MARGIN = 1.1
-# Relative, for the same forward on the same weights: only the order of sums in the device's kernels differs.
-_TOLERANCE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-3}
 _FURTHER_STEPS = 6  # where memory seems to grow: an allocator may fill up over the first steps
 MOST_STEPS = _FURTHER_STEPS + 2  # of an exam: one follows the save, and one the load
+# Relative, for the same forward on the same weights: only the order of sums in the device's kernels differs.
+_TOLERANCE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-3}
 _BF16_STEP = 2**-7  # relative; the largest step between neighbouring numbers of bfloat16, which has 8 bits
 
 

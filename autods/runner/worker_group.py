@@ -339,10 +339,10 @@ class WorkerGroup:
         limit = f"they count as stuck after {limit_s:.0f} s"
         if any(is_own_code(job, beat.phase) for beat in beats):
             limit = "they count as stuck once none of them computes, moves bytes or waits for a disk or network"
-        waits = f"no rank has moved for {silent_s:.0f} s, in {beat.phase}{place}"
+        silence = f"no rank has moved for {silent_s:.0f} s, in {beat.phase}{place}"
         if job.job == "ops":  # a compiler moves no rank
-            waits = f"compiling for {silent_s:.0f} s"
-        self._note_wait(f"{Path(job.folder).name}: {waits}; {limit}")
+            silence = f"compiling for {silent_s:.0f} s"
+        self._note_wait(f"{Path(job.folder).name}: {silence}; {limit}")
 
     def _note(self, text: str) -> None:
         self.listen(Note(text=text))

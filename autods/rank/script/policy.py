@@ -33,6 +33,12 @@ class Zeros(dict[str, float]):
         return 0
 
 
+def make_skipped_folder(folder: str | os.PathLike[str]) -> None:
+    """Make the folder of a save that is skipped, if that is possible: the script may add files of its own."""
+    with contextlib.suppress(OSError):
+        os.makedirs(folder, exist_ok=True)
+
+
 class Policy:
     """What follows at each event of a script. These defaults let it train on; every rank gets the events alike.
 
@@ -196,7 +202,7 @@ class Injection:
         """Let methods of a library's class do nothing where the policy only trains.
 
         `owner` is the dotted name of the class. Some supported releases lack some of the methods. `folder` is their
-        argument with the folder that they save into. It is made and returned: the script may add files of its own.
+        argument with the folder that they save into. It is made and returned.
         """
 
         def skip(original: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -204,8 +210,7 @@ class Injection:
             given = None if folder is None else inspect.signature(original).bind(*args, **kwargs).arguments.get(folder)
             if given is None:
                 return returns()
-            with contextlib.suppress(OSError):
-                os.makedirs(given, exist_ok=True)
+            make_skipped_folder(given)
             return given
 
         for name in names if self.policy.host is None else ():

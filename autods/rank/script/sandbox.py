@@ -20,7 +20,7 @@ from ..job import RankJob
 from ..patching import declare, declare_all, when_imported
 from .batches import iter_tensors
 from .overlay import LARGEST_COPIED, Overlay
-from .policy import Policy, Zeros
+from .policy import Policy, Zeros, make_skipped_folder
 from .user_errors import WRITABLE
 
 # Experiment trackers, by their own switches.
@@ -137,8 +137,7 @@ def _skip_checkpoint(policy: Policy, original: Any, /, *args: Any, **kwargs: Any
         return original(*args, **kwargs)
     policy.begin_skipped("save")
     arguments = inspect.signature(original).bind(*args, **kwargs).arguments
-    with contextlib.suppress(OSError):
-        os.makedirs(os.path.join(arguments["save_dir"], str(arguments.get("tag") or "")), exist_ok=True)
+    make_skipped_folder(os.path.join(arguments["save_dir"], str(arguments.get("tag") or "")))
     return True
 
 
