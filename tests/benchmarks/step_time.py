@@ -77,6 +77,7 @@ class Row:
     published: float
     offload: str = "none"
     pinned: bool = True
+    steady: bool = True  # False for a mean that holds the first step: it is shown, and judges nothing
     origin: str = ""
 
     @property
@@ -118,7 +119,7 @@ class Table:
     efficiency: Mapping[str, float]
 
     def half(self, name: str) -> tuple[Row, ...]:
-        return self.rows[self.halves.index(name) :: 2]
+        return tuple(row for row in self.rows[self.halves.index(name) :: 2] if row.steady)
 
 
 def main() -> int:
@@ -144,7 +145,7 @@ def main() -> int:
         steps = {
             row: forecast(table, row, simulate(table, row, options.schedules), constants)
             for row in table.rows
-            if any(row in table.half(half) for half in halves)
+            if (not row.steady and not options.half) or any(row in table.half(half) for half in halves)
         }
         scores = {half: score(table, table.half(half), steps) for half in halves}
         answers.append({"table": table.name, "rows": list_rows(table, steps), "scores": scores})
@@ -209,14 +210,14 @@ def list_rows(table: Table, steps: Mapping[Row, StepTime]) -> list[dict[str, Any
 
 
 def find_half(table: Table, row: Row) -> str:
-    return table.halves[table.rows.index(row) % 2]
+    return table.halves[table.rows.index(row) % 2] if row.steady else "unsteady"
 
 
 def simulate(table: Table, row: Row, folder: Path | None) -> Schedule:
     """The work of the row's step, from the folder if it is there."""
     capability = table.machine.capability
     flash = capability is None or capability >= (8, 0)
-    row_key = {key: value for key, value in asdict(row).items() if key not in ("published", "origin")}
+    row_key = {key: value for key, value in asdict(row).items() if key not in ("published", "steady", "origin")}
     key = repr((table.workload, table.models[row.model], row_key, dict(table.zero), table.ranks_per_node, flash))
     kept = None if folder is None else folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.pickle"
     if kept is not None and kept.exists():
@@ -335,8 +336,8 @@ def tune(table: Table, constants: Constants, folder: Path | None) -> Constants:
 
 
 def leave_one_out(tables: Sequence[Table], constants: Constants, folder: Path | None) -> list[dict[str, Any]]:
-    """Judge each row with constants that were chosen on the other sources."""
-    rows = [(table, row, simulate(table, row, folder)) for table in tables for row in table.rows]
+    """Judge each row of steady steps with constants that were chosen on the other sources."""
+    rows = [(table, row, simulate(table, row, folder)) for table in tables for row in table.rows if row.steady]
     shipped = [forecast(table, row, schedule, constants) for table, row, schedule in rows]
 
     def log_errors(changes: Mapping[str, float], host_bound: bool) -> list[float]:
