@@ -376,6 +376,11 @@ class TrialStore:
     running: set[int] = field(default_factory=set)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
+    @property
+    def known_records(self) -> Sequence[Record]:
+        """The records of the journal when it was opened, and those since."""
+        return (*self.past.records.values(), *self.records)
+
     def run(self, trial: Trial, execute: Execute | None = None) -> Record:
         """Return the record of a trial, from the journal or by running it (with `execute`, where given)."""
         trial = self.adapt(trial)

@@ -10,12 +10,13 @@ from typing import NamedTuple
 from ..config.checkpointing import find_state, is_as_lean
 from ..config.deepspeed import precision_name
 from ..report.results.fit import Certificate
+from ..report.text import format_about
 from ..types import Failed, Fit, Record, Steps, Trial
 from .batch_curve import BatchCurve, MemoryLine
 from .candidates import Candidate
 from .certificate import certificate_of_exam, describe_exam, grows_with_batch, lacks_device_memory
 from .contestant import try_rung
-from .loss_parity import FEWEST_UPDATES, ParityResult, compare_losses, is_same_maths
+from .loss_parity import FEWEST_UPDATES, ParityResult, compare_losses, is_same_maths, same_samples
 from .trials import FitContext, fit_steps_to_budget, fits_well, median_step_s, run_with_retry
 
 # Losses of two configs that compute the same differ by rounding alone. Measured on CPU ranks, over rungs, cuts of the
@@ -24,6 +25,7 @@ from .trials import FitContext, fit_steps_to_budget, fits_well, median_step_s, r
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
 _TRIALS_UPWARDS = 2  # exams of larger micro batches than one that holds
 _FEWEST_EXAM_STEPS = 4  # after the first: a leak shows in three steps after the second, see `growth_per_step`
+EXAM_STEPS = 3  # besides the exam's own: one after saving, one after loading, and two evaluations count as another
 _COMPARISON_TRIALS = 2  # the config and the reference
 _NONE_BUILT_ALIKE = (
     "parity was not checked: --zero-init gives stage 3 other random weights than other stages, and no second config"
@@ -70,11 +72,13 @@ def certify(
         reserve=_COMPARISON_TRIALS if has_comparison else 0,
     )
 
-    def compare(config: Record, run: Callable[[Trial], Fit | str]) -> ParityResult:
+    def compare(config: Record, run: Callable[[Trial], Fit | str], *, later_s: float = 0.0) -> ParityResult:
         if limits.parity is None:
             return ParityResult()
         if (plain := find_reference(config.trial, reference, context)) is None:
             return ParityResult(not_checked=_NONE_BUILT_ALIKE)
+        if not is_same_maths(config.trial, plain) and (lack := search.lacks_time(config, plain, later_s)):
+            return ParityResult(not_checked=lack)
         return compare_losses(
             config.trial,
             plain,
@@ -85,7 +89,8 @@ def certify(
         )
 
     if has_comparison and search.left > _COMPARISON_TRIALS and runs_losses_first(context):
-        compare(winner, search.run_ahead)  # the same trials, asked for again below, are answered by these
+        # The same trials, asked for again below, are answered by these.
+        compare(winner, search.run_ahead, later_s=search.estimate_exam_s(winner.trial))
     differing: CertifyResult | None = None  # holds, but its losses differ
     for config in _configs(search, alternates, untried):
         if (proven := search.prove(config)) is None:
@@ -121,6 +126,21 @@ def runs_losses_first(context: FitContext) -> bool:
 def make_parity_steps(config: Record, steps: Steps) -> Steps:
     """The steps of each trial that compares losses with the config's, few where one of them takes many seconds."""
     return fit_steps_to_budget(steps, median_step_s(config), least=FEWEST_UPDATES + 1)
+
+
+def estimate_comparison_s(config: Record, plain: Trial, context: FitContext) -> float:
+    """The seconds of the two trials that compare the config's losses with those of `plain`."""
+    steps = context.settings.profile.certify.parity
+    assert steps is not None, "losses are compared"
+    steps = make_parity_steps(config, steps)
+    return 2 * context.start_s + (steps.warmup + steps.timed) * sum(time_compared_steps(config, plain, context))
+
+
+def time_compared_steps(config: Record, plain: Trial, context: FitContext) -> tuple[float, float]:
+    """The seconds of a step of the config, and of `plain` on the same samples; unknown, they take as long."""
+    step_s = median_step_s(config)
+    reference = context.forecaster.step_time(replace(plain, knobs=same_samples(plain.knobs, config.trial.knobs)))
+    return step_s, step_s if reference is None else reference.seconds
 
 
 def find_reference(winner: Trial, reference: Record, context: FitContext) -> Trial | None:
@@ -253,6 +273,21 @@ class _ExamSearch:
         self._answers.append((trial, record))
         return record
 
+    def lacks_time(self, config: Record, plain: Trial, later_s: float) -> str | None:
+        """A sentence where the budget has no time to compare losses, with `later_s` seconds kept for the exam.
+
+        None where a trial of the comparison has run, in this fit or before it was stopped.
+        """
+        left_s = self.context.left_s - later_s
+        known = (*self.records, *(record for _, record in self._ahead), *self.context.memory.known_records)
+        if math.isinf(left_s) or any(record.trial.exam == "parity" for record in known):
+            return None
+        needed_s = estimate_comparison_s(config, plain, self.context)
+        if needed_s <= left_s:
+            return None
+        left = f"the budget has {format_about(left_s)} left" if left_s > 0 else "the budget is spent"
+        return f"losses were not compared with those of {plain.rung}: that takes {format_about(needed_s)}, and {left}"
+
     def run_for_losses(self, trial: Trial) -> Fit | str:
         """The fit of a trial with losses, or the reason that there is none."""
         if (record := self.run(trial)) is None:
@@ -328,12 +363,20 @@ class _ExamSearch:
         why = describe_exam(record.outcome, self.context.settings.device_bytes)
         return f"on {batch}, micro batch {record.trial.knobs.micro_batch} {why}"
 
+    def estimate_exam_s(self, config: Trial) -> float:
+        """The seconds of the config's exam. Its checkpoint counts as a start: that builds as many parameters."""
+        step_s = self._estimate_longest_step_s(config)
+        steps = make_exam(config, self.context, step_s).steps
+        return 2 * self.context.start_s + (steps.warmup + steps.timed + EXAM_STEPS) * step_s
+
+    def _estimate_longest_step_s(self, config: Trial) -> float:
+        first = self.winner
+        more = config.knobs.train_batch(1) / first.trial.knobs.train_batch(1)
+        return median_step_s(first) * more * self.context.facts.longest_ratio
+
     def _examine(self, config: Trial) -> Record | None:
         """Run the config's exam; its steps are shortened to their time budget."""
-        first, knobs = self.winner, config.knobs
-        more = knobs.train_batch(1) / first.trial.knobs.train_batch(1)
-        step_s = median_step_s(first) * more * self.context.facts.longest_ratio
-        return self.run(make_exam(config, self.context, step_s))
+        return self.run(make_exam(config, self.context, self._estimate_longest_step_s(config)))
 
     def _time(self, config: Trial) -> Record | None:
         """The config's timed trial on the usual batch: a known one, or a new one."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -25,10 +25,10 @@ from ..runner.rank_fork import may_share
 from ..runner.time_limits import warm_up
 from ..types import Failed, Fit, ModelFacts, Outcome, OutOfMemory, Record, Tier, TierUse, Timing, Trial
 from ..units import format_bytes
-from .certify import find_reference, make_exam, make_parity_steps, runs_losses_first
+from .certify import EXAM_STEPS, find_reference, make_exam, make_parity_steps, runs_losses_first, time_compared_steps
 from .fit import fit
 from .fit_report import FitResult, NothingFits
-from .loss_parity import is_same_maths, same_samples
+from .loss_parity import is_same_maths
 from .trial_forecasts import Forecaster, TrialForecaster, make_limited_engine, start_processes
 from .trials import FitContext, median_step_s
 
@@ -42,7 +42,6 @@ _HALF_BYTES, _STATE_BYTES = 2, 12  # of a parameter: its half, and Adam's weight
 # and 1.3 to 1.7 GB/s. What is more than a tenth of a node's memory (vm.dirty_background_ratio) waits for its disk.
 _SAVED_BYTES_PER_S, _LOADED_BYTES_PER_S, _DISK_BYTES_PER_S = 5e8, 1.2e9, 1e9
 _CACHED_SHARE = 0.1
-_EXAM_STEPS = 3  # besides the exam's own: one after saving, one after loading, and two evaluations count as another
 _LIMITED: tuple[Tier, ...] = ("device", "host", "nvme")
 
 
@@ -141,7 +140,10 @@ class RehearsalRunner:
         return Record(id=id, trial=trial, outcome=outcome, seconds=seconds)
 
     def estimate_fit_s(self, result: FitResult | NothingFits, context: FitContext) -> float:
-        """Return the seconds that the trials would take on real ranks, with a certificate that passes at once."""
+        """Return the seconds that the trials would take on real ranks, with a certificate that passes at once.
+
+        Losses are compared where the budget has the time.
+        """
         seconds = sum(record.seconds for record in context.memory.records)
         limits = self.settings.profile.certify
         if isinstance(result, NothingFits) or limits.most_trials < 1:
@@ -150,17 +152,17 @@ class RehearsalRunner:
         assert first is not None, "a config fits"
         longest_s = median_step_s(result.best) * self.facts.longest_ratio
         steps = make_exam(best, context, longest_s).steps
-        seconds += _START_S + self._time_build(best) + (steps.warmup + steps.timed + _EXAM_STEPS) * longest_s
+        seconds += _START_S + self._time_build(best) + (steps.warmup + steps.timed + EXAM_STEPS) * longest_s
         seconds += self._time_checkpoint(best)
         plain = find_reference(best, first, context)
         if limits.parity is None or plain is None or is_same_maths(best, plain):
             return seconds
         steps = make_parity_steps(result.best, limits.parity)
         builds = 2 if not self._shares_model(best) else 0 if runs_losses_first(context) else 1
-        step_s = median_step_s(result.best)
-        reference = context.forecaster.step_time(replace(plain, knobs=same_samples(plain.knobs, best.knobs)))
-        compared_s = step_s + (step_s if reference is None else reference.seconds)
-        return seconds + 2 * _START_S + builds * self._time_build(best) + (steps.warmup + steps.timed) * compared_s
+        compared_s = (steps.warmup + steps.timed) * sum(time_compared_steps(result.best, plain, context))
+        compared_s += 2 * _START_S + builds * self._time_build(best)
+        budget_s = self.settings.budget.seconds or math.inf
+        return seconds + compared_s if seconds + compared_s <= budget_s else seconds
 
     def _time_checkpoint(self, trial: Trial) -> float:
         """The seconds in which the ranks save a checkpoint and load it, as long as the one that moves most.

@@ -211,6 +211,19 @@ class FitContext:
         """Whether the trial fitted well and left the headroom free on the device."""
         return fits_within(record, self.usable_bytes)
 
+    @property
+    def left_s(self) -> float:
+        """The seconds that the budget has left; infinite without one."""
+        records = self.memory.records
+        elapsed_s = sum(record.seconds for record in records) if self.elapsed_s is None else self.elapsed_s()
+        return (self.settings.budget.seconds or math.inf) - elapsed_s
+
+    @property
+    def start_s(self) -> float:
+        """The seconds that a trial takes besides its steps: those of the longest start so far."""
+        fitted = [(record.seconds, record.outcome) for record in self.memory.records]
+        return max((seconds - sum(fit.step_s) for seconds, fit in fitted if isinstance(fit, Fit)), default=0.0)
+
     def may_run(self, trials: int, steps: Steps | None = None) -> bool:
         """Whether the budget allows growth, race and tuning so many more trials, besides those of the certificate.
 
@@ -222,14 +235,9 @@ class FitContext:
         reserved = 0 if certify.most_trials < 1 else 1 if certify.parity is None else 3
         if budget.trials and len(records) + trials + reserved > budget.trials:
             return False
-        if not budget.seconds:
-            return True
-        fitted = [(record.seconds, record.outcome) for record in records if isinstance(record.outcome, Fit)]
-        longest_s = max((seconds for seconds, _ in fitted), default=0.0)
-        start_s = max((seconds - sum(fit.step_s) for seconds, fit in fitted), default=0.0)
-        trial_s = max(longest_s, 0.0 if steps is None else start_s + steps.budget_s)
-        elapsed_s = sum(record.seconds for record in records) if self.elapsed_s is None else self.elapsed_s()
-        return elapsed_s + trials * trial_s + reserved * _EXAM * longest_s <= budget.seconds
+        longest_s = max((record.seconds for record in records if isinstance(record.outcome, Fit)), default=0.0)
+        trial_s = max(longest_s, 0.0 if steps is None else self.start_s + steps.budget_s)
+        return trials * trial_s + reserved * _EXAM * longest_s <= self.left_s
 
 
 def _fits_as(trial: Trial, record: Record) -> bool:

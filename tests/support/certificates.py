@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autods.config.profiles import CertifyLimits
+from autods.config.profiles import Budget, CertifyLimits
 from autods.runner.testing import ScriptedRunner
 from autods.runner.testing import fit as scripted_fit
 from autods.tuner.candidates import list_candidates
@@ -92,6 +92,7 @@ def certifying(
     longest_ratio: float = 1.0,
     seen: Sequence[Record] = (),
     zero_init: bool = False,
+    budget_s: float = 0.0,
 ) -> Certifying:
     """Certify on two ranks. Without a reference no losses are compared; `untried` names rungs."""
     runner = ScriptedRunner(answer)
@@ -106,6 +107,7 @@ def certifying(
         source=replace(source, zero_init=zero_init),
         device_bytes=LIMIT,
         global_batch=global_batch,
+        budget=Budget(seconds=budget_s),
     )
     rungs = [one for one in list_candidates(context.settings, FACTS, {}) if one.rung.name in untried]
     certified = certify(winner, context, alternates=alternates, reference=reference or winner, untried=rungs)

@@ -22,6 +22,10 @@ class ScriptedTrials:
     records: list[Record] = field(default_factory=list)
     events: list[Any] = field(default_factory=list)
 
+    @property
+    def known_records(self) -> Sequence[Record]:
+        return self.records
+
     def run(self, trial: Trial) -> Record:
         self.records.append(self.answer(trial))
         return self.records[-1]

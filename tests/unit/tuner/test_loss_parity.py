@@ -129,6 +129,33 @@ def test_a_config_that_differs_in_the_batch_only_is_not_compared() -> None:
     assert run.certified.certificate.passed
 
 
+@pytest.mark.parametrize(
+    ("seconds", "exams", "left_out"),
+    [
+        (4.0, ["worst_case"], "that takes about 10 s, and the budget has about 10 s left"),
+        (6.0, ["worst_case", "parity", "parity"], None),
+        (8.0, ["parity", "parity", "worst_case"], None),
+    ],
+)
+def test_losses_are_compared_where_the_budget_has_the_time(
+    seconds: float, exams: list[str], left_out: str | None
+) -> None:
+    """The exam's time is kept for it: 2.3 s. A comparison takes 3 s, and a second is gone."""
+    winner = winner_with({OVERLAP: False})
+    run = against(winner, losing(never), seen=(winner,), budget_s=seconds)
+    assert [asked.exam for asked in run.trials] == exams
+    assert run.certified.certificate.passed == (left_out is None)
+    assert (left_out is not None) == ("losses were not compared with those of zero2" in run.said)
+    assert left_out is None or left_out in run.said
+
+
+def test_a_comparison_that_was_begun_is_ended() -> None:
+    winner = winner_with({OVERLAP: False})
+    begun = replace(winner, trial=replace(winner.trial, exam="parity"))
+    run = against(winner, losing(never), seen=(winner, begun), budget_s=1.0)
+    assert run.certified.certificate.passed
+
+
 def test_without_a_reference_nothing_is_compared() -> None:
     run = against(winner_with({OVERLAP: False}), losing(by_overlap), reference=None)
     assert parities(run) == []

@@ -186,6 +186,15 @@ def test_a_comparison_before_the_exam_builds_no_model_again(tmp_path: Path) -> N
     assert 10 / 3 < exam_s < 10 / 3 + 2  # and a tenth of the exam's steps
 
 
+def test_a_budget_without_time_to_compare_losses_is_kept(tmp_path: Path) -> None:
+    """25 s of trials and 27 s of the exam leave 18 of 70 s; a comparison takes 23."""
+    settings = resolve_rehearsal(ask(tmp_path, config="default", ladder="zero1", max_time="70s"), SOURCE)
+    start: Any = lambda source: nullcontext(ScriptedSimulator(replace(FACTS, checkpointing=True), simulate))  # noqa: E731
+    report = rehearse(settings, listen=lambda event: None, start=start)
+    assert report.real_fit_seconds is not None
+    assert report.real_fit_seconds <= 70
+
+
 def test_nothing_that_fits_is_not_proven_either(tmp_path: Path) -> None:
     report, _ = run(tmp_path, ladder="ddp")
     assert "not proven: a rehearsal" in to_page(make_fit_document(report))
