@@ -148,10 +148,48 @@ def field_types(request: type) -> Mapping[str, Any]:
     return get_type_hints(request, localns=above, include_extras=True)
 
 
-def list_options(request: type) -> list[Field[Any]]:
+def list_options(request: Any) -> list[Field[Any]]:
     """The fields that are options of the command line, first those that it takes by position."""
     options = [each for each in fields(request) if each.metadata["option"].panel]
     return sorted(options, key=lambda each: each.kw_only is True)
+
+
+# What other tools call an argument, by the name that it has here: torchrun, deepspeed, accelerate, the HF Trainer,
+# Lightning, Slurm.
+OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
+    "workload": ("model", "script", "model_name_or_path", "training_script"),
+    "gpus": ("num_gpus", "n_gpus", "ngpus", "nproc_per_node", "num_processes", "world_size", "ranks", "devices"),
+    "nodes": ("nnodes", "num_nodes", "num_machines"),
+    "on": ("machine", "hardware", "gpu_type", "card"),
+    "gpu_memory": ("memory", "vram", "device_memory", "gpu_mem"),
+    "host_memory": ("cpu_memory", "ram", "mem"),
+    "seq_len": (
+        "seqlen", "seq_length", "sequence_length", "max_length", "max_seq_len", "max_seq_length", "block_size",
+        "cutoff_len", "context_length",
+    ),
+    "micro_batch": ("micro_batch_size", "mbs", "per_device_train_batch_size", "train_micro_batch_size_per_gpu"),
+    "global_batch": (
+        "batch_size", "batch", "train_batch_size", "global_batch_size", "gbs", "gradient_accumulation_steps",
+        "gradient_accumulation", "accumulation", "accumulation_steps", "grad_accum", "accumulate_grad_batches",
+    ),
+    "precision": ("bf16", "fp16", "fp32", "dtype", "mixed_precision", "torch_dtype"),
+    "checkpointing": ("gradient_checkpointing", "activation_checkpointing", "recompute"),
+    "ladder": (
+        "zero_stage", "stage", "zero", "rung", "rungs", "strategy", "offload", "cpu_offload", "offload_optimizer",
+        "offload_optimizer_device", "offload_param", "offload_param_device",
+    ),
+    "base_config": ("deepspeed", "ds_config", "deepspeed_config_file", "config_file"),
+    "lora": ("lora_r", "lora_rank", "qlora", "peft"),
+    "out": ("output_dir", "output", "out_dir"),
+    "max_time": ("timeout", "time_limit", "time", "budget"),
+    "max_trials": ("trials", "n_trials", "num_trials"),
+}  # fmt: skip
+
+
+def find_by_other_name(name: str, request: Any) -> Field[Any] | None:
+    """The argument of the request that other tools call --name, if there is one."""
+    plain = name.lstrip("-").replace("-", "_").lower()
+    return next((each for each in list_options(request) if plain in OTHER_NAMES.get(each.name, ())), None)
 
 
 def find_argument_type(hint: Any) -> ArgumentType | None:

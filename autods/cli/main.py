@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..arguments import Option, field_types, find_argument_type, list_options
+from ..arguments import Option, field_types, find_argument_type, find_by_other_name, list_options
 from ..errors import (
     AutodsError,
     EnvironmentBroken,
@@ -67,12 +67,37 @@ def parse_and_run(call: Call, args: list[str]) -> int:
         return call.interrupted_code if code == Interrupted.exit_code else int(code or 0)  # Typer's for a Ctrl-C
     except UsageError as error:
         command = f"{args[0]} " if args[0] in COMMANDS else ""
-        wrong = InputError(error.format_message(), hint=f"see: autods {command}--help")
+        unknown = getattr(error, "option_name", None)
+        wrong = _explain_unknown(unknown, args[0]) if command and unknown else None
+        wrong = wrong or InputError(error.format_message(), hint=f"see: autods {command}--help")
         return end_with_error(wrong, call, as_json="--json" in ours, resumes=False)
     except typer.Abort:  # a Ctrl-C before the command began
         return call.interrupted_code
     except Exception as error:  # Typer imports modules late
         return end_with_error(error, call, as_json=False, resumes=False)
+
+
+def _explain_unknown(option: str, command: str) -> InputError | None:
+    """The error of an option that the command lacks; None where neither other tools nor other commands have it."""
+    if (field := find_by_other_name(option, COMMANDS[command].request)) is not None:
+        meant: Option = field.metadata["option"]
+        spelling = f"{meant.metavar}, without an option" if meant.positional else f"{_spell(field)} {meant.metavar}"
+        return InputError(f"No such option: {option}", hint=f"here it is {spelling}: {meant.help}")
+    having: dict[str, list[str]] = {}
+    for other, synopsis in COMMANDS.items():
+        spelled = {_spell(each): each for each in list_options(synopsis.request)}
+        if (same := spelled.get(option) or find_by_other_name(option, synopsis.request)) is not None:
+            having.setdefault(_spell(same), []).append(other)
+    if not having:
+        return None
+    spelling, commands = next(iter(having.items()))
+    hint = f"{spelling} is an option of {', '.join(commands)}; see: autods {command} --help"
+    return InputError(f"No such option: {option}", hint=hint)
+
+
+def _spell(field: Field[Any]) -> str:
+    option: Option = field.metadata["option"]
+    return (option.flags or (f"--{field.name.replace('_', '-')}",))[0]
 
 
 @functools.cache

@@ -3,6 +3,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 
 import autods
 from autods.api import FIT
+from autods.arguments import OTHER_NAMES
 from autods.config.settings import Settings
-from autods.requests import FitRequest
+from autods.requests import FitRequest, PlanRequest, ProbeRequest, RunRequest
 
 
 def settle(workload: str | Path | autods.Workload, **asked: Any) -> Settings:
@@ -108,6 +110,19 @@ def test_arguments_and_help_come_from_the_request(function: Callable[..., Any]) 
     assert all(f"\n{name}: " in str(function.__doc__) for name in arguments)
     with pytest.raises(TypeError, match=rf"{function.__name__}\(\) has no argument 'gpu': did you mean 'gpus'\?"):
         function("model.py", gpu=1)
+
+
+def test_other_tools_names_of_arguments_are_known() -> None:
+    with pytest.raises(TypeError, match=r"plan\(\) has no argument 'nproc_per_node': did you mean 'gpus'\?"):
+        autods.plan("model.py", nproc_per_node=8)  # type: ignore[call-arg]
+    for request in (FitRequest, PlanRequest, RunRequest, ProbeRequest):
+        own = {field.name for field in fields(request)}
+        assert not own & {name for names in OTHER_NAMES.values() for name in names}
+
+
+def test_a_name_of_other_tools_stands_for_one_argument() -> None:
+    names = [name for names in OTHER_NAMES.values() for name in names]
+    assert len(names) == len(set(names))
 
 
 def test_signatures_have_plain_types_and_the_result() -> None:

@@ -191,6 +191,12 @@ def test_options_that_contradict_each_other(meet, case):
 SPELLING = {
     "an option that there is not": refused(f"{FIT} --gpuz 2", "No such option: --gpuz (Possible options: --gpus)"),
     "an abbreviation": refused(f"{FIT} --gpu 2", "No such option: --gpu"),
+    "what torchrun calls it": refused(f"{PLAN} --nproc_per_node=8", "here it is --gpus N"),
+    "what deepspeed calls it": refused(f"{FIT} --num-gpus 8", "here it is --gpus N"),
+    "what the HF Trainer calls it": refused(f"{FIT} --gradient-accumulation-steps 8", "here it is --global-batch N"),
+    "a stage": refused(f"{PLAN} --zero-stage 3", "here it is --ladder A,B,C"),
+    "the model as an option": refused("plan --model model.py", "here it is WORKLOAD, without an option"),
+    "what another command has": refused(f"{FIT} --per-device-train-batch-size 2", "--micro-batch is an option of plan"),
     "a single hyphen": refused("fit model.py -gpus 2", "No such option: -g"),
     "a dash": refused(f"{FIT} –gpus 2", "–gpus begins with the character –, and an option with two hyphens"),
     "a long dash": refused(f"{FIT} —gpus 2", "begins with the character —"),
