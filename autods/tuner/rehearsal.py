@@ -42,6 +42,7 @@ _HALF_BYTES, _STATE_BYTES = 2, 12  # of a parameter: its half, and Adam's weight
 # and 1.3 to 1.7 GB/s. What is more than a tenth of a node's memory (vm.dirty_background_ratio) waits for its disk.
 _SAVED_BYTES_PER_S, _LOADED_BYTES_PER_S, _DISK_BYTES_PER_S = 5e8, 1.2e9, 1e9
 _CACHED_SHARE = 0.1
+_GATHERED_BYTES_PER_S = 4e9  # copied to the host and serialized by rank 0, for no file: torch.save to /dev/null there
 _LIMITED: tuple[Tier, ...] = ("device", "host", "nvme")
 
 
@@ -167,16 +168,16 @@ class RehearsalRunner:
     def _time_checkpoint(self, trial: Trial) -> float:
         """The seconds in which the ranks save a checkpoint and load it, as long as the one that moves most.
 
-        Rank 0 saves what ranks have alike, and all of them load it. Stage 3 saves the whole weights, too.
+        Rank 0 saves what ranks have alike, and all of them load it. At stage 3 it gathers the whole weights, too.
         """
         stage, ranks, nodes = self.settings.rung(trial.rung).stage, self.settings.gpus, self.settings.nodes
         states = _STATE_BYTES / (ranks if stage else 1)
         loaded = states + _HALF_BYTES / (ranks if stage == 3 else 1)
-        saved = loaded + (_HALF_BYTES if stage == 3 else 0)
-        written = _HALF_BYTES + (_STATE_BYTES / nodes if stage else _STATE_BYTES) + (_HALF_BYTES if stage == 3 else 0)
+        gathered_s = self.facts.parameters * (_HALF_BYTES if stage == 3 else 0) / _GATHERED_BYTES_PER_S
+        written = _HALF_BYTES + (_STATE_BYTES / nodes if stage else _STATE_BYTES)
         beyond = max(0.0, written * self.facts.parameters - _CACHED_SHARE * (self.machine.host_bytes or 0))
-        rank_s = self.facts.parameters * (saved / _SAVED_BYTES_PER_S + loaded / _LOADED_BYTES_PER_S)
-        return rank_s + 2 * beyond / _DISK_BYTES_PER_S
+        rank_s = self.facts.parameters * loaded * (1 / _SAVED_BYTES_PER_S + 1 / _LOADED_BYTES_PER_S)
+        return rank_s + gathered_s + 2 * beyond / _DISK_BYTES_PER_S
 
     def _time_build(self, trial: Trial) -> float:
         """The seconds in which ranks build the model: whole in host memory, or partitioned as it is made."""

@@ -29,6 +29,8 @@ class Engine:
         self.module = torch.nn.Linear(1, 1, bias=False)
         self.module.weight.data.fill_(3.0)
         self.forgets, self.loses, self.sharded, self.gathers = forgets, loses, sharded, gathers
+        self.checkpoint_engine: Any = None
+        self.written: list[Path] = []
 
     def save_checkpoint(self, folder: str, tag: str) -> None:
         Path(folder).mkdir()
@@ -42,7 +44,8 @@ class Engine:
         return folder, {}
 
     def save_16bit_model(self, folder: str, name: str) -> bool:
-        (Path(folder) / name).write_bytes(b"weights")
+        self.written.append(Path(folder) / name)
+        self.written[-1].write_bytes(b"weights")
         return True
 
     def zero_optimization_partition_weights(self) -> bool:
@@ -114,6 +117,18 @@ def test_weights_in_parts_are_gathered(tmp_path: Path) -> None:
     examined, _ = pass_exam(Engine(sharded=True), tmp_path)
     assert examined["gathered"] is True
     assert examined["left_out"] == ()
+
+
+class TorchCheckpointEngine:
+    """Named as DeepSpeed's."""
+
+
+def test_gathered_weights_are_written_nowhere_by_torch(tmp_path: Path) -> None:
+    engine = Engine(sharded=True)
+    engine.checkpoint_engine = TorchCheckpointEngine()
+    examined, _ = pass_exam(engine, tmp_path)
+    assert examined["gathered"] is True
+    assert engine.written == [Path("/dev/null")]
 
 
 def test_gathering_that_the_config_turns_off_is_reported(tmp_path: Path) -> None:
