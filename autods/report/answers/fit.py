@@ -326,14 +326,18 @@ def describe_question(report: FitReport) -> str:
 
 
 def describe_effort(report: FitReport) -> str:
-    """'12 trials, 4 min'; of a rehearsal also that it proves nothing, and what a real fit would take."""
-    effort = f"{len(report.trials)} trials, {format_seconds(report.seconds)}"
-    if report.question.rehearsed_on is None:
-        return effort
-    effort += ", not proven: a rehearsal"
-    if report.real_fit_seconds is None:
-        return effort
-    return f"{effort}; a real fit and its certificate would take about {format_seconds(report.real_fit_seconds)}"
+    """'12 trials, 4 min'; of a rehearsal also that it proves nothing, and what a real fit would take.
+
+    A fit that took longer than asked says why.
+    """
+    effort, seconds = f"{len(report.trials)} trials, {format_seconds(report.seconds)}", report.seconds
+    if report.question.rehearsed_on is not None:
+        effort, seconds = f"{effort}, not proven: a rehearsal", report.real_fit_seconds or 0.0
+        if seconds:
+            effort += f"; a real fit and its certificate would take about {format_seconds(seconds)}"
+    if 0 < (asked_s := report.question.budget.seconds) < seconds:
+        effort += f"; {format_seconds(asked_s)} were asked, and the least that gives an answer takes longer"
+    return effort
 
 
 def _describe_answer(report: FitReport) -> Words:

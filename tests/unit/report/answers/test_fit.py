@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from autods.config.profiles import Budget
 from autods.devices import Card
 from autods.events import Event, Note, TrialFinished, TrialMoved, TrialStarted
 from autods.report import FitReport, text
@@ -114,6 +115,13 @@ def test_the_winner_shows_its_batch_and_what_to_type_next() -> None:
     assert "micro batch 4 × accumulation 2 × 2 ranks = global batch 16" in text
     assert "gradient_checkpointing_enable()" in text
     assert "--deepspeed_config autods-out/gpt-2xcpu-1a2b3c/ds_config.json" in text
+
+
+@pytest.mark.parametrize(("asked_s", "is_longer"), [(0, False), (60, True), (3600, False)])
+def test_a_fit_that_took_longer_than_asked_says_why(asked_s: float, is_longer: bool) -> None:
+    report = fitting_report()
+    report = replace(report, seconds=100, question=replace(report.question, budget=Budget(seconds=asked_s)))
+    assert ("60.0 s were asked, and the least that gives an answer takes longer" in shown(report, 200)) == is_longer
 
 
 def test_checkpointing_is_not_suggested_when_it_is_off() -> None:
