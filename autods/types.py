@@ -376,7 +376,13 @@ class ModelFacts:
     seq_len: int | None = None
     trained_parameters: int | None = None  # those that are not frozen; None: all
     alike_layers: int = 0  # that can be recomputed one by one
+    frozen_in_layer: int = 0  # frozen matrices of the layer that has the most
     longest_ratio: float = 1.0  # elements of a sample of build_longest_batch by those of build_batch; 1: has none
+
+    @property
+    def has_frozen(self) -> bool:
+        """Whether some weights are frozen."""
+        return self.trained_parameters is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

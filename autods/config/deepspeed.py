@@ -126,12 +126,12 @@ def start_settings(
     start: dict[str, Scalar] = {}
     for key, sizing in rung.start.items():
         users = get_key(base, key)
-        if as_written and (sizing.largest_parameter is None or users is not None):
+        if as_written and (users is not None or not sizing.is_required(facts)):
             continue
         if sizing.switch is not None:
             start[key] = users if isinstance(users, bool) else sizing.switch
             continue
-        value = sizing.elements(device_bytes=device_bytes, facts=facts)
+        value = sizing.size(device_bytes=device_bytes, facts=facts)
         is_number = isinstance(users, (int, float)) and not isinstance(users, bool)
         start[key] = min(value, int(users)) if is_number and sizing.device_share is not None else value
     return start

@@ -27,19 +27,31 @@ State = Literal["parameters", "gradients", "optimizer"]
 class Sizing:
     """How the first value of a key follows from the device or from the model, or which switch it is.
 
-    Exactly one of `device_share`, `largest_parameter` and `switch` is set. `device_share` is a share of the device's
-    memory, and the value counts elements of `bytes_each` bytes. `largest_parameter` is a multiple of the elements of
-    the largest parameter. `most` is an upper bound in elements.
+    Exactly one of `device_share`, `largest_parameter`, `frozen_in_layer` and `switch` is set. `device_share` is a share
+    of the device's memory, and the value counts elements of `bytes_each` bytes. `largest_parameter` is a multiple of
+    the elements of the largest parameter. `frozen_in_layer` is added to the number of a layer's frozen matrices. `most`
+    is an upper bound in elements. `where_frozen` is the value for a model with frozen weights.
     """
 
     device_share: float | None = None
     bytes_each: int = 1
     largest_parameter: float | None = None
+    frozen_in_layer: int | None = None
     most: int | None = None
     switch: bool | None = None
+    where_frozen: int | None = None
 
-    def elements(self, *, device_bytes: int, facts: ModelFacts) -> int:
-        """Return a number of elements: even, because ZeRO aligns its partitions to two elements, and at least 2."""
+    def is_required(self, facts: ModelFacts) -> bool:
+        """Whether the model may not start, or not train, with DeepSpeed's default in place of this value."""
+        depends = self.largest_parameter is not None or self.frozen_in_layer is not None
+        return depends or (self.where_frozen is not None and facts.has_frozen)
+
+    def size(self, *, device_bytes: int, facts: ModelFacts) -> int:
+        """Return the value. A number of elements is even, because ZeRO aligns its partitions to two, and at least 2."""
+        if self.where_frozen is not None and facts.has_frozen:
+            return self.where_frozen
+        if self.frozen_in_layer is not None:
+            return facts.frozen_in_layer + self.frozen_in_layer
         if self.largest_parameter is not None:
             size = facts.largest_parameter * self.largest_parameter
         else:
@@ -230,8 +242,9 @@ def _check(rung: Rung) -> None:
     if rung.lossy and not rung.opt_in:
         raise ValueError("lossy needs opt_in, the reason that nobody gets it unasked")
     for key, sizing in rung.start.items():
-        if [sizing.device_share, sizing.largest_parameter, sizing.switch].count(None) != 2:
-            raise ValueError(f"start.{key} needs one of device_share, largest_parameter and switch")
+        ways = (sizing.device_share, sizing.largest_parameter, sizing.frozen_in_layer, sizing.switch)
+        if ways.count(None) != len(ways) - 1:
+            raise ValueError(f"start.{key} needs one of device_share, largest_parameter, frozen_in_layer and switch")
         share, multiple = sizing.device_share or 0, sizing.largest_parameter or 0
         if not (0 <= share <= 1 and 0 <= multiple <= _MOST_MULTIPLE and sizing.bytes_each >= 1):
             raise ValueError(f"start.{key}: device_share is 0 to 1, bytes_each at least 1")

@@ -196,8 +196,23 @@ def _count_weights(parameter: Any) -> int:
     return int(getattr(parameter, "ds_numel", parameter.numel()) if packed is None else math.prod(packed.shape))
 
 
+def _count_frozen_in_layer(model: Any) -> int:
+    """Return how many frozen matrices the layer has that has the most; a layer is one of a list of modules."""
+    from torch import nn
+
+    def count(layer: Any) -> int:
+        shapes = [getattr(weights, "ds_shape", weights.shape) for weights in layer.parameters()]
+        return sum(
+            len(shape) > 1 and not weights.requires_grad
+            for shape, weights in zip(shapes, layer.parameters(), strict=True)
+        )
+
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
+    return max((count(layer) for layers in lists for layer in layers), default=0)
+
+
 def count_parameters(model: Any, *, by: str = "build_model returned") -> dict[str, Any]:
-    """Return the counts of parameters, of the largest tensor's elements, of pipeline stages and of experts.
+    """Return the counts of parameters, of the largest tensor's elements, of a layer's frozen ones, stages and experts.
 
     `by` names the model's origin in errors. Raises WorkloadError if there is nothing to train.
     """
@@ -214,6 +229,7 @@ def count_parameters(model: Any, *, by: str = "build_model returned") -> dict[st
         "parameters": sum(sizes),
         "trained_parameters": None if trained == sum(sizes) else trained,
         "largest_parameter": max(sizes),
+        "frozen_in_layer": _count_frozen_in_layer(model),
         **pipeline_facts(model),
         "experts": max(experts, default=0),
     }

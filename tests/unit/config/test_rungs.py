@@ -51,30 +51,30 @@ def test_each_step_down_the_shipped_ladder_shards_or_moves_more(rungs: Mapping[s
 
 def test_at_416_mib_buckets_start_at_a_million_elements(rungs: Mapping[str, Rung]) -> None:
     key = "zero_optimization.reduce_bucket_size"
-    sizes = [
-        rung.start[key].elements(device_bytes=416 * MIB, facts=FACTS) for rung in rungs.values() if key in rung.start
-    ]
+    sizes = [rung.start[key].size(device_bytes=416 * MIB, facts=FACTS) for rung in rungs.values() if key in rung.start]
     assert len(sizes) == 16
     assert all(1.0e6 <= size <= 1.2e6 for size in sizes)
 
 
 def test_no_bucket_starts_above_deepspeeds_default(rungs: Mapping[str, Rung]) -> None:
     sizing = rungs["zero2"].start["zero_optimization.reduce_bucket_size"]
-    assert sizing.elements(device_bytes=10**15, facts=FACTS) == 500_000_000
+    assert sizing.size(device_bytes=10**15, facts=FACTS) == 500_000_000
 
 
 def test_start_sizes_are_even_and_never_nothing(rungs: Mapping[str, Rung]) -> None:
     for rung in rungs.values():
-        for sizing in (sizing for sizing in rung.start.values() if sizing.switch is None):
+        for sizing in (
+            sizing for sizing in rung.start.values() if sizing.switch is None and sizing.frozen_in_layer is None
+        ):
             for device_bytes in (1, 999_999, 64 * MIB, 80 * 2**30 + 1):
-                size = sizing.elements(device_bytes=device_bytes, facts=FACTS)
+                size = sizing.size(device_bytes=device_bytes, facts=FACTS)
                 assert size >= 2
                 assert size % 2 == 0
 
 
 def test_an_nvme_buffer_holds_the_largest_parameter(rungs: Mapping[str, Rung]) -> None:
     sizing = rungs["zero3-nvme"].start["zero_optimization.offload_param.buffer_size"]
-    assert sizing.elements(device_bytes=320 * MIB, facts=FACTS) > FACTS.largest_parameter
+    assert sizing.size(device_bytes=320 * MIB, facts=FACTS) > FACTS.largest_parameter
 
 
 def test_keys_that_stage_3_ignores_are_not_tuned_there(rungs: Mapping[str, Rung]) -> None:
@@ -201,7 +201,11 @@ def test_a_strategies_folder_that_is_none_is_refused(tmp_path: Path) -> None:
         ("order = 50", "order = 50\nlossy = true", "lossy needs opt_in"),
         ("order = 50", "order = 50\nvariants = { half = 0.5 }", "variants needs a key of ds_config that is"),
         ("order = 50", 'order = 50\nvariants = { "a/b" = 0.5 }', "mine-a/b"),
-        ("device_share = 0.005, bytes_each", "bytes_each", "needs one of device_share, largest_parameter and switch"),
+        (
+            "device_share = 0.005, bytes_each",
+            "bytes_each",
+            "needs one of device_share, largest_parameter, frozen_in_layer and switch",
+        ),
         ("low = 0.5, high = 20.0", "low = 0.5, high = 0.1", "0 < low < high"),
         ("choices = [true, false]", "choices = []", "needs a start value"),
         ("choices = [true, false]", "choices = true", "not a list"),
@@ -259,3 +263,15 @@ def test_a_site_can_speak_against_a_rung_before_the_model_does(rungs: Mapping[st
 def test_more_ranks_than_there_are_is_a_reason(rungs: Mapping[str, Rung]) -> None:
     rung = replace(rungs["zero1"], needs={"world_size": 4, "nvme_path": False})
     assert unmet_need(rung, make_site(2), FACTS) == "2 ranks: it needs 4 or more"
+
+
+def test_frozen_layers_on_nvme_have_buffers_and_no_prefetch() -> None:
+    """DeepSpeed keeps a recomputed layer's frozen weights to its backward, and would read one of them twice ahead."""
+    frozen = replace(FACTS, trained_parameters=10, frozen_in_layer=7)
+    start = read_rungs()["zero3-nvme"].start
+    buffers, prefetch = (
+        [start[f"zero_optimization.{key}"].size(device_bytes=2**34, facts=facts) for facts in (FACTS, frozen)]
+        for key in ("offload_param.buffer_count", "stage3_prefetch_bucket_size")
+    )
+    assert buffers == [5, 12]
+    assert prefetch == [42_949_672, 0]
