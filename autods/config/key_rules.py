@@ -129,6 +129,7 @@ def find_ill_typed(question: Question) -> Iterator[Problem]:
         if key in config and not (isinstance(config[key], Mapping) or (config[key] is None and key in _MAY_BE_NULL)):
             value = config[key]
             is_read = isinstance(value, bool) if key == ZERO else value is None and key in ("aio", "bf16")
+            is_read |= key == "expert_parallel" and not value
             judge = warning if is_read else error  # by DeepSpeed: true is stage 1
             yield judge(key, f'"{key}" must be an object, not {shorten(value)}', _suggest(key, value))
     for key in ("optimizer", "scheduler"):

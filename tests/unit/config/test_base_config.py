@@ -75,6 +75,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, name: str) -> Non
         ({"zero_optimization": True}, '"zero_optimization" must be an object'),
         ({"bf16": True}, '"bf16" must be an object'),
         ({"optimizer": "AdamW"}, '"optimizer" must be an object'),
+        ({"expert_parallel": "1e6"}, '"expert_parallel" must be an object'),
         ({"bf16": {"enabled": "false"}}, '"bf16.enabled" is "false"; it must be true or false'),
         ({"train_batch_size": 0}, '"train_batch_size" is 0'),
         ({"train_micro_batch_size_per_gpu": "eight"}, "must be a whole number above 0"),
