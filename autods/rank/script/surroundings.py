@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import os
 import socket
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...devices import DEVICES, find_device
@@ -42,7 +43,9 @@ def install(job: RankJob, slot: int, store: socket.socket | None, stand_ins: lis
         for patch in _BACKENDS.values():
             patch.wrap(_replace_nccl, device.backend, stand_ins, everywhere=True)
         ignore_cuda_calls(stand_ins)
-    _SET_VARIABLE.wrap(_keep_cards, {each.visible_variable for each in DEVICES.values()})
+    _SET_VARIABLE.wrap(
+        keep_cards, {each.visible_variable: os.environ.get(each.visible_variable or "") for each in DEVICES.values()}
+    )
     _PARSE.wrap(_pass_local_rank, slot)
     for patch in _INSPECTED.values():
         patch.wrap(lambda original, value: original(find_original(value)))
@@ -76,12 +79,20 @@ def _replace_nccl(backend: str, stand_ins: list[str], original: Any, /, *args: A
     return original(*given.args, **given.kwargs)
 
 
-def _keep_cards(names: Collection[str | None], original: Any, environment: Any, name: Any, value: Any, /) -> None:
-    """Leave the visible cards as they are: they are in use already, and another value would mislead who reads it."""
-    if name not in names or (kept := environment.get(name)) == value:
+def keep_cards(
+    chosen: Mapping[str | None, str | None], original: Any, environment: Any, name: Any, value: Any, /
+) -> None:
+    """Leave the visible cards as they are: they are in use already, and another value would mislead who reads it.
+
+    `chosen` has the values that stay, by variable. A library may clear the environment and restore it.
+    """
+    if name not in chosen or (kept := chosen[name]) == value:
         original(environment, name, value)
-    else:
-        print(f"{find_caller()}: {name} stays {kept!r}: autods chose the cards", file=sys.stderr)
+        return
+    if kept is not None:
+        original(environment, name, kept)
+    place = "" if (caller := find_caller()) is None else f"{caller}: "
+    print(f"{place}{name} stays {kept!r}: autods chose the cards", file=sys.stderr)
 
 
 def _pass_local_rank(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autods.rank.script.surroundings import ignore_cuda_calls
+from autods.rank.script.surroundings import ignore_cuda_calls, keep_cards
 
 
 def no_cuda(*args, **kwargs):
@@ -24,3 +24,10 @@ def test_selecting_a_gpu_does_nothing_and_is_noted_once(monkeypatch):
     assert stand_ins[0].startswith("torch.cuda.set_device (")
     with pytest.raises(AssertionError, match="not compiled"):
         torch.cuda.current_device()
+
+
+def test_cards_stay_when_a_library_restores_the_environment():
+    environment: dict[str, str] = {}  # a library has cleared it
+    for value in ("0,1", "3"):
+        keep_cards({"CUDA_VISIBLE_DEVICES": "0,1"}, dict.__setitem__, environment, "CUDA_VISIBLE_DEVICES", value)
+        assert environment == {"CUDA_VISIBLE_DEVICES": "0,1"}
