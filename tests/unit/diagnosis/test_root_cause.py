@@ -628,3 +628,10 @@ def test_the_failed_container_of_a_pod_decides() -> None:
     pod = {"status": {"containerStatuses": [{"name": "trainer", "state": state} for state in states]}}
     diagnosis = autods.diagnose(json.dumps(pod))
     assert (diagnosis.kind, diagnosis.tier) == ("out_of_memory", "host")
+
+
+def test_what_a_native_exception_says_is_evidence() -> None:
+    diagnosis = autods.diagnose(
+        "terminate called after throwing an instance of 'c10::Error'\n  what():  the queue is gone"
+    )
+    assert (diagnosis.kind, diagnosis.evidence[-1]) == ("unknown", "what():  the queue is gone")
