@@ -30,6 +30,7 @@ from .releases import find_removed_keys
 
 # Sections that hold the arguments of a class, which DeepSpeed looks up by name.
 OPEN_SECTIONS = ("optimizer.params", "scheduler.params")
+_EVERYDAY_NAMES = ("autotuning", "data_efficiency")  # sections with keys such as seed, which others write elsewhere
 _MEANT = "did you mean"
 _LEAVE_OUT = "leave it out"
 _IGNORED = "DeepSpeed knows no such key and ignores it"
@@ -271,7 +272,8 @@ def find_unknown(question: Question) -> Iterator[Problem]:
     for key in installed.defaults:
         section, _, last = key.rpartition(".")
         sections.setdefault(section, []).append(last)
-        homes[last] = section if last not in homes else None
+        if not section.startswith(_EVERYDAY_NAMES):
+            homes[last] = section if last not in homes else None
     by_words = {_split_words(end): key for key in installed.defaults for end in _list_ends(key)}
     left, ignored = _MOST_COMPARED, list[str]()
     for name in _list_unknown(question):

@@ -435,6 +435,9 @@ def test_keys_of_features_that_no_fit_chooses_have_a_meaning() -> None:
         ("zero_optimization.gradient_clipping", 1.0, "it belongs at the top"),
         ("config_params", {"bf16": {"enabled": True}}, "its keys belong at the top"),
         ("weight_quantization.bits", 8, "leave it out"),
+        ("autotuning.tuner_types", "random", 'did you mean "tuner_type"?'),
+        ("data_efficiency.data_sample", {"enabled": True}, 'did you mean "data_sampling"?'),
+        ("seed", 42, "leave it out"),
     ],
 )
 def test_an_unknown_key_is_told_its_place(key: str, value: Any, hint: str) -> None:
