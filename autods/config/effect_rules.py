@@ -62,11 +62,11 @@ def find_ignored(question: Question) -> Iterator[Problem]:
     """Keys that have no effect because of another one."""
     stages, stage = read_known_keys().zero_optimization, question.stage
     for name in question.zero:
-        if name in stages and stage not in stages[name]:
+        if name in stages and stage not in stages[name] and not question.is_stage_open:
             obeying = ", ".join(str(each) for each in stages[name])
             yield note(f"{ZERO}.{name}", f"stage {stage} ignores it; it is for stage {obeying}", "leave it out")
     for part, least in (("param", 3), ("optimizer", 1)):
-        if question.offload_device(part) != "none" and stage < least:
+        if question.offload_device(part) != "none" and stage < least and not question.is_stage_open:
             hint = f"take stage {least}" + (" or more" if least < 3 else "")
             yield warning(f"{ZERO}.offload_{part}", f"stage {stage} has nothing to offload here", hint)
     fp16 = question.get("fp16")
@@ -149,7 +149,7 @@ def find_harmful(question: Question) -> Iterator[Problem]:
     if enabled_half_precision(question.config) is None and True not in halves and "auto" not in halves:
         problem = "no half precision is enabled: fp32 takes twice the memory, and is several times slower"
         yield warning("bf16", problem, 'give "bf16": {"enabled": true}')
-    if stage == 0 and ZERO in question.config:
+    if stage == 0 and ZERO in question.config and not question.is_stage_open:
         yield note(f"{ZERO}.stage", "stage 0 is plain data parallelism: every GPU holds all states")
     clips_at = question.installed.defaults.get("gradient_clipping")
     if "gradient_clipping" not in question.config and clips_at:

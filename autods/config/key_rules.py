@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
 from .deepspeed import BATCH_KEYS, HALVES, documented_name, read_known_keys
+from .library_configs import FIELDS_OF_ACCELERATE
 from .problems import (
+    PARTS,
     ZERO,
     InstalledKeys,
     Problem,
@@ -27,6 +30,7 @@ from .releases import find_removed_keys
 
 # Sections that hold the arguments of a class, which DeepSpeed looks up by name.
 OPEN_SECTIONS = ("optimizer.params", "scheduler.params")
+_EVERYDAY_NAMES = ("autotuning", "data_efficiency")  # sections with keys such as seed, which others write elsewhere
 _MEANT = "did you mean"
 _LEAVE_OUT = "leave it out"
 _IGNORED = "DeepSpeed knows no such key and ignores it"
@@ -108,6 +112,18 @@ def _find_near(name: str, known: Iterable[str], section: str = "") -> str | None
     return begun[0] if len(begun) == 1 else next(iter(near), None)
 
 
+def _split_words(name: str) -> frozenset[str]:
+    """The words of a key, so that fp16_enabled and load_universal_checkpoint find fp16.enabled and their like."""
+    return frozenset(name.replace(".", "_").lower().split("_"))
+
+
+def _list_ends(key: str) -> Iterator[str]:
+    """Yield the key and its ends, from its section's last part on; nothing of a key at the top."""
+    while "." in key:
+        yield key
+        _, _, key = key.partition(".")
+
+
 def _suggest(section: str, value: Any) -> str:
     """What to write for a section that is given as a value alone, such as "cpu" or true."""
     key, values = _STARTS.get(section.rpartition(".")[2], ("", ()))
@@ -118,6 +134,14 @@ def _suggest(section: str, value: Any) -> str:
     given = 1 if section == ZERO and value is True else value  # DeepSpeed takes true for stage 1
     fits = isinstance(given, str) if key == "type" else (type(given), given) in [(type(each), each) for each in values]
     return f"write {shorten({key: given if fits else values[0]})}"
+
+
+def find_references(question: Question) -> Iterator[Problem]:
+    """Values that OmegaConf looks up elsewhere, such as "${trainer.micro_batch}"."""
+    for key, value in walk_keys(question.config):
+        if isinstance(value, str) and value.startswith("${") and value.endswith("}"):
+            problem = f"{shorten(value)} is a reference, which Hydra or OmegaConf resolves and DeepSpeed does not"
+            yield error(key, problem, "give its value, or the config that the script prints with --cfg job --resolve")
 
 
 def find_ill_typed(question: Question) -> Iterator[Problem]:
@@ -150,6 +174,9 @@ def find_ill_typed(question: Question) -> Iterator[Problem]:
         is_switch = isinstance(default, bool) and key.rpartition(".")[0] not in question.installed.strict
         if is_switch and isinstance(text := question.get(key), str) and text != "auto":
             yield warning(key, f'"{key}" is the text {shorten(text)}, which is no switch', "write true or false")
+    for key in _list_unrehearsed_numbers(question):
+        problem = f'"{key}" is {shorten(question.get(key))}; it must be a number'
+        yield error(key, problem, _mend_number(question, key))
     for key, least in _LEAST.items():
         number = question.get(key)
         if number not in (None, "auto") and not (is_number(number) and number >= least):
@@ -173,6 +200,20 @@ def find_ill_typed(question: Question) -> Iterator[Problem]:
             yield judge(
                 key, f'"{key}" is {shorten(size)}; it must be a whole number above 0', _mend_number(question, key)
             )
+
+
+def _list_unrehearsed_numbers(question: Question) -> Iterator[str]:
+    """Yield the keys with text or null for a number, in sections that DeepSpeed reads and a toy engine does not."""
+    swaps = any(question.offload_device(part) == "nvme" for part in PARTS)
+    for section in (
+        *(["flops_profiler"] if question.get("flops_profiler.enabled") else []),
+        *(["aio"] if swaps else []),
+    ):
+        given = question.get(section)
+        for name, value in given.items() if isinstance(given, Mapping) else ():
+            default = question.installed.defaults.get(f"{section}.{name}")
+            if type(default) in (int, float) and (value is None or isinstance(value, str)):
+                yield f"{section}.{name}"
 
 
 def find_decided_by_trials(question: Question) -> Iterator[Problem]:
@@ -200,6 +241,7 @@ def find_complaints(question: Question) -> Iterator[Problem]:
             yield error(key, f'"{key}" must be an object, not {shorten(value)}', _suggest(key, value))
             continue
         hint = _LEAVE_OUT if "has been removed" in complaint else _mend_number(question, key)
+        complaint = re.sub(r", (\w+) or \1\b", r" or \1", complaint)  # an enum has two names for its last value
         if complaint.startswith("Input should be") and (value := question.get(key)) is not None:
             complaint = f"{complaint}; it is {shorten(value)}"
         yield error(key, complaint, read_known_keys().removed.get(key, hint))
@@ -227,19 +269,26 @@ def find_unknown(question: Question) -> Iterator[Problem]:
     """Keys that DeepSpeed does not know. It refuses them in some sections, and ignores them elsewhere."""
     installed = question.installed
     sections: dict[str, list[str]] = {}  # and the names in each
-    homes: dict[str, str | None] = {}  # of each name, the section that knows it; None where several do
+    homes: dict[str, str | None] = {}  # of each name, the section that knows it, or ""; None where several do
     for key in installed.defaults:
         section, _, last = key.rpartition(".")
         sections.setdefault(section, []).append(last)
-        homes[last] = (section or "the top") if last not in homes else None
+        if not section.startswith(_EVERYDAY_NAMES):
+            homes[last] = section if last not in homes else None
+    by_words = {_split_words(end): key for key in installed.defaults for end in _list_ends(key)}
     left, ignored = _MOST_COMPARED, list[str]()
     for name in _list_unknown(question):
         section, _, last = name.rpartition(".")
         meant = None
         if other := _CALLED_ELSEWHERE.get(name):
             meant = f'{_MEANT} "{other}"?'
-        elif (home := homes.get(last)) and last != section:  # "fp16" inside "fp16" belongs nowhere
-            meant = f'it belongs into "{home}"'
+        elif (home := homes.get(last)) is not None and last != section:  # "fp16" inside "fp16" belongs nowhere
+            meant = f'it belongs into "{home}"' if home else "it belongs at the top"
+        elif other := FIELDS_OF_ACCELERATE.get(name) or by_words.get(_split_words(name)):
+            place, _, key = other.rpartition(".")
+            meant = f'{_MEANT} "{key}" in "{place}"?'
+        elif isinstance(inside := question.get(name), Mapping) and not section and set(inside) & set(sections[""]):
+            meant = "its keys belong at the top"
         elif (left := left - 1) >= 0 and (near := _find_near(last, sections[section], section)):
             meant = f'{_MEANT} "{near}"?'
         if section in installed.strict:

@@ -17,7 +17,7 @@ from .deepspeed import BATCH_KEYS, get_key, merge, nest_key, read_known_keys
 
 ReadConfig = Callable[[Path], dict[str, Any]]
 # Fields of accelerate's DeepSpeedPlugin (utils/dataclasses.py) and the keys that it writes for them.
-_KEYS = {
+FIELDS_OF_ACCELERATE = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "gradient_clipping",
     "zero_stage": "zero_optimization.stage",
@@ -28,6 +28,13 @@ _KEYS = {
     "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
 }
 _DEFAULTS = {"gradient_accumulation_steps": "auto", "zero_stage": 2}
+# What the plugin, which the Trainer uses too, writes for "auto" into a config of the user's own.
+_DEFAULTS_IN_A_FILE = {
+    "zero_stage": 2,
+    "offload_optimizer_device": "none",
+    "offload_param_device": "none",
+    "zero3_save_16bit_model": False,
+}
 # The other fields that accelerate reads in this section (commands/launch.py).
 _OTHER_FIELDS = (
     "deepspeed_config_file", "deepspeed_exclusion_filter", "deepspeed_hostfile", "deepspeed_inclusion_filter",
@@ -50,6 +57,10 @@ _ARGUMENTS: Mapping[str, tuple[str, Any]] = {
     "bf16.enabled": ("bf16", False),
 }
 _OTHER_NAMES = {"micro_batch_size": "per_device_train_batch_size"}  # axolotl's
+_ARGUMENT_NAMES = {
+    "output_dir", "max_steps", "num_train_epochs", "warmup_steps", "warmup_ratio", "adam_beta1", "adam_beta2",
+    *_OTHER_NAMES, *(name for name, _ in _ARGUMENTS.values()),
+}  # fmt: skip
 _OF_ARGUMENTS = ("deepspeed", "output_dir", "per_device_train_batch_size")  # no DeepSpeed config has them
 _OF_DEEPSPEED = ("zero_optimization", *BATCH_KEYS[:2])  # no library's arguments have them
 # ms-swift's names for files of its package, below a folder ds_config (its train_args.py).
@@ -96,7 +107,7 @@ def make_accelerates_config(content: Mapping[str, Any], path: Path, read_json: R
     """Return the config that accelerate makes of its file. Raises InputError where accelerate refuses the file."""
     plugin = content.get("deepspeed_config") or {}
     _refuse_misplaced(content, plugin, path)
-    if unread := [name for name in plugin if name in read_known_keys().top and name not in _KEYS]:
+    if unread := [name for name in plugin if name in read_known_keys().top and name not in FIELDS_OF_ACCELERATE]:
         hint = "write DeepSpeed's keys into a JSON file, and name it: deepspeed_config_file"
         raise InputError(
             f"accelerate does not read {', '.join(unread)} there", place=f"{path}: deepspeed_config", hint=hint
@@ -106,7 +117,7 @@ def make_accelerates_config(content: Mapping[str, Any], path: Path, read_json: R
         return _read_file_of_accelerate(named, content, path, read_json)
     config: dict[str, Any] = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
     given = {**_DEFAULTS, **{name: value for name, value in plugin.items() if value is not None}}
-    for name, key in _KEYS.items():
+    for name, key in FIELDS_OF_ACCELERATE.items():
         value = given.get(name, "none")
         if isinstance(value, str):  # as `accelerate launch` writes it into the environment
             value = value if name.endswith("path") else _WORDS.get(value.lower(), _as_number(value.lower()))
@@ -124,7 +135,7 @@ def _refuse_misplaced(content: Mapping[str, Any], plugin: Mapping[str, Any], pat
 
     Raises InputError.
     """
-    fields = (*_KEYS, *_OTHER_FIELDS)
+    fields = (*FIELDS_OF_ACCELERATE, *_OTHER_FIELDS)
     if outside := [name for name in fields if name in content]:
         hint = "write it below deepspeed_config" if len(outside) == 1 else "write them below deepspeed_config"
         raise InputError(f"accelerate refuses {', '.join(outside)} at the top", place=str(path), hint=hint)
@@ -138,14 +149,23 @@ def _read_file_of_accelerate(
     named: Any, content: Mapping[str, Any], path: Path, read_json: ReadConfig
 ) -> dict[str, Any]:
     """Read the file that accelerate's YAML names. Raises InputError where the YAML decides what the file has to."""
-    given = [name for name in _KEYS if name in content["deepspeed_config"]]
+    given = [name for name in FIELDS_OF_ACCELERATE if name in content["deepspeed_config"]]
     if content.get("mixed_precision") is not None:
         given.append("mixed_precision")
     if given:
         problem = f"accelerate refuses {', '.join(given)} beside deepspeed_config_file"
         hint = f"leave {'them' if len(given) > 1 else 'it'} out: the DeepSpeed file decides"
         raise InputError(problem, place=str(path), hint=hint)
-    return {"gradient_accumulation_steps": 1, **_read_named("deepspeed_config_file", named, path, read_json)}
+    config = _fill_in_plugin(_read_named("deepspeed_config_file", named, path, read_json))
+    return {"gradient_accumulation_steps": 1, **config}
+
+
+def _fill_in_plugin(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config with "auto" as accelerate's DeepSpeedPlugin fills it in."""
+    for field, value in _DEFAULTS_IN_A_FILE.items():
+        if get_key(config, key := FIELDS_OF_ACCELERATE[field]) == "auto":
+            config = merge(config, nest_key(key, value))
+    return config
 
 
 def are_training_arguments(content: Mapping[str, Any]) -> bool:
@@ -166,7 +186,10 @@ def fill_in_arguments(content: Mapping[str, Any], path: Path, read_json: ReadCon
     if not named:
         hint = 'add "deepspeed": "ds_config.json" to them, or give that file'
         raise InputError("are TrainingArguments that name no DeepSpeed config", place=str(path), hint=hint)
+    if isinstance(named, Mapping) and not _ARGUMENT_NAMES & set(content):
+        return dict(named)  # a section of a script's own file
     config = dict(named) if isinstance(named, Mapping) else _read_named("deepspeed", named, path, read_json)
+    config = _fill_in_plugin(config)
     arguments = {_OTHER_NAMES.get(name, name): _as_number(value) for name, value in content.items()}
     unequal = []
     for key, name, value in _resolve_arguments(arguments):

@@ -78,6 +78,11 @@ class Question:
         """The ZeRO stage; 0 where none or no valid one is given. DeepSpeed reads text as a number."""
         return read_stage(self.zero.get("stage")) or 0
 
+    @property
+    def is_stage_open(self) -> bool:
+        """Whether a library fills in the stage, so that nothing is known of it."""
+        return self.zero.get("stage") == "auto"
+
     def offload_device(self, part: str) -> str:
         """Where 'param' or 'optimizer' is offloaded to: 'none', 'cpu' or 'nvme'."""
         return str(self.get(f"{ZERO}.offload_{part}.device") or "none")

@@ -22,12 +22,14 @@ from .key_rules import (
     find_decided_by_trials,
     find_deprecated,
     find_ill_typed,
+    find_references,
     find_removed,
     find_unknown,
 )
 from .problems import Rule
 
 SEARCH_RULES: tuple[Rule, ...] = (
+    find_references,
     find_ill_typed,
     find_decided_by_trials,
     find_removed,
@@ -36,6 +38,7 @@ SEARCH_RULES: tuple[Rule, ...] = (
     find_wrong_batch,
 )
 EXPLAIN_RULES: tuple[Rule, ...] = (
+    find_references,
     find_release_faults,
     find_unchosen,
     find_complaints,

@@ -151,7 +151,7 @@ _LEVEL_FIELDS = ("level", "levelname", "severity", "lvl", "log_level", "levelNam
 _TIME = ("time", "ts", "timestamp", "@timestamp", "asctime", "datetime", "created")
 _STREAM = ("pod", "pod_name", "container", "hostname", "host", "node", "worker", "process", "pid", "stream")
 _LONGEST_RECORD = 1 << 16
-_DEEPEST_RECORD = 4
+_DEEPEST_RECORD = 6
 _FAILED = re.compile(r"Traceback \(most recent call last\)|^\s*(?:[\w.]+(?:Error|Exception)): ", re.MULTILINE)
 _LOGFMT = re.compile(r'(?:[\w.@-]+=(?:"(?:[^"\\]|\\.)*"|\S*) *){2,}$')
 _PAIR = re.compile(r'([\w.@-]+)=("(?:[^"\\]|\\.)*"|\S*)')
@@ -201,11 +201,18 @@ def _fields(text: str) -> Mapping[str, Any] | None:
 
 
 def _flat(data: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
-    """Merge nested objects (`record`, `extra`, torchrun's `message`) into one; outer names win."""
+    """Merge nested objects (`record`, `extra`, torchrun's `message`) into one; outer names win.
+
+    Of a list only the states of containers count, and of those the first that failed.
+    """
     flat = {name: value for name, value in data.items() if not isinstance(value, dict)}
-    for value in data.values():
-        if isinstance(value, dict) and depth < _DEEPEST_RECORD:
+    for value in data.values() if depth < _DEEPEST_RECORD else ():
+        if isinstance(value, dict):
             flat = {**_flat(value, depth + 1), **flat}
+        elif isinstance(value, list):
+            inner = [_flat(each, depth + 1) for each in value if isinstance(each, dict)]
+            states = sorted((each for each in inner if "exitCode" in each), key=lambda state: not state["exitCode"])
+            flat = {**(states[0] if states else {}), **flat}
     return flat
 
 

@@ -34,6 +34,7 @@ _EVIDENCE_LINES = 4
 _EVIDENCE_CHARS = 400
 _NUMBER = re.compile(r"\d+")
 _WORD = re.compile(r"\w")
+_ANNOUNCES = re.compile(r":$|^terminate called after throwing")  # of a message's first line: the next ones say what
 _ASSERTION = re.compile(r"AssertionError:?")
 _RESUMED_STEPS = 3  # of progress after a failure: the run survived it. Other ranks show a step or two more at most
 _STRENGTH = {"decisive": 0, "cause": 1, "likely": 2}  # of a row's weight; the smaller is stronger
@@ -432,7 +433,7 @@ def _telling_lines(symptom: Symptom) -> list[str]:
     A bare "AssertionError" says nothing: the statement that failed comes after it.
     """
     lines = [line.strip() for line in symptom.message.text.splitlines() if _WORD.search(line)]
-    announced = lines[1:_EVIDENCE_LINES] if lines and lines[0].endswith(":") else []
+    announced = lines[1:_EVIDENCE_LINES] if lines and _ANNOUNCES.search(lines[0]) else []
     matched = filter(symptom.row.tells, lines)
     asserted = [frame for frame in symptom.message.frames[-1:] if len(lines) == 1 and _ASSERTION.fullmatch(lines[0])]
     telling = dict.fromkeys((*lines[:1], *islice(matched, 1), *announced, *asserted))

@@ -123,8 +123,12 @@ class ReportedExits:
 
 # Which rank a message belongs to: by prefix, text or file name, by process id, or by GPU.
 
+# 'disagreement between rank0 and rank7' is said by the second one; adapters and tensors have ranks of their own.
+_NO_PROCESS = (
+    r"(?<!between )(?<!LoRA )(?<!adapter )(?<!tensor )(?<!matrix )\b(?!rank \d+ (?:tensor|matri|array|adapter))"
+)
 _RANK_IN_TEXT = re.compile(
-    r"\b(?:global[_ ]?rank|rank)\s?[:=#]?\s?(\d+)\b|\[rank(\d+)\]|task (\d+):|RankID:(\d+)", re.IGNORECASE
+    _NO_PROCESS + r"(?:global[_ ]?rank|rank)\s?[:=#]?\s?(\d+)\b|\[rank(\d+)\]|task (\d+):|RankID:(\d+)", re.IGNORECASE
 )
 _RANK_BEFORE = re.compile(r"^\[Rank (\d+)\]|on \[Rank (\d+)\]|^\[PG [^\]]*\bRank (\d+)\]", re.IGNORECASE)
 _RANK_IN_FILE = re.compile(

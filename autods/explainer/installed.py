@@ -36,6 +36,7 @@ _MODELS = {
     "compile": ("deepspeed.compile.config", "CompileConfig"),
     "hybrid_engine": ("deepspeed.runtime.config", "HybridEngineConfig"),
     "tensor_parallel": ("deepspeed.runtime.tensor_parallel.config", "TPTrainingConfig"),
+    "weight_quantization": ("deepspeed.inference.config", "WeightQuantConfig"),
     "timers.throughput": ("deepspeed.utils.config", "DeepSpeedThroughputTimerConfig"),
 }
 # Modules with a constant for each key of a section, and one of the same name and _DEFAULT. "" is the top.
@@ -140,6 +141,10 @@ def _check_section(section: str, model: Any, config: Mapping[str, Any]) -> Itera
     from pydantic import ValidationError
 
     values = get_key(config, section)
+    holder, _, last = section.rpartition(".")
+    holding = get_key(config, holder) if holder else None
+    if isinstance(holding, Mapping) and last in holding and not isinstance(values, Mapping):
+        yield section, "Input should be a valid dictionary"
     if not isinstance(values, Mapping) or (section == "bfloat16" and "bf16" in config):  # the old name is not read then
         return
     try:

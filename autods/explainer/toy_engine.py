@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,9 @@ _TURNED_OFF = (
 _UNKNOWN_ARGUMENT = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '\w+'")
 _LIMIT_S = 120.0
 _MOST_ACCUMULATED = 64  # micro batches of a step
+_MOST_LEFT_OUT = 20  # keys of a section, each left out once to find the one that is refused; half a second each
+# Keys that others rest on: without them those do nothing, so they are left out last.
+_BASES = ("optimizer", *HALVES, "stage", "type", "device", "enabled")
 _SHORTEST_VALUE = 3  # characters: "cpu" may be part of any message
 # They need a model or batches of their own, a launcher, or packages that this machine may lack.
 _NOT_TRIED = (
@@ -52,18 +56,49 @@ def find_refusals(config: Mapping[str, Any], ranks: int | None) -> tuple[Problem
     A note says why the engine could not be asked.
     """
     with start_toy() as simulator:
-        return tuple(_ask_repeatedly(simulator, config, ranks))
+        return tuple(ask_repeatedly(simulator, config, ranks))
 
 
-def _ask_repeatedly(simulator: Simulator, config: Mapping[str, Any], ranks: int | None) -> Iterator[Problem]:
-    """Yield each refusal. The engine ends at the first; without an argument of the optimizer it may name another."""
+def ask_repeatedly(simulator: Simulator, config: Mapping[str, Any], ranks: int | None) -> Iterator[Problem]:
+    """Yield each refusal, as `find_refusals` does.
+
+    The engine ends at the first; without an argument of the optimizer it may name another.
+    """
     while (refusal := ask_engine(simulator, config, ranks)) is not None:
+        if refusal.key == _ENGINE and refusal.severity == "error":
+            refusal = replace(refusal, key=_find_guilty_key(simulator, config, ranks, refusal.problem))
         yield refusal
         section, _, argument = refusal.key.rpartition(".")
         if section != _ARGUMENTS:
             return
         kept = {name: value for name, value in get_key(config, section).items() if name != argument}
         config = {**config, "optimizer": {**config["optimizer"], "params": kept}}
+
+
+def _find_guilty_key(simulator: Simulator, config: Mapping[str, Any], ranks: int | None, problem: str) -> str:
+    """Return the innermost key without which the engine says something else, or nothing; `_ENGINE` without one.
+
+    It is a section where no key of it is guilty alone.
+    """
+    guilty = ""
+    while True:
+        section = get_key(config, guilty) if guilty else config
+        names = [name for name in section if name not in BATCH_KEYS] if isinstance(section, Mapping) else []
+        for name in sorted(names, key=_BASES.__contains__)[:_MOST_LEFT_OUT]:
+            key = f"{guilty}.{name}".lstrip(".")
+            refusal = ask_engine(simulator, _leave_out(config, key), ranks)
+            if refusal is None or refusal.problem != problem:
+                guilty = key
+                break
+        else:
+            return guilty or _ENGINE
+
+
+def _leave_out(config: Mapping[str, Any], dotted: str) -> dict[str, Any]:
+    """Return the config without a key."""
+    first, _, rest = dotted.partition(".")
+    kept = {key: value for key, value in config.items() if key != first}
+    return {**kept, first: _leave_out(config[first], rest)} if rest else kept
 
 
 @contextmanager

@@ -219,3 +219,16 @@ def test_a_batch_that_the_trainer_looks_for_may_differ(tmp_path: Path) -> None:
 
 def test_arguments_that_name_themselves_end(tmp_path: Path) -> None:
     assert read_arguments(tmp_path, str(tmp_path / "args.json"))["per_device_train_batch_size"] == 4
+
+
+def test_a_section_of_a_scripts_own_file_is_the_config(tmp_path: Path) -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": "auto"}}
+    file = tmp_path / "train.yaml"
+    file.write_text(json.dumps({"data": {"path": "x"}, "deepspeed": config}), encoding="utf-8")
+    assert read_base_config(file) == config
+
+
+def test_the_trainers_plugin_fills_in_the_stage(tmp_path: Path) -> None:
+    zero = {"stage": "auto", "offload_param": {"device": "auto"}, "stage3_gather_16bit_weights_on_model_save": "auto"}
+    filled = {"stage": 2, "offload_param": {"device": "none"}, "stage3_gather_16bit_weights_on_model_save": False}
+    assert read_arguments(tmp_path, {"zero_optimization": zero})["zero_optimization"] == filled

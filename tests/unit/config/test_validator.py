@@ -423,3 +423,76 @@ def test_keys_of_features_that_no_fit_chooses_have_a_meaning() -> None:
     groups = ("tensor_parallel.tp.", "tensor_parallel.tensor_parallel.")  # for inference
     keys = [key for key in describe({}).defaults if key.startswith(features) and not key.startswith(groups)]
     assert [key for key in keys if key not in read_meanings().means] == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "hint"),
+    [
+        ("load_universal_checkpoint", True, 'did you mean "load_universal" in "checkpoint"?'),
+        ("fp16_enabled", True, 'did you mean "enabled" in "fp16"?'),
+        ("zero_stage", 3, 'did you mean "stage" in "zero_optimization"?'),
+        ("offload_param_device", "cpu", 'did you mean "device" in "zero_optimization.offload_param"?'),
+        ("zero_optimization.gradient_clipping", 1.0, "it belongs at the top"),
+        ("config_params", {"bf16": {"enabled": True}}, "its keys belong at the top"),
+        ("weight_quantization.bits", 8, "leave it out"),
+        ("autotuning.tuner_types", "random", 'did you mean "tuner_type"?'),
+        ("data_efficiency.data_sample", {"enabled": True}, 'did you mean "data_sampling"?'),
+        ("seed", 42, "leave it out"),
+    ],
+)
+def test_an_unknown_key_is_told_its_place(key: str, value: Any, hint: str) -> None:
+    config = merge({"train_batch_size": 8}, nest_key(key, value))
+    assert {each.key: each.hint for each in judge(config)}[key] == hint
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "hint"),
+    [
+        (
+            {"flops_profiler.enabled": True, "flops_profiler.profile_step": "5"},
+            "flops_profiler.profile_step",
+            "write 5",
+        ),
+        (
+            {"zero_optimization.offload_param": {"device": "nvme", "nvme_path": "/nvme"}, "aio.queue_depth": None},
+            "aio.queue_depth",
+            "leave it out",
+        ),
+    ],
+)
+def test_text_for_a_number_that_is_read_later_is_an_error(changes: dict[str, Any], key: str, hint: str) -> None:
+    config: dict[str, Any] = {"train_batch_size": 8, "zero_optimization": {"stage": 3}}
+    for name, value in changes.items():
+        config = merge(config, nest_key(name, value))
+    (problem,) = [each for each in judge(config) if each.severity == "error"]
+    assert (problem.key, problem.hint) == (key, hint)
+
+
+def test_text_for_a_number_that_nobody_reads_is_no_error() -> None:
+    unread = {"flops_profiler": {"profile_step": "5"}, "aio": {"queue_depth": "8"}}
+    assert errors({"train_batch_size": 8, **unread}) == {}
+
+
+def test_a_reference_is_an_error_once() -> None:
+    config = {"train_batch_size": "${trainer.batch}", "optimizer": {"type": "AdamW", "params": {"lr": "${lr}"}}}
+    found = errors(config)
+    assert set(found) == {"train_batch_size", "optimizer.params.lr"}
+    assert all("is a reference" in problem for problem in found.values())
+
+
+def test_of_a_stage_that_a_library_fills_in_nothing_is_said() -> None:
+    zero = {"stage": "auto", "stage3_prefetch_bucket_size": 1e8, "offload_param": {"device": "cpu"}}
+    said = judge({"train_batch_size": 8, "bf16": {"enabled": True}, "gradient_clipping": 1, "zero_optimization": zero})
+    assert [problem.severity for problem in said] == ["note"]  # on "auto"
+
+
+def test_a_value_that_has_two_names_is_listed_once() -> None:
+    assert errors({"train_batch_size": 8, "zero_optimization": {"stage": 4}})["zero_optimization.stage"] == (
+        "Input should be 0, 1, 2 or 3; it is 4"
+    )
+
+
+def test_an_inner_section_given_as_a_value_is_an_error() -> None:
+    assert errors({"train_batch_size": 8, "timers": {"throughput": False}}) == {
+        "timers.throughput": '"timers.throughput" must be an object, not false'
+    }

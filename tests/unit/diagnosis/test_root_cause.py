@@ -598,3 +598,40 @@ def test_a_failure_of_the_users_code_shows_the_users_frame() -> None:
     log = f"Traceback (most recent call last):\n  {frames}  {library}AttributeError: 'Tensor' object has no 'loss'\n"
     evidence = autods.diagnose(log).evidence
     assert evidence == ("AttributeError: 'Tensor' object has no 'loss'", 'File "/home/me/train.py", line 12, in step')
+
+
+@pytest.mark.parametrize(
+    ("message", "rank"),
+    [
+        ("RuntimeError: disagreement between rank0 and rank7: rank0: [1], rank7: [2]", 7),
+        ("ValueError: LoRA rank 128 is greater than max_lora_rank 16.", None),
+        ("ValueError: expected a rank 3 tensor", None),
+        ("RuntimeError: rank 3: the batch is empty", 3),
+    ],
+)
+def test_the_rank_is_that_of_a_process(message: str, rank: int | None) -> None:
+    assert autods.diagnose(message).rank == rank
+
+
+def test_a_call_that_nccl_made_pinned_no_memory() -> None:
+    text = (
+        "ncclUnhandledCudaError: Call failed. Cuda failure 304 'OS call failed or operation not supported on this OS'"
+    )
+    assert autods.diagnose(f"torch.distributed.DistBackendError: {text}").tier is None
+
+
+def test_the_failed_container_of_a_pod_decides() -> None:
+    states = [
+        {"terminated": {"exitCode": 0, "reason": "Completed"}},
+        {"terminated": {"exitCode": 137, "reason": "OOMKilled"}},
+    ]
+    pod = {"status": {"containerStatuses": [{"name": "trainer", "state": state} for state in states]}}
+    diagnosis = autods.diagnose(json.dumps(pod))
+    assert (diagnosis.kind, diagnosis.tier) == ("out_of_memory", "host")
+
+
+def test_what_a_native_exception_says_is_evidence() -> None:
+    diagnosis = autods.diagnose(
+        "terminate called after throwing an instance of 'c10::Error'\n  what():  the queue is gone"
+    )
+    assert (diagnosis.kind, diagnosis.evidence[-1]) == ("unknown", "what():  the queue is gone")

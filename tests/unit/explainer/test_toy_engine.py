@@ -6,7 +6,9 @@ from typing import Any, cast
 
 import pytest
 
-from autods.explainer.toy_engine import ask_engine, find_named_keys
+from autods.config.deepspeed import get_key
+from autods.explainer.toy_engine import ask_engine, ask_repeatedly, find_named_keys
+from autods.forecast.simulate.protocol import SimulationFailed
 from autods.forecast.values import EngineSpec, Simulator
 
 CONFIG: dict[str, Any] = {
@@ -53,3 +55,26 @@ def test_what_depends_on_the_models_sizes_is_not_tried() -> None:
     zero = {"stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 8}
     assert ask_engine(cast(Simulator, simulator), {"zero_optimization": zero}, 8) is None
     assert simulator.config["zero_optimization"] == {**zero, "zero_quantized_weights": False}
+
+
+class Refuser:
+    """A simulator that refuses each config with that key at that value, in words that name no key."""
+
+    def __init__(self, key: str, value: Any) -> None:
+        self.key, self.value = key, value
+
+    def simulate(self, spec: EngineSpec, micro_batches: list[int]) -> None:
+        if get_key(spec.ds_config, self.key) == self.value:
+            raise SimulationFailed(kind="engine", problem="AttributeError: 'NoneType' object has no attribute 'upper'")
+
+
+def test_the_innermost_guilty_key_is_named() -> None:
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1, "legacy_stage1": True}}
+    simulator = cast(Simulator, Refuser("zero_optimization.legacy_stage1", True))
+    (refusal,) = ask_repeatedly(simulator, config, 8)
+    assert refusal.key == "zero_optimization.legacy_stage1"
+
+
+def test_a_refusal_of_every_config_is_about_the_engine() -> None:
+    (refusal,) = ask_repeatedly(cast(Simulator, Refuser("no_key", None)), {"bf16": {"enabled": True}}, 8)
+    assert refusal.key == "deepspeed.initialize"
