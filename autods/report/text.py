@@ -27,8 +27,8 @@ def format_outcome(outcome: Outcome, *, counts: bool = True) -> str:
         case OutOfMemory():
             return f"out of memory on {outcome.tier}, {_format_place(outcome)}: {format_shortage(outcome)}"
         case Failed():
-            kind = outcome.failure.replace("_", " ")
-            return f"failed ({kind}), {_format_place(outcome)}: {first_line(outcome.evidence)}"
+            kind = "" if outcome.failure == "unknown" else f" ({outcome.failure.replace('_', ' ')})"
+            return f"failed{kind}, {_format_place(outcome)}: {first_line(outcome.evidence)}"
 
 
 def format_shortage(outcome: OutOfMemory) -> str:

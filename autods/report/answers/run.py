@@ -48,7 +48,9 @@ def _describe_steps(row: AttemptRow) -> str:
 
 
 def _describe_end(row: AttemptRow) -> str:
-    return row.ending if row.evidence is None else f"{row.ending}: {row.evidence}"
+    if row.evidence is None or row.evidence.startswith(row.ending):
+        return row.evidence or row.ending
+    return f"{row.ending}: {row.evidence}"
 
 
 def make_run_document(report: RunReport, folder: Path | None = None) -> doc.Document:
