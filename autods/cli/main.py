@@ -67,7 +67,8 @@ def parse_and_run(call: Call, args: list[str]) -> int:
         return call.interrupted_code if code == Interrupted.exit_code else int(code or 0)  # Typer's for a Ctrl-C
     except UsageError as error:
         command = f"{args[0]} " if args[0] in COMMANDS else ""
-        unknown = getattr(error, "option_name", None)
+        # Click's error of an unknown option is the one that has `possibilities`.
+        unknown = error.option_name if hasattr(error, "possibilities") and hasattr(error, "option_name") else None
         wrong = _explain_unknown(unknown, args[0]) if command and unknown else None
         wrong = wrong or InputError(error.format_message(), hint=f"see: autods {command}--help")
         return end_with_error(wrong, call, as_json="--json" in ours, resumes=False)
