@@ -29,7 +29,7 @@ import time
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +177,8 @@ def trials(model_types: list[str], lock: Path | None) -> Iterator[tuple[str, dic
             try:
                 write_config(model_type, scratch)
                 facts = runner.facts = simulator.facts("cpu")
+                # By this name the node knows that the model which it has built for all ranks is another type's.
+                runner.settings = replace(runner.settings, source=replace(source, name=model_type))
                 setup = verdicts.Setup(
                     name=model_type, workload=model_type, world_size=RANKS, micro_batches=(MICRO_BATCH,),
                     checkpointing=facts.checkpointing, rungs=RUNGS[:1],
