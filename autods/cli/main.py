@@ -82,13 +82,13 @@ def _explain_unknown(option: str, command: str) -> InputError | None:
     """The error of an option that the command lacks; None where neither other tools nor other commands have it."""
     if (field := find_by_other_name(option, COMMANDS[command].request)) is not None:
         meant: Option = field.metadata["option"]
-        spelling = f"{meant.metavar}, without an option" if meant.positional else f"{_spell(field)} {meant.metavar}"
+        spelling = f"{meant.metavar}, without an option" if meant.positional else f"{_spell(field)[0]} {meant.metavar}"
         return InputError(f"No such option: {option}", hint=f"here it is {spelling}: {meant.help}")
     having: dict[str, list[str]] = {}
     for other, synopsis in COMMANDS.items():
-        spelled = {_spell(each): each for each in list_options(synopsis.request)}
+        spelled = {_spell(each)[0]: each for each in list_options(synopsis.request)}
         if (same := spelled.get(option) or find_by_other_name(option, synopsis.request)) is not None:
-            having.setdefault(_spell(same), []).append(other)
+            having.setdefault(_spell(same)[0], []).append(other)
     if not having:
         return None
     spelling, commands = next(iter(having.items()))
@@ -96,9 +96,10 @@ def _explain_unknown(option: str, command: str) -> InputError | None:
     return InputError(f"No such option: {option}", hint=hint)
 
 
-def _spell(field: Field[Any]) -> str:
+def _spell(field: Field[Any]) -> tuple[str, ...]:
+    """The spellings of a field's option, the usual one first."""
     option: Option = field.metadata["option"]
-    return (option.flags or (f"--{field.name.replace('_', '-')}",))[0]
+    return option.flags or (f"--{field.name.replace('_', '-')}",)
 
 
 @functools.cache
@@ -224,11 +225,12 @@ def _parameter(field: Field[Any], hint: Any) -> inspect.Parameter:
     if option.positional:
         described: Any = typer.Argument(metavar=option.metavar, help=option.help)
     else:
-        spelling = f"--{field.name.replace('_', '-')}"
+        usual, *others = _spell(field)
         if default is True:  # a switch that is on can be turned off: '--forecast/--no-forecast'
-            spelling += f"/--no-{spelling[2:]}"
+            usual += f"/--no-{usual[2:]}"
         described = typer.Option(
-            *(option.flags or (spelling,)),
+            usual,
+            *others,
             metavar="" if cli is bool and not default else option.metavar,
             help=option.help,
             show_default=True if option.shown_default is None else option.shown_default or False,

@@ -203,7 +203,7 @@ def _fields(text: str) -> Mapping[str, Any] | None:
 def _flat(data: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
     """Merge nested objects (`record`, `extra`, torchrun's `message`) into one; outer names win.
 
-    Of a list only the states of containers count, and of those the first that failed.
+    A list counts by the states of containers alone: the first that failed stands for it.
     """
     flat = {name: value for name, value in data.items() if not isinstance(value, dict)}
     for value in data.values() if depth < _DEEPEST_RECORD else ():

@@ -201,11 +201,8 @@ def _count_frozen_in_layer(model: Any) -> int:
     from torch import nn
 
     def count(layer: Any) -> int:
-        shapes = [getattr(weights, "ds_shape", weights.shape) for weights in layer.parameters()]
-        return sum(
-            len(shape) > 1 and not weights.requires_grad
-            for shape, weights in zip(shapes, layer.parameters(), strict=True)
-        )
+        frozen = (weights for weights in layer.parameters() if not weights.requires_grad)
+        return sum(len(getattr(weights, "ds_shape", weights.shape)) > 1 for weights in frozen)
 
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
     return max((count(layer) for layers in lists for layer in layers), default=0)
