@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
@@ -40,8 +40,11 @@ _OTHER_FIELDS = (
     "deepspeed_config_file", "deepspeed_exclusion_filter", "deepspeed_hostfile", "deepspeed_inclusion_filter",
     "deepspeed_moe_layer_cls_names", "deepspeed_multinode_launcher", "zero3_init_flag",
 )  # fmt: skip
+# The fields beside that section that decide here (commands/config/config_args.py).
+_TOP_FIELDS = ("deepspeed_config", "distributed_type", "mixed_precision", "num_machines", "num_processes")
 _SPELLING = 0.8  # likeness of a misspelt field
 _HALVES = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}  # FP8 is inside bf16's autocast (set_mixed_precision)
+_PRECISIONS = ("no", *_HALVES)  # accelerate's PrecisionType
 _WORDS = {"true": True, "false": False}  # the questions of `accelerate config` are answered by text
 # Keys that the Trainer fills in, and refuses where they are another value than its argument, which has this default
 # (transformers/integrations/deepspeed.py, training_args.py).
@@ -125,13 +128,23 @@ def make_accelerates_config(content: Mapping[str, Any], path: Path, read_json: R
             config = merge(config, nest_key(key, value))
     if config.get("gradient_clipping", "auto") == "auto":
         config["gradient_clipping"] = 1.0  # accelerate's own, and the Trainer's default
-    if half := _HALVES.get(str(content.get("mixed_precision")).lower()):
+    if half := _HALVES.get(_read_precision(content, path)):
         config[half] = {"enabled": True}
     return config
 
 
+def _read_precision(content: Mapping[str, Any], path: Path) -> str:
+    """Return the precision that accelerate trains in. Raises InputError for a name that it does not know."""
+    given = content.get("mixed_precision", "fp16" if content.get("fp16") else None)  # accelerate's older files
+    precision = "no" if given in (None, False) else str(given).lower()  # YAML reads a bare no as false
+    if precision not in _PRECISIONS:
+        names = ", ".join(_PRECISIONS)
+        raise InputError(f"accelerate knows no {given}", place=f"{path}: mixed_precision", hint=f"one of {names}")
+    return precision
+
+
 def _refuse_misplaced(content: Mapping[str, Any], plugin: Mapping[str, Any], path: Path) -> None:
-    """Refuse a field of the DeepSpeed section at the top, as accelerate does, and a misspelt one, which it ignores.
+    """Refuse a field of the DeepSpeed section at the top, and misspelt ones: accelerate ignores those of the section.
 
     Raises InputError.
     """
@@ -139,10 +152,23 @@ def _refuse_misplaced(content: Mapping[str, Any], plugin: Mapping[str, Any], pat
     if outside := [name for name in fields if name in content]:
         hint = "write it below deepspeed_config" if len(outside) == 1 else "write them below deepspeed_config"
         raise InputError(f"accelerate refuses {', '.join(outside)} at the top", place=str(path), hint=hint)
-    for name in plugin:
-        if name not in fields and (near := get_close_matches(str(name), fields, n=1, cutoff=_SPELLING)):
-            place = f"{path}: deepspeed_config"
-            raise InputError(f"accelerate ignores {name}", place=place, hint=f"did you mean {near[0]}?")
+    for part, known, verb, place in (
+        (content, _TOP_FIELDS, "refuses", str(path)),
+        (plugin, fields, "ignores", f"{path}: deepspeed_config"),
+    ):
+        if meant := _find_misspelt(part, known):
+            raise InputError(f"accelerate {verb} {', '.join(meant)}", place=place, hint=_ask(meant.values()))
+
+
+def _find_misspelt(given: Mapping[str, Any], known: Collection[str]) -> dict[str, str]:
+    """Return the field that is meant by each name that is nearly one; a field that is given already is not meant."""
+    free = [field for field in known if field not in given]
+    near = {str(name): get_close_matches(str(name), free, n=1, cutoff=_SPELLING) for name in given if name not in known}
+    return {name: fields[0] for name, fields in near.items() if fields}
+
+
+def _ask(meant: Iterable[str]) -> str:
+    return f"did you mean {', '.join(meant)}?"
 
 
 def _read_file_of_accelerate(

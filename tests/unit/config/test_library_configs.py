@@ -68,6 +68,30 @@ def test_accelerates_file_may_be_json(tmp_path: Path) -> None:
     assert read_base_config(tmp_path / "acc.json")["zero_optimization"] == {"stage": 2}
 
 
+# The fields of accelerate's ClusterConfig beside those that decide about DeepSpeed.
+OTHER_FIELDS = (
+    "compute_environment", "use_cpu", "debug", "machine_rank", "gpu_ids", "main_process_ip", "main_process_port",
+    "rdzv_backend", "same_network", "main_training_function", "enable_cpu_affinity", "fp8_config", "fsdp_config",
+    "parallelism_config", "megatron_lm_config", "ipex_config", "mpirun_config", "downcast_bf16", "tpu_name", "tpu_zone",
+    "tpu_use_cluster", "tpu_use_sudo", "command_file", "commands", "tpu_vm", "tpu_env", "dynamo_config",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("field", OTHER_FIELDS)
+def test_no_field_of_accelerates_is_called_misspelt(tmp_path: Path, field: str) -> None:
+    (tmp_path / "acc.yaml").write_text(f"deepspeed_config: {{zero_stage: 3}}\n{field}: null")
+    assert read_base_config(tmp_path / "acc.yaml")["zero_optimization"] == {"stage": 3}
+
+
+@pytest.mark.parametrize(
+    ("said", "half"), [("no", {}), ("'no'", {}), ("BF16", {"bf16": {"enabled": True}}), ("null", {})]
+)
+def test_accelerates_precision_is_read_as_it_reads_it(tmp_path: Path, said: str, half: dict[str, Any]) -> None:
+    (tmp_path / "acc.yaml").write_text(f"deepspeed_config: {{zero_stage: 3}}\nmixed_precision: {said}")
+    config = read_base_config(tmp_path / "acc.yaml")
+    assert {name: config[name] for name in ("bf16", "fp16") if name in config} == half
+
+
 def test_accelerate_refuses_what_the_named_file_decides(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
     text = "deepspeed_config: {deepspeed_config_file: ds.json, zero_stage: 3}\nmixed_precision: bf16"
@@ -92,6 +116,18 @@ def test_accelerate_refuses_what_the_named_file_decides(tmp_path: Path) -> None:
         ),
         ("deepspeed: zero2", "acc.yaml: deepspeed: there is no file zero2\n  it is ms-swift's own name"),
         ("deepspeed_config: {zero_stages: 3}", "accelerate ignores zero_stages\n  did you mean zero_stage?"),
+        (
+            "deepspeed_config: {zero_stages: 3, zero3_init_flags: true}",
+            "accelerate ignores zero_stages, zero3_init_flags\n  did you mean zero_stage, zero3_init_flag?",
+        ),
+        (
+            "deepspeed_config: {zero_stage: 3}\nmixed_precission: bf16",
+            "acc.yaml: accelerate refuses mixed_precission\n  did you mean mixed_precision?",
+        ),
+        (
+            "deepspeed_config: {zero_stage: 3}\nmixed_precision: bfloat16",
+            "acc.yaml: mixed_precision: accelerate knows no bfloat16\n  one of no, bf16, fp16, fp8",
+        ),
         (
             "distributed_type: DEEPSPEED\nzero_stage: 3\ndeepspeed_config_file: ds.json",
             "accelerate refuses zero_stage, deepspeed_config_file at the top\n  write them below deepspeed_config",
