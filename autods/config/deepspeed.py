@@ -108,6 +108,13 @@ def precision_name(config: Mapping[str, Any]) -> str:
     return enabled_half_precision(config) or "fp32"
 
 
+def leave_out(config: Mapping[str, Any], dotted: str) -> dict[str, Any]:
+    """Return the config without a key that it has, which is named by its place ("zero_optimization.stage")."""
+    first, _, rest = dotted.partition(".")
+    kept = {key: value for key, value in config.items() if key != first}
+    return {**kept, first: leave_out(config[first], rest)} if rest else kept
+
+
 def nest_key(dotted: str, value: Any) -> dict[str, Any]:
     """'a.b', 1 → {'a': {'b': 1}}."""
     head, _, tail = dotted.partition(".")

@@ -258,8 +258,8 @@ def _is_after(symptom: Symptom, other: Symptom) -> bool:
     """Whether a symptom comes after another one: by place in one file, by the clock in two. Without clocks it does."""
     if symptom.message.file == other.message.file:
         return symptom.message.order > other.message.order
-    one, two = symptom.when, other.when
-    return one is None or two is None or one[0] != two[0] or one[1] > two[1]
+    when, before = symptom.when, other.when
+    return when is None or before is None or when[0] != before[0] or when[1] > before[1]
 
 
 def _is_about_other_program(

@@ -16,6 +16,7 @@ from ..config.deepspeed import (
     SEQUENCE_RANKS,
     count_sharers,
     get_key,
+    leave_out,
     merge,
     nest_key,
     without_monitors,
@@ -86,19 +87,12 @@ def _find_guilty_key(simulator: Simulator, config: Mapping[str, Any], ranks: int
         names = [name for name in section if name not in BATCH_KEYS] if isinstance(section, Mapping) else []
         for name in sorted(names, key=_BASES.__contains__)[:_MOST_LEFT_OUT]:
             key = f"{guilty}.{name}".lstrip(".")
-            refusal = ask_engine(simulator, _leave_out(config, key), ranks)
+            refusal = ask_engine(simulator, leave_out(config, key), ranks)
             if refusal is None or refusal.problem != problem:
                 guilty = key
                 break
         else:
             return guilty or _ENGINE
-
-
-def _leave_out(config: Mapping[str, Any], dotted: str) -> dict[str, Any]:
-    """Return the config without a key."""
-    first, _, rest = dotted.partition(".")
-    kept = {key: value for key, value in config.items() if key != first}
-    return {**kept, first: _leave_out(config[first], rest)} if rest else kept
 
 
 @contextmanager

@@ -160,10 +160,11 @@ class WorstCaseExam:
         Torch writes them to nowhere, ten times as fast as to a disk, which has taken the checkpoint. The writers of
         other checkpoint engines need a file.
         """
+        from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
         engine = self.engine
-        file = self.folder / _WEIGHTS
-        if type(getattr(engine, "checkpoint_engine", None)).__name__ == "TorchCheckpointEngine":
-            file = Path(os.devnull)
+        by_torch = isinstance(getattr(engine, "checkpoint_engine", None), TorchCheckpointEngine)
+        file = Path(os.devnull) if by_torch else self.folder / _WEIGHTS
         return bool(engine.save_16bit_model(str(file.parent), file.name)) and (self.ranks.rank != 0 or file.exists())
 
     def _load(self, saved_loss: float | None) -> None:
