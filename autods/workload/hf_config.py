@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,12 +24,14 @@ from .protocol import FETCH, Batch, Workload, WorkloadError
 
 TASKS: tuple[Task, ...] = get_args(Task)
 DEFAULT_LENGTH = 2048  # tokens; the longest sequence without --seq-len
-_AUTO: Mapping[Task, str] = {
-    "causal-lm": "AutoModelForCausalLM",
-    "seq2seq": "AutoModelForSeq2SeqLM",
-    "masked-lm": "AutoModelForMaskedLM",
-    "image-classification": "AutoModelForImageClassification",
+# The first class that has a model of the config makes it; older transformers lack the second.
+_AUTO: Mapping[Task, tuple[str, ...]] = {
+    "causal-lm": ("AutoModelForCausalLM", "AutoModelForMultimodalLM", "AutoModelForImageTextToText"),
+    "seq2seq": ("AutoModelForSeq2SeqLM",),
+    "masked-lm": ("AutoModelForMaskedLM",),
+    "image-classification": ("AutoModelForImageClassification",),
 }
+_TOWER = re.compile(r"(vision|audio|speech|image|video)\w*_config")  # of what reads images or sounds beside text
 # Endings of class names by task. The first row that matches an architecture wins.
 _ENDINGS: tuple[tuple[str, Task], ...] = (
     ("ForCausalLM", "causal-lm"),
@@ -97,6 +100,19 @@ def infer_task(config: Mapping[str, Any]) -> Task:
     return "seq2seq" if config.get("is_encoder_decoder") else "causal-lm"
 
 
+def describe_idle_towers(source: WorkloadSource) -> Iterator[str]:
+    """Say that samples of text leave a part of the model idle, where it reads images or sounds, too."""
+    if source.task == "causal-lm" and (towers := _find_towers(read_config(Path(source.path)))):
+        named = " and ".join(sorted(towers))
+        yield f"samples of text alone: the {named} part has weights and no activations (a model.py makes other samples)"
+
+
+def _find_towers(config: Mapping[str, Any]) -> set[str]:
+    parts = {name: part for name, part in config.items() if isinstance(part, Mapping)}
+    found = {match[1] for name in parts if (match := _TOWER.fullmatch(name))}
+    return found.union(*map(_find_towers, parts.values()))
+
+
 def load_config(source: WorkloadSource) -> Workload:
     """Load the workload of a config. Raises WorkloadError when transformers has no model of it for the task."""
     assert source.task is not None
@@ -156,12 +172,17 @@ def _auto_class(config: Any, task: Task, path: Path) -> Any:
     """The Auto class of the task. Raises WorkloadError when it has no model for the config."""
     import transformers
 
-    autos = {name: getattr(transformers, auto) for name, auto in _AUTO.items()}
-    if type(config) in autos[task]._model_mapping:
+    autos = {
+        each: auto
+        for each, names in _AUTO.items()
+        for auto in reversed([getattr(transformers, name) for name in names if hasattr(transformers, name)])
+        if type(config) in auto._model_mapping
+    }
+    if task in autos:
         # Import the model's code (600 modules, 70 MiB) once, before ranks are forked, not in each under its budget.
         autos[task]._model_mapping[type(config)]
         return autos[task]
-    supported = [name for name, auto in autos.items() if type(config) in auto._model_mapping]
+    supported = list(autos)
     hint = f"give --task {' or '.join(supported)}" if supported else "write a model.py with build_model and build_batch"
     raise WorkloadError(f"{config.model_type} has no model for --task {task}", place=str(path), hint=hint)
 

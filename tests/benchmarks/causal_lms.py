@@ -3,9 +3,12 @@
 python tests/benchmarks/causal_lms.py plan [--types llama,mamba2] [--again] [--out FILE]
 python tests/benchmarks/causal_lms.py measure [--types llama,mamba2] [--again] [--out FILE] [--lock FILE]
 python tests/benchmarks/causal_lms.py table [--out FILE]
+… --multimodal --out FILE
 
-The types are those of transformers' MODEL_FOR_CAUSAL_LM_MAPPING_NAMES. Each gets its default config, made small by the
-rules of causal_lms.toml: 256 wide, at most 4 layers and 8 experts, 8,192 tokens, the widths in their proportions.
+The types are those of transformers' MODEL_FOR_CAUSAL_LM_MAPPING_NAMES. With --multimodal they are the language models
+that read images or sounds, too, and have no row there: autods trains these on text alone. Each gets its default config,
+made small by the rules of causal_lms.toml: 256 wide, at most 4 layers and 8 experts, 8,192 tokens, the widths in their
+proportions.
 
 plan: `autods plan` of zero2 and zero3 on 8 A100s, with samples of 128 tokens.
 measure: zero2 on two CPU ranks with micro batch 4, two optimizer steps, by the runner that a fit uses; beside it the
@@ -57,14 +60,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("plan", "measure", "table"))
     parser.add_argument("--types", help="model types, separated by commas; all if not given")
+    parser.add_argument("--multimodal", action="store_true", help="language models that read more than text instead")
     parser.add_argument("--again", action="store_true", help="types that have a result, too")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--lock", type=Path, help="a file to lock for each trial")
     options = parser.parse_args()
     rows: dict[str, dict[str, Any]] = json.loads(options.out.read_text())["types"] if options.out.exists() else {}
-    wanted = options.types.split(",") if options.types else list_types()
+    known = list_types(options.multimodal)
+    wanted = options.types.split(",") if options.types else known
     if options.command != "table":
-        rows = {model_type: rows.get(model_type, {}) for model_type in list_types()}
+        rows = {model_type: rows.get(model_type, {}) for model_type in known}
         left = [name for name in wanted if options.again or options.command not in rows[name]]
         for model_type, said in plans(left) if options.command == "plan" else trials(left, options.lock):
             rows[model_type][options.command] = said
@@ -77,11 +82,15 @@ def main() -> int:
 # ---- the models
 
 
-def list_types() -> tuple[str, ...]:
-    """All model types with a causal language model."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+def list_types(multimodal: bool) -> tuple[str, ...]:
+    """All model types with a causal language model, or those that are multimodal alone."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
 
-    return tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+    causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    return tuple(sorted(set(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES) - causal if multimodal else causal))
 
 
 def make_config(model_type: str) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from autods.workload import WorkloadError, load, make_source
+from autods.workload.hf_config import describe_idle_towers
 
 SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -30,7 +31,33 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "vit", "architectures": ["ViTForImageClassification"], **SMALL, "image_size": 32,
         "patch_size": 8,
     },
+    "qwen2_5_vl": {
+        "model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"], "text_config": {
+            "model_type": "qwen2_5_vl_text", **SMALL, "num_key_value_heads": 2, "vocab_size": 99,
+            "max_position_embeddings": 64, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]},
+        },
+        "vision_config": {
+            "model_type": "qwen2_5_vl", "depth": 1, "hidden_size": 32, "out_hidden_size": 32, "num_heads": 2,
+            "intermediate_size": 64, "fullatt_block_indexes": [0],
+        },
+    },
+    "llava": {
+        "model_type": "llava", "architectures": ["LlavaForConditionalGeneration"],
+        "text_config": {"model_type": "llama", **SMALL, "vocab_size": 99, "max_position_embeddings": 64},
+        "vision_config": {"model_type": "clip_vision_model", **SMALL, "image_size": 32, "patch_size": 8},
+    },
+    "qwen2_audio": {
+        "model_type": "qwen2_audio", "architectures": ["Qwen2AudioForConditionalGeneration"],
+        "text_config": {
+            "model_type": "qwen2", **SMALL, "num_key_value_heads": 2, "vocab_size": 99, "max_position_embeddings": 64,
+        },
+        "audio_config": {
+            "model_type": "qwen2_audio_encoder", "d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 64,
+        },
+    },
 }  # fmt: skip
+IDLE = {"qwen2_5_vl": "vision", "llava": "vision", "qwen2_audio": "audio"}  # what samples of text do not use
 
 
 def write(folder: Path, config: dict[str, Any]) -> Path:
@@ -48,6 +75,12 @@ def test_a_config_alone_is_a_workload_that_trains(name: str, tmp_path: Path) -> 
     loss.backward()
     assert loss.dim() == 0
     assert all(tensor.shape[0] == 2 for tensor in batch.values())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_idle_part_of_a_model_is_said(name: str, tmp_path: Path) -> None:
+    said = " ".join(describe_idle_towers(make_source(write(tmp_path, CONFIGS[name]))))
+    assert said.startswith(f"samples of text alone: the {IDLE[name]} part") if name in IDLE else not said
 
 
 @pytest.mark.parametrize(("name", "length"), [("llama", 64), ("gpt2", 48), ("bert", 40), ("bart", 32), ("t5", 2048)])

@@ -10,12 +10,18 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 from autods.workload import load, make_source
 
 SEQ_LEN = 128
-for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:  # before ranks are forked, as autods does for the type of a config
+for model_type in {
+    **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    **MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+}:  # before ranks are forked, as autods does for the type of a config
     with contextlib.suppress(ImportError):
         name = model_type.replace("-", "_")
         importlib.import_module(f"transformers.models.{name}.modeling_{name}")
