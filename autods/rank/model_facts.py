@@ -55,15 +55,18 @@ def named_tensors(batch: Any) -> dict[str, Any]:
 def check_batch(batch: Any, micro_batch: int, *, by: str = "build_batch") -> Any:
     """Return the batch, which the user's function `by` made.
 
-    Raises WorkloadError if it is no dict or tuple of tensors with `micro_batch` samples.
+    Some models take the patches of all images in one dimension (Qwen3-VL's pixel_values): such a tensor has several
+    rows a sample, beside others that have one. Raises WorkloadError if it is no dict or tuple of tensors with
+    `micro_batch` samples.
     """
     is_container = isinstance(batch, Mapping | tuple | list)
     tensors = named_tensors(batch) if is_container else {}
     if not tensors:
         problem = "no tensor" if is_container else type(batch).__name__
         raise WorkloadError(f"{by} returned {problem}", hint="return a dict or a tuple of tensors")
+    rows = {name: tensor.shape[0] for name, tensor in tensors.items() if tensor.dim()}
     for name, tensor in tensors.items():
-        if tensor.dim() and tensor.shape[0] != micro_batch:
+        if name in rows and (micro_batch not in rows.values() or rows[name] % micro_batch):
             raise WorkloadError(
                 f"{by}({micro_batch}) returned {name!r} of shape {tuple(tensor.shape)}",
                 hint=f"its first dimension must be the micro batch size, {micro_batch}",

@@ -55,7 +55,7 @@ class Workload:
 
     `build_batch(micro_batch_size)` returns CPU tensors of the worst shape.
     A dict is passed as keywords, a tuple in order.
-    The first dimension of each tensor is micro_batch_size.
+    The first dimension of each tensor is micro_batch_size, or a multiple of it for the patches of images.
 
     `build_longest_batch(micro_batch_size)` returns the largest batch that training can meet.
     Give it when build_batch draws its shapes at random.

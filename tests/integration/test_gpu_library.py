@@ -79,3 +79,27 @@ def test_the_library_is_refused_after_torch() -> None:
     code = "import torch; from autods.forecast.simulate import gpu_library; gpu_library.load()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "must be loaded before torch" in done.stderr
+
+
+_ASK_BEFORE = """
+from autods.forecast.simulate import gpu_library
+library = gpu_library.load()
+import torch
+library.autods_register_guard()
+library.autods_answer_for_devices()
+from transformers.utils import is_torch_cuda_available
+before = is_torch_cuda_available()  # as transformers does at its import where flash-attn is installed
+from autods.devices import CUDA
+from autods.forecast.simulate.engine import SimulationContext
+SimulationContext(CUDA)
+print(before, is_torch_cuda_available())
+import os, sys; sys.stdout.flush(); os._exit(0)
+"""
+
+
+@pytest.mark.timeout(100)
+def test_transformers_forgets_that_there_was_no_gpu() -> None:
+    if gpu_library.compiler() is None:
+        pytest.skip("no C++ compiler")
+    done = subprocess.run([sys.executable, "-c", _ASK_BEFORE], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["False", "True"], done.stderr

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...plain_text import read_text
 from ..predict.known_kernels import find_kernel
+from . import known_values
 from .kernel_buffers import BUFFERS, BUFFERS_ON_CPU
 from .ledger import PINNED, Ledger
 from .shape_cache import ShapeCache
@@ -110,6 +111,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger, self._mode = ledger, mode
         self.masks = Masks()  # of the current batch; set by the owner of the batch
+        self.has_known_values = False  # whether tensors of that batch carry values; set by its owner, too
         self._cache = ShapeCache(mode, ledger, self._run)
         self._buffers = BUFFERS_ON_CPU if ledger.one_memory else BUFFERS
         self._handlers: dict[Any, Handler] = {
@@ -118,9 +120,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             _aten._pin_memory.default: self._pin,
             _aten.nonzero.default: self._nonzero,
             _aten.masked_select.default: self._masked_select,
+            _aten.repeat_interleave.Tensor: self._repeat,
             _aten.index.Tensor: self._index,
             _aten.split_with_sizes.default: self._split,
             _aten._unique2.default: self._unique,
+            _aten.unique_consecutive.default: self._unique_consecutive,
             _aten.all.default: self._all,
             _aten.all.dim: self._all,
             _aten.sum.dim_IntList: self._sum,
@@ -136,7 +140,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         handler = self._handlers.get(func)
         if handler is None:
             handler = self._handlers[func] = self._choose_handler(func)
-        return handler(func, args, kwargs or {})
+        out = handler(func, args, kwargs or {})
+        if self.has_known_values:
+            known_values.carry(func, args, kwargs or {}, out)
+        return out
 
     def _choose_handler(self, func: Any) -> Handler:
         if isinstance(func, HigherOrderOperator):
@@ -228,6 +235,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensor = args[0]
         if getattr(tensor, "constant", None) is not None:
             return func(*args, **kwargs)
+        if (known := known_values.find_value(tensor)) is not None:
+            self.ledger.work.read_back(tensor)
+            with _disable_current_modes():
+                return known.item()
         value: Any = 1.0 if tensor.is_floating_point() else 0
         if tensor.dtype == torch.bool:
             value = hasattr(tensor, "autods_is_all")
@@ -285,15 +296,27 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _nonzero(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensor = args[0]
         self.ledger.work.read_back(tensor)
-        count = self.ledger.choices.take(tensor)
-        self._assume(_LARGEST.format("nonzero") if count is None else _EXPERTS, at_most=True)
+        if (count := known_values.count_ones(tensor)) is None:
+            count = self.ledger.choices.take(tensor)
+            self._assume(_LARGEST.format("nonzero") if count is None else _EXPERTS, at_most=True)
         return self._make(tensor, (tensor.numel() if count is None else count, tensor.dim()), torch.long)
 
     def _masked_select(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.ledger.work.read_back(args[0])
-        self._assume(_LARGEST.format("masked_select"), at_most=True)
         shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
-        return self._make(args[0], (shape.numel(),), args[0].dtype)
+        if (count := known_values.count_ones(args[1])) is None or shape != args[1].shape:
+            count = shape.numel()
+            self._assume(_LARGEST.format("masked_select"), at_most=True)
+        return self._make(args[0], (count,), args[0].dtype)
+
+    def _repeat(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Indices that are repeated as often as a tensor says."""
+        value = known_values.find_value(args[0])
+        if value is not None and kwargs.get("output_size") is None:
+            self.ledger.work.read_back(args[0])
+            with _disable_current_modes():
+                kwargs = {**kwargs, "output_size": int(value.sum())}
+        return self._run(func, args, kwargs)
 
     def _unique(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.ledger.work.read_back(args[0])
@@ -305,6 +328,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._make(tensor, tuple(tensor.shape) if inverse else (0,), torch.long),
             self._make(tensor, (tensor.numel() if counts else 0,), torch.long),
         )
+
+    def _unique_consecutive(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if (results := known_values.compute(func, args, kwargs)) is None:
+            return self._run(func, args, kwargs)
+        self.ledger.work.read_back(args[0])
+        outputs = [self._make(args[0], tuple(each.shape), each.dtype) for each in results]
+        for output, result in zip(outputs, results, strict=True):
+            known_values.give(output, result)
+        return tuple(outputs)
 
     def _split(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A split into as many tokens as each expert gets, which were read as zeros: the first gets all."""
@@ -319,14 +351,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):
             return self._cache.call(func, args, kwargs)
         self.ledger.work.read_back(tensor)
-        if not all(hasattr(index, "autods_ones") for index in indices if index is not None):
-            self._assume(_LARGEST.format("a mask as index"), at_most=True)
         whole: list[Any] = []
         for index in indices:
             if index is None or index.dtype not in (torch.bool, torch.uint8):
                 whole.append(index)
             else:
-                count = getattr(index, "autods_ones", index.numel())
+                count = getattr(index, "autods_ones", known_values.count_ones(index))
+                if count is None:
+                    count = index.numel()
+                    self._assume(_LARGEST.format("a mask as index"), at_most=True)
                 whole += [self._make(index, (count,), torch.long) for _ in range(index.dim())]
         return self._run(func, (tensor, whole), kwargs)
 

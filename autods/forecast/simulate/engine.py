@@ -20,7 +20,16 @@ from ...workload.protocol import Workload
 from ..attention import UNKNOWN_FAMILY
 from ..predict.memory_model import estimate_outside_bytes
 from ..values import EngineSpec, ForecastPhase, Simulation
-from . import attribution, custom_kernels, deepspeed_patches, fake_gpu, packed_weights, torch_patches, unknown_values
+from . import (
+    attribution,
+    custom_kernels,
+    deepspeed_patches,
+    fake_gpu,
+    known_values,
+    packed_weights,
+    torch_patches,
+    unknown_values,
+)
 from .dispatch import Recorder, join_world
 from .ledger import DEVICE, PINNED, Ledger
 from .protocol import explain_optimizer_errors
@@ -114,7 +123,9 @@ class RankEngine:
         ledger, engine = self._context.ledger, self._engine
         with self._context.active():
             batch = check_batch(self._workload.build_batch(micro_batch), micro_batch)
-            self._context.recorder.masks = unknown_values.inspect_masks(self._workload.build_batch, batch)
+            build_batch, recorder = self._workload.build_batch, self._context.recorder
+            recorder.masks = unknown_values.inspect_masks(build_batch, batch)
+            recorder.has_known_values = known_values.attach(batch, build_batch, micro_batch)
             batch = place(batch, engine)
             with explain_optimizer_errors(self._config):
                 for index in range(_STEPS):

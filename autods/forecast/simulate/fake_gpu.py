@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import sys
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -169,6 +170,14 @@ def install(ledger: Ledger) -> None:
     if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         for name in _WHOLE_ON_CUDA:
             _register_kernel(name)
+    _forget_answers()
+
+
+def _forget_answers() -> None:
+    """Let transformers ask anew what it asked before there was this GPU: where flash-attn is installed, at import."""
+    for function in list(vars(sys.modules.get("transformers.utils.import_utils", types)).values()):
+        if (forget := getattr(function, "cache_clear", None)) is not None:
+            forget()
 
 
 def install_streams(log: WorkLog) -> None:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...rank.patching import declare, declare_all
 from ..attention import FAMILIES, KERNELS, AttentionCall, Kernel, choose_kernel
+from .known_values import find_value
 from .ledger import Ledger
 
 FAKE_DEVICE = (
@@ -28,8 +29,9 @@ _AVOID_INIT = declare(
 )
 _FAKE_TENSOR = declare_all(
     "torch._subclasses.fake_tensor.FakeTensor",
-    ("data", "data_ptr", "record_stream", "is_pinned", "numpy", "__index__", "__new__"),
-    "libraries move tensors by `.data =`, compare addresses, ask for pinned memory and make parameters by their type",
+    ("data", "data_ptr", "record_stream", "is_pinned", "numpy", "tolist", "__index__", "__new__"),
+    "libraries move tensors by `.data =`, compare addresses, ask for pinned memory, make parameters by their type, and"
+    " read known values",
 )
 _APPLY = declare("torch.nn.Module._apply", "it swaps fake parameters instead of setting their data")
 _RAW_STREAM = declare("torch._C._cuda_getCurrentRawStream", "bitsandbytes imports it", adds=True)
@@ -77,6 +79,7 @@ def install(ledger: Ledger) -> None:
     _FAKE_TENSOR["is_pinned"].install(lambda self, device=None: ledger.is_pinned(self))
     _FAKE_TENSOR["numpy"].install(_refuse_values)
     _FAKE_TENSOR["__index__"].wrap(_note_size)
+    _FAKE_TENSOR["tolist"].wrap(functools.partial(_list_values, ledger))
     _FAKE_TENSOR["__new__"].wrap(_make_parameter)
     _APPLY.install(_apply_in_place)
     if not ledger.one_memory:
@@ -177,8 +180,20 @@ def _distinct_address(tensor: Any) -> int:
 
 
 def _note_size(as_index: Any, tensor: Any, /) -> Any:
+    if (value := find_value(tensor)) is not None:
+        with _disable_current_modes():
+            return as_index(value)
     tensor.autods_is_size = True
     return as_index(tensor)
+
+
+def _list_values(ledger: Ledger, to_list: Any, tensor: Any, /) -> Any:
+    """Known values are copied at once; FakeTensor would read them one by one."""
+    if (value := find_value(tensor)) is None:
+        return to_list(tensor)
+    ledger.work.read_back(tensor)
+    with _disable_current_modes():
+        return value.tolist()
 
 
 def _make_parameter(make: Any, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
