@@ -265,7 +265,10 @@ class SearchRequest(TrialRequest):
         shown_default="the config's",
     )
     max_trials: Count | None = option(
-        "Search", "End within N trials, the certificate's included.", "N", shown_default="the config's"
+        "Search",
+        "End within N trials, with those of the certificate; an answer takes 3.",
+        "N",
+        shown_default="the config's",
     )
     max_time: Duration | None = option(
         "Search", "End within so much time, with what was found and proven: 90s, 20m, 2h.", "TIME", shown_default="none"

@@ -419,6 +419,7 @@ class WorkloadSource:
     the weights of an hf_config are frozen, and adapters train (`workload.lora`). With `weights` its ranks start from
     the safetensors of its folder (`workload.hf_weights`), and forecasts from random ones. `sequence_parallel` ranks
     share each of its sequences, and with `tiled_loss` its logits are made in parts (`workload.long_sequences`).
+    `idle` are the senses of its model that samples of text leave idle, such as vision.
 
     The other fields describe a script. `argv` has the placeholders of `workload.script_source`. `script_kind` names a
     row of `config.trainers`, None if its imports do not show it. It runs in `folder`. If it starts with
@@ -445,6 +446,7 @@ class WorkloadSource:
     weights: bool = False
     sequence_parallel: int | None = None
     tiled_loss: bool = False
+    idle: tuple[str, ...] = ()
     keeps_checkpointing: bool = False
 
     @property
@@ -458,4 +460,5 @@ class WorkloadSource:
         return self.path if self.form.has_file else self.name
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "argv", tuple(self.argv))  # JSON turns it into a list
+        for name in ("argv", "idle"):  # JSON turns them into lists
+            object.__setattr__(self, name, tuple(getattr(self, name)))

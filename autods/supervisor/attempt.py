@@ -69,9 +69,14 @@ class RunnerSession:
 
 
 def judge_attempt(result: RunResult | OutOfMemory | Failed, *, seen_step: int, seconds: float) -> AttemptEnd:
-    """Return how an attempt ended by rank 0's result, or by why the ranks failed. `seen_step` is the last one seen."""
+    """Return how an attempt ended by rank 0's result, or by why the ranks failed.
+
+    `seen_step` is the last one whose line was seen. Lines come about once a second, so that ranks which were killed in
+    a later step have done those before it.
+    """
     if isinstance(result, OutOfMemory | Failed):
-        return AttemptEnd(ending="failed", last_step=seen_step, seconds=seconds, cause=result)
+        done_step = max(seen_step, result.step - 1)
+        return AttemptEnd(ending="failed", last_step=done_step, seconds=seconds, cause=result)
     if result.ended == "done" and result.unsaved is not None:  # the same again would meet the same full disk
         cause = Failed(
             failure="infrastructure", rank=0, phase="done", action="fix_environment",

@@ -31,7 +31,7 @@ _AUTO: Mapping[Task, tuple[str, ...]] = {
     "masked-lm": ("AutoModelForMaskedLM",),
     "image-classification": ("AutoModelForImageClassification",),
 }
-_TOWER = re.compile(r"(vision|audio|speech|image|video)\w*_config")  # of what reads images or sounds beside text
+_SENSE = re.compile(r"(vision|audio|speech|image|video)\w*_config")  # of a part that reads images or sounds
 # Endings of class names by task. The first row that matches an architecture wins.
 _ENDINGS: tuple[tuple[str, Task], ...] = (
     ("ForCausalLM", "causal-lm"),
@@ -100,17 +100,19 @@ def infer_task(config: Mapping[str, Any]) -> Task:
     return "seq2seq" if config.get("is_encoder_decoder") else "causal-lm"
 
 
-def describe_idle_towers(source: WorkloadSource) -> Iterator[str]:
-    """Say that samples of text leave a part of the model idle, where it reads images or sounds, too."""
-    if source.task == "causal-lm" and (towers := _find_towers(read_config(Path(source.path)))):
-        named = " and ".join(sorted(towers))
-        yield f"samples of text alone: the {named} part has weights and no activations (a model.py makes other samples)"
-
-
-def _find_towers(config: Mapping[str, Any]) -> set[str]:
+def find_idle_senses(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what a language model reads beside text ("vision"); samples of text leave those parts of it idle."""
     parts = {name: part for name, part in config.items() if isinstance(part, Mapping)}
-    found = {match[1] for name in parts if (match := _TOWER.fullmatch(name))}
-    return found.union(*map(_find_towers, parts.values()))
+    found = {match[1] for name in parts if (match := _SENSE.fullmatch(name))}
+    return tuple(sorted(found.union(*map(find_idle_senses, parts.values()))))
+
+
+def describe_idle_senses(source: WorkloadSource) -> Iterator[str]:
+    """Say which parts of the model samples of text leave idle."""
+    if source.idle:
+        named = f"{' and '.join(source.idle)} part{'s' * (len(source.idle) > 1)}"
+        have = "have" if len(source.idle) > 1 else "has"
+        yield f"samples of text alone: the {named} {have} weights and no activations (a model.py makes other samples)"
 
 
 def load_config(source: WorkloadSource) -> Workload:

@@ -119,11 +119,9 @@ def test_weights_in_parts_are_gathered(tmp_path: Path) -> None:
     assert examined["left_out"] == ()
 
 
-class TorchCheckpointEngine:
-    """Named as DeepSpeed's."""
-
-
 def test_gathered_weights_are_written_nowhere_by_torch(tmp_path: Path) -> None:
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
     engine = Engine(sharded=True)
     engine.checkpoint_engine = TorchCheckpointEngine()
     examined, _ = pass_exam(engine, tmp_path)
