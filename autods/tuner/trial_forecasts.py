@@ -454,7 +454,7 @@ class TrialForecaster(Forecaster):
         if micro_batch < _LARGEST_FIRST_MICRO_BATCH and wants_larger_batch(str(error)):
             self._least = max(self._least, 2 * micro_batch)
             return True
-        reason = "; ".join(" ".join(line.split()) for line in str(error).splitlines())
+        reason = "; ".join(" ".join(line.split()).rstrip(".") for line in str(error).splitlines())
         if reason not in self._reported:
             self._reported.add(reason)
             self.report(f"no forecast of {rung}, so it is tried: {reason}")
