@@ -68,7 +68,6 @@ print(json.dumps({
 """
 
 
-@pytest.mark.timeout(240)
 def test_both_parts_follow_a_schedule_and_resume(tmp_path: Path) -> None:
     def train(ratio: float) -> dict[str, Any]:
         rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
