@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
@@ -157,7 +157,8 @@ def _refuse_misplaced(content: Mapping[str, Any], plugin: Mapping[str, Any], pat
         (plugin, fields, "ignores", f"{path}: deepspeed_config"),
     ):
         if meant := _find_misspelt(part, known):
-            raise InputError(f"accelerate {verb} {', '.join(meant)}", place=place, hint=_ask(meant.values()))
+            hint = f"did you mean {', '.join(meant.values())}?"
+            raise InputError(f"accelerate {verb} {', '.join(meant)}", place=place, hint=hint)
 
 
 def _find_misspelt(given: Mapping[str, Any], known: Collection[str]) -> dict[str, str]:
@@ -165,10 +166,6 @@ def _find_misspelt(given: Mapping[str, Any], known: Collection[str]) -> dict[str
     free = [field for field in known if field not in given]
     near = {str(name): get_close_matches(str(name), free, n=1, cutoff=_SPELLING) for name in given if name not in known}
     return {name: fields[0] for name, fields in near.items() if fields}
-
-
-def _ask(meant: Iterable[str]) -> str:
-    return f"did you mean {', '.join(meant)}?"
 
 
 def _read_file_of_accelerate(

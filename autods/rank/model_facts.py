@@ -65,10 +65,10 @@ def check_batch(batch: Any, micro_batch: int, *, by: str = "build_batch") -> Any
         problem = "no tensor" if is_container else type(batch).__name__
         raise WorkloadError(f"{by} returned {problem}", hint="return a dict or a tuple of tensors")
     rows = {name: tensor.shape[0] for name, tensor in tensors.items() if tensor.dim()}
-    for name, tensor in tensors.items():
-        if name in rows and (micro_batch not in rows.values() or rows[name] % micro_batch):
+    for name, count in rows.items():
+        if micro_batch not in rows.values() or count % micro_batch:
             raise WorkloadError(
-                f"{by}({micro_batch}) returned {name!r} of shape {tuple(tensor.shape)}",
+                f"{by}({micro_batch}) returned {name!r} of shape {tuple(tensors[name].shape)}",
                 hint=f"its first dimension must be the micro batch size, {micro_batch}",
             )
     return batch

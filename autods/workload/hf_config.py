@@ -103,16 +103,15 @@ def infer_task(config: Mapping[str, Any]) -> Task:
 def find_idle_senses(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return what a language model reads beside text ("vision"); samples of text leave those parts of it idle."""
     parts = {name: part for name, part in config.items() if isinstance(part, Mapping)}
-    found = {match[1] for name in parts if (match := _SENSE.fullmatch(name))}
-    return tuple(sorted(found.union(*map(find_idle_senses, parts.values()))))
+    senses = {match[1] for name in parts if (match := _SENSE.fullmatch(name))}
+    return tuple(sorted(senses.union(*map(find_idle_senses, parts.values()))))
 
 
 def describe_idle_senses(source: WorkloadSource) -> Iterator[str]:
     """Say which parts of the model samples of text leave idle."""
     if source.idle:
-        named = f"{' and '.join(source.idle)} part{'s' * (len(source.idle) > 1)}"
-        have = "have" if len(source.idle) > 1 else "has"
-        yield f"samples of text alone: the {named} {have} weights and no activations (a model.py makes other samples)"
+        senses, have = " and ".join(source.idle), "part has" if len(source.idle) == 1 else "parts have"
+        yield f"samples of text alone: the {senses} {have} weights and no activations (a model.py makes other samples)"
 
 
 def load_config(source: WorkloadSource) -> Workload:
@@ -172,21 +171,21 @@ def _make_config(data: Mapping[str, Any], path: Path) -> Any:
 
 def _auto_class(config: Any, task: Task, path: Path) -> Any:
     """The Auto class of the task. Raises WorkloadError when it has no model for the config."""
-    import transformers
-
-    autos = {
-        each: auto
-        for each, names in _AUTO.items()
-        for auto in reversed([getattr(transformers, name) for name in names if hasattr(transformers, name)])
-        if type(config) in auto._model_mapping
-    }
-    if task in autos:
+    if (auto := _find_auto_class(config, task)) is not None:
         # Import the model's code (600 modules, 70 MiB) once, before ranks are forked, not in each under its budget.
-        autos[task]._model_mapping[type(config)]
-        return autos[task]
-    supported = list(autos)
+        auto._model_mapping[type(config)]
+        return auto
+    supported = [each for each in _AUTO if _find_auto_class(config, each) is not None]
     hint = f"give --task {' or '.join(supported)}" if supported else "write a model.py with build_model and build_batch"
     raise WorkloadError(f"{config.model_type} has no model for --task {task}", place=str(path), hint=hint)
+
+
+def _find_auto_class(config: Any, task: Task) -> Any:
+    """The first Auto class of the task that has a model for the config, or None."""
+    import transformers
+
+    autos = (getattr(transformers, name, None) for name in _AUTO[task])
+    return next((auto for auto in autos if auto is not None and type(config) in auto._model_mapping), None)
 
 
 def _batch_builder(config: Any, source: WorkloadSource) -> Callable[[int], Batch]:

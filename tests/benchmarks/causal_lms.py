@@ -3,7 +3,7 @@
 python tests/benchmarks/causal_lms.py plan [--types llama,mamba2] [--again] [--out FILE]
 python tests/benchmarks/causal_lms.py measure [--types llama,mamba2] [--again] [--out FILE] [--lock FILE]
 python tests/benchmarks/causal_lms.py table [--out FILE]
-… --multimodal --out FILE
+… --multimodal
 
 The types are those of transformers' MODEL_FOR_CAUSAL_LM_MAPPING_NAMES. With --multimodal they are the language models
 that read images or sounds, too, and have no row there: autods trains these on text alone. Each gets its default config,
@@ -50,6 +50,7 @@ from autods.workload import make_source
 from tests.support.settings import plan_settings
 
 RESULTS = Path(__file__).parent / "results" / "causal_lms.json"
+RESULTS_MULTIMODAL = RESULTS.with_name("multimodal_lms.json")
 RULES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 WORKLOAD = Path(__file__).parent / "workloads" / "causal_lm.py"
 RANKS, SEQ_LEN, MICRO_BATCH, RUNGS = 2, 128, 4, ("zero2", "zero3")  # a trial takes the first rung
@@ -62,9 +63,10 @@ def main() -> int:
     parser.add_argument("--types", help="model types, separated by commas; all if not given")
     parser.add_argument("--multimodal", action="store_true", help="language models that read more than text instead")
     parser.add_argument("--again", action="store_true", help="types that have a result, too")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--lock", type=Path, help="a file to lock for each trial")
     options = parser.parse_args()
+    options.out = options.out or (RESULTS_MULTIMODAL if options.multimodal else RESULTS)
     rows: dict[str, dict[str, Any]] = json.loads(options.out.read_text())["types"] if options.out.exists() else {}
     known = list_types(options.multimodal)
     wanted = options.types.split(",") if options.types else known

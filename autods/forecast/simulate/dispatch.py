@@ -140,9 +140,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         handler = self._handlers.get(func)
         if handler is None:
             handler = self._handlers[func] = self._choose_handler(func)
-        out = handler(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        out = handler(func, args, kwargs)
         if self.has_known_values:
-            known_values.carry(func, args, kwargs or {}, out)
+            known_values.carry(func, args, kwargs, out)
         return out
 
     def _choose_handler(self, func: Any) -> Handler:

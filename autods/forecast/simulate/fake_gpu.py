@@ -175,7 +175,8 @@ def install(ledger: Ledger) -> None:
 
 def _forget_answers() -> None:
     """Let transformers ask anew what it asked before there was this GPU: where flash-attn is installed, at import."""
-    for function in list(vars(sys.modules.get("transformers.utils.import_utils", types)).values()):
+    library = sys.modules.get("transformers.utils.import_utils")
+    for function in [] if library is None else list(vars(library).values()):
         if (forget := getattr(function, "cache_clear", None)) is not None:
             forget()
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...rank.model_facts import named_tensors
 
@@ -60,7 +60,7 @@ def attach(batch: Any, build_batch: Callable[[int], Any], micro_batch: int) -> b
 def find_value(tensor: Any) -> Any:
     """Return the real tensor of these values; None where they are not known. FakeTensorMode holds small constants."""
     if type(tensor) is torch.Tensor:
-        return tensor if tensor.device.type == "cpu" else None  # of a list, before it becomes a fake tensor
+        return tensor if tensor.is_cpu else None  # of a list, before it becomes a fake tensor
     value = vars(tensor).get(_VALUE, tensor.constant) if type(tensor) is FakeTensor else None
     return None if value is None or value.untyped_storage().data_ptr() in _changed else value
 
@@ -103,11 +103,11 @@ def carry(func: Any, args: Any, kwargs: Any, out: Any) -> None:
         return
     if func._schema.name.partition("::")[2] not in _CARRIERS:
         return
-    outputs = out if isinstance(out, (tuple, list)) else [out]
+    outputs = tree_leaves(out)
     if not func.is_view and sum(each.numel() for each in outputs) > _MOST_ELEMENTS:
         return
     if (results := compute(func, args, kwargs)) is not None:
-        for fake, result in zip(outputs, results if isinstance(results, (tuple, list)) else [results], strict=True):
+        for fake, result in zip(outputs, tree_leaves(results), strict=True):
             give(fake, result)
 
 
