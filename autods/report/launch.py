@@ -82,18 +82,27 @@ def launch_lines(report: FitReport) -> Iterator[tuple[str, str]]:
         yield "accelerate", commands["accelerate"]
         return
     takes_config = any("{ds_config}" in argument for argument in script.argv)
-    library = SCRIPT_KINDS[script.kind]
-    if not takes_config and library.config_place is not None:
-        yield "code", f"{library.config_place}={str(folder / library.config_file)!r})"
-    if sizes := [each for each in _lacking_sizes(script) if not _parses_trainer_arguments(script)]:
-        values = _placeholder_values(report)
-        yield "code", f"TrainingArguments(…, {', '.join(f'{_TRAINER_SIZES[each]}={values[each]}' for each in sizes)})"
-    if _switches_checkpointing(report) and not _parses_trainer_arguments(script):
-        if library.sets_sizes:
-            yield "code", f"TrainingArguments(…, gradient_checkpointing={report.knobs.checkpointing})"
-        else:
-            action = "enable" if report.knobs.checkpointing else "disable"
-            yield "code", f"model.gradient_checkpointing_{action}()  # before deepspeed.initialize, as it was measured"
+    library, settings_file = SCRIPT_KINDS[script.kind], _find_settings_file(script)
+    sizes = [each for each in _lacking_sizes(script) if not _parses_trainer_arguments(script)]
+    values = _placeholder_values(report)
+    set_there: dict[str, object] = {_TRAINER_SIZES[each]: values[each] for each in sizes}
+    switches = _switches_checkpointing(report) and not _parses_trainer_arguments(script)
+    if switches and library.sets_sizes:
+        set_there["gradient_checkpointing"] = report.knobs.checkpointing
+    if settings_file is not None:
+        if not takes_config:
+            set_there = {"deepspeed": values["ds_config"], **set_there}
+        for name, value in set_there.items():
+            text = value if isinstance(value, str) else json.dumps(value)
+            yield "settings", f"{name}: {text}  # in {settings_file}, as the Trainer names it"
+    else:
+        if not takes_config and library.config_place is not None:
+            yield "code", f"{library.config_place}={str(folder / library.config_file)!r})"
+        if set_there:
+            yield "code", f"TrainingArguments(…, {_as_arguments(set_there)})"
+    if switches and not library.sets_sizes:
+        action = "enable" if report.knobs.checkpointing else "disable"
+        yield "code", f"model.gradient_checkpointing_{action}()  # before deepspeed.initialize, as it was measured"
     if library.config_place is None and not takes_config:
         yield "launch", commands["accelerate"]  # the only launcher that gives the script its config
     else:
@@ -218,6 +227,13 @@ def _lacking_sizes(script: ScriptLaunch) -> list[str]:
 def _parses_trainer_arguments(script: ScriptLaunch) -> bool:
     """Whether TrainingArguments come from the command line: then its config does, by their option."""
     return any(word.partition("=")[0] == "--deepspeed" for word in script.argv)
+
+
+def _find_settings_file(script: ScriptLaunch) -> str | None:
+    """The YAML file that has a Trainer's arguments, as LLaMA-Factory, TRL and others take one."""
+    if not SCRIPT_KINDS[script.kind].sets_sizes or _parses_trainer_arguments(script):
+        return None
+    return next((word for word in script.argv if word.endswith((".yaml", ".yml"))), None)
 
 
 def fill_placeholders(arguments: Sequence[str], values: Mapping[str, object]) -> tuple[str, ...]:

@@ -145,6 +145,21 @@ def test_arguments_in_a_trainer_script_get_the_sizes_by_code_lines():
     ]
 
 
+def test_arguments_in_a_yaml_file_get_lines_of_that_file():
+    report = replace(scripted("train", "sft.yaml", kind="hf_trainer"))
+    report = replace(report, question=replace(report.question, recomputes=not report.knobs.checkpointing))
+    lines = launch_lines(report)
+    assert [text for name, text in lines if name in ("code", "settings")] == [
+        f"{setting}  # in sft.yaml, as the Trainer names it"
+        for setting in (
+            "deepspeed: out/ds_config_hf.json",
+            "per_device_train_batch_size: 4",
+            "gradient_accumulation_steps: 2",
+            f"gradient_checkpointing: {json.dumps(report.knobs.checkpointing)}",
+        )
+    ]
+
+
 def test_a_script_without_config_placeholder_gets_a_code_line():
     assert (
         dict(launch_lines(scripted("--epochs", "3")))["code"] == "deepspeed.initialize(…, config='out/ds_config.json')"
