@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -246,6 +247,7 @@ class Settings:
         versions = {name: version for name, _, version in (each.partition(" ") for each in self.platform)}
         return {
             "workload": self.source.digest[:6],
+            **describe_options(self.source),
             "--gpus": str(self.gpus),
             "--device": self.device,
             "--gpu-memory": format_bytes(self.device_bytes) if self.device_bytes_asked else "all",
@@ -279,6 +281,22 @@ class Settings:
             **({} if self.threads is None else {"threads": self.threads}),
             **({"rehearsed_on": repr(self.machine)} if self.rehearsed else {}),
         }
+
+
+def describe_options(source: WorkloadSource) -> dict[str, str]:
+    """Return what the user said of the workload, by the names of the options; its digest covers them, too."""
+    said: dict[str, object] = {
+        "arguments after --": shlex.join(source.argv),
+        "--kind": source.script_kind,
+        "--task": source.task,
+        "--seq-len": source.seq_len,
+        "--target-len": source.target_len,
+        "--lora": source.lora,
+        "--weights": source.weights,
+        "--sequence-parallel": source.sequence_parallel,
+        "--tiled-loss": source.tiled_loss,
+    }
+    return {name: str(value) for name, value in said.items() if value not in (None, False, "")}
 
 
 def resolve_fit(request: SearchRequest, source: WorkloadSource, *, hardware: Hardware) -> Settings:

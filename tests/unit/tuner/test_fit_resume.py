@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -107,6 +108,18 @@ def test_another_fit_is_refused_by_the_option_that_differs(tmp_path: Path) -> No
     (tmp_path / "report.json").unlink()
     with pytest.raises(InputError, match=r"journal\.jsonl: belongs to another fit \(--seed: 0 there, 1 here\)"):
         fitted(asked(tmp_path, max_trials=5, seed=1), Machine())
+
+
+def test_other_arguments_of_a_script_are_named(tmp_path: Path) -> None:
+    def script(*argv: str) -> Settings:
+        settings = asked(tmp_path, max_trials=5)
+        return replace(settings, source=replace(settings.source, argv=argv, digest=argv[-1][:6]))
+
+    fitted(script("--size", "small"), Machine())
+    differs = "arguments after --: --size small there, --size 'as large' here"
+    said = f"belongs to another fit (workload: small there, as lar here; {differs})"
+    with pytest.raises(InputError, match=re.escape(said)):
+        fitted(script("--size", "as large"), Machine())
 
 
 @pytest.mark.parametrize("kept", [None, b""], ids=["missing", "empty"])
