@@ -28,7 +28,7 @@ from .prober.probe_settings import ProbeSettings, count_most_ranks, resolve_prob
 from .report.results.doctor import Checkup
 from .report.results.explain import Explanation
 from .report.results.fit import FitReport
-from .report.results.plan import PlanReport
+from .report.results.plan import PlanEvent, PlanReport
 from .report.results.probe import ProbeReport
 from .report.results.run import RunReport
 from .requests import (
@@ -216,7 +216,7 @@ def _show_probe(probe: ProbeSettings, console: Console | None, verbose: bool) ->
 
 FIT: UseCase[FitRequest, Settings, Event, FitReport] = UseCase(_resolve_fit, _run_fit, _show_fit)
 RUN: UseCase[RunRequest, RunSettings, RunEvent, RunReport] = UseCase(_resolve_run, _run_run, _show_run)
-PLAN: UseCase[PlanRequest, PlanSettings, ForecastEvent, PlanReport] = UseCase(
+PLAN: UseCase[PlanRequest, PlanSettings, PlanEvent, PlanReport] = UseCase(
     _resolve_plan, lambda settings, listen: forecast_rungs(settings, listen=listen), _show_forecasts
 )
 DOCTOR: UseCase[DoctorRequest, DoctorSettings, Event, Checkup] = UseCase(resolve_doctor, examine)

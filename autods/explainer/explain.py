@@ -29,7 +29,7 @@ from ..errors import InputError
 from ..forecast.values import BUILT_BY_SCRIPT, ForecastListener, RungForecast, StartSimulator
 from ..planner.plan import plan
 from ..report.results.explain import ExplainedKey, Explanation, KeyCost, NeededMemory
-from ..report.results.plan import PlanReport
+from ..report.results.plan import AnswerSoFar, PlanEvent, PlanReport
 from ..requests import ExplainRequest, PlanRequest
 from ..schema import read_toml_as
 from ..system.host import Hardware, data_folder
@@ -175,7 +175,12 @@ def _simulate(
     others = {f"with {name.rpartition('.')[2]} {value}": (name, value) for name, value in _other_values(config)}
     rungs = [make_rung(_CONFIG, config)]
     rungs += [make_rung(label, merge(config, nest_key(name, value))) for label, (name, value) in others.items()]
-    forecast = plan(replace(settings, ladder=tuple(rungs)), listen=listen, start=start)
+
+    def tell(event: PlanEvent) -> None:
+        if not isinstance(event, AnswerSoFar):  # the rungs are one config and variants of it, not a choice
+            listen(event)
+
+    forecast = plan(replace(settings, ladder=tuple(rungs)), listen=tell, start=start)
     by_rung = {each.rung: each for each in forecast.sites[0].rungs}
     whole = by_rung[_CONFIG]
     costs = {

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from ..config.catalogue import Site
 from ..config.checkpointing import make_knob
@@ -25,8 +26,16 @@ from ..forecast.predict.step_time import find_fastest
 from ..forecast.simulate.client import LIMIT_S, ProcessSimulator
 from ..forecast.simulate.protocol import SimulationFailed
 from ..forecast.simulation_cache import AllocConf, count_parallel_engines, read_alloc_conf, why_not_forecast
-from ..forecast.values import STARTING, ForecastListener, RungForecast, Simulator, StartSimulator
-from ..report.results.plan import LoadingPeak, PlanReport, SiteForecast, Timeline, find_closest
+from ..forecast.values import STARTING, RungForecast, Simulator, StartSimulator
+from ..report.results.plan import (
+    AnswerSoFar,
+    LoadingPeak,
+    PlanListener,
+    PlanReport,
+    SiteForecast,
+    Timeline,
+    find_closest,
+)
 from ..runner.cleanup import open_session, simulator_variables
 from ..system.host import installed_versions
 from ..types import ModelFacts, WorkloadSource
@@ -37,7 +46,7 @@ from .rung_forecasts import PlanRun, SiteGroup, choose_checkpointing, group_site
 from .timeline import name_timeline, write_timeline
 
 
-def plan(settings: PlanSettings, *, listen: ForecastListener, start: StartSimulator | None = None) -> PlanReport:
+def plan(settings: PlanSettings, *, listen: PlanListener, start: StartSimulator | None = None) -> PlanReport:
     """Forecast every rung on each machine.
 
     Several machines share simulations, and each gets only the rungs up to the fastest that fits. Raises InputError
@@ -113,7 +122,7 @@ def plan(settings: PlanSettings, *, listen: ForecastListener, start: StartSimula
     )
 
 
-def _read_facts(simulator: Simulator, settings: PlanSettings, listen: ForecastListener) -> ModelFacts:
+def _read_facts(simulator: Simulator, settings: PlanSettings, listen: PlanListener) -> ModelFacts:
     """Read the model's facts. A script that does not run alone is run as one of all of its ranks."""
     ranks = max(site.world_size for site in settings.sites)
     try:
@@ -131,11 +140,41 @@ _AT_A_LINE = re.compile(r"(.+):(\d+): (.+)")  # what a forecast assumes at a lin
 _Job = tuple[Rung, SiteGroup, Sequence[Site]]
 
 
+@dataclass(slots=True)
+class _Answers:
+    """Tells the listener of a plan for one site each time that the rungs which are done give another answer."""
+
+    run: PlanRun
+    _done: set[str] = field(default_factory=set)
+    _told: RungForecast | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, rung: Rung) -> None:
+        """Count a rung as done. The last one makes no answer so far, but the plan's."""
+        run, site = self.run, self.run.settings.sites[0]
+        with self._lock:
+            self._done.add(rung.name)
+            left = len(run.settings.ladder) - len(self._done)
+            rungs = tuple(each for each in run.list_forecasts(site) if each.rung in self._done)
+            best = choose_best(rungs)
+            if not left or best is None or best.verdict != "fits" or best == self._told or run.stopped:
+                return
+            self._told = best
+            report = PlanReport(
+                sites=(SiteForecast(site=site, rungs=rungs, best=best),),
+                source=run.settings.source,
+                facts=run.facts,
+                device=run.settings.device,
+            )
+            run.listen(AnswerSoFar(report=report, left=left))
+
+
 def _forecast_all(run: PlanRun) -> None:
     """Forecast every rung on each site. Several sites are searched only at the rung that is their answer."""
     settings, several = run.settings, len(run.settings.sites) > 1
     jobs = [(rung, group, group) for group in group_sites(settings.sites) for rung in settings.ladder]
-    _run_in_parallel(run, jobs, search=settings.largest and not several, until_one_fits=several)
+    then = None if several else _Answers(run).add
+    _run_in_parallel(run, jobs, search=settings.largest and not several, until_one_fits=several, then=then)
     if run.failures and not any(forecast.memory for forecast in run.forecasts.values()):
         raise next(run.failures[rung.name] for rung in settings.ladder if rung.name in run.failures)
     if several and settings.largest:
@@ -147,15 +186,25 @@ def _forecast_all(run: PlanRun) -> None:
         _run_in_parallel(run, searches, search=True, until_one_fits=False)
 
 
-def _run_in_parallel(run: PlanRun, jobs: Sequence[_Job], *, search: bool, until_one_fits: bool) -> None:
+def _run_in_parallel(
+    run: PlanRun,
+    jobs: Sequence[_Job],
+    *,
+    search: bool,
+    until_one_fits: bool,
+    then: Callable[[Rung], None] | None = None,
+) -> None:
     """Run the jobs in order, some at a time. The first that raises ends the others.
 
     With `search` they find the largest micro batch, too. With `until_one_fits` a site is done when a rung fits.
+    `then` is called when a rung is done, from any thread.
     """
 
     def forecast(rung: Rung, group: SiteGroup, sites: Sequence[Site]) -> None:
         sites = [site for site in sites if not (until_one_fits and _site_forecast(run, site).status == "fits")]
         run.forecast_rung(rung, sites, group, search=search)
+        if then is not None:
+            then(rung)
 
     pool = ThreadPoolExecutor(count_parallel_engines(), thread_name_prefix="forecast")
     try:

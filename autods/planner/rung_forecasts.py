@@ -31,13 +31,13 @@ from ..forecast.simulation_cache import (
 from ..forecast.values import (
     STARTING,
     EngineSpec,
-    ForecastListener,
     RungFinished,
     RungForecast,
     Simulation,
     SimulationStarted,
     Simulator,
 )
+from ..report.results.plan import PlanListener
 from ..types import Knobs, ModelFacts, first_line
 
 # Failures that every rung would share: the workload or the installation has to be mended first.
@@ -142,7 +142,7 @@ class PlanRun:
     settings: PlanSettings
     facts: ModelFacts
     simulator: Simulator
-    listen: ForecastListener
+    listen: PlanListener
     expandable: bool | None = False  # see `SimulationCache`
     forecasts: dict[tuple[str, str], RungForecast] = field(default_factory=dict)  # by machine and rung
     failures: dict[str, SimulationFailed] = field(default_factory=dict)  # by rung

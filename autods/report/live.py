@@ -30,15 +30,17 @@ from ..events import (
     TrialMoved,
     TrialStarted,
 )
-from ..forecast.values import ForecastEvent, RungFinished, RungForecast, SimulationStarted
+from ..forecast.values import RungFinished, RungForecast, SimulationStarted
 from ..types import Skipped, Trial
 from ..units import escape_controls, format_bytes
+from .answers.plan_advice import describe_site_answer
 from .answers.plan_rungs import tabulate_rungs
 from .document import Medium
 from .fit_progress import FitState, advance, describe_progress, describe_status, leaves_headroom, render_search
 from .rank_logs import RankLogs
 from .render_terminal import fit_table
-from .text import MARKS, Mark, format_record, format_seconds
+from .results.plan import AnswerSoFar, PlanEvent
+from .text import MARKS, Mark, format_number_of, format_record, format_seconds
 
 _QUIET_S, _QUIET_AGAIN_S = 25.0, 60.0  # without a line, where nothing is redrawn
 _LOOK_EVERY_S = 1.0
@@ -238,7 +240,7 @@ class TrialProgress(LiveView):
 
 
 class PlanProgress(LiveView):
-    """A `forecast.values.ForecastListener` and a context manager. Events may come from any thread."""
+    """A `results.plan.PlanListener` and a context manager. Events may come from any thread."""
 
     def __init__(self, console: Console | None = None) -> None:
         super().__init__(console)
@@ -249,7 +251,7 @@ class PlanProgress(LiveView):
         self._all_done = False
         self._lock = threading.Lock()
 
-    def __call__(self, event: ForecastEvent) -> None:
+    def __call__(self, event: PlanEvent) -> None:
         with self._lock:
             match event:
                 case Note():
@@ -271,6 +273,10 @@ class PlanProgress(LiveView):
                     self._doing.pop(forecast.rung, None)
                     if self._live is None:
                         self._print_rung(event, is_new)
+                case AnswerSoFar(report=report, left=left):
+                    answer = describe_site_answer(report, report.sites[0])
+                    still = format_number_of(left, "more rung")
+                    self._print_above(Text(f"so far: {escape_controls(answer)}  ({still} to simulate)", style="bold"))
 
     def _print_rung(self, event: RungFinished, is_new: bool) -> None:
         forecast, mark = event.forecast, MARKS[event.forecast.verdict]

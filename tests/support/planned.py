@@ -7,9 +7,9 @@ from typing import Any
 
 from autods.config.plan_settings import PlanSettings
 from autods.forecast.testing import Script, ScriptedSimulator, simulate_peaks
-from autods.forecast.values import EngineSpec, ForecastEvent, Simulation
+from autods.forecast.values import EngineSpec, Simulation
 from autods.planner.plan import plan
-from autods.report.results.plan import PlanReport
+from autods.report.results.plan import PlanEvent, PlanReport
 from autods.system.host import Hardware
 from autods.types import ModelFacts, WorkloadSource
 from tests.support.settings import plan_settings
@@ -50,7 +50,7 @@ class Planned:
 
     def __init__(self, asked: PlanSettings, script: Script = shrinking, facts: ModelFacts = FACTS) -> None:
         self.simulator = ScriptedSimulator(facts, script)
-        self.events: list[ForecastEvent] = []
+        self.events: list[PlanEvent] = []
         self.forecast: PlanReport = plan(
             asked, listen=self.events.append, start=lambda source: nullcontext(self.simulator)
         )

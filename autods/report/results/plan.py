@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from ...config.catalogue import Site
-from ...forecast.values import PartitionedBuild, RungForecast
+from ...forecast.values import ForecastEvent, PartitionedBuild, RungForecast
 from ...types import ModelFacts, WorkloadSource
 from .shown import Shown
 
@@ -180,3 +180,15 @@ class PlanReport(Shown):
             low_cost=None if cost is None else cost * low,
             high_cost=None if cost is None else cost * high,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerSoFar:
+    """The rungs of one machine that are done give another answer than before; those of `left` are still to come."""
+
+    report: PlanReport
+    left: int
+
+
+PlanEvent = ForecastEvent | AnswerSoFar
+PlanListener = Callable[[PlanEvent], None]

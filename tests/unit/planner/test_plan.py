@@ -21,6 +21,7 @@ from autods.forecast.values import EngineSpec, ForecastPhase, RungFinished, Rung
 from autods.planner.plan import join_assumptions, plan
 from autods.planner.rung_forecasts import group_sites, make_group_engine
 from autods.report.answers.plan import make_plan_document
+from autods.report.results.plan import AnswerSoFar
 from autods.types import ModelFacts
 from tests.support.planned import FACTS, GIB, NEEDS, SOURCE, Planned, question, shrinking
 from tests.support.plans import rung
@@ -257,6 +258,26 @@ def test_each_rung_is_reported_when_it_is_done() -> None:
     done = [event for event in planned.events if isinstance(event, RungFinished)]
     assert {event.forecast.rung for event in done} == set(NEEDS)
     assert max(event.done for event in done) == done[0].total == 9
+
+
+def test_the_answer_so_far_is_told_before_the_last_rung(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autods.planner.plan.count_parallel_engines", lambda: 1)
+    planned = Planned(question(on="a100-40gb", gpus=8, ladder=("ddp", "zero1", "zero3")), timed)
+    (told,) = [event for event in planned.events if isinstance(event, AnswerSoFar)]
+    (site,), final = told.report.sites, planned.forecast.sites[0]
+    assert ([each.rung for each in site.rungs], site.best_rung, told.left) == (["ddp", "zero1"], "zero1", 1)
+    assert site.best == final.rungs[1]  # with its largest micro batch and its speed
+    assert site.best is not None
+    assert site.best.largest_micro_batch is not None
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"ladder": ("zero3",)}, {"gpu_memory": "2GiB"}, {"on": "a100-40gb,a100-80gb", "gpus": 8}],
+    ids=["one rung", "nothing fits", "several machines"],
+)
+def test_no_answer_so_far_is_told_where_none_helps(asked: dict[str, Any]) -> None:
+    assert not [event for event in Planned(question(**asked)).events if isinstance(event, AnswerSoFar)]
 
 
 def test_one_engine_serves_a_rung_and_its_search() -> None:

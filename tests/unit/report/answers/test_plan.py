@@ -14,7 +14,7 @@ from autods.report.answers.plan import make_plan_document
 from autods.report.document import MemoryStack
 from autods.report.live import PlanProgress
 from autods.report.render_terminal import draw_bar
-from autods.report.results.plan import Alternative, PlanReport
+from autods.report.results.plan import Alternative, AnswerSoFar, PlanReport
 from autods.report.serialize import plan_to_dict as to_dict
 from autods.report.text import format_predicted
 from tests.support import terminal
@@ -236,6 +236,17 @@ def test_plan_progress_shows_rows_and_leaves_nothing_behind() -> None:
         shown.print(listen._current())
     assert "zero2" in shown.file.getvalue()  # type: ignore[attr-defined]
     assert "2 of at most 5" in shown.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_answer_so_far_stays_above_what_is_redrawn() -> None:
+    for redraws in (True, False):
+        console = Console(file=io.StringIO(), width=200, force_terminal=redraws)
+        with PlanProgress(console) as listen:
+            listen(AnswerSoFar(report=forecast(OFFLOAD_FIRST[:2]), left=1))
+        assert (
+            "so far: use zero3, micro batch 1 × accumulation 2 × 8 ranks = global batch 16: 40,960 tokens/s, bound by"
+            " compute  (1 more rung to simulate)" in console.file.getvalue()  # type: ignore[attr-defined]
+        )
 
 
 def events() -> Iterator[Note | SimulationStarted | RungFinished]:
