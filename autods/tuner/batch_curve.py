@@ -177,6 +177,7 @@ class BatchCurve:
             return ThroughputBound(rate=math.inf)
         last = max(times)
         best = max(size / seconds for size, seconds in times.items())
+        most = most if math.isinf(most) else math.floor(most)
         if most <= last:
             return ThroughputBound(rate=best)
         each = SURE * sample_s

@@ -15,6 +15,7 @@ from .prospects import MOST_AT_FIRST
 from .trials import FitContext, fit_steps_to_budget, median_step_s, run_with_retry, samples_per_second
 
 LONGER_STEPS = 4  # a step may take so many times the shortest one, even where that exceeds the trial's budget
+_NEAR = 1.25  # ratio of micro batches up to which a forecast that erred is asked again
 _WORTH_A_LONG_STEP = 1.15  # ratio of micro batches below which a trial with steps near the longest is not worth it
 
 
@@ -93,7 +94,7 @@ class Growth:
 
     def measure_near(self, size: int) -> bool:
         """Measure a micro batch near `size`, or as far above the measured ones as is safe. False: none is left."""
-        if size > self.curve.fits:
+        if size >= self.curve.fits:
             return self.stop is None and self.try_next()
         measured = {record.trial.knobs.micro_batch for record in self.all_records}
         below = max((other for other in measured if other <= size), default=0)
@@ -163,7 +164,7 @@ class Growth:
         limit = curve.line_limit()
         if limit is None or math.isinf(limit):
             forecast = self.forecast_limit()
-            limit = largest if forecast is None else max(forecast, curve.fits)
+            limit = largest if forecast is None else max(forecast, curve.fits, self._most_by_rise() or 0)
         return min(largest, limit, math.inf if curve.too_large is None else curve.too_large - 1)
 
     def most_by_time(self, sample_s: float) -> float:
@@ -331,6 +332,16 @@ class Growth:
             return curve.peak_bytes[fits] + rise > curve.usable_bytes
 
         return find_last(sizes, is_too_large)
+
+    def _most_by_rise(self) -> int | None:
+        """The largest micro batch that leaves the headroom by the first peak and the forecast's rise from there."""
+        curve, forecast = self.curve, self.context.forecaster.forecast
+        if not self.records or curve.too_large is not None or curve.fits not in curve.peak_bytes:
+            return None
+        larger = curve.open_sizes(self.context.sizes)
+        near = [size for size in larger if size == larger[0] or size <= _NEAR * curve.fits]
+        limit = self._limit_by_forecast(near) if near else None
+        return None if limit is None or forecast(self.trial_at(limit)) is None else limit
 
     def _sizes_tried(self) -> int:
         """How many trials growth had, those that measured a size again not counted."""

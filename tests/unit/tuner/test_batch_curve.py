@@ -66,6 +66,10 @@ def test_more_memory_never_lowers_the_bound() -> None:
         assert little <= some * (1 + 1e-9) <= much * (1 + 2e-9)
 
 
+def test_part_of_a_sample_is_no_larger_size() -> None:
+    assert bound({3: 0.4, 4: 0.5}, most=4.9, sample_s=0.05) == ThroughputBound(rate=8.0)
+
+
 def test_only_new_sizes_up_to_the_limit_are_proposed() -> None:
     for seed in range(1000):
         seconds, sizes, most, least = drawn(seed)

@@ -203,6 +203,18 @@ def test_a_fit_ends_within_its_time_with_its_certificate(seed: int) -> None:
     assert sum(record.seconds for record in context.memory.records) <= 200
 
 
+def test_a_first_peak_below_its_forecast_opens_the_next_size() -> None:
+    surface, profile = Surface(70_656), read_profile("default")  # where 4 fits, of which the forecast knows 3
+    profile = replace(profile, tune=replace(profile.tune, trials=0))
+    with searching(surface, profile=profile, forecaster=SurfaceForecaster(surface, 0.1)) as context:
+        found = run_search(context)
+    assert isinstance(found, FitResult)
+    best = found.best.trial
+    grown = [record.trial for record in context.memory.records if record.trial.purpose == "grow"]
+    sizes = [trial.knobs.micro_batch for trial in grown if trial.rung == best.rung and trial.knobs.checkpointing]
+    assert (best.rung, best.knobs.micro_batch, sizes) == ("zero3-offload-optimizer", 4, [3, 4])
+
+
 @pytest.mark.parametrize("seed", range(9000, 9004))
 def test_a_rows_ratio_is_its_rate_over_the_answers(seed: int) -> None:
     with searching(RoughSurface(seed)) as context:
