@@ -168,16 +168,16 @@ class BatchCurve:
         return times[below] + self.slope(below, above) * (micro_batch - below)
 
     def throughput_bound(self, most: float, sample_s: float) -> ThroughputBound:
-        """The most that the config may reach with a micro batch from the largest measured up to `most`.
+        """The most that the config may reach with a micro batch up to `most`, from the largest measured up to there.
 
         `sample_s` is the least that one more sample costs, see `least_sample_s`.
         """
-        times = self.micro_step_s
+        most = most if math.isinf(most) else math.floor(most)
+        times = {size: seconds for size, seconds in self.micro_step_s.items() if size <= most}
         if not times:
             return ThroughputBound(rate=math.inf)
         last = max(times)
         best = max(size / seconds for size, seconds in times.items())
-        most = most if math.isinf(most) else math.floor(most)
         if most <= last:
             return ThroughputBound(rate=best)
         each = SURE * sample_s
