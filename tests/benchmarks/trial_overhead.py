@@ -1,6 +1,9 @@
 """What a trial costs beside its own work: wall − build − steps, per rung, after the first trial.
 
-python tests/benchmarks/trial_overhead.py [--repeats 5] [--workload model.py] [--json]
+python tests/benchmarks/trial_overhead.py [--repeats 5] [--workload model.py] [--gpu-memory 2GiB] [--apart] [--json]
+
+With --apart each trial runs twice, in turn: its ranks share one built model, and each builds it by itself. Shown is all
+that is beside the steps, wall − steps, and the peak of the host. That counts shared pages for each rank.
 """
 
 from __future__ import annotations
@@ -28,17 +31,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--workload", type=Path, default=Path(__file__).parent / "workloads" / "gpt_small.py")
+    parser.add_argument("--gpu-memory", default="2GiB", help="the budget of a rank")
+    parser.add_argument("--apart", action="store_true", help="beside trials whose ranks build the model by themselves")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         settings = fit_settings(
-            make_source(options.workload), hardware=read_hardware(), gpus=2, device="cpu", gpu_memory="2GiB", out=folder
-        )
+            make_source(options.workload), hardware=read_hardware(), gpus=2, device="cpu",
+            gpu_memory=options.gpu_memory, out=folder,
+        )  # fmt: skip
         with RayRunner(settings, lambda event: None) as runner:
             runner.survey()
-            rows = measure(runner, options.repeats)
+            rows = (compare_builds if options.apart else measure)(runner, options.repeats)
     if options.json:
         print(json.dumps(rows))
+        return
+    if options.apart:
+        print(f"{'rung':22}{'beside the steps s: shared':>28}{'apart':>8}   host peak GiB: shared, apart")
+        for row in rows:
+            print(
+                f"{row['rung']:22}{row['shared_s']:28.2f}{row['apart_s']:8.2f}"
+                f"   {row['shared_gib']:.2f}, {row['apart_gib']:.2f}"
+            )
         return
     print(f"{'rung':22}{'overhead s: min':>16}{'median':>9}{'max':>7}{'bar':>6}   of which init")
     for row in rows:
@@ -51,25 +65,8 @@ def main() -> None:
 def measure(runner: RayRunner, repeats: int) -> list[dict[str, float | str]]:
     """One row a rung; the very first trial of all is not counted."""
     rows: list[dict[str, float | str]] = []
-    rungs = read_rungs()
-    steps = Steps(warmup=1, timed=4, most_timed=4)
-    assert runner.facts is not None
     for name, count in ((RUNGS[0], 1), *((name, repeats) for name in RUNGS)):
-        rung = rungs[name]
-        said = start_settings(
-            rung, base=runner.settings.base, device_bytes=runner.settings.device_bytes, facts=runner.facts
-        )
-        trial = Trial(
-            rung=name,
-            knobs=Knobs(checkpointing=False, settings={**said, **TORCH_ADAM}),
-            purpose="walk",
-            steps=steps,
-        )
-        timings = []
-        for _ in range(count):
-            outcome = runner.run(trial, id=len(rows)).outcome
-            assert isinstance(outcome, Fit), outcome
-            timings.append(outcome.timing)
+        timings = [run(runner, name, id=len(rows)).timing for _ in range(count)]
         overheads = [timing.overhead_s for timing in timings]
         rows.append(
             {
@@ -77,11 +74,46 @@ def measure(runner: RayRunner, repeats: int) -> list[dict[str, float | str]]:
                 "min_s": min(overheads),
                 "median_s": statistics.median(overheads),
                 "max_s": max(overheads),
-                "bar_s": BAR_S[rung.stage == 3],
+                "bar_s": BAR_S[read_rungs()[name].stage == 3],
                 "init_s": statistics.median(timing.init_s for timing in timings),
             }
         )
     return rows[1:]
+
+
+def compare_builds(runner: RayRunner, repeats: int) -> list[dict[str, float | str]]:
+    """One row a rung, with medians; the very first trials are not counted."""
+    rows: list[dict[str, float | str]] = []
+    for name, count in ((RUNGS[0], 1), *((name, repeats) for name in RUNGS)):
+        row: dict[str, float | str] = {"rung": name}
+        fits: dict[str, list[Fit]] = {"shared": [], "apart": []}
+        for _ in range(count):
+            for way, found in fits.items():
+                runner.shares_models = way == "shared"
+                found.append(run(runner, name, id=len(rows)))
+        for way, found in fits.items():
+            row[f"{way}_s"] = statistics.median(fit.timing.wall_s - fit.timing.steps_s for fit in found)
+            row[f"{way}_gib"] = max(fit.memory["host"].peak_bytes for fit in found) / 2**30
+        rows.append(row)
+    return rows[1:]
+
+
+def run(runner: RayRunner, name: str, *, id: int) -> Fit:
+    """Run a trial of the rung; it has to fit."""
+    rung = read_rungs()[name]
+    assert runner.facts is not None
+    said = start_settings(
+        rung, base=runner.settings.base, device_bytes=runner.settings.device_bytes, facts=runner.facts
+    )
+    trial = Trial(
+        rung=name,
+        knobs=Knobs(checkpointing=False, settings={**said, **TORCH_ADAM}),
+        purpose="walk",
+        steps=Steps(warmup=1, timed=4, most_timed=4),
+    )
+    outcome = runner.run(trial, id=id).outcome
+    assert isinstance(outcome, Fit), outcome
+    return outcome
 
 
 if __name__ == "__main__":
