@@ -132,11 +132,20 @@ class Growth:
         """The eligible trial with the highest score."""
         return max(self.eligible(), key=self.context.score, default=None)
 
-    def explain_end(self) -> GrowthEnd:
-        """Why its growth ended: the reason to stop, or the micro batch that came too late."""
-        choice = self._choose()
+    def explain_end(self, sample_s: float) -> GrowthEnd:
+        """Why its growth ended: the reason to stop, or the micro batch that promised too little, or came too late.
+
+        `sample_s` are the seconds that one more sample takes at least.
+        """
+        choice, curve = self._choose(), self.curve
         if isinstance(choice, GrowthEnd):
             return choice
+        if choice not in curve.peak_bytes and curve.fits in curve.micro_step_s:
+            fastest = max(size / seconds for size, seconds in curve.micro_step_s.items() if size <= curve.fits)
+            gain = curve.throughput_bound(choice, sample_s).rate / fastest
+            if gain < WORTH_GROWING:
+                reason = f"by its step times micro batch {choice} is at most {format_factor(gain)} times as fast"
+                return GrowthEnd(is_limit=False, reason=reason)
         again = " again" if any(record.trial.knobs.micro_batch == choice for record in self.records) else ""
         return GrowthEnd(is_limit=False, reason=f"the race ended before micro batch {choice} was measured{again}")
 

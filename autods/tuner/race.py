@@ -355,7 +355,7 @@ class _Race:
     def _explain(self, decision: _Decision) -> RaceResult:
         """The result with a reason for each contestant."""
         winner = decision.winner
-        winner.stop = winner.explain_end()  # the last comparison may have measured more
+        winner.stop = winner.explain_end(self.sample_s(winner))  # the last comparison may have measured more
         best_word, _ = comparison_words(self.context.score)
         fitting = self._fitting()
         reasons = {winner.name: f"{best_word} of {len(fitting)} that fit: {decision.reason}"}

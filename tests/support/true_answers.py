@@ -133,7 +133,7 @@ class _Measured:
             return surface.peak_bytes(trial) * (1 + 3 * surface.peak_noise) <= usable
 
         is_missed = any(size >= fitting * (1 + _CLOSE) and truly_fits(size) for size in between)
-        is_foreseen = reason.startswith("by the forecast")
+        is_foreseen = reason.startswith(("by the forecast", "by its step times"))
         if is_missed and "a step of" not in reason and not is_foreseen and not surface.busy:
             yield f"sizes between {fitting} and {refused} were missed"
         if match := re.match(r"micro batch (\d+)( already)? needs (.+), which does not leave the headroom", reason):
@@ -166,6 +166,9 @@ class _Measured:
         elif match := re.match(r"by the forecast micro batch \d+ is only ([\d.]+) times as fast as (\d+)", reason):
             if int(match[2]) != fitting or float(match[1]) > WORTH_GROWING:
                 yield "it promises a gain"
+        elif match := re.match(r"by its step times micro batch (\d+) is at most ([\d.]+) times as fast", reason):
+            if self._of_size(int(match[1])) or float(match[2]) > WORTH_GROWING:
+                yield "it was measured, or promises a gain"
         elif match := re.match(r"the race ended before micro batch (\d+) was measured( again)?", reason):
             if bool(self._of_size(int(match[1]))) is not bool(match[2]):
                 yield "it was measured"
