@@ -1,9 +1,10 @@
 """What a trial costs beside its own work: wall − build − steps, per rung, after the first trial.
 
-python tests/benchmarks/trial_overhead.py [--repeats 5] [--workload model.py] [--gpu-memory 2GiB] [--apart] [--json]
+python tests/benchmarks/trial_overhead.py [--repeats 5] [--workload model.py] [--gpu-memory 2GiB] [--rungs A,B]
+    [--apart] [--json]
 
-With --apart each trial runs twice, in turn: its ranks share one built model, and each builds it by itself. Shown is all
-that is beside the steps, wall − steps, and the peak of the host. That counts shared pages for each rank.
+With --apart the trials of a rung run with ranks that share one built model, and again with ranks that each build it.
+Shown is all that is beside the steps, wall − steps, and the peak of the host. That counts shared pages for each rank.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import statistics
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from autods.config.deepspeed import start_settings
@@ -32,6 +34,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--workload", type=Path, default=Path(__file__).parent / "workloads" / "gpt_small.py")
     parser.add_argument("--gpu-memory", default="2GiB", help="the budget of a rank")
+    parser.add_argument("--rungs", type=lambda text: tuple(text.split(",")), default=RUNGS)
     parser.add_argument("--apart", action="store_true", help="beside trials whose ranks build the model by themselves")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -42,7 +45,7 @@ def main() -> None:
         )  # fmt: skip
         with RayRunner(settings, lambda event: None) as runner:
             runner.survey()
-            rows = (compare_builds if options.apart else measure)(runner, options.repeats)
+            rows = (compare_builds if options.apart else measure)(runner, options.rungs, options.repeats)
     if options.json:
         print(json.dumps(rows))
         return
@@ -62,10 +65,10 @@ def main() -> None:
         )
 
 
-def measure(runner: RayRunner, repeats: int) -> list[dict[str, float | str]]:
+def measure(runner: RayRunner, names: Sequence[str], repeats: int) -> list[dict[str, float | str]]:
     """One row a rung; the very first trial of all is not counted."""
     rows: list[dict[str, float | str]] = []
-    for name, count in ((RUNGS[0], 1), *((name, repeats) for name in RUNGS)):
+    for name, count in ((names[0], 1), *((name, repeats) for name in names)):
         timings = [run(runner, name, id=len(rows)).timing for _ in range(count)]
         overheads = [timing.overhead_s for timing in timings]
         rows.append(
@@ -81,21 +84,19 @@ def measure(runner: RayRunner, repeats: int) -> list[dict[str, float | str]]:
     return rows[1:]
 
 
-def compare_builds(runner: RayRunner, repeats: int) -> list[dict[str, float | str]]:
-    """One row a rung, with medians; the very first trials are not counted."""
+def compare_builds(runner: RayRunner, names: Sequence[str], repeats: int) -> list[dict[str, float | str]]:
+    """One row a rung, with medians."""
     rows: list[dict[str, float | str]] = []
-    for name, count in ((RUNGS[0], 1), *((name, repeats) for name in RUNGS)):
+    for name in names:
         row: dict[str, float | str] = {"rung": name}
-        fits: dict[str, list[Fit]] = {"shared": [], "apart": []}
-        for _ in range(count):
-            for way, found in fits.items():
-                runner.shares_models = way == "shared"
-                found.append(run(runner, name, id=len(rows)))
-        for way, found in fits.items():
+        for way in ("shared", "apart"):
+            runner.shares_models = way == "shared"
+            # The first of them builds the model for all that share it, and is not counted.
+            found = [run(runner, name, id=len(rows)) for _ in range(1 + repeats)][1:]
             row[f"{way}_s"] = statistics.median(fit.timing.wall_s - fit.timing.steps_s for fit in found)
             row[f"{way}_gib"] = max(fit.memory["host"].peak_bytes for fit in found) / 2**30
         rows.append(row)
-    return rows[1:]
+    return rows
 
 
 def run(runner: RayRunner, name: str, *, id: int) -> Fit:
