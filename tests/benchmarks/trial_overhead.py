@@ -92,14 +92,14 @@ def compare_builds(runner: RayRunner, names: Sequence[str], repeats: int) -> lis
         for way in ("shared", "apart"):
             runner.shares_models = way == "shared"
             # The first of them builds the model for all that share it, and is not counted.
-            found = [run(runner, name, id=len(rows)) for _ in range(1 + repeats)][1:]
+            found = [run(runner, name, id=len(rows), timed=1) for _ in range(1 + repeats)][1:]
             row[f"{way}_s"] = statistics.median(fit.timing.wall_s - fit.timing.steps_s for fit in found)
             row[f"{way}_gib"] = max(fit.memory["host"].peak_bytes for fit in found) / 2**30
         rows.append(row)
     return rows
 
 
-def run(runner: RayRunner, name: str, *, id: int) -> Fit:
+def run(runner: RayRunner, name: str, *, id: int, timed: int = 4) -> Fit:
     """Run a trial of the rung; it has to fit."""
     rung = read_rungs()[name]
     assert runner.facts is not None
@@ -110,7 +110,7 @@ def run(runner: RayRunner, name: str, *, id: int) -> Fit:
         rung=name,
         knobs=Knobs(checkpointing=False, settings={**said, **TORCH_ADAM}),
         purpose="walk",
-        steps=Steps(warmup=1, timed=4, most_timed=4),
+        steps=Steps(warmup=1, timed=timed, most_timed=timed),
     )
     outcome = runner.run(trial, id=id).outcome
     assert isinstance(outcome, Fit), outcome
