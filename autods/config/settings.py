@@ -247,7 +247,7 @@ class Settings:
         versions = {name: version for name, _, version in (each.partition(" ") for each in self.platform)}
         return {
             "workload": self.source.digest[:6],
-            **describe_options(self.source),
+            **_name_options(self.source),
             "--gpus": str(self.gpus),
             "--device": self.device,
             "--gpu-memory": format_bytes(self.device_bytes) if self.device_bytes_asked else "all",
@@ -283,9 +283,9 @@ class Settings:
         }
 
 
-def describe_options(source: WorkloadSource) -> dict[str, str]:
+def _name_options(source: WorkloadSource) -> dict[str, str]:
     """Return what the user said of the workload, by the names of the options; its digest covers them, too."""
-    said: dict[str, object] = {
+    options: dict[str, object] = {
         "arguments after --": shlex.join(source.argv),
         "--kind": source.script_kind,
         "--task": source.task,
@@ -296,7 +296,7 @@ def describe_options(source: WorkloadSource) -> dict[str, str]:
         "--sequence-parallel": source.sequence_parallel,
         "--tiled-loss": source.tiled_loss,
     }
-    return {name: str(value) for name, value in said.items() if value not in (None, False, "")}
+    return {name: str(value) for name, value in options.items() if value not in (None, False, "")}
 
 
 def resolve_fit(request: SearchRequest, source: WorkloadSource, *, hardware: Hardware) -> Settings:

@@ -97,7 +97,7 @@ def launch_lines(report: FitReport) -> Iterator[tuple[str, str]]:
             yield "settings", f"{name}: {text}  # in {settings_file}, as the Trainer names it"
     else:
         if not takes_config and library.config_place is not None:
-            yield "code", f"{library.config_place}={str(folder / library.config_file)!r})"
+            yield "code", f"{library.config_place}={values['ds_config']!r})"
         if set_there:
             yield "code", f"TrainingArguments(…, {_as_arguments(set_there)})"
     if switches and not library.sets_sizes:

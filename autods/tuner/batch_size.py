@@ -141,8 +141,8 @@ class Growth:
         if isinstance(choice, GrowthEnd):
             return choice
         if choice not in curve.peak_bytes and curve.fits in curve.micro_step_s:
-            fastest = max(size / seconds for size, seconds in curve.micro_step_s.items() if size <= curve.fits)
-            gain = curve.throughput_bound(choice, sample_s).rate / fastest
+            measured, bound = (curve.throughput_bound(most, sample_s).rate for most in (curve.fits, choice))
+            gain = bound / measured
             if gain < WORTH_GROWING:
                 reason = f"by its step times micro batch {choice} is at most {format_factor(gain)} times as fast"
                 return GrowthEnd(is_limit=False, reason=reason)

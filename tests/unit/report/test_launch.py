@@ -146,7 +146,7 @@ def test_arguments_in_a_trainer_script_get_the_sizes_by_code_lines():
 
 
 def test_arguments_in_a_yaml_file_get_lines_of_that_file():
-    report = replace(scripted("train", "sft.yaml", kind="hf_trainer"))
+    report = scripted("train", "sft.yaml", kind="hf_trainer")
     report = replace(report, question=replace(report.question, recomputes=not report.knobs.checkpointing))
     lines = launch_lines(report)
     assert [text for name, text in lines if name in ("code", "settings")] == [
