@@ -70,8 +70,8 @@ CPU = CpuDevice(
     # oneDNN compiles a kernel of bf16 matmuls for each number of tokens that an expert gets, and keeps all of them:
     # half a gigabyte in five steps of a 7M mixture. Its kernel for processors without bf16 serves any number, at half
     # the speed. DEFAULT and 1024 are oneDNN's own values.
-    # Freed memory goes back at once, see below, so each tensor is new memory: in pages of 4 KiB a step took 1.3 times as
-    # long as in huge ones, for which malloc asks the kernel since glibc 2.35.
+    # Freed memory goes back at once, see below, so each tensor is new memory. In pages of 4 KiB a step of a GPT-2 took
+    # 1.3 times as long as in huge ones, for which malloc asks the kernel since glibc 2.35.
     default_variables={
         "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0",

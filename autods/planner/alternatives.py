@@ -7,9 +7,12 @@ The search for the largest micro batch tells what a smaller one needs; the other
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from ..config.catalogue import Site
 from ..config.checkpointing import name_state, offloads_inputs
@@ -28,21 +31,68 @@ from ..report.results.plan import Alternative
 from .rung_forecasts import PlanRun, make_group_engine
 
 
-def list_alternatives(run: PlanRun, site: Site, best: RungForecast) -> tuple[Alternative, ...]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbours:
+    """What lies beside the best rung of a site; `SiteForecast` has the same fields, and tells what they are."""
+
+    alternatives: tuple[Alternative, ...] = ()
+    unaccumulated: RungForecast | None = None
+    runs_full: bool = False
+
+
+@dataclass(slots=True)
+class NeighbourSearch:
+    """The search for the neighbours of a site's best rung. It may begin before the last rungs are known.
+
+    It is of one rung at a time, for a search may hold one engine while it waits for another.
+    """
+
+    run: PlanRun
+    site: Site
+    _best: RungForecast | None = None
+    _found: Future[Neighbours] | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "neighbours"))
+
+    def begin(self, best: RungForecast) -> Future[Neighbours]:
+        """Begin the search for a rung that is the best so far, if it has not begun. A search for another is over."""
+        with self._lock:
+            if self._found is None or best != self._best:
+                if self._found is not None:
+                    self._found.cancel()  # unless it is under way
+                self._best, self._found = best, self._thread.submit(_find_neighbours, self.run, self.site, best)
+            return self._found
+
+
+def _find_neighbours(run: PlanRun, site: Site, best: RungForecast) -> Neighbours:
+    """Answer the questions about a rung at the same time, as many as engines are free."""
+    with ThreadPoolExecutor(thread_name_prefix="neighbours") as pool:
+        unaccumulated = pool.submit(_forecast_unaccumulated, run, site, best)
+        full = pool.submit(_runs_full, run, site, best)
+        alternatives = _list_alternatives(run, site, best, pool)
+        return Neighbours(alternatives=alternatives, unaccumulated=unaccumulated.result(), runs_full=full.result())
+
+
+def _list_alternatives(
+    run: PlanRun, site: Site, best: RungForecast, pool: ThreadPoolExecutor
+) -> tuple[Alternative, ...]:
     """Return the neighbours of the best rung's forecast; none where its time is not known."""
-    spec = run.find_engine(site, best.rung)
-    if spec is None or best.speed is None:
+    spec, speed = run.find_engine(site, best.rung), best.speed
+    if spec is None or speed is None:
         return ()
-    alternatives = [*_list_micro_batches(run, site, spec, best.speed.micro_batch)]
+    by_name = pool.submit(lambda: [*_list_rungs_by_name(run, site, spec, speed)])
+    alternatives = [*_list_micro_batches(run, site, spec, speed.micro_batch)]
     if run.facts.checkpointing:
-        alternatives += _switch_checkpointing(run, site, spec, replace(spec, checkpointing=not spec.checkpointing))
+        switch = partial(_switch_checkpointing, run, site, spec)
+        offloads = run.chooses_offload(spec) and not best.offloads_inputs and _waits(speed)
+        offloaded = pool.submit(switch, offload_inputs(spec)) if offloads else None
+        alternatives += switch(replace(spec, checkpointing=not spec.checkpointing))
         alternatives += _recompute_in_part(run, site, spec, [best, *(each.forecast for each in alternatives)])
-        if run.chooses_offload(spec) and not best.offloads_inputs and _waits(best.speed):
-            alternatives += _switch_checkpointing(run, site, spec, offload_inputs(spec))
-    return (*alternatives, *_list_rungs_by_name(run, site, spec, best.speed))
+        alternatives += [] if offloaded is None else offloaded.result()
+    return (*alternatives, *by_name.result())
 
 
-def forecast_unaccumulated(run: PlanRun, site: Site, best: RungForecast) -> RungForecast | None:
+def _forecast_unaccumulated(run: PlanRun, site: Site, best: RungForecast) -> RungForecast | None:
     """Return the best rung's forecast with one micro batch a step; None where the user says how many there are.
 
     The breakdown of the best forecast would not tell: without accumulation the peak may lie elsewhere.
@@ -62,7 +112,7 @@ def forecast_unaccumulated(run: PlanRun, site: Site, best: RungForecast) -> Rung
         return None
 
 
-def runs_full(run: PlanRun, site: Site, best: RungForecast) -> bool:
+def _runs_full(run: PlanRun, site: Site, best: RungForecast) -> bool:
     """Whether the best rung's allocator should give its cache back in each step; False where that is not known.
 
     Weights that another stream gathers ahead come back late, and the card fills up with them. What a rung needs is

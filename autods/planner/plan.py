@@ -41,7 +41,7 @@ from ..system.host import installed_versions
 from ..types import ModelFacts, WorkloadSource
 from ..workload.hf_config import describe_idle_senses
 from ..workload.lora import parse_lora
-from .alternatives import forecast_unaccumulated, list_alternatives, propose_partitioned_build, runs_full
+from .alternatives import NeighbourSearch, propose_partitioned_build
 from .rung_forecasts import PlanRun, SiteGroup, choose_checkpointing, group_sites
 from .timeline import name_timeline, write_timeline
 
@@ -85,19 +85,13 @@ def plan(settings: PlanSettings, *, listen: PlanListener, start: StartSimulator 
             allocator = read_alloc_conf(os.environ, settings.device)
             run = PlanRun(settings, facts, simulator, listen, expandable=allocator.expandable)
             try:
-                _forecast_all(run)
+                sites = _forecast_sites(run)
             except SimulationFailed as failed:
                 if failed.own_batch is None or not settings.adopts_batch:
                     raise
                 settings = adopt_script_batch(settings, failed.own_batch)
                 run = PlanRun(settings, facts, simulator, listen, expandable=allocator.expandable)
-                _forecast_all(run)
-            sites = tuple(_site_forecast(run, site) for site in settings.sites)
-            if len(sites) == 1 and (best := sites[0].best) is not None:
-                alternatives = list_alternatives(run, sites[0].site, best)
-                unaccumulated = forecast_unaccumulated(run, sites[0].site, best)
-                full = runs_full(run, sites[0].site, best)
-                sites = (replace(sites[0], alternatives=alternatives, unaccumulated=unaccumulated, runs_full=full),)
+                sites = _forecast_sites(run)
             if len(sites) == 1 and sites[0].status in ("nothing_fits", "tight"):
                 sites = (replace(sites[0], partitioned=propose_partitioned_build(run, sites[0].site)),)
             timeline, notes = _write_timeline(run, sites[0])
@@ -140,11 +134,35 @@ _AT_A_LINE = re.compile(r"(.+):(\d+): (.+)")  # what a forecast assumes at a lin
 _Job = tuple[Rung, SiteGroup, Sequence[Site]]
 
 
+def _forecast_sites(run: PlanRun) -> tuple[SiteForecast, ...]:
+    """Forecast every rung on each site, and the neighbours of the best one where there is one site."""
+    if len(run.settings.sites) > 1:
+        _forecast_several(run)
+        return tuple(_site_forecast(run, site) for site in run.settings.sites)
+    (site,) = run.settings.sites
+    search = NeighbourSearch(run, site)
+    jobs = [(rung, (site,), (site,)) for rung in run.settings.ladder]
+    then = _Answers(run, search, engines=count_parallel_engines()).add
+    _run_in_parallel(run, jobs, search=run.settings.largest, until_one_fits=False, then=then)
+    _raise_if_none_was_simulated(run)
+    forecast = _site_forecast(run, site)
+    if forecast.best is None:
+        return (forecast,)
+    found = search.begin(forecast.best).result()
+    others, alone, full = found.alternatives, found.unaccumulated, found.runs_full
+    return (replace(forecast, alternatives=others, unaccumulated=alone, runs_full=full),)
+
+
 @dataclass(slots=True)
 class _Answers:
-    """Tells the listener of a plan for one site each time that the rungs which are done give another answer."""
+    """Tells the listener of a plan for one site each time that the rungs which are done give another answer.
+
+    Once no rung waits for one of the `engines`, it has the neighbours of that answer searched.
+    """
 
     run: PlanRun
+    search: NeighbourSearch
+    engines: int
     _done: set[str] = field(default_factory=set)
     _told: RungForecast | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -157,7 +175,11 @@ class _Answers:
             left = len(run.settings.ladder) - len(self._done)
             rungs = tuple(each for each in run.list_forecasts(site) if each.rung in self._done)
             best = choose_best(rungs)
-            if not left or best is None or best.verdict != "fits" or best == self._told or run.stopped:
+            if not left or best is None or best.verdict != "fits" or run.stopped:
+                return
+            if left <= self.engines:
+                self.search.begin(best)
+            if best == self._told:
                 return
             self._told = best
             report = PlanReport(
@@ -169,21 +191,24 @@ class _Answers:
             run.listen(AnswerSoFar(report=report, left=left))
 
 
-def _forecast_all(run: PlanRun) -> None:
-    """Forecast every rung on each site. Several sites are searched only at the rung that is their answer."""
-    settings, several = run.settings, len(run.settings.sites) > 1
+def _forecast_several(run: PlanRun) -> None:
+    """Forecast the rungs of each site up to the first that fits; only this one is searched for its micro batch."""
+    settings = run.settings
     jobs = [(rung, group, group) for group in group_sites(settings.sites) for rung in settings.ladder]
-    then = None if several else _Answers(run).add
-    _run_in_parallel(run, jobs, search=settings.largest and not several, until_one_fits=several, then=then)
-    if run.failures and not any(forecast.memory for forecast in run.forecasts.values()):
-        raise next(run.failures[rung.name] for rung in settings.ladder if rung.name in run.failures)
-    if several and settings.largest:
+    _run_in_parallel(run, jobs, search=False, until_one_fits=True)
+    _raise_if_none_was_simulated(run)
+    if settings.largest:
         best = {site.machine.name: _site_forecast(run, site).best_rung for site in settings.sites}
         searches: list[_Job] = []
         for rung, group, sites in jobs:
             answered = [site for site in sites if best[site.machine.name] == rung.name]
             searches += [(rung, group, answered)] if answered else []
         _run_in_parallel(run, searches, search=True, until_one_fits=False)
+
+
+def _raise_if_none_was_simulated(run: PlanRun) -> None:
+    if run.failures and not any(forecast.memory for forecast in run.forecasts.values()):
+        raise next(run.failures[rung.name] for rung in run.settings.ladder if rung.name in run.failures)
 
 
 def _run_in_parallel(

@@ -262,6 +262,7 @@ class PlanProgress(LiveView):
                     elif event.passing:  # the line below shows what goes on
                         self._print_above(Text(escape_controls(event.text), style="dim"))
                 case SimulationStarted():
+                    self._doing.pop(event.rung, None)  # the newest are shown
                     self._doing[event.rung] = f"{event.rung} at micro batch {event.micro_batch}"
                     if self._all_done:
                         self._share = "every rung is done; simulating what else would help"

@@ -280,6 +280,43 @@ def test_no_answer_so_far_is_told_where_none_helps(asked: dict[str, Any]) -> Non
     assert not [event for event in Planned(question(**asked)).events if isinstance(event, AnswerSoFar)]
 
 
+def slow_on(rung: str, ask: EngineSpec, micro_batch: int) -> Simulation:
+    """As `timed`, but a sample takes nine times as long on one rung."""
+    work = Work(kind="matmul", flops=1e12 * micro_batch * (9 if ask.rung == rung else 1), dtype="bfloat16")
+    return replace(timed(ask, micro_batch), schedule=Schedule(events=(0,), works=(work,)))
+
+
+def test_the_best_rungs_neighbours_do_not_wait_for_the_rest() -> None:
+    switched = threading.Event()
+
+    def script(ask: EngineSpec, micro_batch: int) -> Simulation:
+        if ask.rung == "zero3":
+            assert switched.wait(20)  # the last rung ends after the first one's neighbour has begun
+        elif not ask.checkpointing:
+            switched.set()
+        return slow_on("zero3", ask, micro_batch)
+
+    planned = Planned(question(on="a100-40gb", gpus=8, ladder=("zero1", "zero3")), script)
+    site = planned.forecast.sites[0]
+    assert site.best_rung == "zero1"
+    assert [each.checkpointing for each in site.alternatives if each.switched] == [False]
+
+
+def test_neighbours_are_those_of_the_rung_that_wins_at_last() -> None:
+    def script(ask: EngineSpec, micro_batch: int) -> Simulation:
+        if ask.rung == "zero3":
+            time.sleep(0.3)  # zero1's are searched meanwhile
+        return slow_on("zero1", ask, micro_batch)
+
+    planned = Planned(question(on="a100-40gb", gpus=8, ladder=("zero1", "zero3")), script)
+    site = planned.forecast.sites[0]
+    assert site.best_rung == "zero3"
+    assert site.alternatives
+    assert {each.forecast.rung for each in site.alternatives} == {"zero3"}
+    assert site.unaccumulated is not None
+    assert site.unaccumulated.rung == "zero3"
+
+
 def test_one_engine_serves_a_rung_and_its_search() -> None:
     planned = Planned(question(ladder=("zero3",), base_config={"gradient_accumulation_steps": 2}))
     (rung,) = planned.forecast.sites[0].rungs
