@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -171,18 +171,37 @@ def _find_deciding_frame(log: str) -> Frame | None:
 
 
 def find_caller() -> Frame | None:
-    """The innermost line of the user's files on the current stack; None if there is none."""
-    return _first_of_user(traceback.walk_stack(sys._getframe(1)))
+    """The innermost line of the user's files on the current stack; None if there is none.
+
+    Where `python -m` runs an installed package, such as a trainer's command line, its lines stand in for them.
+    """
+    return _first_of_user(list(traceback.walk_stack(sys._getframe(1))))
 
 
 def find_raiser(error: BaseException) -> Frame | None:
-    """The innermost line of the user's files in the traceback, or None."""
-    return _first_of_user(reversed(list(traceback.walk_tb(error.__traceback__))))
+    """The same of the traceback."""
+    return _first_of_user(list(traceback.walk_tb(error.__traceback__))[::-1])
 
 
-def _first_of_user(frames: Iterable[tuple[FrameType, int]]) -> Frame | None:
-    for frame, line in frames:
-        place = Frame(frame.f_code.co_filename, line, frame.f_code.co_name)
-        if place.is_users:
-            return place._replace(code=linecache.getline(place.file, line).strip())
+def _first_of_user(frames: Sequence[tuple[FrameType, int]]) -> Frame | None:
+    """Of frames, innermost first."""
+    package = _find_main_package(frames)
+    places = [(Frame(frame.f_code.co_filename, line, frame.f_code.co_name), frame) for frame, line in frames]
+    users = next((place for place, _ in places if place.is_users), None)
+    users = users or next((place for place, frame in places if package and _is_of(frame, package)), None)
+    return None if users is None else users._replace(code=linecache.getline(users.file, users.line).strip())
+
+
+def _find_main_package(frames: Iterable[tuple[FrameType, int]]) -> str | None:
+    """The top package of the module that runs as the program; None for a file, and for autods."""
+    for frame, _ in frames:
+        package = frame.f_globals.get("__package__")
+        if frame.f_globals.get("__name__") == "__main__" and package:
+            top = str(package).partition(".")[0]
+            return None if frame.f_code.co_filename.startswith(_AUTODS) else top
     return None
+
+
+def _is_of(frame: FrameType, package: str) -> bool:
+    names = (str(frame.f_globals.get(name)).partition(".")[0] for name in ("__name__", "__package__"))
+    return package in names

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 from autods.system import processes
-from autods.system.stacks import Frame, ask, describe_place, find_hang, find_user_frame, parse_stack
+from autods.system.stacks import Frame, ask, describe_place, find_hang, find_raiser, find_user_frame, parse_stack
 
 LIBRARY = "/venv/lib/python3.11/site-packages"
 
@@ -72,3 +76,19 @@ def test_a_library_that_works_for_a_script_is_the_place() -> None:
     assert describe_place(1, (below, above)) == f"in call, {below}"
     users = Frame("/home/me/train.py", 7, "main")
     assert describe_place(1, (below, library, users, above)) == f"in main, {users}, which generates text token by token"
+
+
+def test_a_program_that_is_an_installed_package_has_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "site-packages" / "some_trainer"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "core.py").write_text("import json\n\ndef train(text):\n    return json.loads(text)\n")
+    (package / "cli.py").write_text("from some_trainer.core import train\n\ntrain('{')\n")
+    monkeypatch.syspath_prepend(str(package.parent))
+    with pytest.raises(ValueError) as raised:  # noqa: PT011  # of json's decoder
+        runpy.run_module("some_trainer.cli", run_name="__main__", alter_sys=True)
+    error = raised.value.with_traceback(raised.tb.tb_next)  # without this file
+    frame = find_raiser(error)
+    assert frame is not None
+    assert str(frame) == f"{package / 'core.py'}:4"
+    assert frame.code == "return json.loads(text)"
