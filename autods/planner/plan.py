@@ -148,9 +148,14 @@ def _forecast_sites(run: PlanRun) -> tuple[SiteForecast, ...]:
     forecast = _site_forecast(run, site)
     if forecast.best is None:
         return (forecast,)
-    found = search.begin(forecast.best).result()
-    others, alone, full = found.alternatives, found.unaccumulated, found.runs_full
-    return (replace(forecast, alternatives=others, unaccumulated=alone, runs_full=full),)
+    beside = search.begin(forecast.best).result()
+    forecast = replace(
+        forecast,
+        alternatives=beside.alternatives,
+        unaccumulated=beside.unaccumulated,
+        runs_full=beside.runs_full,
+    )
+    return (forecast,)
 
 
 @dataclass(slots=True)
