@@ -84,6 +84,12 @@ def format_factor(factor: float) -> str:
     return f"{factor:.2f}" if factor < 2 else f"{factor:.1f}" if factor < 10 else f"{factor:,.0f}"
 
 
+def format_factor_below(factor: float, limit: float) -> str:
+    """A factor that is below a limit near 1, in as many digits as show it: '1.02', or '1.027' below 1.03."""
+    texts = (f"{factor:.{digits}f}" for digits in range(2, 12))
+    return next((text for text in texts if float(text) < limit), f"{factor:.2f}")
+
+
 def format_signal(number: int) -> str:
     """9 → 'SIGKILL', 40 → 'SIGRTMIN+6', as `kill -l` lists them; 'signal 99' for a number without a name."""
     first, last = _REAL_TIME

@@ -15,7 +15,7 @@ from statistics import mean, median, median_low, stdev
 from ..report.results.measured import find_measured
 from ..report.results.probe import Ratio
 from ..types import Fit, Purpose, Record, Trial
-from ..units import format_factor
+from ..units import format_factor, format_factor_below
 from .trials import FitContext, Score, run_with_retry, samples_per_second
 
 # Prior of a trial's relative noise: 3 %, worth two degrees of freedom. The spread of steps within trials replaces it
@@ -237,9 +237,13 @@ class _Finals:
         )
 
 
-def describe_ratio(ratio: Ratio, words: str) -> str:
-    """'1.20 times as fast as ddp (1.15 to 1.25)', where the words are 'times as fast as ddp'."""
-    return f"{format_factor(ratio.times)} {words} ({format_factor(ratio.low)} to {format_factor(ratio.high)})"
+def describe_ratio(ratio: Ratio, words: str, below: float = inf) -> str:
+    """'1.20 times as fast as ddp (1.15 to 1.25)', where the words are 'times as fast as ddp'.
+
+    Where it is `below` a limit, it shows that.
+    """
+    times = format_factor_below(ratio.times, below) if ratio.times < below < inf else format_factor(ratio.times)
+    return f"{times} {words} ({format_factor(ratio.low)} to {format_factor(ratio.high)})"
 
 
 def largest_spread(records: Iterable[Record]) -> float:
@@ -268,8 +272,8 @@ def confirm_gain(start: Record, leaders: Sequence[Record], context: FitContext) 
     promising = [leader for leader in leaders if score(leader) >= limits.gain * usual]
     too_little = f"less than the {limits.gain:g} that counts"
     if not promising:
-        claim = max(map(score, leaders)) / max(usual, 1e-12)
-        return start, f"the {best} of them was {claim:.2f} {times} as the start, {too_little}"
+        claim = format_factor_below(max(map(score, leaders)) / max(usual, 1e-12), limits.gain)
+        return start, f"the {best} of them was {claim} {times} as the start, {too_little}"
     trials = (1 + len(promising)) * limits.turns
     turns = limits.turns if context.may_run(trials) else min(TURNS_WITHOUT_BUDGET, limits.turns)
     steps = promising[0].trial.steps  # what decided the race took longer; more steps of one of two tell little more
@@ -282,7 +286,7 @@ def confirm_gain(start: Record, leaders: Sequence[Record], context: FitContext) 
     compared = final.winner or max(remeasured, key=lambda place: final.scores[place])
     ratio = final.model.ratio(compared, 0)
     assert ratio is not None  # both have the first turn
-    words = describe_ratio(ratio, f"{times} as the start")
+    words = describe_ratio(ratio, f"{times} as the start", below=limits.gain)
     if final.winner == 0 or ratio.times < limits.gain:
         return start, f"the {best} of them was {words} when measured again in turn, {too_little}"
     if ratio.low <= 1:

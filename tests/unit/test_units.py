@@ -1,6 +1,14 @@
 import pytest
 
-from autods.units import format_bytes, format_count, format_factor, format_signal, parse_amount, parse_bytes
+from autods.units import (
+    format_bytes,
+    format_count,
+    format_factor,
+    format_factor_below,
+    format_signal,
+    parse_amount,
+    parse_bytes,
+)
 
 
 @pytest.mark.parametrize(
@@ -78,3 +86,8 @@ def test_an_absurd_amount_is_refused() -> None:
 )
 def test_a_factor_has_no_more_figures_than_it_means(factor: float, text: str) -> None:
     assert format_factor(factor) == text
+
+
+@pytest.mark.parametrize(("factor", "shown"), [(1.0, "1.00"), (1.0266, "1.027"), (1.02999, "1.02999"), (0.4, "0.40")])
+def test_a_factor_below_a_limit_does_not_look_like_it(factor: float, shown: str) -> None:
+    assert format_factor_below(factor, 1.03) == shown
