@@ -56,7 +56,7 @@ class RankError:
     """An exception as the rank describes it, see `rank.record.describe_error`. Its texts are printable.
 
     `types` are the exception's class and its bases, the most derived first. `causes` are type and message of the
-    exceptions that it was raised from, the nearest first. `user_frame` is the innermost line of the user's file.
+    exceptions that it was raised from, the nearest first. `user_frame` is the innermost line of the user's files.
     `contract` is the part of the workload contract that was broken, and `own_batch` that of a `WorkloadError`.
     """
 

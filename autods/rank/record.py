@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 
 from ..diagnosis.evidence import RankError
 from ..plain_text import clean, read_text, read_traceback
+from ..system.stacks import find_raiser
 from ..types import Communication, Examined, ModelFacts, Trained
 from ..workload.protocol import WorkloadError
 
@@ -115,8 +116,12 @@ ScriptEnd: TypeAlias = ModelFacts | RankResult  # of a survey, of a trial
 
 
 def describe_error(error: BaseException, user_file: str) -> RankError:
-    """Return the exception as printable texts."""
-    users = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == user_file]
+    """Return the exception as printable texts.
+
+    Where it passed through the user's file, `user_frame` is in that or in a module of theirs that it calls.
+    """
+    walked = traceback.walk_tb(error.__traceback__)
+    lines = [line for frame, line in walked if frame.f_code.co_filename == user_file]
     contract = None
     if isinstance(error, WorkloadError):
         file, _, line = (error.place or "").rpartition(":")
@@ -132,7 +137,7 @@ def describe_error(error: BaseException, user_file: str) -> RankError:
         message=read_text(error),
         traceback=read_traceback(error),
         causes=tuple((read_text(type(cause).__name__), read_text(cause)) for cause in causes),
-        user_frame=f"{users[-1].filename}:{users[-1].lineno}" if users else None,
+        user_frame=str(find_raiser(error) or f"{user_file}:{lines[-1]}") if lines else None,
         contract=clean(contract) if contract else contract,
         own_batch=error.own_batch if isinstance(error, WorkloadError) else None,
         hint=clean(error.hint) if isinstance(error, WorkloadError) and error.hint else None,

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -33,6 +33,8 @@ _NOT_THE_USERS = re.compile(
 _STDLIB = re.compile(r"/lib(?:64)?/python3[^/]*/(?!(?:site|dist)-packages/)|^<frozen ")
 # What libraries call, and what calls them.
 _BELOW_LIBRARIES = re.compile(r"/torch/|/lib(?:64)?/python3[^/]*/(?!(?:site|dist)-packages/)|^<|/autods/")
+# They may be installed from a checkout, which lies where the user's own code may lie.
+_LIBRARIES = {"torch", "deepspeed", "transformers", "accelerate", "lightning", "pytorch_lightning", "peft", "trl"}
 _AUTODS = str(Path(__file__).parents[1]) + os.sep
 # Who is in there waits for another rank.
 _AWAITS = re.compile(r"/torch/distributed/|/deepspeed/(?:comm|runtime)/")
@@ -187,8 +189,8 @@ def _first_of_user(frames: Sequence[tuple[FrameType, int]]) -> Frame | None:
     """Of frames, innermost first."""
     package = _find_main_package(frames)
     places = [(Frame(frame.f_code.co_filename, line, frame.f_code.co_name), frame) for frame, line in frames]
-    users = next((place for place, _ in places if place.is_users), None)
-    users = users or next((place for place, frame in places if package and _is_of(frame, package)), None)
+    users = next((place for place, frame in places if place.is_users and not _is_of(frame, _LIBRARIES)), None)
+    users = users or next((place for place, frame in places if package and _is_of(frame, {package})), None)
     return None if users is None else users._replace(code=linecache.getline(users.file, users.line).strip())
 
 
@@ -202,6 +204,6 @@ def _find_main_package(frames: Iterable[tuple[FrameType, int]]) -> str | None:
     return None
 
 
-def _is_of(frame: FrameType, package: str) -> bool:
-    names = (str(frame.f_globals.get(name)).partition(".")[0] for name in ("__name__", "__package__"))
-    return package in names
+def _is_of(frame: FrameType, packages: Set[str]) -> bool:
+    names = {str(frame.f_globals.get(name)).partition(".")[0] for name in ("__name__", "__package__")}
+    return not names.isdisjoint(packages)
