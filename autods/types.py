@@ -419,7 +419,8 @@ class WorkloadSource:
     the weights of an hf_config are frozen, and adapters train (`workload.lora`). With `weights` its ranks start from
     the safetensors of its folder (`workload.hf_weights`), and forecasts from random ones. `sequence_parallel` ranks
     share each of its sequences, and with `tiled_loss` its logits are made in parts (`workload.long_sequences`).
-    `idle` are the senses of its model that samples of text leave idle, such as vision.
+    `idle` are the senses of its model that samples of text leave idle, such as vision. `other_use` is the class that
+    its config names and that is for none of the tasks; None where the task was asked for.
 
     The other fields describe a script. `argv` has the placeholders of `workload.script_source`. `script_kind` names a
     row of `config.trainers`, None if its imports do not show it. It runs in `folder`. If it starts with
@@ -447,6 +448,7 @@ class WorkloadSource:
     sequence_parallel: int | None = None
     tiled_loss: bool = False
     idle: tuple[str, ...] = ()
+    other_use: str | None = None
     keeps_checkpointing: bool = False
 
     @property

@@ -40,6 +40,8 @@ _ENDINGS: tuple[tuple[str, Task], ...] = (
     ("ForPreTraining", "masked-lm"),
     ("ForImageClassification", "image-classification"),
 )
+# A class for a certain use. ForConditionalGeneration is that of seq2seq, or of a language model with more senses.
+_USE = re.compile(r"\w+For(?!ConditionalGeneration$)[A-Z]\w*")
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
 _PREFIX = "hf:"
 
@@ -100,6 +102,17 @@ def infer_task(config: Mapping[str, Any]) -> Task:
     return "seq2seq" if config.get("is_encoder_decoder") else "causal-lm"
 
 
+def find_other_use(config: Mapping[str, Any]) -> str | None:
+    """Return the class of the config's `architectures` that is for none of the tasks (LlamaForSequenceClassification).
+
+    It is None where a class is for one of the tasks, or for no certain use.
+    """
+    names = config.get("architectures") or ()
+    if any(name.endswith(ending) for ending, _ in _ENDINGS for name in names):
+        return None
+    return next((name for name in names if _USE.fullmatch(name)), None)
+
+
 def find_idle_senses(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return what a language model reads beside text ("vision"); samples of text leave those parts of it idle."""
     parts = {name: part for name, part in config.items() if isinstance(part, Mapping)}
@@ -108,7 +121,9 @@ def find_idle_senses(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def describe_idle_senses(source: WorkloadSource) -> Iterator[str]:
-    """Say which parts of the model samples of text leave idle."""
+    """Say what is left out of the config's model: a head for another use, and parts that texts leave idle."""
+    if source.other_use is not None:
+        yield f"{source.other_use} is for none of the tasks, so its {source.task} model is taken (or write a model.py)"
     if source.idle:
         senses, have = " and ".join(source.idle), "part has" if len(source.idle) == 1 else "parts have"
         yield f"samples of text alone: the {senses} {have} weights and no activations (a model.py makes other samples)"
@@ -176,6 +191,8 @@ def _auto_class(config: Any, task: Task, path: Path) -> Any:
         auto._model_mapping[type(config)]
         return auto
     supported = [each for each in _AUTO if _find_auto_class(config, each) is not None]
+    if config.is_encoder_decoder and "causal-lm" in supported:
+        supported.remove("causal-lm")  # its decoder alone
     hint = f"give --task {' or '.join(supported)}" if supported else "write a model.py with build_model and build_batch"
     raise WorkloadError(f"{config.model_type} has no model for --task {task}", place=str(path), hint=hint)
 

@@ -24,7 +24,16 @@ from ..files import read_file
 from ..system import private
 from ..types import WorkloadSource
 from .conditions import argument_names, bind_arguments
-from .hf_config import TASKS, find_config_file, find_idle_senses, infer_task, load_config, read_config, resolve_hf_path
+from .hf_config import (
+    TASKS,
+    find_config_file,
+    find_idle_senses,
+    find_other_use,
+    infer_task,
+    load_config,
+    read_config,
+    resolve_hf_path,
+)
 from .hf_weights import describe_weights
 from .lora import NOT_IN_PARTS, parse_lora, require_packages
 from .protocol import FUNCTIONS, Workload, WorkloadError, check_model_py, load_model_py, read_base_config
@@ -205,6 +214,7 @@ def _make_config_source(
     source = WorkloadSource(
         kind="hf_config", path=str(path), name=name or config["model_type"], digest=_digest(read_file(path)),
         idle=find_idle_senses(config) if chosen == "causal-lm" else (),
+        other_use=None if task else find_other_use(config),
     )  # fmt: skip
     options = {"seq_len": seq_len, "target_len": target_len, "task": chosen}
     return _with_options(source, **options, zero_init=zero_init or None)

@@ -12,7 +12,7 @@ import pytest
 from autods.errors import InputError
 from autods.types import WorkloadSource
 from autods.workload import make_source
-from autods.workload.hf_config import read_config
+from autods.workload.hf_config import describe_idle_senses, read_config
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 
@@ -53,6 +53,23 @@ def test_a_folder_and_its_config_json_are_the_same_workload(tmp_path: Path) -> N
 )
 def test_the_task_follows_from_the_architectures(tmp_path: Path, content: dict[str, Any], task: str) -> None:
     assert make_source(config(tmp_path, content)).task == task
+
+
+@pytest.mark.parametrize(
+    ("name", "other_use"),
+    [
+        ("LlamaForSequenceClassification", "LlamaForSequenceClassification"),
+        ("LlamaForCausalLM", None),
+        ("Qwen3VLForConditionalGeneration", None),
+        ("BertModel", None),
+    ],
+)
+def test_a_model_for_none_of_the_tasks_is_named(tmp_path: Path, name: str, other_use: str | None) -> None:
+    folder = config(tmp_path, {"model_type": "llama", "architectures": [name]})
+    source = make_source(folder)
+    assert source.other_use == other_use
+    assert any(name in line for line in describe_idle_senses(source)) == (other_use is not None)
+    assert make_source(folder, task="causal-lm").other_use is None
 
 
 def test_a_requested_task_takes_precedence(tmp_path: Path) -> None:
