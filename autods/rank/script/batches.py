@@ -29,15 +29,18 @@ class Batches:
     """The arguments of a script's training forwards.
 
     `longest_shape` is the shape of the largest tensor in the longest batch. `forward` takes the arguments of a forward
-    where a library calls the engine in another way; None: the engine takes them. `tokens` counts those of all forwards:
-    a model may get each text of a pair in a forward of its own.
+    where a library calls the engine in another way; None: the engine takes them. `tokens` counts those of all forwards
+    of the `whole_steps`, whose batches have all their samples: a model may get each text of a pair in a forward of its
+    own.
     """
 
     forward: Callable[..., Any] | None = None
     seen: int = 0
     tokens: int = 0
+    whole_steps: int = 0
     longest_shape: tuple[int, ...] = ()
     loaders: list[Loader] = field(default_factory=list)
+    _step_tokens: int = 0
     _first_sizes: set[int] = field(default_factory=set)
     _longest_elements: int = 0
     _longest: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -61,7 +64,7 @@ class Batches:
         the size. See `text_shapes` for `shifts_labels`.
         """
         self.seen += 1
-        self.tokens += sum(rows * tokens for rows, tokens in text_shapes(arguments, shifts_labels=shifts_labels))
+        self._step_tokens += sum(rows * tokens for rows, tokens in text_shapes(arguments, shifts_labels=shifts_labels))
         shapes = [tuple(tensor.shape) for tensor in iter_tensors(arguments) if tensor.dim()]
         if self.seen == 1:
             self._check_first(shapes, micro_batch, takes_size=takes_size)
@@ -69,6 +72,13 @@ class Batches:
         if not shapes or micro_batch not in self._first_sizes:
             return True  # samples are packed, or are not the first dimension
         return any(shape[0] == micro_batch for shape in shapes)
+
+    def end_step(self, *, is_whole: bool) -> None:
+        """An optimizer step has ended: count its tokens, if its batches had all their samples."""
+        if is_whole:
+            self.tokens += self._step_tokens
+            self.whole_steps += 1
+        self._step_tokens = 0
 
     def _check_first(self, shapes: Sequence[tuple[int, ...]], micro_batch: int, *, takes_size: bool) -> None:
         sizes = [shape[0] for shape in shapes]

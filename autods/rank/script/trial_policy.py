@@ -247,6 +247,7 @@ class TrialPolicy(Policy):
         if not boundary:
             return
         self._steps += 1
+        self.batches.end_step(is_whole=self._whole)
         if self._exam is None:
             self._record_step(seconds)
             if not self.has_enough():
@@ -306,7 +307,7 @@ class TrialPolicy(Policy):
 
     def result(self) -> RankResult:
         """The measurements of this rank's steps."""
-        samples = self.step * self.job.micro_batch * self.job.accumulation  # of this rank
+        samples = self.batches.whole_steps * self.job.micro_batch * self.job.accumulation  # of this rank
         return self.recorder.result(
             examined=None if self._exam is None else self._exam.examined,
             trained=self._trained,

@@ -73,7 +73,16 @@ def test_tokens_are_counted_over_all_forwards():
     seen = batches()
     for length in (128, 32):  # the texts of a pair, one after the other
         seen.check([{"input_ids": torch.ones(2, length, dtype=torch.long)}], 2)
-    assert seen.tokens == 2 * (128 + 32)
+    seen.end_step(is_whole=True)
+    assert (seen.tokens, seen.whole_steps) == (2 * (128 + 32), 1)
+
+
+def test_the_rest_at_the_end_of_the_data_has_no_tokens():
+    seen = batches()
+    for rows in (2, 1, 2):
+        is_whole = seen.check([{"input_ids": torch.ones(rows, 32, dtype=torch.long)}], 2)
+        seen.end_step(is_whole=is_whole)
+    assert (seen.tokens, seen.whole_steps) == (2 * 2 * 32, 2)
 
 
 def test_the_longest_batch_is_kept():
