@@ -76,8 +76,17 @@ def list_remedies(report: FitReport) -> Iterator[str]:
         yield way
     for rung in report.question.lacks_nvme:
         yield f"--nvme-path DIR on a fast disk: {rung} was skipped because it needs one"
-    yield f"more ranks (--gpus {report.question.gpus * 2}): ZeRO splits the model over them"
-    yield "a smaller workload: a shorter sequence in build_batch, or a smaller model"
+    if not report.trials and report.closest is None:
+        yield "other rungs (--ladder): none of these applies here, for the reasons in the table"
+    if _lacks_memory(report) or report.question.gpus == 1:
+        yield f"more ranks (--gpus {report.question.gpus * 2}): ZeRO splits the model over them"
+    if _lacks_memory(report):
+        yield "a smaller workload: shorter sequences, or a smaller model"
+
+
+def _lacks_memory(report: FitReport) -> bool:
+    """Whether memory is what a rung lacked, and not a package or a rank."""
+    return report.closest is not None or any(isinstance(record.outcome, OutOfMemory) for record in report.trials)
 
 
 def _more_memory(report: FitReport, closest: ClosestRung, missing: int) -> str:

@@ -181,6 +181,14 @@ def test_when_every_rung_failed_the_advice_of_the_failures_is_given() -> None:
     assert "libaio-dev" in shown(report, 80)
 
 
+def test_less_memory_is_no_way_out_where_none_was_lacking() -> None:
+    skipped = FitReport(status="nothing_fits", skipped=(Skipped(rung="zero2", reason="one rank: no sharding to gain"),))
+    assert [line.partition(" (")[0] for line in list_remedies(skipped)] == ["other rungs", "more ranks"]
+    question = replace(hopeless_report().question, lacks_nvme=())
+    failed = FitReport(status="nothing_fits", trials=(record(1, "ddp", failure()),), question=question)
+    assert list(list_remedies(failed)) == ["ddp: apt-get install libaio-dev"]
+
+
 def test_an_empty_report_can_be_shown() -> None:
     assert "nothing fits" in shown(FitReport(status="nothing_fits"), 80)
 
