@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Container
+from collections.abc import Callable, Container
 from pathlib import Path
 
 _MOST = 300  # characters of another library's text
@@ -26,12 +26,19 @@ class AutodsError(Exception):
         in backticks is about another command.
         """
         problem, _, hint = str(self).partition("\n")
-        first, *others = _ALTERNATIVE.split(hint.strip())
-        parts = [("", first), *zip(others[::2], others[1::2], strict=True)]
-        kept = [part for part in parts if all(name in options for name in _OPTION.findall(_OTHERS.sub("", part[1])))]
-        if len(kept) < len(parts):
-            self.hint = "".join(end + text for end, text in kept).removeprefix(kept[0][0]) if kept else None
+        kept = keep_alternatives(
+            hint.strip(), lambda text: all(name in options for name in _OPTION.findall(_OTHERS.sub("", text)))
+        )
+        if kept != hint.strip():
+            self.hint = kept or None
             self.args = (f"{problem}\n  {self.hint}" if self.hint else problem,)
+
+
+def keep_alternatives(hint: str, is_kept: Callable[[str], bool]) -> str:
+    """Return a hint such as "do this; that, or the other" with those of its alternatives that are kept."""
+    first, *others = _ALTERNATIVE.split(hint)
+    kept = [part for part in (("", first), *zip(others[::2], others[1::2], strict=True)) if is_kept(part[1])]
+    return "".join(end + text for end, text in kept).removeprefix(kept[0][0]) if kept else ""
 
 
 class InputError(AutodsError):

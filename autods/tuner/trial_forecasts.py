@@ -14,7 +14,7 @@ from types import MappingProxyType
 from ..config.settings import Settings
 from ..devices import find_device
 from ..diagnosis.trial_outcome import wants_larger_batch
-from ..errors import AutodsError
+from ..errors import AutodsError, keep_alternatives
 from ..events import Listener, Note
 from ..forecast.largest_batch import Fills, find_last
 from ..forecast.predict.allocator import Replay
@@ -155,6 +155,7 @@ def limit_engine(spec: EngineSpec, device_bytes: float) -> EngineSpec:
     return replace(spec, machine=replace(spec.machine, device_bytes=int(device_bytes)))
 
 
+_BEING_DONE = ("autods fit", "--no-forecast")  # by a fit, where there is no forecast
 _LARGEST_FIRST_MICRO_BATCH = 8  # as the walk of the ladder, which tries no larger one first
 
 
@@ -454,7 +455,9 @@ class TrialForecaster(Forecaster):
         if micro_batch < _LARGEST_FIRST_MICRO_BATCH and wants_larger_batch(str(error)):
             self._least = max(self._least, 2 * micro_batch)
             return True
-        reason = "; ".join(" ".join(line.split()).rstrip(".") for line in str(error).splitlines())
+        problem, _, hint = str(error).partition("\n")
+        hint = keep_alternatives(hint, lambda text: not any(way in text for way in _BEING_DONE))
+        reason = "; ".join(" ".join(text.split()).rstrip(".") for text in (problem, hint) if text.strip())
         if reason not in self._reported:
             self._reported.add(reason)
             self.report(f"no forecast of {rung}, so it is tried: {reason}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autods.errors import EnvironmentBroken, InputError, describe_broken_machine, make_write_error
+from autods.errors import EnvironmentBroken, InputError, describe_broken_machine, keep_alternatives, make_write_error
 
 OUT = Path("/out/report.json")
 CANNOT = "/out/report.json: cannot be written: "
@@ -60,3 +60,17 @@ def test_what_the_machine_refuses_is_no_bug(case: str) -> None:
 @pytest.mark.parametrize("error", [RuntimeError("no"), FileNotFoundError(2, "No such file"), ValueError()], ids=repr)
 def test_other_exceptions_are_not_the_machines_fault(error: BaseException) -> None:
     assert describe_broken_machine(error) is None
+
+
+@pytest.mark.parametrize(
+    ("hint", "kept"),
+    [
+        ("do this; measure it: autods fit", "do this"),
+        ("measure it: autods fit", ""),
+        ("do this, or that, or autods fit", "do this, or that"),
+        ("autods fit, or do this", "do this"),
+        ("", ""),
+    ],
+)
+def test_the_alternatives_of_a_hint_are_kept_or_dropped(hint: str, kept: str) -> None:
+    assert keep_alternatives(hint, lambda text: "autods fit" not in text) == kept

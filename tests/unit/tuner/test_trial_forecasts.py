@@ -159,6 +159,13 @@ def test_a_failed_simulation_is_reported_once() -> None:
     assert reported == ["no forecast of zero1, so it is tried: flash_attn has no fake implementation"]
 
 
+def test_a_fit_does_not_advise_the_trial_that_it_runs() -> None:
+    hint = "use another kernel; where the script runs by itself, real trials measure it: autods fit"
+    made, _, reported = make_forecaster(fail_with("unsupported", "no such kernel", hint=hint))
+    assert made.forecast(trial()) is None
+    assert reported == ["no forecast of zero1, so it is tried: no such kernel; use another kernel"]
+
+
 def test_the_largest_micro_batch_is_found_on_one_engine() -> None:
     made, simulator, _ = make_forecaster()
     found = made.largest(trial(), range(1, 65), 15 * GIB)
