@@ -185,6 +185,14 @@ def find_raiser(error: BaseException) -> Frame | None:
     return _first_of_user(list(traceback.walk_tb(error.__traceback__))[::-1])
 
 
+def find_library_raiser(error: BaseException) -> Frame | None:
+    """The innermost line of the traceback below which only torch and the standard library are; None for autods' own."""
+    frames = (
+        Frame(frame.filename, frame.lineno or 0, frame.name) for frame in traceback.extract_tb(error.__traceback__)
+    )
+    return next((frame for frame in [*frames][::-1] if _BELOW_LIBRARIES.search(frame.file) is None), None)
+
+
 def _first_of_user(frames: Sequence[tuple[FrameType, int]]) -> Frame | None:
     """Of frames, innermost first."""
     package = _find_main_package(frames)

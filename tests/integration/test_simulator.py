@@ -69,6 +69,7 @@ CALLS_AN_OPERATOR, HAS_A_KERNEL, IN_PARTS, DIES = 6, 7, 8, 9
 LATENT_HEADS, ONLY_FLASH, MAKES_A_TENSOR_BACKWARD, FLEXES, FLEXES_COMPILED = 10, 11, 12, 13, 14
 RECOMPUTES, SPLITS, CHOOSES = 15, 16, 17
 MULTIPLIES_TWO_TYPES, NORMS_TWO_TYPES = 18, 19
+HAS_A_GRU, HAS_NO_SHAPES = 20, 21
 LINES = {
     PLAIN: "pass",
     RAISES: 'raise ValueError("my mistake")',
@@ -86,6 +87,8 @@ LINES = {
     CHOOSES: "h = h + choose_places(h).reshape(h.shape)",
     MULTIPLIES_TWO_TYPES: "h = nn.functional.linear(h.float(), self.last.weight)",
     NORMS_TWO_TYPES: "h = nn.functional.layer_norm(h.float(), (64,), self.last.bias)",
+    HAS_A_GRU: "h = torch.gru_cell(h, h, self.first.weight.repeat(3, 1), self.last.weight.repeat(3, 1))",
+    HAS_NO_SHAPES: "h = h + torch.nested.nested_tensor([h[0]]).to_padded_tensor(0.0).mean()",
     SPLITS: "h = torch.cat(h.split((h[:2, 0] > 0).long().tolist()))",
     RECOMPUTES: "h = torch.utils.checkpoint.checkpoint(lambda h: h[:, [-1]] + h, h, use_reentrant=False)",
 }
@@ -302,6 +305,16 @@ def test_an_operator_without_a_fake_implementation_is_named(lines: Lines) -> Non
     (assumed,) = lines.simulate(CALLS_AN_OPERATOR).assumed
     assert "autods_test.twice" in assumed
     assert "not counted" in assumed
+
+
+def test_an_operator_of_torch_without_shapes_is_named(lines: Lines) -> None:
+    with pytest.raises(SimulationFailed, match=rf"{lines.place(HAS_NO_SHAPES)}: .*aten._nested_tensor") as failed:
+        lines.simulate(HAS_NO_SHAPES)
+    assert failed.value.kind == "unsupported"
+
+
+def test_the_cells_of_a_gru_are_simulated(lines: Lines) -> None:
+    assert lines.simulate(HAS_A_GRU).optimizer_elements == 1040
 
 
 class Moved(NamedTuple):

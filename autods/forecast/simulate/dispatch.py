@@ -419,11 +419,11 @@ def _without_values(tensors: Any) -> Iterator[None]:
 
 
 # Values that these files read are no assumption about the model: gradient norms, overflow checks, an optimizer's
-# scales, losses for a log. Whether there is padding is known from `masks`.
+# scales, losses for a log, weights that are drawn again. Whether there is padding is known from `masks`.
 _NO_ASSUMPTION = (
     "/deepspeed/", "/transformers/masking_utils.py", "/transformers/modeling_attn_mask_utils.py",
     "/transformers/optimization.py", "/transformers/trainer.py", "/transformers/generation/", "/accelerate/",
-    "/bitsandbytes/", "/torch/utils/data/",
+    "/bitsandbytes/", "/torch/utils/data/", "/torch/nn/init.py",
 )  # fmt: skip
 # Frames between an operator and the model's code.
 _LIBRARIES = ("/torch/", "/deepspeed/", "/autods/", "<frozen", "<string>", "/contextlib.py")

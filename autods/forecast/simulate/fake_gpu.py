@@ -170,6 +170,8 @@ def install(ledger: Ledger) -> None:
     if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         for name in _WHOLE_ON_CUDA:
             _register_kernel(name)
+    for name, make in _WITHOUT_SHAPES.items():
+        _register(name, make, "Meta")
     _forget_answers()
 
 
@@ -208,9 +210,28 @@ def _register_kernel(name: str) -> None:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(f"aten::{name} on the simulated GPU, outside FakeTensorMode")
 
-    with contextlib.suppress(RuntimeError):  # another version of torch may lack the operator
-        _KERNELS.impl(name, kernel, "CUDA")  # type: ignore[no-untyped-call]
+    _register(name, kernel, "CUDA")
+
+
+def _register(name: str, kernel: Any, key: str) -> None:
+    with contextlib.suppress(RuntimeError):  # another version of torch may lack the operator, or have the kernel
+        _KERNELS.impl(name, kernel, key)  # type: ignore[no-untyped-call]
+
+
+def _gru_cell(input_gates: Any, hidden_gates: Any, hx: Any, input_bias: Any = None, hidden_bias: Any = None) -> Any:
+    return hx.new_empty(hx.shape), hx.new_empty(hx.shape[0], 5 * hx.shape[1])
+
+
+def _gru_cell_backward(grad_hy: Any, workspace: Any, has_bias: bool) -> Any:
+    rows, gates = workspace.shape[0], 3 * (workspace.shape[1] // 5)
+    of_gates = [workspace.new_empty(rows, gates) for _ in range(2)]
+    of_biases = [workspace.new_empty(gates) if has_bias else None for _ in range(2)]
+    return *of_gates, grad_hy.new_empty(grad_hy.shape), *of_biases
 
 
 def _always(value: Any) -> Any:
     return lambda *args, **kwargs: value
+
+
+# aten operators of CUDA for which torch has no shapes: what they return (aten/src/ATen/native/cuda/RNN.cu).
+_WITHOUT_SHAPES = {"_thnn_fused_gru_cell": _gru_cell, "_thnn_fused_gru_cell_backward": _gru_cell_backward}

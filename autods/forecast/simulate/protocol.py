@@ -13,6 +13,7 @@ from typing import Any
 from ...errors import AutodsError
 from ...plain_text import clean, read_text
 from ...rank.patching import SymbolMissing
+from ...system.stacks import find_library_raiser
 from ...types import ModelFacts
 from ...workload.protocol import WorkloadError
 from ..values import EngineSpec, Simulation
@@ -141,7 +142,7 @@ def explain_optimizer_errors(config: Mapping[str, Any]) -> Iterator[None]:
 
 
 def failure_of(error: BaseException, user_file: str) -> SimulationFailed:
-    """The failure that an exception means; `place` is the innermost line of the user's file."""
+    """The failure that an exception means; `place` is the user's innermost line, else that of the model's library."""
     if isinstance(error, SimulationFailed):
         return error
     if isinstance(error, SymbolMissing):
@@ -167,6 +168,8 @@ def failure_of(error: BaseException, user_file: str) -> SimulationFailed:
             "the model's buffers, which DeepSpeed leaves in fp32, or its code made an input of another type than the"
             ' weights: give --precision fp32, or for buffers "data_types": {"buffer_dtype": "bf16"} in the base config'
         )
+    if place is None and (library := find_library_raiser(error)) is not None and "/deepspeed/" not in library.file:
+        place = str(library)
     problem = f"{types[0]}: {message}" if message else types[0]
     if _READS_VALUES.search(message):
         kind, problem = "data_dependent", "a library reads values of tensors, which are not computed there"

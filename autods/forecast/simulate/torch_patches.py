@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, UnsupportedOperatorException
 from torch.distributions import Distribution
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -26,6 +26,10 @@ _INIT_GPU = declare(
 )
 _AVOID_INIT = declare(
     "torch._subclasses.fake_tensor.FakeTensorMode.avoid_device_init", "the simulated GPU is not initialised"
+)
+_FALLBACK = declare(
+    "torch._subclasses.fake_tensor.run_fallback_kernel",
+    "it runs an operator without a fake implementation on zeros, and the simulated GPU has no kernels",
 )
 _FAKE_TENSOR = declare_all(
     "torch._subclasses.fake_tensor.FakeTensor",
@@ -84,6 +88,7 @@ def install(ledger: Ledger) -> None:
     _APPLY.install(_apply_in_place)
     if not ledger.one_memory:
         _RAW_STREAM.install(lambda device: 0)
+        _FALLBACK.wrap(_run_on_the_host)
     for patch in _FOREACH_TYPES:
         if FakeTensor not in (supported := patch.original()):
             supported.append(FakeTensor)
@@ -141,6 +146,13 @@ def install(ledger: Ledger) -> None:
     _ONE_HOT.wrap(make_one_hot)
     _LOSS.wrap(match_rows)
     Distribution.set_default_validate_args(False)  # it would look at values; routers of experts draw from one
+
+
+def _run_on_the_host(original: Any, mode: Any, func: Any, values: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Run an operator without a fake implementation on tensors of the host. Its name is the error of others."""
+    if any(isinstance(value, FakeTensor) and getattr(value, FAKE_DEVICE).type != "cpu" for value in values):
+        raise UnsupportedOperatorException(func)
+    return original(mode, func, values, *args, **kwargs)
 
 
 def _share_objects() -> None:

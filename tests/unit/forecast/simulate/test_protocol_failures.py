@@ -86,3 +86,12 @@ def test_an_operator_without_a_kernel_is_told_in_one_line() -> None:
         f"{first} This could be because the operator doesn't exist. CPU: {'registered at ' * 99}"
     )
     assert str(failure_of(error, "model.py")) == f"NotImplementedError: {first}"
+
+
+def test_an_error_of_the_models_library_names_its_line() -> None:
+    file = "/env/site-packages/transformers/models/llama/modeling_llama.py"
+    try:
+        exec(compile("\nraise RuntimeError('no')", file, "exec"))
+    except RuntimeError as error:
+        failure = failure_of(error, "config.json")
+    assert (failure.kind, failure.problem, failure.place) == ("engine", "RuntimeError: no", f"{file}:2")
