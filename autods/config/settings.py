@@ -247,7 +247,7 @@ class Settings:
         versions = {name: version for name, _, version in (each.partition(" ") for each in self.platform)}
         return {
             "workload": self.source.digest[:6],
-            **_name_options(self.source),
+            **{name: value for name, value in _name_options(self.source).items() if value is not None},
             "--gpus": str(self.gpus),
             "--device": self.device,
             "--gpu-memory": format_bytes(self.device_bytes) if self.device_bytes_asked else "all",
@@ -283,20 +283,28 @@ class Settings:
         }
 
 
-def _name_options(source: WorkloadSource) -> dict[str, str]:
+def _name_options(source: WorkloadSource) -> dict[str, str | None]:
     """Return what the user said of the workload, by the names of the options; its digest covers them, too."""
-    options: dict[str, object] = {
-        "arguments after --": shlex.join(source.argv),
-        "--kind": source.script_kind,
+    return {
+        **_as_text({"arguments after --": shlex.join(source.argv), "--kind": source.script_kind}),
+        **name_training_options(source),
+        **_as_text({"--sequence-parallel": source.sequence_parallel, "--tiled-loss": source.tiled_loss}),
+    }
+
+
+def name_training_options(source: WorkloadSource) -> dict[str, str | None]:
+    """Return the options of a workload that decide what is trained, on which samples; None for those not given."""
+    return _as_text({
         "--task": source.task,
         "--seq-len": source.seq_len,
         "--target-len": source.target_len,
         "--lora": source.lora,
         "--weights": source.weights,
-        "--sequence-parallel": source.sequence_parallel,
-        "--tiled-loss": source.tiled_loss,
-    }
-    return {name: str(value) for name, value in options.items() if value not in (None, False, "")}
+    })  # fmt: skip
+
+
+def _as_text(options: Mapping[str, object]) -> dict[str, str | None]:
+    return {name: None if value in (None, False, "") else str(value) for name, value in options.items()}
 
 
 def resolve_fit(request: SearchRequest, source: WorkloadSource, *, hardware: Hardware) -> Settings:

@@ -167,9 +167,9 @@ class RunJournal:
         header, *rows = self._journal.begin(mine, lambda rows: any(row.get("kind") == "started" for row in rows))
         if header.get("kind") != "header" or header.get("version") != VERSION:
             raise self._damaged(1, "it is of another version")
-        known = header.get("identity") or {}
-        if differing := [name for name, value in identity.items() if known.get(name) != value]:
-            changes = "; ".join(f"{name}: {known.get(name)} → {identity[name]}" for name in differing)
+        known = {**identity, **(header.get("identity") or {})}  # journals of older releases name fewer options
+        if differing := [name for name, value in identity.items() if known[name] != value]:
+            changes = "; ".join(f"{name}: {known[name]} → {identity[name]}" for name in differing)
             raise InputError(
                 f"holds a run with other options ({changes})",
                 place=str(self.path.parent),

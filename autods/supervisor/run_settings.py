@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.deepspeed import count_replicas
-from ..config.settings import Settings, refuse_shared_sequences, resolve_fit
+from ..config.settings import Settings, name_training_options, refuse_shared_sequences, resolve_fit
 from ..errors import InputError
 from ..events import Note, RunListener
 from ..journal import OtherFitError
@@ -52,6 +52,7 @@ class RunSettings:
         return {
             "workload": fit.source.place,
             "arguments": " ".join(fit.source.argv),
+            **name_training_options(fit.source),
             "--device": fit.device,
             "--gpu-memory": fit.device_bytes if fit.device_bytes_asked else None,
             "--global-batch": fit.global_batch,

@@ -10,6 +10,8 @@ from autods.errors import InputError
 from autods.supervisor.run_journal import Attempt, RunConfig, RunJournal
 from tests.support.journaled import TRIAL
 
+BEGAN = {"first_step": 0, "began": 0.0}
+
 
 def test_options_may_change_until_an_attempt_has_started(tmp_path: Path) -> None:
     for arguments in ("--lr 1e-4x", "--lr 1e-4"):  # the script refused the first, before any attempt
@@ -17,6 +19,13 @@ def test_options_may_change_until_an_attempt_has_started(tmp_path: Path) -> None
         journal.open({"arguments": arguments})
         journal.note_workload("a")
     config = RunConfig(rung="ddp", knobs=TRIAL.knobs, world_size=2)
-    journal.start_attempt(Attempt(number=1, config=config, first_step=0, began=0.0))
+    journal.start_attempt(Attempt(number=1, config=config, **BEGAN))
     with pytest.raises(InputError, match=r"other options \(arguments: --lr 1e-4 → --lr 1e-5\)"):
         RunJournal(tmp_path).open({"arguments": "--lr 1e-5"})
+
+
+def test_an_older_journal_may_name_fewer_options(tmp_path: Path) -> None:
+    journal = RunJournal(tmp_path)
+    journal.open({"--seed": 0})
+    journal.start_attempt(Attempt(number=1, config=RunConfig(rung="ddp", knobs=TRIAL.knobs, world_size=2), **BEGAN))
+    assert RunJournal(tmp_path).open({"--seed": 0, "--seq-len": "32"}).attempts
