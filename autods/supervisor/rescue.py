@@ -30,7 +30,8 @@ class Situation:
     since the last rescue. `ranks_left` is the number that the machines still have; None: all. They are those of whole
     nodes, of `ranks_per_node` each; None for a single machine.
     `growth_bytes` is by how much a sample needed more of the device than in the fit's trials, so far.
-    `find_obstacle` returns why the last checkpoint cannot be loaded with a config.
+    `find_obstacle` returns why the last checkpoint cannot be loaded with a config. `find_damage` returns what of it is
+    damaged, where the one before it is whole.
     """
 
     config: RunConfig
@@ -48,6 +49,7 @@ class Situation:
     may_expand: bool = True  # the allocator could grow its segments, and the user has not decided whether
     last_hang: str | None = None  # the line of the user's code where the attempt before was stuck
     find_obstacle: Callable[[RunConfig], str | None] = lambda config: None
+    find_damage: Callable[[], str | None] = lambda: None
 
     def known(self, rung: str) -> KnownRung:
         """What is known of a rung."""
@@ -77,12 +79,16 @@ class Situation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextConfig:
-    """Go on with this config. `changed` says what was changed, `is_leaner` whether it needs less memory."""
+    """Go on with this config. `changed` says what was changed, `is_leaner` whether it needs less memory.
+
+    `damage` is that of the last checkpoint, where the run goes on from the one before; None where it does not.
+    """
 
     config: RunConfig
     changed: str
     is_leaner: bool = True
     growth_bytes: float = 0.0
+    damage: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +106,8 @@ Remedy: TypeAlias = Callable[[Situation, Cause], NextConfig | None]
 
 def decide(cause: Cause, situation: Situation) -> NextConfig | RunFailure:
     """Return how a run goes on after its attempt failed of `cause`."""
+    if situation.rescues < situation.most_rescues and (earlier := _load_earlier(situation, cause)) is not None:
+        return earlier
     if (stop := _find_stop(cause, situation)) is not None:
         return stop
     if situation.rescues >= situation.most_rescues:
@@ -143,6 +151,13 @@ _EXIT_CODES: Mapping[str, int] = {
     "nothing": USERS_FAULT,
     "fix_environment": MACHINES_FAULT,
 }
+
+
+def _load_earlier(situation: Situation, cause: Cause) -> NextConfig | None:
+    """The same from the checkpoint before a damaged one. Its files are asked: each library words this differently."""
+    if isinstance(cause, OutOfMemory) or cause.phase != "load" or (damage := situation.find_damage()) is None:
+        return None
+    return NextConfig(config=situation.config, changed="an earlier checkpoint", is_leaner=False, damage=damage)
 
 
 def _find_stop(cause: Cause, situation: Situation) -> RunFailure | None:

@@ -23,7 +23,15 @@ from ..forecast.simulation_cache import read_alloc_conf
 from ..journal import RUN_JOURNAL, check_disk_space, is_journal, record_warnings, workspace
 from ..rank.job import JOB_FILE, RunOrder, read_job
 from ..rank.record import RunResult
-from ..rank.training_run.checkpoints import Layout, SavedCheckpoint, find_obstacle, list_checkpoints, remove_torn
+from ..rank.training_run.checkpoints import (
+    Layout,
+    SavedCheckpoint,
+    find_damage,
+    find_obstacle,
+    list_checkpoints,
+    remove_checkpoint,
+    remove_torn,
+)
 from ..rank.training_run.session import NO_SESSION
 from ..report.answers.remedies import describe_way_out
 from ..report.answers.run import make_run_document
@@ -277,6 +285,7 @@ class Supervisor:
             may_expand=read_alloc_conf(os.environ, fit.device).expandable is None,
             last_hang=self.last_hang,
             find_obstacle=lambda config: self._find_obstacle(config, saved),
+            find_damage=self._find_damage,
         )
         chosen = decide(last.cause, situation)
         self.last_hang = last.cause.hung_at if isinstance(last.cause, Failed) else None
@@ -284,8 +293,24 @@ class Supervisor:
             # Somebody may have made room since: shorter samples, or a device without other processes.
             may_retry = may_be_mended and situation.rescues < situation.most_rescues
             return decision.config if may_retry else chosen
-        self._adopt(chosen, situation, after=last.number, step=saved_step)
+        if chosen.damage is not None:
+            self._drop_damaged(chosen.damage)
+        self._adopt(chosen, situation, after=last.number, step=self._saved_step)
         return chosen.config
+
+    def _find_damage(self) -> str | None:
+        """What is damaged of the last checkpoint, where the one before it is whole."""
+        saved = list_checkpoints(self.settings.out / "checkpoints").complete
+        if len(saved) < 2 or (damage := find_damage(saved[-1])) is None:
+            return None
+        return damage if find_damage(saved[-2]) is None else None
+
+    def _drop_damaged(self, damage: str) -> None:
+        """Remove the last checkpoint, as torn ones are."""
+        saved = self._latest()
+        assert saved is not None
+        remove_checkpoint(saved.path)
+        self.listen(Note(text=f"{saved.path.name} was removed, for it is damaged: {damage}", warns=True))
 
     def _adopt(self, chosen: NextConfig, situation: Situation, *, after: int, step: int) -> None:
         repeats = 0 if chosen.is_leaner else (1 if situation.progressed else situation.repeats + 1)

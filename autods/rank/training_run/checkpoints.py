@@ -10,6 +10,8 @@ import contextlib
 import json
 import os
 import shutil
+import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -176,6 +178,24 @@ def _inspect(folder: Path) -> SavedCheckpoint | Torn:
         if actual != size:
             return Torn(folder, f"{name} has {actual} bytes instead of {size}")
     return checkpoint
+
+
+def find_damage(checkpoint: SavedCheckpoint) -> str | None:
+    """Return which file of a checkpoint does not hold what was written, and why; None where none is known not to.
+
+    `torch.save` writes zip archives with a checksum for each tensor, which `torch.load` does not compare
+    (MINIZ_DISABLE_ZIP_READER_CRC32_CHECKS of its build). Other files are not looked at. All bytes are read.
+    """
+    for name in checkpoint.manifest.files:
+        if name.endswith(".pt"):
+            try:
+                with zipfile.ZipFile(checkpoint.path / name) as archive:
+                    bad = archive.testzip()
+            except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+                return f"{name} cannot be read: {error}"
+            if bad is not None:
+                return f"{name} has other bytes than were written, in {bad}"
+    return None
 
 
 def can_load_directly(saved: Manifest, layout: Layout, optimizer: str) -> bool:

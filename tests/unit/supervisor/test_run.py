@@ -166,6 +166,15 @@ def test_other_options_are_named_and_nothing_runs(tmp_path):
         run(settings(tmp_path, fit=replace(settings(tmp_path).fit, seed=5)), listen=lambda event: None)
 
 
+def test_another_length_of_samples_is_refused(tmp_path):
+    fit = settings(tmp_path).fit
+    shorter, longer = (replace(fit, source=replace(fit.source, seq_len=length)) for length in (32, 64))
+    supervise(tmp_path, lambda job: (4, "stopped"), fit=shorter)
+    for other, change in ((longer, "32 → 64"), (fit, "32 → None")):
+        with pytest.raises(InputError, match=rf"holds a run with other options \(--seq-len: {change}\)"):
+            supervise(tmp_path, finish, fit=other)
+
+
 def test_a_rung_that_the_ladder_lost_is_named(tmp_path):
     supervise(tmp_path, lambda job: (4, "stopped"))
     fit = settings(tmp_path).fit
@@ -214,6 +223,25 @@ def test_a_torn_checkpoint_is_removed_and_not_restored(tmp_path):
     assert result.status == "done"
     assert launcher.jobs[1].order.restore.endswith("step-00000004")
     assert any("step-00000006 was removed" in getattr(event, "text", "") for event in events)
+
+
+@pytest.mark.parametrize(
+    ("damaged", "restored", "status"),
+    [((8,), [8, 4], "done"), ((4, 8), [8], "failed")],  # without a whole one before it, the newest stays
+)
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, monkeypatch, damaged, restored, status):
+    unreadable = replace(failed(failure="user_code", action="fix_code"), phase="load")
+    is_damaged = "autods.supervisor.run.find_damage"
+    monkeypatch.setattr(is_damaged, lambda saved: "a.pt is cut" if saved.step in damaged else None)
+    supervise(tmp_path, lambda job: (9, "stopped"), checkpoint_every=4)
+    result, launcher = supervise(
+        tmp_path,
+        lambda job: (0, unreadable) if job.order.restore.endswith("8") else finish(job),
+        checkpoint_every=4,
+    )
+    assert [int(job.order.restore[-8:]) for job in launcher.jobs] == restored
+    assert result.status == status
+    assert ["a.pt is cut" in text for text in result.warnings] == [True] * (len(restored) - 1)
 
 
 def test_a_run_whose_last_step_has_no_room_is_not_done(tmp_path):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from autods.rank.training_run.checkpoints import (
     SavedCheckpoint,
     can_load_directly,
     checkpoint_folder,
+    find_damage,
     find_obstacle,
     list_checkpoints,
     list_files,
@@ -90,6 +92,26 @@ def test_a_torn_checkpoint_is_left_out_with_its_reason(tmp_path, tear, reason):
     assert listed.latest.step == 5
     assert [torn.path.name for torn in listed.torn] == ["step-00000010"]
     assert reason in listed.torn[0].reason
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda data: data, None),
+        (lambda data: data.replace(b"tensor", b"tensxr"), "ranks/a.pt has other bytes than were written, in data/0"),
+        (lambda data: data[:-30] + bytes(30), "ranks/a.pt cannot be read: File is not a zip file"),
+    ],
+)
+def test_damage_is_found_in_files_of_the_right_size(tmp_path, damage, text):
+    folder = save(tmp_path, 10, complete=False)
+    (folder / "state" / "weights.pt").rename(folder / "state" / "weights.json")
+    (folder / "ranks" / "rank00000.pt").unlink()
+    with zipfile.ZipFile(folder / "ranks" / "a.pt", "w") as archive:
+        archive.writestr("data/0", "tensor")
+    write_manifest(folder, make_manifest(10, list_files(folder)))
+    (folder / "ranks" / "a.pt").write_bytes(damage((folder / "ranks" / "a.pt").read_bytes()))
+    [checkpoint] = list_checkpoints(tmp_path).complete
+    assert find_damage(checkpoint) == text
 
 
 def test_torn_checkpoints_are_removed_and_whole_ones_stay(tmp_path):
