@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 
+from ..devices import DEVICES
 from ..errors import EnvironmentBroken, InputError
 from ..rank.patching import Patch, declare, declare_all
 from ..system import processes
@@ -41,6 +42,11 @@ _VARIABLES = {
     "RAY_worker_niceness": "0",
     "RAY_memory_monitor_refresh_ms": "0",  # we judge the memory of our ranks
     "RAY_enable_metrics_collection": "0",  # nobody reads them, and their port asks for no token
+}
+# Clusters of RLHF stacks often set these. Ray then does not tell its actors which cards they were given, and ranks
+# would take those of other jobs.
+_TELLS_CARDS = {
+    f"RAY_EXPERIMENTAL_NOSET_{device.visible_variable}": "0" for device in DEVICES.values() if device.visible_variable
 }
 _ADDRESS_BYTES = 300
 _SHUTDOWN_S = 30.0
@@ -226,7 +232,8 @@ def join_cluster(ray: Any, host: str, port: int) -> Iterator[None]:
     """
     place = format_address(host, port)
     # The nodes may not have the package, or another version of it.
-    shipped = {"py_modules": [str(Path(__file__).parents[1])], "excludes": ["__pycache__"]}
+    package = str(Path(__file__).parents[1])
+    shipped = {"py_modules": [package], "excludes": ["__pycache__"], "env_vars": _TELLS_CARDS}
     try:
         try:
             use_token()

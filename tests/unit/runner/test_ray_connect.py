@@ -233,6 +233,13 @@ def test_the_nodes_of_a_cluster_get_our_package() -> None:
     assert package.endswith("/autods")
 
 
+def test_a_cluster_tells_ranks_which_cards_they_were_given() -> None:
+    ray = FakeRay()
+    with join_cluster(ray, "10.0.0.1", 6379):
+        variables = ray.options[0]["runtime_env"]["env_vars"]
+    assert variables == {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
+
+
 def test_a_cluster_that_refuses_us_is_reported_in_two_lines() -> None:
     ray = FakeRay(RuntimeError("Version mismatch: The cluster was started with:\n  Ray: 2.9"))
     with pytest.raises(EnvironmentBroken, match="Version mismatch") as broken, join_cluster(ray, "10.0.0.1", 6379):
