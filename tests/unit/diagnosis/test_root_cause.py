@@ -635,3 +635,26 @@ def test_what_a_native_exception_says_is_evidence() -> None:
         "terminate called after throwing an instance of 'c10::Error'\n  what():  the queue is gone"
     )
     assert (diagnosis.kind, diagnosis.evidence[-1]) == ("unknown", "what():  the queue is gone")
+
+
+NO_ANSWER = """\
+[rank9]: torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:94, remote process exited or there was a \
+network error, NCCL version 2.27.5
+[rank9]: ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.
+[rank9]: Last error:
+[rank9]: NET/IB: Got completion from peer 10.0.0.4<35432> with status=12 opcode=0 len=0 vendor err 129 (Recv) hca mlx5_3
+"""
+
+
+@pytest.mark.parametrize(
+    ("beside", "kind", "rank"),
+    [
+        ("", "communication", None),
+        ("[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3.91 GiB.\n", "out_of_memory", 0),
+        ('[rank0]:   File "/w/train.py", line 3, in <module>\n[rank0]: KeyError: 7\n', "user_code", 0),
+    ],
+)
+def test_no_answer_over_the_network_counts_if_nobody_failed(beside: str, kind: str, rank: int | None) -> None:
+    for log in (NO_ANSWER + beside, beside + NO_ANSWER, {"a.log": NO_ANSWER, "b.log": beside}):
+        found = autods.diagnose(log)
+        assert (found.kind, found.rank) == (kind, rank)
