@@ -62,8 +62,12 @@ class RunSettings:
         }
 
     def is_done(self, history: RunHistory) -> bool:
-        """Whether the last call trained to the end, and no further steps are wanted now; or fewer than were done."""
-        if self.steps is None:
+        """Whether the last call trained to the end, and no further steps are wanted now; or fewer than were done.
+
+        A script whose steps are not counted decides by itself when it is done.
+        """
+        is_uncounted = history.is_done and not history.attempts[-1].last_step
+        if self.steps is None or is_uncounted:
             return history.is_done
         last = list_checkpoints(self.out / "checkpoints").latest
         return last is not None and last.step >= self.steps + (not history.is_done)

@@ -119,11 +119,13 @@ def test_a_mended_bug_goes_on_at_the_checkpoint(tmp_path):
     assert launcher.jobs[0].order.restore.endswith("step-00000002")
 
 
-def test_a_script_without_a_session_is_named(tmp_path):
+def test_a_script_without_a_session_is_named_and_runs_once(tmp_path):
     result, _ = supervise(tmp_path, lambda job: (0, RunResult(ended="done", step=None)))
     assert result.status == "done"
     assert "calls no autods.session(engine)" in result.warnings[0]
     assert [attempt.last_step for attempt in result.attempts] == [0]  # they are not counted
+    result, launcher = supervise(tmp_path, finish)
+    assert (result.status, launcher.jobs) == ("done", [])
 
 
 def test_a_finished_run_is_not_run_again(tmp_path):
