@@ -18,6 +18,7 @@ from ..rank.job import Heartbeats, RankJob
 from ..schema import read_known
 from ..system import processes
 from ..system.host import MemoryGroup, find_memory_groups, machine_oom_kills, read_host_memory
+from ..system.waiting import MOST_BETWEEN_S
 from ..types import Tier
 from ..units import format_bytes
 from .node_messages import RankExit, TierLevel
@@ -43,6 +44,8 @@ class RankMonitor:
     killed_s: float | None = None
     killed_because: str | None = None
     silence: Silence = field(init=False)
+    _checked_s: float = field(default_factory=lambda: time.monotonic())
+    _stopped_s: float = 0.0  # in which this process was stopped, as in a suspended job
 
     def __post_init__(self) -> None:
         self.silence = Silence(self.job)
@@ -74,8 +77,16 @@ class RankMonitor:
             self.first_failure_s = now
 
     def check(self, began: float) -> None:
-        """Read heartbeats and find stopped ranks; end the job when a limit is passed."""
+        """Read heartbeats and find stopped ranks; end the job when a limit is passed.
+
+        Time in which this process itself was stopped does not count: who suspends a job stops the ranks, too.
+        """
         now, ranks = time.monotonic(), list(self.running.values())
+        if (between_s := now - self._checked_s) > MOST_BETWEEN_S:
+            self._stopped_s += between_s
+            for rank in ranks:
+                rank.changed_s, rank.stopped_s = now, None
+        self._checked_s = now
         if self.killed_s is not None:
             if now - self.killed_s > _KILL_AGAIN_S:  # a rank between fork and setsid may have missed the signal
                 self._kill_all()
@@ -97,7 +108,7 @@ class RankMonitor:
             return
         if (limit_s := self.silence.find_passed_limit(ranks, now)) is not None:
             self._give_up(ranks, "stuck", limit_s)
-        elif now - began > self.job.wall_s:
+        elif now - began - self._stopped_s > self.job.wall_s:
             self._give_up(ranks, "wall limit", self.job.wall_s)
 
     def _split_log(self, log: Path) -> None:

@@ -28,6 +28,7 @@ from ..rank import ops, preload
 from ..rank.job import Beat, Heartbeats, RankJob
 from ..rank.record import describe_error
 from ..system import private, processes, stacks
+from ..system.waiting import Wait
 from ..types import WorkloadSource
 from ..workload.load import in_one_process, load
 from ..workload.protocol import Workload
@@ -280,10 +281,10 @@ class Zygote:
 
     def _await_build(self, builder: Builder, job: RankJob) -> str | None:
         """Wait until the model is built; return why it is not."""
-        began, beat_sent_s, limit_s = time.monotonic(), 0.0, job.silence_s["build"]
+        wait, beat_sent_s = Wait(job.silence_s["build"]), 0.0
         poll = self._poll_peers()
         poll.register(builder.connection, select.POLLIN)
-        while (waited_s := time.monotonic() - began) < limit_s:
+        while not wait.is_over():
             ready = [fd for fd, _ in poll.poll(_POLL_MS)]
             if builder.connection.fileno() in ready:
                 return builder.read_end()
@@ -291,8 +292,8 @@ class Zygote:
                 return ABORTED
             if time.monotonic() - beat_sent_s > _BEAT_EVERY_S:
                 beat_sent_s = time.monotonic()
-                self._send(Heartbeat(phase="build", silent_s=waited_s))
-        return f"its build has not ended after {limit_s:.0f} s"
+                self._send(Heartbeat(phase="build", silent_s=wait.waited_s))
+        return f"its build has not ended after {wait.limit_s:.0f} s"
 
     def _end_builder(self) -> None:
         builder, self.builder = self.builder, None

@@ -11,7 +11,7 @@ from . import processes
 
 FIRST_S = 20.0  # a shorter wait is not reported
 AGAIN_S = 60.0
-_MOST_BETWEEN_S = 5.0  # a longer time between two looks is one in which this process was stopped itself
+MOST_BETWEEN_S = 5.0  # a longer time between two looks is one in which this process was stopped itself
 MOST_LIMITS = 8  # of a process that loads and moves bytes all the time
 _MANY_BYTES = 2**26
 
@@ -33,7 +33,7 @@ class Wait:
     def look(self) -> float:
         """Return the seconds so far; reports the wait where it is time to."""
         now = time.monotonic()
-        self.waited_s += min(now - self._looked_s, _MOST_BETWEEN_S)
+        self.waited_s += min(now - self._looked_s, MOST_BETWEEN_S)
         self._looked_s = now
         if self.waited_s >= self._next_report_s and self.waited_s < self.limit_s:
             self._next_report_s = self.waited_s + AGAIN_S

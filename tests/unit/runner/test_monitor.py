@@ -56,6 +56,23 @@ def test_how_long_a_rank_may_be_silent_depends_on_its_phase(
     assert [(rank.lost, rank.lost_after_s) for rank in monitor.exits] == [("stuck", 1.0)] * bool(because)
 
 
+def test_the_time_of_a_suspended_job_does_not_count(tmp_path: Path, pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of its processes are stopped for an hour, and this one goes on before the rank."""
+    monitor = silent("save", tmp_path, pid)
+    began, hour_s = time.monotonic(), 3600.0
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: processes.is_stopped(pid), 10)
+    monitor.check(began)
+    monkeypatch.setattr(time, "monotonic", lambda: began + hour_s)
+    monitor.check(began)
+    assert monitor.killed_s is None
+    os.kill(pid, signal.SIGCONT)
+    wait_for(lambda: not processes.is_stopped(pid), 10)
+    monkeypatch.setattr(time, "monotonic", lambda: began + hour_s + 2)
+    monitor.check(began)
+    assert monitor.killed_s is None
+
+
 def test_a_rank_whose_compiler_runs_is_not_stuck(tmp_path: Path) -> None:
     """It builds an op or a kernel: `ninja` is a child of the rank, in its session."""
     ninja = tmp_path / "ninja"
