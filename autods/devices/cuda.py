@@ -22,7 +22,7 @@ from .base import Card, CardReading, Device, Finding, Health, Link, describe_sha
 
 # Below this only the driver uses the card; a process with a CUDA context holds more.
 _IDLE_BYTES = 64 * 2**20
-_LOST = 15  # NVML_ERROR_GPU_IS_LOST
+_LOST, _NOT_SUPPORTED = 15, 3  # NVML_ERROR_GPU_IS_LOST, NVML_ERROR_NOT_SUPPORTED
 # From this compute capability on, cards compute in bf16; torch.cuda.is_bf16_supported: it is emulated on older ones.
 _COMPUTES_BF16 = (8, 0)
 
@@ -405,6 +405,11 @@ def read_torch_build(folder: Path | None = None) -> TorchBuild | None:
 
 
 def _explain_nvml(error: Exception) -> str:
+    if getattr(error, "value", None) == _NOT_SUPPORTED:  # no other question that every card has to answer
+        return (
+            "NVML tells no memory size: the card shares the host's memory, as GB10 (DGX Spark) and Jetson do\n"
+            "  autods does not support such cards; `autods plan` forecasts for others (--on)"
+        )
     return f"NVML: {error}\n  see what nvidia-smi says; after an update of the driver the machine has to be restarted"
 
 

@@ -14,7 +14,8 @@ GIB = 2**30
 class FakeCard:
     """total_bytes: what CUDA says, reserved_bytes: beside it, the driver's. slices: MIG devices; None: no MIG mode.
 
-    capability: None where the driver does not answer. knows_health: it answers the questions of the last fields.
+    capability: None where the driver does not answer. shares_memory: that of the host, whose size NVML does not tell.
+    knows_health: it answers the questions of the last fields.
     """
 
     name: str = "A Card"
@@ -27,6 +28,7 @@ class FakeCard:
     slices: list[FakeCard | None] | None = None
     knows_mig: bool = True
     lost: bool = False
+    shares_memory: bool = False
     capability: tuple[int, int] | None = (9, 0)
     knows_health: bool = True
     uncorrected: int = 0  # errors since the driver was loaded
@@ -106,6 +108,8 @@ class FakeNvml:
         return found
 
     def nvmlDeviceGetMemoryInfo(self, card: FakeCard, version: int | None = None) -> SimpleNamespace:
+        if card.shares_memory:
+            raise NVMLError("Not Supported", 3)
         free = card.total_bytes - card.used_bytes
         whole = card.total_bytes + card.reserved_bytes
         if version is None:

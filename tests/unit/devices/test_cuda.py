@@ -66,6 +66,11 @@ def test_a_lost_card_is_a_problem_and_no_end_of_the_list() -> None:
     assert read_used_bytes(None, nvml) is None
 
 
+def test_a_card_that_shares_host_memory_is_said() -> None:
+    seen = read_nvml(None, FakeNvml([FakeCard(name="NVIDIA GB10", shares_memory=True)]))
+    assert (seen.unusable or "").startswith("NVML tells no memory size: the card shares the host's memory")
+
+
 def test_a_cards_memory_excludes_the_drivers_reserve() -> None:
     nvml = FakeNvml([FakeCard(name="H100", total_bytes=79 * GIB, reserved_bytes=GIB // 2)])
     (card,) = read_nvml(None, nvml).cards
