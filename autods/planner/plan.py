@@ -148,12 +148,12 @@ def _forecast_sites(run: PlanRun) -> tuple[SiteForecast, ...]:
     forecast = _site_forecast(run, site)
     if forecast.best is None:
         return (forecast,)
-    beside = search.begin(forecast.best).result()
+    neighbours = search.begin(forecast.best).result()
     forecast = replace(
         forecast,
-        alternatives=beside.alternatives,
-        unaccumulated=beside.unaccumulated,
-        runs_full=beside.runs_full,
+        alternatives=neighbours.alternatives,
+        unaccumulated=neighbours.unaccumulated,
+        runs_full=neighbours.runs_full,
     )
     return (forecast,)
 

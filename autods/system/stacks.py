@@ -181,22 +181,24 @@ def find_caller() -> Frame | None:
 
 
 def find_raiser(error: BaseException) -> Frame | None:
-    """The same of the traceback."""
+    """The innermost line of the user's files in the traceback, found as `find_caller` does; None if there is none."""
     return _first_of_user(list(traceback.walk_tb(error.__traceback__))[::-1])
 
 
 def find_library_raiser(error: BaseException) -> Frame | None:
     """The innermost line of the traceback below which only torch and the standard library are; None for autods' own."""
-    frames = (
-        Frame(frame.filename, frame.lineno or 0, frame.name) for frame in traceback.extract_tb(error.__traceback__)
-    )
-    return next((frame for frame in [*frames][::-1] if _BELOW_LIBRARIES.search(frame.file) is None), None)
+    places = (_locate(frame, line) for frame, line in list(traceback.walk_tb(error.__traceback__))[::-1])
+    return next((place for place in places if _BELOW_LIBRARIES.search(place.file) is None), None)
+
+
+def _locate(frame: FrameType, line: int) -> Frame:
+    return Frame(frame.f_code.co_filename, line, frame.f_code.co_name)
 
 
 def _first_of_user(frames: Sequence[tuple[FrameType, int]]) -> Frame | None:
-    """Of frames, innermost first."""
+    """The first line of the user's files among frames that begin with the innermost; None if there is none."""
     package = _find_main_package(frames)
-    places = [(Frame(frame.f_code.co_filename, line, frame.f_code.co_name), frame) for frame, line in frames]
+    places = [(_locate(frame, line), frame) for frame, line in frames]
     users = next((place for place, frame in places if place.is_users and not _is_of(frame, _LIBRARIES)), None)
     users = users or next((place for place, frame in places if package and _is_of(frame, {package})), None)
     return None if users is None else users._replace(code=linecache.getline(users.file, users.line).strip())
