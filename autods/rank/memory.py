@@ -54,9 +54,9 @@ class Baseline:
 
     @classmethod
     def read(cls) -> Baseline:
-        """Read what this process holds now."""
-        now = status_bytes("VmData", "RssAnon")
-        return cls(now["VmData"], now["RssAnon"], read_mapped_bytes())
+        """Read what this process holds now, without the free bytes of its heap: the trial fills those first."""
+        now, heap = status_bytes("VmData", "RssAnon"), _read_malloc()
+        return cls(now["VmData"] - (heap.fordblks if heap else 0), now["RssAnon"], read_mapped_bytes())
 
 
 class Meter:
@@ -442,25 +442,33 @@ class _MallocInfo(ctypes.Structure):
     )  # fmt: skip
 
 
+def _read_malloc() -> _MallocInfo | None:
+    """Return what malloc holds now; None if the C library is not glibc 2.33 or later."""
+    mallinfo = getattr(_LIBC, "mallinfo2", None)
+    if mallinfo is None:
+        return None
+    mallinfo.restype = _MallocInfo
+    info: _MallocInfo = mallinfo()
+    return info
+
+
 def read_mapped_bytes() -> tuple[int, int]:
     """Return the bytes that malloc holds in mappings: now, and at most since the process (or its parent) began.
 
     Both are 0 if the C library is not glibc 2.33 or later. malloc_stats writes the second to file descriptor 2 alone.
     """
-    try:
-        mallinfo, malloc_stats = _LIBC.mallinfo2, _LIBC.malloc_stats
-    except AttributeError:
+    if _read_malloc() is None:
         return 0, 0
-    mallinfo.restype = _MallocInfo
     sys.stderr.flush()
     before = os.dup(2)
     with open(os.memfd_create("malloc_stats"), "rb") as memory:
         try:
             os.dup2(memory.fileno(), 2)
-            malloc_stats()
+            _LIBC.malloc_stats()
         finally:
             os.dup2(before, 2)
             os.close(before)
         memory.seek(0)
         most = _MAX_MMAP.search(memory.read())
-    return (int(mallinfo().hblkhd), int(most[1])) if most else (0, 0)
+    heap = _read_malloc()
+    return (heap.hblkhd, int(most[1])) if heap and most else (0, 0)

@@ -93,3 +93,18 @@ def memory_of_a_list() -> str:
 
 def test_memory_in_use_falls_when_it_is_freed() -> None:
     assert run_in_process(memory_of_a_list) == "32 MiB, then 0"
+
+
+def memory_of_blocks_that_fit_into_the_free_heap() -> str:
+    def hold_blocks() -> list[bytearray]:
+        return [bytearray(MIB // 32) for _ in range(32 * 32)]
+
+    last = hold_blocks().pop()  # the heap stays as large as it was below this block
+    meter = CpuMeter(limit_bytes=None)
+    meter.start()
+    blocks = [last, *hold_blocks()]
+    return f"{len(blocks)} blocks: {round((meter.peaks()['device'] or 0) / MIB, -1):.0f} MiB"
+
+
+def test_memory_from_the_free_heap_counts() -> None:
+    assert run_in_process(memory_of_blocks_that_fit_into_the_free_heap) == "1025 blocks: 30 MiB"
