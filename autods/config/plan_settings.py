@@ -226,7 +226,9 @@ def apply_script_config_to_plan(settings: PlanSettings, facts: ModelFacts) -> Pl
         sites.append(_with_base(site, base, site.micro_batch, site.global_batch))
     _check_only_site(sites)
     plain = not any({"bf16", "fp16"} & set(site.base) for site in sites)
-    sentences = ("its DeepSpeed config names no precision, so it trains in fp32 (--precision)",) if plain else ()
+    sentences = ["its DeepSpeed config names no precision, so it trains in fp32 (--precision)"] if plain else []
+    if settings.sites[0].global_batch is None:
+        sentences += _tell_kept_batch(sites, "its DeepSpeed config")
     return replace(settings, sites=tuple(sites), assumed=(*settings.assumed, *sentences))
 
 
@@ -243,6 +245,12 @@ def adopt_script_batch(settings: PlanSettings, micro_batch: int) -> PlanSettings
 
 def _assume_batch(site: Site) -> str:
     return f"micro batch {site.micro_batch} (--micro-batch)"
+
+
+def _tell_kept_batch(sites: Sequence[Site], whose: str) -> list[str]:
+    """Say why no larger micro batch than the config's is asked about: it would change the global batch."""
+    totals = {site.global_batch for site in sites} - {None}
+    return [f"global batch {total}, as {whose} says: micro batches divide it (--global-batch)" for total in totals]
 
 
 def _with_base(
@@ -327,6 +335,8 @@ def _list_assumptions(sites: Sequence[Site], device: Device, request: PlanReques
             assumptions.append(f"{network.removesuffix(_ASSUMED)} between the nodes of {names} (--on FILE.toml)")
     if request.micro_batch is None and len({site.micro_batch for site in sites}) == 1:
         assumptions.append(_assume_batch(sites[0]))
+    if request.global_batch is None:
+        assumptions += _tell_kept_batch(sites, "the base config")
     if not device.shares_host_memory and any(site.machine.host_bytes is None for site in sites):
         assumptions.append("host memory without a limit (--host-memory)")
     here = next((site.machine for site in sites if site.machine.name == HERE), None)

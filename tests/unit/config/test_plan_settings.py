@@ -51,6 +51,16 @@ def test_what_nobody_said_is_assumed_and_told() -> None:
     assert asked(gpus=8, gpu_memory="80GiB", host_memory="1TiB", micro_batch=2).assumed == ()
 
 
+def test_a_global_batch_of_the_base_config_is_told() -> None:
+    base = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
+    machine: dict[str, Any] = {"gpus": 8, "gpu_memory": "80GiB", "host_memory": "1TiB"}
+    assert asked(**machine, base_config=base).assumed == (
+        "micro batch 2 (--micro-batch)",
+        "global batch 16, as the base config says: micro batches divide it (--global-batch)",
+    )
+    assert asked(**machine, base_config=base, global_batch=16, micro_batch=2).assumed == ()
+
+
 def test_a_plan_needs_a_card_or_a_size() -> None:
     assert "--on a100-80gb" in refusal(gpus=8)
     assert "--gpus 8" in refusal(gpu_memory="80GiB")
