@@ -11,6 +11,7 @@ The module is run as a program too, with nothing but the standard library and it
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import json
 import os
@@ -19,6 +20,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,12 +40,27 @@ _NEW_S = 60.0  # a folder is locked within much less
 _DONE = b"done"
 _JOBS = "jobs"
 _JOB_BYTES = 2**20  # more than any note of a job has
-_opened: dict[int, Path] = {}  # the private folder of the session that this process, by its pid, has opened
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Session:
+    """A private folder, the descriptor that holds its lock, its guard, and how many have opened the session."""
+
+    folder: Path
+    lock: int
+    guard: subprocess.Popen[bytes]
+    holders: int = 0
+
+
+_opened: dict[int, _Session] = {}  # the session that this process, by its pid, has opened
+# One thread of a process opens or leaves a session at a time. By pid: a fork must not wait for a thread that it lacks.
+_doors: dict[int, threading.Lock] = {}
 
 
 def present_folder() -> Path | None:
     """Return the private folder of the session that this process has opened. A forked child has none."""
-    return _opened.get(os.getpid())
+    session = _opened.get(os.getpid())
+    return None if session is None else session.folder
 
 
 def has_session(environment: Mapping[str, str]) -> bool:
@@ -70,34 +87,51 @@ def simulator_variables() -> dict[str, str]:
 def open_session() -> Iterator[Path]:
     """The private folder of this process's fit, watched over by a guard. At the end nothing is left of the fit.
 
-    A second session inside of the first one has the same folder. Raises EnvironmentBroken where the folder cannot be
-    made or the guard cannot be started.
+    A second session inside of the first one, or in another thread, has the same folder, until the last of them ends.
+    Raises EnvironmentBroken where the folder cannot be made or the guard cannot be started.
     """
-    if (folder := present_folder()) is not None:
-        yield folder
-        return
+    owner = os.getpid()
+    with _find_door():
+        session = _opened.get(owner) or _start_session()
+        _opened[owner] = session
+        session.holders += 1
+    try:
+        yield session.folder
+    finally:
+        with _find_door():
+            session.holders -= 1
+            is_last = session.holders == 0
+            if is_last and os.getpid() == owner:
+                del _opened[owner]
+        if is_last:
+            if os.getpid() == owner:  # else this is a fork, which is leaving
+                _end_guarded(session)
+            os.close(session.lock)
+
+
+def _find_door() -> threading.Lock:
+    return _doors.setdefault(os.getpid(), threading.Lock())
+
+
+def _start_session() -> _Session:
     remove_abandoned()
     folder, lock = make_session_folder()
     try:
-        guard = start_guard(folder, lock)
+        return _Session(folder, lock, start_guard(folder, lock))
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
         raise EnvironmentBroken(
             f"a process cannot be started ({error.strerror})\n  see `ulimit -u` and the free memory of this machine"
         ) from None
-    owner = os.getpid()
-    _opened[owner] = folder
-    try:
-        yield folder
-    finally:
-        if os.getpid() == owner:  # else this is a fork, which is leaving
-            del _opened[owner]
-            if not dismiss_guard(guard):
-                shutil.rmtree(folder, ignore_errors=True)
-            elif folder.exists():  # the guard was killed
-                end_session(folder, grace_s=0.0)
-        os.close(lock)
+
+
+def _end_guarded(session: _Session) -> None:
+    """Have the guard end the session, or end it here where the guard cannot."""
+    if not dismiss_guard(session.guard):
+        shutil.rmtree(session.folder, ignore_errors=True)
+    elif session.folder.exists():  # the guard was killed
+        end_session(session.folder, grace_s=0.0)
 
 
 def make_session_folder() -> tuple[Path, int]:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -122,6 +123,39 @@ def test_a_session_inside_another_is_the_same(root: Path) -> None:
         wait_for(lambda: guards(root))
         assert (inner, len(guards(root))) == (folder, 1)
     assert folders(root) == []
+
+
+def test_threads_share_a_session_until_the_last_one_leaves(root: Path, start: Started) -> None:
+    """Two calls of the Python API at a time: the first to return must not end what the other one started."""
+    entered, first_may_leave = threading.Barrier(3), threading.Event()
+    seen: list[Path] = []
+
+    def leave_first() -> None:
+        entered.wait(30)
+        with open_session() as folder:
+            seen.append(folder)
+            entered.wait(30)
+            first_may_leave.wait(30)
+
+    def leave_last() -> None:
+        entered.wait(30)
+        with open_session() as folder:
+            seen.append(folder)
+            entered.wait(30)
+            first.join(30)
+            assert start(folder).poll() is None
+            assert folder.exists()
+            seen.append(folder)
+
+    first, last = threading.Thread(target=leave_first), threading.Thread(target=leave_last)
+    first.start()
+    last.start()
+    entered.wait(30)  # both begin at once
+    entered.wait(30)
+    first_may_leave.set()
+    last.join(60)
+    assert (len(seen), len(set(seen))) == (3, 1)
+    assert (folders(root), guards(root), cleanup.present_folder()) == ([], [], None)
 
 
 def test_after_a_killed_driver_nothing_is_left(root: Path) -> None:
