@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -76,12 +77,14 @@ class UseCase(Generic[Request, Resolved, AnyEvent, Result]):
 
     `resolve` raises InputError or EnvironmentBroken, and nothing is running when it does. `run` tells its listener
     what happens meanwhile. `show` makes a listener and context manager that prints that to a console, or to standard
-    error where it is None. Its third argument says whether it prints what the ranks print, too.
+    error where it is None. Its third argument says whether it prints what the ranks print, too. `needs_ray` says
+    whether it runs in Ray, of which a process has one.
     """
 
     resolve: Callable[[Request], Resolved]
     run: Callable[[Resolved, Callable[[AnyEvent], None]], Result]
     show: Show[Resolved, AnyEvent] = _show_trials
+    needs_ray: Callable[[Resolved], bool] = lambda settings: False
 
 
 def _resolve_fit(request: FitRequest) -> Settings:
@@ -214,16 +217,24 @@ def _show_probe(probe: ProbeSettings, console: Console | None, verbose: bool) ->
     return TrialProgress(console, label=lambda trial: format_trial_label(probe, trial))
 
 
-FIT: UseCase[FitRequest, Settings, Event, FitReport] = UseCase(_resolve_fit, _run_fit, _show_fit)
-RUN: UseCase[RunRequest, RunSettings, RunEvent, RunReport] = UseCase(_resolve_run, _run_run, _show_run)
+FIT: UseCase[FitRequest, Settings, Event, FitReport] = UseCase(
+    _resolve_fit, _run_fit, _show_fit, lambda settings: not settings.rehearsed
+)
+RUN: UseCase[RunRequest, RunSettings, RunEvent, RunReport] = UseCase(
+    _resolve_run, _run_run, _show_run, lambda settings: True
+)
 PLAN: UseCase[PlanRequest, PlanSettings, PlanEvent, PlanReport] = UseCase(
     _resolve_plan, lambda settings, listen: forecast_rungs(settings, listen=listen), _show_forecasts
 )
-DOCTOR: UseCase[DoctorRequest, DoctorSettings, Event, Checkup] = UseCase(resolve_doctor, examine)
+DOCTOR: UseCase[DoctorRequest, DoctorSettings, Event, Checkup] = UseCase(
+    resolve_doctor, examine, needs_ray=lambda settings: settings.ray or settings.gpus or settings.measure
+)
 EXPLAIN: UseCase[ExplainRequest, ExplainSettings, ForecastEvent, Explanation] = UseCase(
     _resolve_explain, explain_config, _show_forecasts
 )
-PROBE: UseCase[ProbeRequest, ProbeSettings, Event, ProbeReport] = UseCase(_resolve_probe, _run_probe, _show_probe)
+PROBE: UseCase[ProbeRequest, ProbeSettings, Event, ProbeReport] = UseCase(
+    _resolve_probe, _run_probe, _show_probe, lambda probe: probe.machine is None
+)
 
 
 def _make_function(
@@ -253,7 +264,8 @@ def _make_function(
         listener = getattr(checked, "on_event", None)
         try:
             resolved = command.resolve(checked)
-            with _show_in_notebook(command, resolved) if listener is None else nullcontext(listener) as hear:
+            show = _show_in_notebook(command, resolved) if listener is None else nullcontext(listener)
+            with _take_ray(name) if command.needs_ray(resolved) else nullcontext(), show as hear:
                 return command.run(resolved, hear)
         except AutodsError as error:
             error.keep_options([f"--{name.replace('_', '-')}" for name in signature.parameters])
@@ -263,6 +275,23 @@ def _make_function(
     function.__doc__ = f"{describe_arguments(request)}\n\nReturns the {result.__name__}{about}{_RAISES}"
     function.__dict__["__signature__"] = signature
     return function
+
+
+_ray = threading.Lock()  # held by the function that runs in this process's Ray
+
+
+@contextmanager
+def _take_ray(name: str) -> Iterator[None]:
+    """Hold this process's Ray. Raises InputError where a function in another thread does."""
+    if not _ray.acquire(blocking=False):
+        raise InputError(
+            f"autods.{name} cannot begin: another function of autods runs ranks in this process",
+            hint="call one after the other, or in a process for each: a process has one Ray",
+        )
+    try:
+        yield
+    finally:
+        _ray.release()
 
 
 @contextmanager

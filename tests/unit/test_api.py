@@ -134,3 +134,19 @@ def test_signatures_have_plain_types_and_the_result() -> None:
 
 def test_dir_lists_what_is_public_and_no_more() -> None:
     assert dir(autods) == sorted(autods.__all__)
+
+
+def test_a_second_function_with_ranks_in_a_thread_is_refused(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two would start and stop the one Ray of this process under each other."""
+    asked: dict[str, Any] = {"device": "cpu", "gpus": 1, "gpu_memory": "64MiB"}
+    errors: list[str] = []
+
+    def run_while_another_does(settings: Settings, listen: object) -> None:
+        with pytest.raises(autods.InputError, match="another function of autods runs ranks in this process") as raised:
+            autods.probe(model, **asked)
+        errors.append(str(raised.value))
+
+    monkeypatch.setattr("autods.tuner.fit.fit", lambda settings, listen: run_while_another_does(settings, listen))
+    for _ in range(2):  # the first has left it free again
+        autods.find_best_config(model, **asked)
+    assert [error.startswith("autods.probe cannot begin") for error in errors] == [True, True]
