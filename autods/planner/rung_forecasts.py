@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config.catalogue import Machine, Site
-from ..config.checkpointing import State, may_offload, set_state, why_impossible
+from ..config.checkpointing import INPUTS_ON_HOST, State, may_offload, set_state, why_impossible
 from ..config.deepspeed import choose_accumulation, count_replicas, get_key, micro_batches, start_settings
 from ..config.plan_settings import PlanSettings
 from ..config.rungs import Rung, unmet_need
@@ -192,9 +192,11 @@ class PlanRun:
             self._forecast_on_one_engine(move_engine(shared, site), [site], search=search)
 
     def chooses_offload(self, spec: EngineSpec) -> bool:
-        """Whether nobody has said where the inputs of the engine's layers are, and the host may have them."""
+        """Whether the host may have the inputs of the engine's layers, and neither options nor base config say so."""
         settings, knobs = self.settings, Knobs(checkpointing=spec.checkpointing)
-        return settings.checkpointing is None and may_offload(knobs, settings.source.form, spec.device)
+        if settings.checkpointing is not None or get_key(settings.sites[0].base, INPUTS_ON_HOST) is not None:
+            return False
+        return may_offload(knobs, settings.source.form, spec.device)
 
     def _forecast_on_one_engine(self, spec: EngineSpec, sites: Sequence[Site], *, search: bool) -> list[Site]:
         """Forecast the sites for which this engine is right. Returns those that need an engine of their own."""

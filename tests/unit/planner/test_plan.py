@@ -208,6 +208,16 @@ def test_inputs_of_layers_go_to_the_host_where_a_rung_lacks_them(asked: dict[str
     assert any("wait on the host" in sentence for sentence in planned.forecast.assumed) == (verdict == "fits")
 
 
+@pytest.mark.parametrize("on_host", [True, False])
+def test_a_base_config_says_where_inputs_of_layers_are(on_host: bool) -> None:
+    """DeepSpeed's own key for it, "activation_checkpointing": {"cpu_checkpointing": true}."""
+    base = {"activation_checkpointing": {"cpu_checkpointing": on_host}}
+    planned = Planned(question(ladder=("zero3",), largest=False, base_config=base), holding_inputs)
+    (rung,) = planned.forecast.sites[0].rungs
+    assert (rung.verdict, rung.offloads_inputs) == ("fits" if on_host else "cannot_fit", on_host)
+    assert not any("wait on the host" in sentence for sentence in planned.forecast.assumed)
+
+
 def test_a_plan_says_what_larger_batches_by_offload_give() -> None:
     planned = Planned(question(on="a100-80gb", gpus=8, ladder=("zero3",)), holding_inputs)
     (site,) = planned.forecast.sites
