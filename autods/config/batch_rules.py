@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import gcd
+from typing import Any
 
 from .deepspeed import BATCH_KEYS, SEQUENCE_RANKS, TENSOR_RANKS, count_sharers
 from .problems import ZERO, Problem, Question, error, is_count, is_number, note, shorten, warning
@@ -14,6 +15,25 @@ def keeps_batch_identity(total: int, micro: int | None, accumulation: int | None
     """Whether train batch = micro batch × accumulation × ranks holds, or can where one of the two is left open."""
     each = (micro or 1) * (accumulation or 1) * ranks
     return total == each if micro and accumulation else total % each == 0
+
+
+def complete_batch(config: Mapping[str, Any], ranks: int) -> tuple[int, int] | None:
+    """Return (micro batch, accumulation) of a step on so many ranks, as DeepSpeed completes the sizes of a config.
+
+    None where no size is given, where one is no number, such as "auto", and where they do not go together.
+    """
+    ranks //= count_sharers(config, SEQUENCE_RANKS)
+    given = [config.get(key) for key in BATCH_KEYS]
+    total, micro, accumulation = given
+    if not all(size is None or is_count(size) for size in given) or not (total or micro) or not ranks:
+        return None
+    if total is not None:
+        if not keeps_batch_identity(total, micro, accumulation, ranks):
+            return None
+        accumulation = accumulation or (total // (micro * ranks) if micro else 1)
+        micro = micro or total // (accumulation * ranks)
+    assert micro is not None
+    return micro, accumulation or 1
 
 
 def find_wrong_batch(question: Question) -> Iterator[Problem]:

@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ..config.base_config import check_ranks, copy_as_json, read_base_config
+from ..config.batch_rules import complete_batch
+from ..config.catalogue import Site
 from ..config.deepspeed import (
     BATCH_KEYS,
+    count_replicas,
     documented_name,
     get_key,
     merge,
@@ -22,7 +25,7 @@ from ..config.deepspeed import (
 )
 from ..config.key_rules import find_ignored
 from ..config.plan_settings import PlanSettings, resolve_plan
-from ..config.problems import InstalledKeys, Problem, Question, find_problems, walk_keys
+from ..config.problems import InstalledKeys, Problem, Question, find_problems, is_count, walk_keys
 from ..config.rungs import Rung, State
 from ..config.validator import EXPLAIN_RULES
 from ..errors import InputError
@@ -88,7 +91,7 @@ def resolve_explain(
     shared = {each.name for each in fields(PlanRequest)} & {each.name for each in fields(ExplainRequest)}
     options = {name: getattr(request, name) for name in shared}
     micro = config.get("train_micro_batch_size_per_gpu")
-    own_micro = micro if type(micro) is int and micro > 0 else None  # True is a wrong value, which is explained
+    own_micro = micro if is_count(micro) else None  # a wrong value is explained
     options |= {
         "workload": os.fspath(request.workload),
         "micro_batch": own_micro if request.micro_batch is None else request.micro_batch,
@@ -98,7 +101,25 @@ def resolve_explain(
     settings = resolve_plan(question, make_source(question), hardware=hardware)
     if len(settings.sites) > 1:
         raise InputError("a config is explained on one machine", place=f"--on {request.on}", hint="name one")
+    settings = replace(settings, sites=(_give_batch(settings.sites[0], config, request.micro_batch, settings.source),))
     return ExplainSettings(name=name, config=config, ranks=settings.sites[0].world_size, plan=settings)
+
+
+def _give_batch(site: Site, config: Mapping[str, Any], micro_batch: int | None, source: WorkloadSource) -> Site:
+    """Return the site with the batch that DeepSpeed completes from the config, or from it with this micro batch.
+
+    Sizes that are wrong are explained, and change nothing here. A script has the accumulation that it asks for.
+    """
+    total_key, micro_key, _ = BATCH_KEYS
+    batch = complete_batch(config, site.world_size)
+    if micro_batch is not None:
+        asked = {**config, micro_key: micro_batch}
+        batch = complete_batch(asked, site.world_size) or complete_batch({**asked, total_key: None}, site.world_size)
+    if batch is None:
+        return site
+    micro, accumulation = batch
+    total = micro * accumulation * count_replicas(config, site.world_size)
+    return replace(site, micro_batch=micro, global_batch=None if source.form.runs_as_main else total)
 
 
 def _check_needs_no_workload(request: ExplainRequest) -> None:

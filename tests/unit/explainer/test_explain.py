@@ -15,7 +15,7 @@ from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
 
 from autods import api
 from autods.cli.main import main
-from autods.config.deepspeed import get_key
+from autods.config.deepspeed import BATCH_KEYS, get_key
 from autods.config.problems import Problem
 from autods.errors import InputError
 from autods.explainer import explain as explainer
@@ -110,6 +110,32 @@ def test_each_sized_key_is_simulated_with_another_value() -> None:
     assert explanation.memory.verdict == "fits"
     assert {get_key(spec.ds_config, "train_micro_batch_size_per_gpu") for spec in specs} == {4}
     assert all(get_key(spec.ds_config, "zero_optimization.offload_optimizer.device") == "cpu" for spec in specs)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "asked_micro", "micro", "total"),
+    [
+        ((64, None, None), None, 8, 64),
+        ((64, None, 4), None, 2, 64),
+        ((64, 2, None), None, 2, 64),
+        ((None, 2, None), None, 2, 16),
+        ((None, 2, 3), None, 2, 48),
+        ((None, "auto", "auto"), None, 1, None),
+        ((None, 4, "auto"), None, 4, None),
+        ((60, None, None), None, 1, None),  # an error
+        ((64, None, 4), 1, 1, 32),
+        ((64, None, None), 4, 4, 64),
+    ],
+)
+def test_memory_is_that_of_the_batch_of_the_config(
+    sizes: tuple[Any, ...], asked_micro: int | None, micro: int, total: int | None
+) -> None:
+    """DeepSpeed completes the sizes; without a total two micro batches stand for any longer accumulation."""
+    config = {key: size for key, size in zip(BATCH_KEYS, sizes, strict=True) if size is not None}
+    request = ExplainRequest(config, "model.py", gpus=8, gpu_memory="40GiB", micro_batch=asked_micro)
+    settings = resolve_explain(request, lambda plan: SOURCE, hardware=LAPTOP)
+    assert settings.plan is not None
+    assert [(site.micro_batch, site.global_batch) for site in settings.plan.sites] == [(micro, total)]
 
 
 @pytest.mark.parametrize(("weight_bytes", "gpus", "warns"), [(4, 8, True), (0, 8, False), (4, 1, False)])
