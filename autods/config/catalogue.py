@@ -127,7 +127,8 @@ class Machine:
     `dram_gb_per_s` and `nvme_gb_per_s` (sequential reads) count for the whole node, of all its `sockets`. They are
     None where they are unknown, those of NVMe also where the node has none. Ranks share the node's `cores` as
     threads; None: each of several ranks has one. `driver_names` are the card's names in NVML, and
-    `driver_capability` is its compute capability as NVML has it, for a card without rates.
+    `driver_capability` is its compute capability as NVML has it, for a card without rates. `file` is the path of the
+    user's file that describes it.
     """
 
     name: str
@@ -147,6 +148,12 @@ class Machine:
     links: Links | None = None
     measured: Measured = Measured()
     source: str = "as asked"
+    file: str | None = field(default=None, compare=False)
+
+    @property
+    def on(self) -> str:
+        """What --on takes for it."""
+        return self.file or self.name
 
     @property
     def capability(self) -> tuple[int, int] | None:
@@ -197,15 +204,21 @@ def read_catalogue() -> Mapping[str, Machine]:
 
 
 def find_machines(names: str) -> tuple[Machine, ...]:
-    """Return the machines named by 'a100-80gb,h100-80gb', 'all' or the path of a .toml file, smallest device first."""
+    """Return the machines named by 'a100-80gb,h100-80gb', 'all' or the path of a .toml file, smallest device first.
+
+    Raises InputError for an unknown one, and for two different ones of the same name.
+    """
     known = read_catalogue()
     machines: dict[str, Machine] = {}
     for name in known if names.strip() == "all" else (name.strip() for name in names.split(",")):
-        machine = _read_machine(Path(name)) if name.endswith(".toml") else known.get(name.lower())
+        is_file = name.endswith(".toml")
+        machine = replace(_read_machine(Path(name)), file=name) if is_file else known.get(name.lower())
         if machine is None:
             hint = "give --on all, without other names" if name == "all" else _name_near(name, known)
             raise InputError(f"--on {names}: the catalogue has no machine {name!r}", hint=hint)
-        machines[machine.name] = machine
+        if (other := machines.setdefault(machine.name, machine)) != machine:
+            problem = f"--on {names}: {other.on} and {machine.on} are both named {machine.name!r}, and differ"
+            raise InputError(problem, hint="give one another name in its file")
     return tuple(sorted(machines.values(), key=lambda machine: machine.device_bytes))
 
 
@@ -312,7 +325,7 @@ def format_machine(machine: Machine, notes: Sequence[str] = ()) -> str:
         if is_dataclass(value):
             flat = {name: item for name, item in asdict(cast(Any, value)).items() if not isinstance(item, Mapping)}
             tables.setdefault(key.name, {}).update(flat)
-        elif key.name != "driver_capability":
+        elif key.name not in ("driver_capability", "file"):
             tables[places.get(key.name, "")]["bytes" if key.name == "device_bytes" else key.name] = value
     if machine.rates is not None:
         tables["rates.tflops"] = asdict(machine.rates.tflops)

@@ -169,7 +169,7 @@ def _check_timeline(path: str | os.PathLike[str] | None, machines: Sequence[Mach
     if path is None:
         return None
     if len(machines) > 1:
-        raise InputError("--timeline shows a step on one machine", hint=f"give --on {machines[0].name}, say")
+        raise InputError("--timeline shows a step on one machine", hint=f"give --on {machines[0].on}, say")
     if machines[0].rates is None:
         card = machines[0].title if machines[0].name == HERE else "the card"
         problem = f"--timeline needs the rates of {card}, which are not known"

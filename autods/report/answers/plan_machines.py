@@ -143,6 +143,6 @@ def compare_machines(plan: PlanReport) -> Iterator[str]:
         yield f"no time of {', '.join(names)}, because {reason}"
     enough = plan.smallest_enough
     if enough is not None:
-        machine = enough.site.machine.name
-        command = f"autods plan {shlex.quote(plan.source.path)} --gpus {enough.site.world_size} --on {machine}"
+        on = shlex.quote(enough.site.machine.on)
+        command = f"autods plan {shlex.quote(plan.source.path)} --gpus {enough.site.world_size} --on {on}"
         yield f"each machine has the first rung of the ladder that fits; all of its rungs: {command}"

@@ -172,3 +172,22 @@ def test_no_measured_value_may_be_below_zero(measured: Path) -> None:
     measured.write_text(measured.read_text().replace("nvlink = 0.5", "nvlink = -1"))
     with pytest.raises(InputError, match=r"measured\.nvlink is -1; it must be above 0"):
         find_machines(str(measured))
+
+
+def test_a_machine_of_a_file_is_asked_for_by_its_path(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    text = (data_folder("configs") / "hardware" / "t4-16gb.toml").read_text()
+    path.write_text(text.replace('name = "t4-16gb"', 'name = "mine"'))
+    assert [machine.on for machine in find_machines(f"{path},l4-24gb")] == [str(path), "l4-24gb"]
+
+
+def test_two_different_machines_of_one_name_are_refused(tmp_path: Path) -> None:
+    """A copy of a file of the catalogue that kept its name would hide that of the catalogue, or be hidden."""
+    path = tmp_path / "mine.toml"
+    text = (data_folder("configs") / "hardware" / "t4-16gb.toml").read_text()
+    path.write_text(text)
+    assert len(find_machines(f"{path},t4-16gb")) == 1  # they are the same
+    path.write_text(text.replace("memory_gb_per_s = ", "memory_gb_per_s = 1"))
+    for names in (f"{path},t4-16gb", f"t4-16gb,{path}"):
+        with pytest.raises(InputError, match="are both named 't4-16gb', and differ"):
+            find_machines(names)

@@ -51,3 +51,15 @@ def test_an_upper_bound_of_time_has_one_bound_in_each_table() -> None:
     assert "from 1.71M" in text
     assert "up to" in text
     assert "inf" not in text
+
+
+def test_the_command_for_a_machine_of_a_file_names_the_file() -> None:
+    plan = comparison()
+    machines = [replace(each.site.machine, file=f"my {each.site.machine.name}.toml") for each in plan.sites]
+    sites = [
+        replace(each, site=replace(each.site, machine=machine))
+        for each, machine in zip(plan.sites, machines, strict=True)
+    ]
+    text = terminal.printed(make_plan_document(replace(plan, sites=tuple(sites))), 300)
+    assert plan.smallest_enough is not None
+    assert f"--on 'my {plan.smallest_enough.site.machine.name}.toml'" in text
