@@ -195,16 +195,16 @@ def _read_prices(request: PlanRequest, machines: Sequence[str]) -> Mapping[str, 
     if isinstance(given, Mapping):
         pairs = [(name, str(price)) for name, price in given.items()]
     elif "=" in str(given):
-        pairs = [
-            (name.strip().lower(), price) for name, _, price in (part.partition("=") for part in str(given).split(","))
-        ]
+        pairs = [(name.strip(), price) for name, _, price in (part.partition("=") for part in str(given).split(","))]
     elif len(machines) == 1:
         pairs = [(machines[0], str(given))]
     else:
         hint = f"give {option} {machines[0]}=1.8,{machines[-1]}=2.5"
         raise InputError(f"{option} {given}: machines have prices of their own", hint=hint)
     prices: dict[str, float] = {}
-    for name, text in pairs:
+    spelt = {name.lower(): name for name in machines}  # --on takes those of the catalogue in any case
+    for asked, text in pairs:
+        name = spelt.get(asked.lower(), asked)
         if name not in machines:
             raise InputError(f"{option}: the plan has no machine {name!r:.60}", hint=f"of: {', '.join(machines)}")
         try:

@@ -13,7 +13,7 @@ from autods.config.plan_settings import apply_script_config_to_plan as with_conf
 from autods.devices import Card
 from autods.devices.cuda import read_nvml
 from autods.errors import InputError
-from autods.system.host import Hardware
+from autods.system.host import Hardware, data_folder
 from autods.types import ModelFacts, WorkloadSource
 from tests.support.scripted_nvml import FakeCard, FakeNvml
 from tests.support.settings import plan_settings
@@ -162,6 +162,14 @@ def test_a_card_outside_the_catalogue_has_no_rates(names: tuple[str, ...]) -> No
 def test_a_price_belongs_to_a_machine(price: Any) -> None:
     question = asked(on="a100-80gb", tokens="300B", price_per_gpu_hour=price)
     assert question.tokens == 3e11
+    assert question.sites[0].price_per_gpu_hour == 2
+
+
+@pytest.mark.parametrize("price", ["Mine=2", "mine=2", {"Mine": 2}])
+def test_a_machine_of_a_file_is_priced_by_its_name(price: Any, tmp_path: Path) -> None:
+    text = (data_folder("configs") / "hardware" / "t4-16gb.toml").read_text()
+    (tmp_path / "mine.toml").write_text(text.replace('name = "t4-16gb"', 'name = "Mine"'))
+    question = asked(on=str(tmp_path / "mine.toml"), tokens="1B", price_per_gpu_hour=price, precision="fp16")
     assert question.sites[0].price_per_gpu_hour == 2
 
 
