@@ -16,7 +16,7 @@ from ...units import format_bytes, format_count
 from .. import document as doc
 from ..document import Cell, Column, line, tabulate
 from ..results.plan import PlanReport, SiteForecast, Training
-from ..text import MARKS, format_predicted, format_rate
+from ..text import MARKS, format_number_of, format_predicted, format_rate
 from .plan_figures import (
     explain_no_time,
     format_cost,
@@ -134,7 +134,9 @@ def compare_machines(plan: PlanReport) -> Iterator[str]:
         if priced:
             cheap, least = min(priced, key=lambda pair: pair[1].cost or math.inf)
             name = cheap.site.machine.name
-            yield f"{tokens} cost least on {name}: {format_cost(least)}, in {format_days(least)} days"
+            unpriced = len(trainings) - len(priced)  # one of them may cost less
+            among = f", of {format_number_of(len(priced), 'machine')} with a price" if unpriced else ""
+            yield f"{tokens} cost least on {name}{among}: {format_cost(least)}, in {format_days(least)} days"
     reasons: dict[str, list[str]] = {}
     for site in ranked:
         if site.best is not None and site.best.speed is None:

@@ -63,3 +63,14 @@ def test_the_command_for_a_machine_of_a_file_names_the_file() -> None:
     text = terminal.printed(make_plan_document(replace(plan, sites=tuple(sites))), 300)
     assert plan.smallest_enough is not None
     assert f"--on 'my {plan.smallest_enough.site.machine.name}.toml'" in text
+
+
+def test_the_least_cost_is_of_the_machines_with_a_price() -> None:
+    plan = broad()
+    assert "with a price" not in terminal.printed(make_plan_document(plan), 300)
+    fitting = [each for each in plan.sites if each.best is not None]
+    unpriced = replace(fitting[0], site=replace(fitting[0].site, price_per_gpu_hour=None))
+    sites = tuple(unpriced if each is fitting[0] else each for each in plan.sites)
+    text = terminal.printed(make_plan_document(replace(plan, sites=sites)), 300)
+    assert len(fitting) == 2
+    assert f"cost least on {fitting[1].site.machine.name}, of 1 machine with a price: " in text
