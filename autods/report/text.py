@@ -108,9 +108,9 @@ def format_value(value: Scalar | None) -> str:
     return f"{value:,}" if isinstance(value, int) and value >= 10_000 else str(value)
 
 
-def format_batch(knobs: Knobs, ranks: int, name: str = "ranks") -> str:
-    """'micro batch 4 × accumulation 2 × 2 ranks = global batch 16'. For a pipeline `name` is 'replicas'."""
-    parts = f"micro batch {knobs.micro_batch} × accumulation {knobs.accumulation} × {ranks} {name}"
+def format_batch(knobs: Knobs, ranks: int, name: str = "rank") -> str:
+    """'micro batch 4 × accumulation 2 × 2 ranks = global batch 16'. For a pipeline `name` is 'replica'."""
+    parts = f"micro batch {knobs.micro_batch} × accumulation {knobs.accumulation} × {format_number_of(ranks, name)}"
     return f"{parts} = global batch {knobs.train_batch(ranks)}"
 
 

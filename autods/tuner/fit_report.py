@@ -146,16 +146,14 @@ def _explain_untried(context: FitContext, reasons: Mapping[str, str]) -> dict[st
 
 def _explain_batch(knobs: Knobs, context: FitContext, *, is_fixed: bool) -> str:
     """How the batch is made up, and why it has that size; a micro batch that `is_fixed` is the script's own."""
-    holders = "ranks"
-    if context.facts.pipeline_stages:
-        holders = "replica" if context.world_size == 1 else "replicas"
+    holder = "replica" if context.facts.pipeline_stages else "rank"
     longer = ", with the memory of any longer accumulation" if knobs.accumulation >= ENOUGH_ACCUMULATION else ""
     chosen = f"chosen for throughput{longer}: give --global-batch to keep yours"
     if is_fixed:
         chosen = "the micro batch is the one that the script fixes"
     if context.settings.global_batch is not None:
         chosen = "as requested"
-    return f"{text.format_batch(knobs, context.world_size, holders)}, {chosen}"
+    return f"{text.format_batch(knobs, context.world_size, holder)}, {chosen}"
 
 
 def _make_question(context: FitContext, fingerprint: str) -> FitQuestion:

@@ -20,7 +20,7 @@ def describe_batch(plan: PlanReport, site: Site, micro_batch: int) -> str:
     replicas = count_replicas(site.base, site.world_size)
     accumulation = choose_accumulation(site, micro_batch, plan.source.form)
     knobs = Knobs(micro_batch=micro_batch, accumulation=accumulation)
-    return format_batch(knobs, replicas, "ranks" if replicas == site.world_size else "replicas")
+    return format_batch(knobs, replicas, "rank" if replicas == site.world_size else "replica")
 
 
 def explain_no_time(site: SiteForecast) -> str:

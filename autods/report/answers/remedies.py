@@ -168,7 +168,9 @@ def describe_loading(plan: PlanReport, site: SiteForecast) -> str | None:
     if loading.whole and loading.stage < 3 and loading.ranks > 1:
         ways += ["one rank at a time, which moves its model to its card before the next one begins"]
     sizes = [format_bytes(size) for size in (loading.build_bytes, loading.init_bytes, loading.later_bytes)]
-    held = f"{sizes[0]} while {loading.ranks} ranks build the model, {sizes[1]} while their engines start"
+    build = f"{loading.ranks} ranks build the model" if loading.ranks > 1 else "a rank builds the model"
+    start = "their engines start" if loading.ranks > 1 else "its engine starts"
+    held = f"{sizes[0]} while {build}, {sizes[1]} while {start}"
     needs = f"{forecast.rung}: the host of a node holds {held}, and {sizes[2]} in training"
     return "; ".join((needs, f"less at the start: {'; or '.join(ways)}" if ways else "")).removesuffix("; ")
 

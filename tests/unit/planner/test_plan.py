@@ -607,6 +607,7 @@ def test_a_plan_says_where_building_decides() -> None:
 @pytest.mark.parametrize(
     ("kind", "rung", "ways"),
     [
+        ("file", "ddp", ("from_pretrained(dtype=torch.bfloat16)", "while a rank builds the model")),
         ("file", "zero2", ("from_pretrained(dtype=torch.bfloat16)", "one rank at a time")),
         ("hf_config", "zero3", ("--zero-init", "a model.py with from_pretrained")),
         ("script", "zero3", ("HfDeepSpeedConfig(ds_config) was made, and while it is kept", "torch.bfloat16")),
@@ -619,15 +620,17 @@ def test_a_plan_says_how_a_node_loads_with_less(kind: Any, rung: str, ways: tupl
         return replace(simulate_peaks(micro_batch, build=0, init=GIB, backward=4 * GIB), live_bytes=lives)
 
     source = replace(SOURCE, kind=kind, script_kind="deepspeed" if kind == "script" else None)
-    asked = replace(question(ladder=(rung,), largest=False, host_memory="100GiB"), source=source)
+    ranks = 1 if rung == "ddp" else 8
+    asked = replace(question(ladder=(rung,), largest=False, gpus=ranks, host_memory=f"{12 * ranks}GiB"), source=source)
     planned = Planned(asked, script).forecast
     text = printed(make_plan_document(planned), 900)
     assert f"{rung}: the host of a node holds" in text
-    assert "while 8 ranks build the model" in text
+    assert ranks == 1 or "while 8 ranks build the model" in text
+    assert f" × {'1 rank' if ranks == 1 else '8 ranks'} = global batch" in text
     assert all(way in text for way in ways)
     loading = planned.sites[0].loading
     assert loading is not None
-    assert (loading.whole, loading.in_fp32, loading.ranks) == (True, True, 8)
+    assert (loading.whole, loading.in_fp32, loading.ranks) == (True, True, ranks)
 
 
 def test_an_engine_spec_holds_the_whole_config() -> None:
