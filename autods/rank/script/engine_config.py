@@ -83,7 +83,6 @@ class LibraryConfig(EngineConfig):
     def __init__(self, job: RankJob, convert: Callable[[Mapping[str, Any]], dict[str, Any]] = dict) -> None:
         super().__init__(job)
         self.given = {}
-        self.chosen = dict(job.ds_config)
         if job.stops_at_engine and is_default_optimizer(self.chosen.get("optimizer")):
             del self.chosen["optimizer"]  # until the survey knows whether the script makes one
         self.file = convert(self.chosen)

@@ -60,6 +60,11 @@ def test_the_batch_size_of_a_survey_fits_its_one_rank():
     assert engine_config(micro_batch=1, accumulation=1, world_size=1).file["train_batch_size"] == 1
 
 
+def test_a_library_gets_the_global_batch_of_this_micro_batch():
+    simulated = engine_config(kind=LibraryConfig, micro_batch=8)  # a forecast asks about larger ones than its config's
+    assert simulated.file["train_batch_size"] == simulated.replace({})["train_batch_size"] == 32
+
+
 def test_the_script_s_own_part_is_what_it_changed():
     config = engine_config("--config", "{ds_config}")
     seen = {
