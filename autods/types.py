@@ -353,7 +353,7 @@ class ModelFacts:
     """Facts about the workload from its survey: it is built once, without training and without a budget.
 
     `config` is the DeepSpeed config that a script gave to `deepspeed.initialize`, without the keys that autods set.
-    `config_place` is the line that gives it if no file holds it; the result has to be put there by hand.
+    `config_place` is the line that gives it if it comes from no file; the result has to be put there by hand.
     `tokens_per_sample` counts all texts of a sample, `seq_len` the tokens of the first one.
     `stood_in` lists the script's uses of GPUs that CPU ranks did without, each with its line.
     `writes_confined` tells whether the kernel of the first node refuses a script's writes outside the trial's folders,

@@ -61,12 +61,24 @@ class EngineConfig:
             enabled = [name for name in _PRECISIONS if get_key(config, f"{name}.enabled") is True]
             precision = {name: merge(get_key(self.given, name) or {}, {"enabled": True}) for name in enabled}
             config = {key: value for key, value in self.given.items() if key not in _PRECISIONS} | precision
-        filled_in = self.file if has_placeholder(self.job.source.argv, "ds_config") else {}
+        filled_in = self._filled_in()
         base = self.job.source.base_config if isinstance(self.job.source.base_config, Mapping) else {}
         config = _subtract(config, filled_in, kept=base)
         is_users = from_file and not filled_in
         dropped = BATCH_KEYS if not is_users else BATCH_KEYS[1:] if BATCH_KEYS[0] in config else ()
         return {key: value for key, value in config.items() if key not in dropped}
+
+    def comes_filled_in(self, config: Mapping[str, Any]) -> bool:
+        """Whether a config in the script's code has the rung and the batch of the file that replaces `{ds_config}`.
+
+        Many scripts read the file themselves and pass what it holds.
+        """
+        filled_in = self._filled_in()
+        return bool(filled_in) and merge(config, _rung_part(filled_in)) == config
+
+    def _filled_in(self) -> Mapping[str, Any]:
+        """What the script can have read from the file that replaces `{ds_config}`."""
+        return self.file if has_placeholder(self.job.source.argv, "ds_config") else {}
 
     def _complete(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The script's keys stay, except those that the rung and the batch decide."""
@@ -122,6 +134,11 @@ def _copy_plainly(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return [_copy_plainly(inner) for inner in value]
     return copy.deepcopy(value)
+
+
+def _rung_part(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a config that the rung and the batch decide."""
+    return _subtract(config, strip_rung_keys(config), kept={})
 
 
 def _subtract(config: Mapping[str, Any], filled_in: Mapping[str, Any], *, kept: Mapping[str, Any]) -> dict[str, Any]:

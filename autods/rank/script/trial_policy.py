@@ -144,7 +144,7 @@ class TrialPolicy(Policy):
                 f"it gives deepspeed.initialize {problem}",
                 hint="give it config=…, or args with deepspeed_config: `--deepspeed_config {ds_config}` after --",
             )
-        in_script = not from_file and injection.config.given is None
+        in_script = not from_file and injection.config.given is None and not injection.config.comes_filled_in(config)
         return ModelFacts(
             **count_parameters(arguments["model"], by="the script gave deepspeed.initialize"),
             checkpointing=not self.job.source.keeps_checkpointing and bool(list_recomputing(arguments["model"])),

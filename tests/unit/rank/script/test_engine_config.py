@@ -90,6 +90,13 @@ def test_only_a_config_file_sets_the_global_batch_size():
     assert config.own_part(implying, from_file=False) == {}
 
 
+def test_a_script_may_read_the_file_and_pass_what_it_holds():
+    config = engine_config("--config", "{ds_config}")
+    assert config.comes_filled_in({**config.file, "gradient_clipping": 1.0, "optimizer": {"type": "Lion"}})
+    assert not config.comes_filled_in({**config.file, "zero_optimization": {"stage": 2}})
+    assert not engine_config().comes_filled_in(TRIAL)
+
+
 def test_a_library_s_completed_config_is_only_cleared_of_monitors():
     config = engine_config(kind=LibraryConfig)
     given = {"steps_per_print": 7, "wandb": {}}
