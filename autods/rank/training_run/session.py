@@ -201,6 +201,7 @@ class Session:
         `loader_options` are those of torch's DataLoader, such as num_workers. A dataset that can only be iterated must
         yield the same samples in the same order on every rank; a resumed run reads and drops what it has trained on.
         """
+        import torch
         from torch.utils.data import DataLoader, default_collate
 
         for name in ("batch_size", "sampler", "batch_sampler", "drop_last"):
@@ -210,10 +211,15 @@ class Session:
                 )
         if self.order is not None and self.order.loads_in_ranks:
             loader_options = {name: value for name, value in loader_options.items() if name not in _OF_WORKERS}
+        seed = 0 if self.job is None else self.job.seed
+        # A loader draws the seed of its workers when its iteration begins. From the rank's own generator, that would
+        # take a number which a run without interruption does not take.
+        generator = torch.Generator().manual_seed(derive_seed(seed, self.step, self.consensus.rank))
+        loader_options = {"generator": generator, **loader_options}
         collate, end = collate_fn or default_collate, self.steps
         follows, self._has_dealt = self._has_dealt, True
         if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-            samples = SampleOrder(len(dataset), 0 if self.job is None else self.job.seed, shuffle)
+            samples = SampleOrder(len(dataset), seed, shuffle)
             end = self.end_step = last = self._find_end(len(dataset), epochs)
             if follows and self.step >= last and not self.done:  # such as in a loop over epochs
                 raise WorkloadError(

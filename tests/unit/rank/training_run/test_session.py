@@ -198,6 +198,19 @@ def test_ranks_that_load_their_data_have_no_workers(make_session, monkeypatch):
         next(make_session().batches(list(range(8)), **options))
 
 
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(24))
+
+
+@pytest.mark.parametrize("dataset", [list(range(24)), Stream()], ids=["of a known length", "a stream"])
+def test_dealing_out_leaves_the_random_generator_alone(make_session, dataset):
+    session = make_session()
+    before = torch.get_rng_state()  # a run that goes on begins to deal out once more
+    assert len(next(session.batches(dataset))) == 2
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_loader_takes_no_size_of_its_own(make_session):
     with pytest.raises(WorkloadError, match="takes no batch_size"):
         next(make_session().batches([1, 2, 3, 4], batch_size=2))
