@@ -192,6 +192,7 @@ class LoopSession(sessions.Session):
         ends = [step for step in (self.loop.last_step, self._order.steps) if step is not None]
         self.end_step = min(ends, default=None)
         self._note_step(self._order)
+        self.observer("script", self.step)  # logging and callbacks of the user's take as long as they like
 
     def end_loop_step(self) -> None:
         """The trainer has logged, evaluated and saved after a step: the run may save, and end the ranks together."""
