@@ -140,6 +140,13 @@ def test_a_continued_run_trains_on_the_same_samples(runs: Callable[[str], Path],
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_continued_run_draws_the_same_random_numbers(runs: Callable[[str], Path], kind: str) -> None:
+    folder = runs(kind)
+    before, after = ({row["step"]: row["random"] for row in read_ranks(folder, end)[0]} for end in ("first", "jsonl"))
+    assert [after[step] for step in (5, 6)] == [before[step] for step in (5, 6)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_steps_of_a_run_are_written_with_their_losses(runs: Callable[[str], Path], kind: str) -> None:
     lines = [json.loads(line) for line in (runs(kind) / "attempts" / "2" / "steps.jsonl").open()]
     assert [line["step"] for line in lines] == list(range(5, STEPS + 1))

@@ -1,6 +1,7 @@
 """The model and the samples of the scripts here, and what each rank writes down about its steps."""
 
 import argparse
+import hashlib
 import json
 import os
 import signal
@@ -67,4 +68,5 @@ class Evidence:
         with torch.no_grad():
             probe = engine.module.forward(input_ids=PROBE, labels=PROBE).loss
         row = {"step": step, "engine": type(engine).__name__, "samples": batch[:, 0].tolist(), "probe": float(probe)}
+        row["random"] = hashlib.sha1(torch.get_rng_state().numpy().tobytes()).hexdigest()
         print(json.dumps(row), file=self.file, flush=True)

@@ -14,6 +14,9 @@ class Small(lightning.LightningModule):
     def forward(self, **batch):
         return self.model(**batch)
 
+    def on_train_start(self):
+        torch.rand(1)  # a hook that draws, and does so again when a run goes on
+
     def training_step(self, batch, index):
         self.evidence.note(self.trainer.strategy.deepspeed_engine, batch["input_ids"])
         return self.model(**batch).loss

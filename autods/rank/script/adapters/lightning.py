@@ -48,7 +48,8 @@ _LOADER = "trainer.connectors.data_connector._DataConnector._prepare_dataloader"
 _SIGNALS = "trainer.connectors.signal_connector._SignalConnector.register_signal_handlers"
 _BATCHES, _EPOCHS = "loops.training_epoch_loop._TrainingEpochLoop", "loops.fit_loop._FitLoop"
 _BEGIN_EPOCH, _END_BATCH, _END_EPOCH = f"{_BATCHES}.reset", f"{_BATCHES}.on_advance_end", f"{_EPOCHS}.on_advance_end"
-_OF_TRAINER = (_FIT, _SAVE, _LOAD, _LOADER, _BACKWARD, _SIGNALS, _BEGIN_EPOCH, _END_BATCH, _END_EPOCH)
+_BEGIN = f"{_STRATEGY}.on_train_start"
+_OF_TRAINER = (_FIT, _SAVE, _LOAD, _LOADER, _BACKWARD, _SIGNALS, _BEGIN, _BEGIN_EPOCH, _END_BATCH, _END_EPOCH)
 _PATCHES = {
     package: declare_all(
         package,
@@ -221,6 +222,7 @@ class LightningLoop(TrainerLoop):
         patches[_SAVE].wrap(self.save_checkpoint)
         patches[_LOAD].wrap(self.load_checkpoint)
         patches[_LOADER].wrap(self.deal_samples)
+        patches[_BEGIN].wrap(self.begin)
         patches[_BEGIN_EPOCH].wrap(self.begin_epoch)
         patches[_END_BATCH].wrap(self.end_batch)
         patches[_END_EPOCH].wrap(self.end_epoch)
@@ -270,7 +272,6 @@ class LightningLoop(TrainerLoop):
 
         class RunCallback(importlib.import_module(self.package).Callback):  # type: ignore[misc]
             def on_train_start(self, trainer: Any, module: Any) -> None:
-                loop.host.session.restore_random_states()
                 trainer.callback_metrics.update(loop._metrics)  # the sanity check has cleared them
 
             def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
@@ -281,6 +282,11 @@ class LightningLoop(TrainerLoop):
                 loop.host.session.finish()
 
         return RunCallback()
+
+    def begin(self, original: Any, strategy: Any, /) -> None:
+        """The last hook before the first step: those of callbacks and of the module may have drawn random numbers."""
+        original(strategy)
+        self.host.session.restore_random_states()
 
     def begin_epoch(self, original: Any, batches: Any, /) -> None:
         """Let an epoch that goes on do nothing twice. One that was saved at its end is over: another begins."""
