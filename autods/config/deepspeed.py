@@ -62,6 +62,23 @@ def read_known_keys() -> KnownKeys:
     return read_toml_as(KnownKeys, path, name="list of keys")
 
 
+def leave_out_auto(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config without what is "auto", as DeepSpeed alone could read it.
+
+    A half precision that may be on, and a scheduler with an open argument, go as a whole: it needs each of them.
+    """
+
+    def leave_out_of(section: Mapping[str, Any]) -> dict[str, Any]:
+        kept = ((key, value) for key, value in section.items() if value != "auto")
+        return {key: leave_out_of(value) if isinstance(value, Mapping) else value for key, value in kept}
+
+    schedule = config.get("scheduler")
+    wholes = {half for half in HALVES if get_key(config, f"{half}.enabled") == "auto"}
+    if isinstance(schedule, Mapping) and leave_out_of(schedule) != schedule:
+        wholes.add("scheduler")
+    return leave_out_of({key: value for key, value in config.items() if key not in wholes})
+
+
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Return a new dict in which `over` wins; nested dicts are merged."""
     merged = copy.deepcopy(dict(base))

@@ -105,7 +105,7 @@ def find_auto(question: Question) -> Iterator[Problem]:
     names = [name for name, value in walk_keys(question.config) if value == "auto" and defaults.get(name) != "auto"]
     if names:
         problem = '"auto" is filled in by the Hugging Face Trainer and accelerate only'
-        yield note(name_first(names), problem, "elsewhere give a value")
+        yield note(name_first(names), problem, "elsewhere give a value (memory is simulated with DeepSpeed's own)")
 
 
 def find_sizes_that_hurt(question: Question) -> Iterator[Problem]:

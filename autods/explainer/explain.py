@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from ..config.base_config import check_ranks, copy_as_json, read_base_config
+from ..config.base_config import check_ranks, copy_as_json, fills_in_auto, read_base_config
 from ..config.batch_rules import complete_batch
 from ..config.catalogue import Site
 from ..config.deepspeed import (
@@ -18,6 +18,7 @@ from ..config.deepspeed import (
     count_replicas,
     documented_name,
     get_key,
+    leave_out_auto,
     merge,
     nest_key,
     read_known_keys,
@@ -98,7 +99,10 @@ def resolve_explain(
     }
     without_batch = {key: value for key, value in config.items() if key not in BATCH_KEYS}
     question = PlanRequest(**options, base_config=without_batch, as_written=True, largest=False)
-    settings = resolve_plan(question, make_source(question), hardware=hardware)
+    source = make_source(question)
+    if not fills_in_auto(source):
+        question = replace(question, base_config=leave_out_auto(without_batch))
+    settings = resolve_plan(question, source, hardware=hardware)
     if len(settings.sites) > 1:
         raise InputError("a config is explained on one machine", place=f"--on {request.on}", hint="name one")
     settings = replace(settings, sites=(_give_batch(settings.sites[0], config, request.micro_batch, settings.source),))

@@ -17,6 +17,7 @@ from ..config.deepspeed import (
     count_sharers,
     get_key,
     leave_out,
+    leave_out_auto,
     merge,
     nest_key,
     without_monitors,
@@ -131,11 +132,7 @@ def ask_engine(simulator: Simulator, config: Mapping[str, Any], ranks: int | Non
 def _make_toy_config(config: Mapping[str, Any], *, is_world_known: bool) -> dict[str, Any]:
     """The part of the config that a toy model can try."""
     toy = {key: value for key, value in without_monitors(config).items() if key not in _NOT_TRIED}
-    schedule = toy.get("scheduler")
-    if isinstance(schedule, Mapping) and any(value == "auto" for _, value in walk_keys(schedule)):
-        del toy["scheduler"]  # it needs each of its arguments
-    open_halves = {key for key in HALVES if get_key(toy, f"{key}.enabled") == "auto"}  # a library turns one of them on
-    toy = _leave_out_auto({key: value for key, value in toy.items() if key not in open_halves})
+    toy = leave_out_auto(toy)
     accumulation = toy.get("gradient_accumulation_steps")
     is_long = isinstance(accumulation, int) and accumulation > _MOST_ACCUMULATED
     if is_long or not is_world_known or "auto" in map(config.get, BATCH_KEYS):
@@ -147,11 +144,6 @@ def _make_toy_config(config: Mapping[str, Any], *, is_world_known: bool) -> dict
     if get_key(toy, "optimizer.type") is None and toy.get("optimizer", {}) is not None:  # the training brings one
         toy["optimizer"] = DEFAULT_OPTIMIZER
     return toy
-
-
-def _leave_out_auto(section: Mapping[str, Any]) -> dict[str, Any]:
-    kept = ((key, value) for key, value in section.items() if value != "auto")
-    return {key: _leave_out_auto(value) if isinstance(value, Mapping) else value for key, value in kept}
 
 
 def find_named_keys(config: Mapping[str, Any], message: str) -> Iterator[str]:

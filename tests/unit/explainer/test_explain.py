@@ -138,6 +138,23 @@ def test_memory_is_that_of_the_batch_of_the_config(
     assert [(site.micro_batch, site.global_batch) for site in settings.plan.sites] == [(micro, total)]
 
 
+def test_what_a_library_fills_in_is_left_to_deepspeed() -> None:
+    config = {
+        "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "loss_scale": 0}, "gradient_clipping": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "eps": 1e-6}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 10}},
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
+    }  # fmt: skip
+    request = ExplainRequest(config, "model.py", gpus=8, gpu_memory="40GiB")
+    settings = resolve_explain(request, lambda plan: SOURCE, hardware=LAPTOP)
+    assert settings.config == config
+    assert settings.plan is not None
+    assert settings.plan.sites[0].base == {
+        "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"eps": 1e-6}},
+        "zero_optimization": {"stage": 2},
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(("weight_bytes", "gpus", "warns"), [(4, 8, True), (0, 8, False), (4, 1, False)])
 def test_a_script_that_loads_whole_under_stage_3_is_told(weight_bytes: int, gpus: int, warns: bool) -> None:
     script = replace(SOURCE, kind="script", script_kind="deepspeed")
