@@ -65,7 +65,8 @@ def read_known_keys() -> KnownKeys:
 def leave_out_auto(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config without what is "auto", as DeepSpeed alone could read it.
 
-    A half precision that may be on, and a scheduler with an open argument, go as a whole: it needs each of them.
+    Two sections go as a whole: a half precision that may be on, and a scheduler with an open argument, for it needs
+    each of its arguments.
     """
 
     def leave_out_of(section: Mapping[str, Any]) -> dict[str, Any]:

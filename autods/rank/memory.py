@@ -457,7 +457,8 @@ def read_mapped_bytes() -> tuple[int, int]:
 
     Both are 0 if the C library is not glibc 2.33 or later. malloc_stats writes the second to file descriptor 2 alone.
     """
-    if _read_malloc() is None:
+    heap = _read_malloc()
+    if heap is None:
         return 0, 0
     sys.stderr.flush()
     before = os.dup(2)
@@ -470,5 +471,4 @@ def read_mapped_bytes() -> tuple[int, int]:
             os.close(before)
         memory.seek(0)
         most = _MAX_MMAP.search(memory.read())
-    heap = _read_malloc()
-    return (heap.hblkhd, int(most[1])) if heap and most else (0, 0)
+    return (heap.hblkhd, int(most[1])) if most else (0, 0)

@@ -130,24 +130,21 @@ def test_threads_share_a_session_until_the_last_one_leaves(root: Path, start: St
     entered, first_may_leave = threading.Barrier(3), threading.Event()
     seen: list[Path] = []
 
-    def leave_first() -> None:
+    def work(meanwhile: Callable[[Path], object]) -> None:
         entered.wait(30)
         with open_session() as folder:
             seen.append(folder)
             entered.wait(30)
-            first_may_leave.wait(30)
+            meanwhile(folder)
 
-    def leave_last() -> None:
-        entered.wait(30)
-        with open_session() as folder:
-            seen.append(folder)
-            entered.wait(30)
-            first.join(30)
-            assert start(folder).poll() is None
-            assert folder.exists()
-            seen.append(folder)
+    def outlast_the_first(folder: Path) -> None:
+        first.join(30)
+        assert start(folder).poll() is None
+        assert folder.exists()
+        seen.append(folder)
 
-    first, last = threading.Thread(target=leave_first), threading.Thread(target=leave_last)
+    first = threading.Thread(target=work, args=(lambda folder: first_may_leave.wait(30),))
+    last = threading.Thread(target=work, args=(outlast_the_first,))
     first.start()
     last.start()
     entered.wait(30)  # both begin at once
