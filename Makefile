@@ -37,9 +37,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 	@echo "Ready: $(BIN)/autods"
 
-# This model has no experts, so its ranks may have oneDNN's kernels for bf16: half the time (docs/limits.md, CPU ranks).
+# In fp32, since processors without AVX-512 would take an hour in bf16 (docs/limits.md, CPU ranks).
 demo: setup
-	ONEDNN_MAX_CPU_ISA=DEFAULT ONEDNN_PRIMITIVE_CACHE_CAPACITY=1024 $(BIN)/autods fit examples/gpt.py --gpus 2 --device cpu --gpu-memory 416MiB --global-batch 8 --config quick --fresh --out autods-out/demo
+	$(BIN)/autods fit examples/gpt.py --gpus 2 --device cpu --gpu-memory 488MiB --precision fp32 --global-batch 4 --config quick --fresh --out autods-out/demo
 
 unit: setup
 	$(PYTEST) tests/unit

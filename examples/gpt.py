@@ -1,6 +1,6 @@
 """A GPT-2 on the bytes of real text: Python's own standard library, which every machine has.
 
-autods fit examples/gpt.py --gpus 2 --device cpu --gpu-memory 416MiB
+autods fit examples/gpt.py --gpus 2 --device cpu --gpu-memory 488MiB --precision fp32
 """
 
 import functools

@@ -63,7 +63,7 @@ COMMANDS = {
 autods fit model.py --gpus 8
 autods fit model.py --gpus 8 --gpu-memory 16GiB --global-batch 64 --config quick
 autods fit model.py --gpus 8 --stop first-fit      the first rung that fits is enough
-autods fit examples/gpt.py --device cpu --gpus 2 --gpu-memory 416MiB      without a GPU
+autods fit examples/gpt.py --device cpu --gpus 2 --gpu-memory 488MiB --precision fp32      without a GPU
 autods fit model.py --gpus 8 --nodes 2 --address auto      on two nodes of a Ray cluster
 autods fit train.py --gpus 8 -- --deepspeed_config {ds_config} --micro-batch {micro_batch_size}      your own script
 """,
@@ -77,7 +77,7 @@ autods fit train.py --gpus 8 -- --deepspeed_config {ds_config} --micro-batch {mi
 autods run model.py --gpus 8 --global-batch 64 --steps 10000
 autods run model.py --gpus 8 --global-batch 64 --data corpus/ --checkpoint-every 500
 autods run train.py --gpus 8 --global-batch 64 -- --deepspeed_config {ds_config}      your script, with autods.session
-autods run examples/gpt.py --device cpu --gpus 2 --gpu-memory 416MiB --global-batch 8 --steps 50      without a GPU
+autods run examples/gpt.py --device cpu --gpus 2 --gpu-memory 488MiB --precision fp32 --global-batch 4 --steps 50
 """,
         exit_codes="0 done, 1 no config is left that fits, 2 wrong input or code, 3 broken environment, "
         "130 interrupted, 143 ended by SIGTERM (the same command goes on).",

@@ -197,6 +197,10 @@ class Device:
         """Return sentences about these cards that their user should know before a fit."""
         return ()
 
+    def judge_precision(self, precision: str, cards: Iterable[Card]) -> Finding | None:
+        """Return what is slow about training in this precision here, on these cards; None where nothing is."""
+        return None
+
 
 def describe_shared_cards(cards: Iterable[Card]) -> tuple[str, ...]:
     """Return a sentence for each card that other processes use as well."""

@@ -67,6 +67,12 @@ class CudaDevice(Device):
     def describe_cards(self, cards: Iterable[Card]) -> tuple[str, ...]:
         return describe_card_names(os.environ.get(VISIBLE))
 
+    def judge_precision(self, precision: str, cards: Iterable[Card]) -> Finding | None:
+        older = [card.name for card in cards if not card.bf16]
+        if precision != "bf16" or not older:
+            return None
+        return Finding(text=f"{older[0]} only emulates bf16", remedy="--precision fp16, in which it computes by itself")
+
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ORDER, _NVML_ORDER = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"

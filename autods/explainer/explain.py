@@ -15,6 +15,7 @@ from ..config.batch_rules import complete_batch
 from ..config.catalogue import Site
 from ..config.deepspeed import (
     BATCH_KEYS,
+    choose_accumulation,
     count_replicas,
     documented_name,
     get_key,
@@ -213,9 +214,12 @@ def _simulate(
         for label, (name, value) in others.items()
         if whole.memory and by_rung[label].memory
     }
+    site = settings.sites[0]
     memory = NeededMemory(
         workload=settings.source.name,
-        ranks=settings.sites[0].world_size,
+        ranks=site.world_size,
+        micro_batch=whole.micro_batch,
+        accumulation=choose_accumulation(site, whole.micro_batch, settings.source.form),
         verdict=whole.verdict,
         reason=whole.reason,
         tiers={tier: held.peak_bytes for tier, held in whole.memory.items()},

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from ..devices import describe_shared_cards
+from ..devices import CPU, CUDA, describe_shared_cards
 from ..errors import EnvironmentBroken
 from ..files import find_existing
 from ..report.results.doctor import Check
@@ -51,6 +51,8 @@ def check_cards(hardware: Hardware) -> Iterator[Check]:
     if not hardware.cards:
         result = "none: CPU ranks can stand in for them (--device cpu), and `autods plan` needs none"
         yield Check.warning("GPUs", "cards", result, "nvidia-smi shows what the driver sees")
+        if (slow := CPU.judge_precision("bf16", ())) is not None:
+            yield Check.warning("GPUs", "CPU ranks", slow.text, slow.remedy)
         return
     names = [f"{card.name} ({format_bytes(card.total_bytes)})" for card in hardware.cards]
     counted = ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
@@ -61,8 +63,8 @@ def check_cards(hardware: Hardware) -> Iterator[Check]:
         yield Check.warning("GPUs", "equal cards", result, "choose with CUDA_VISIBLE_DEVICES")
     for sentence in describe_shared_cards(hardware.cards):
         yield Check.warning("GPUs", "shared", sentence, "end them, or choose other cards")
-    if any(not card.bf16 for card in hardware.cards):
-        yield Check.warning("GPUs", "bf16", "only emulated on these cards", "train in fp16 (--precision fp16)")
+    if (slow := CUDA.judge_precision("bf16", hardware.cards)) is not None:
+        yield Check.warning("GPUs", "bf16", slow.text, slow.remedy)
 
 
 def check_ranks(measure: Callable[[], Preflight]) -> Iterator[Check]:

@@ -159,9 +159,8 @@ class CpuMeter(Meter):
         finally:
             resource.setrlimit(resource.RLIMIT_DATA, limits)
         # What was freed before may serve a small model: the kernel alone would not refuse it.
-        if self.limit_bytes is not None and self.held_bytes() > self.limit_bytes:
-            held, limit = format_bytes(self.held_bytes()), format_bytes(self.limit_bytes)
-            raise MemoryError(f"{held} are held, and the limit is {limit}")
+        if self.limit_bytes is not None and (data := self._count_data()) > self.limit_bytes:
+            raise MemoryError(f"{format_bytes(data)} are held, and the limit is {format_bytes(self.limit_bytes)}")
         return result
 
     def sample(self) -> None:
@@ -173,6 +172,14 @@ class CpuMeter(Meter):
         return self._peak_data
 
     def held_bytes(self) -> int:
+        """What malloc has handed out, as torch's allocators count tensors.
+
+        The process's data grow by a free part of the heap, or by an arena of Python's objects, of 1 MiB each, too.
+        """
+        heap = _read_malloc()
+        return self._count_data() if heap is None else heap.uordblks + heap.hblkhd
+
+    def _count_data(self) -> int:
         return _read_statm()[0] - self._data_at_start
 
     def peaks(self) -> dict[str, int | None]:

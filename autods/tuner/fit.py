@@ -281,14 +281,15 @@ def _start_ray_runner(settings: Settings, listen: Listener) -> AbstractContextMa
 
 
 def describe_cards(settings: Settings, listen: Listener) -> None:
-    """Note what the cards of this machine are, and what they only emulate."""
+    """Note what the cards of this machine are, and what is slow about the precision there."""
+    if settings.address is not None:
+        return
     device = find_device(settings.device)
-    if device.has_cards and settings.address is None:
-        cards = settings.hardware.cards[: settings.gpus]
-        for note in device.describe_cards(cards):
-            listen(Note(text=note))
-        if precision_name(settings.base) == "bf16" and (older := [card.name for card in cards if not card.bf16]):
-            listen(Note(text=f"{older[0]} only emulates bf16: try --precision fp16, in which it computes by itself"))
+    cards = settings.hardware.cards[: settings.gpus] if device.has_cards else ()
+    for note in device.describe_cards(cards):
+        listen(Note(text=note))
+    if (slow := device.judge_precision(precision_name(settings.base), cards)) is not None:
+        listen(Note(text=f"{slow.text}: try {slow.remedy}"))
 
 
 def _check_that_memory_decided(walked: WalkResult, context: FitContext) -> None:

@@ -101,9 +101,11 @@ def _describe_memory(memory: NeededMemory) -> StyledLine:
         if size or tier == "device":
             limit = f" of {format_bytes(memory.limits[tier])}" if tier in memory.limits else ""
             parts.append(f"{TIER_NAMES[tier]} {format_bytes(size)}{limit}")
+    batch = f"micro batch {memory.micro_batch} × accumulation {memory.accumulation}"
+    where = f"{memory.workload} on {format_number_of(memory.ranks, 'rank')}, {batch}"
     return line(
-        (f"{memory.workload} on {memory.ranks} ranks: {memory.verdict.replace('_', ' ')}", "bold"),
-        f"  ({', '.join(parts)})" if parts else "",
+        (f"{where}: {memory.verdict.replace('_', ' ')}", "bold"),
+        f"\n  {', '.join(parts)}" if parts else "",
         f"\n  {memory.reason}" if memory.reason else "",
     )
 

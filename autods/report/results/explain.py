@@ -34,10 +34,15 @@ class ExplainedKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NeededMemory:
-    """The memory of a rank with this config: bytes by tier, `limits` where they are known, and the verdict."""
+    """The memory of a rank with this config: bytes by tier, `limits` where they are known, and the verdict.
+
+    It is that of a step of `accumulation` micro batches.
+    """
 
     workload: str
     ranks: int
+    micro_batch: int
+    accumulation: int
     verdict: str
     reason: str
     tiers: Mapping[Tier, int]

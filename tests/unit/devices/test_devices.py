@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
-from autods.devices import CPU, CUDA, DEVICES, find_device
+from autods.devices import CPU, CUDA, DEVICES, Card, cpu, find_device
+from autods.devices.cpu import multiplies_halves, read_processor_flags
 from autods.errors import InputError
 
 
@@ -56,3 +60,41 @@ def test_the_user_sets_what_is_only_a_default() -> None:
 
 def test_each_device_is_registered_under_its_name() -> None:
     assert {name: device.name for name, device in DEVICES.items()} == {"cuda": "cuda", "cpu": "cpu"}
+
+
+AVX2 = "fpu sse2 avx avx2 fma"
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_fast"),
+    [
+        (AVX2, False),
+        (f"{AVX2} avx512f avx512cd", False),
+        (f"{AVX2} avx512f avx512bw avx512vl avx512dq", True),
+        (f"{AVX2} avx_vnni avx_ne_convert", True),
+        ("fp asimd", True),
+        ("", True),
+    ],
+)
+def test_processors_without_avx_512_are_slow_in_bf16(
+    flags: str, is_fast: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\n\nprocessor\t: 1\nflags\t\t: sse2\n")
+    found = read_processor_flags(tmp_path / "cpuinfo")
+    assert multiplies_halves(found) is is_fast
+    monkeypatch.setattr(cpu, "read_processor_flags", lambda: found)
+    assert (CPU.judge_precision("bf16", ()) is None) is is_fast
+    assert CPU.judge_precision("fp32", ()) is None
+
+
+def test_flags_that_the_kernel_does_not_list_are_none(tmp_path: Path) -> None:
+    assert read_processor_flags(tmp_path / "none") == frozenset()
+
+
+def test_old_cards_are_slow_in_bf16_alone() -> None:
+    card = Card(index=0, name="Tesla V100", total_bytes=1, free_bytes=1, bf16=False)
+    slow = CUDA.judge_precision("bf16", [replace(card, bf16=True), card])
+    assert slow is not None
+    assert str(slow) == "Tesla V100 only emulates bf16 (--precision fp16, in which it computes by itself)"
+    assert CUDA.judge_precision("bf16", [replace(card, bf16=True)]) is None
+    assert CUDA.judge_precision("fp16", [card]) is None

@@ -193,7 +193,7 @@ def test_the_terminal_shows_meaning_cost_and_findings() -> None:
     text = printed(make_explain_document(explanation), 80)
     assert "zero_optimization\n  stage = 3\n    What is split over the GPUs" in text
     assert re.search(r"Here: device memory \+85\d\.\d MiB against 50,000,000\.", text)
-    assert "model on 8 ranks: fits" in text
+    assert "model on 8 ranks, micro batch 4 × accumulation 1: fits" in text
     assert "note: zero_optimization.allgather_bucket_size: stage 3 ignores it" in text
 
 

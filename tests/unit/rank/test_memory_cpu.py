@@ -95,6 +95,19 @@ def test_memory_in_use_falls_when_it_is_freed() -> None:
     assert run_in_process(memory_of_a_list) == "32 MiB, then 0"
 
 
+def memory_of_a_heap_with_holes() -> str:
+    meter = CpuMeter(limit_bytes=None)
+    meter.start()
+    before, held = meter.held_bytes(), [bytes(1000) for _ in range(32_000)]
+    kept = held[::100]
+    del held
+    return f"{(meter.held_bytes() - before) // MIB} MiB of {len(kept)} kB"
+
+
+def test_holes_of_the_heap_are_no_leak() -> None:
+    assert run_in_process(memory_of_a_heap_with_holes) == "0 MiB of 320 kB"
+
+
 def memory_of_blocks_that_fit_into_the_free_heap() -> str:
     def hold_blocks() -> list[bytearray]:
         return [bytearray(MIB // 32) for _ in range(32 * 32)]
