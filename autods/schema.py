@@ -189,18 +189,16 @@ def read_toml_as(
     *,
     name: str,
     check: Callable[[T], None] = lambda file: None,
-    flatten: Callable[[dict[str, Any]], Mapping[str, Any]] = lambda data: data,
     hint: str = "reinstall autods",
     refusal: str | None = None,
 ) -> T:
     """Read a TOML file as a `kind`. Raises InputError for wrong types, and where `check` raises ValueError.
 
-    `name` is the content of the file, such as 'rung'. `flatten` makes the fields of a dataclass of the file's tables.
-    The message begins with `refusal`, or else with 'is not a rung'.
+    `name` is the content of the file, such as 'rung'. The message begins with `refusal`, or else with 'is not a rung'.
     """
     data = read_toml(path)
     try:
-        file = read_as(kind, flatten(data), name=name)
+        file = read_as(kind, data, name=name)
         check(file)
     except ValueError as error:
         article = "an" if name[0] in "aeiou" else "a"

@@ -7,10 +7,10 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from ..devices import Card
 from ..errors import InputError
@@ -313,27 +313,70 @@ def find_measured(card: str, hardware: Hardware) -> Machine | None:
         return None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DeviceTable:
+    bytes: int
+    driver_names: tuple[str, ...] = ()
+    bf16: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _NodeTable:
+    gpus: int
+    host_bytes: int
+    nvme_bytes: int | None = None
+    dram_gb_per_s: float | None = None
+    sockets: int = 1
+    nvme_gb_per_s: float | None = None
+    cores: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MachineFile:
+    """A machine as its TOML file has it, so that what is wrong is named as it stands there."""
+
+    name: str
+    title: str
+    device: _DeviceTable
+    node: _NodeTable
+    source: str = "as asked"
+    rates: Rates | None = None
+    links: Links | None = None
+    measured: Measured = Measured()
+
+    @property
+    def machine(self) -> Machine:
+        tables = {key.name: getattr(self, key.name) for key in fields(self) if key.name not in ("device", "node")}
+        node = {key.name: getattr(self.node, key.name) for key in fields(self.node)}
+        device = self.device
+        return Machine(device_bytes=device.bytes, driver_names=device.driver_names, bf16=device.bf16, **tables, **node)
+
+
+def _make_file(machine: Machine) -> _MachineFile:
+    tables = {
+        key.name: getattr(machine, key.name) for key in fields(_MachineFile) if key.name not in ("device", "node")
+    }
+    node = _NodeTable(**{key.name: getattr(machine, key.name) for key in fields(_NodeTable)})
+    device = _DeviceTable(bytes=machine.device_bytes, driver_names=machine.driver_names, bf16=machine.bf16)
+    return _MachineFile(device=device, node=node, **tables)
+
+
 def format_machine(machine: Machine, notes: Sequence[str] = ()) -> str:
     """Return the text of a file that `find_machines` reads as this machine; `notes` become comments at its end."""
-    tables: dict[str, dict[str, Any]] = {"": {}, "device": {}, "rates": {}, "rates.tflops": {}, "node": {}}
-    places = dict.fromkeys(("driver_names", "device_bytes", "bf16"), "device")
-    places |= dict.fromkeys(
-        ("gpus", "host_bytes", "nvme_bytes", "dram_gb_per_s", "sockets", "nvme_gb_per_s", "cores"), "node"
-    )
-    for key in fields(machine):
-        value = getattr(machine, key.name)
-        if is_dataclass(value):
-            flat = {name: item for name, item in asdict(cast(Any, value)).items() if not isinstance(item, Mapping)}
-            tables.setdefault(key.name, {}).update(flat)
-        elif key.name not in ("driver_capability", "file"):
-            tables[places.get(key.name, "")]["bytes" if key.name == "device_bytes" else key.name] = value
-    if machine.rates is not None:
-        tables["rates.tflops"] = asdict(machine.rates.tflops)
-    lines = []
-    for table, values in tables.items():
-        known = [f"{name} = {_format_value(value)}" for name, value in values.items() if value is not None]
-        lines += [*([f"[{table}]"] if table and known else []), *known, *([""] if known else [])]
-    return "\n".join([*lines, *(f"# {note}" for note in notes)]).rstrip() + "\n"
+    blocks = ["\n".join(lines) for lines in _list_tables("", asdict(_make_file(machine)))]
+    return "\n\n".join([*blocks, "\n".join(f"# {note}" for note in notes)]).rstrip() + "\n"
+
+
+def _list_tables(name: str, values: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Yield the lines of a table, then those of the tables in it; empty ones are left out."""
+    tables = {key: value for key, value in values.items() if isinstance(value, Mapping)}
+    lines = [
+        f"{key} = {_format_value(value)}" for key, value in values.items() if key not in tables and value is not None
+    ]
+    if lines:
+        yield [*([f"[{name}]"] if name else []), *lines]
+    for key, table in tables.items():
+        yield from _list_tables(f"{name}.{key}".lstrip("."), table)
 
 
 def _format_value(value: Any) -> str:
@@ -345,56 +388,45 @@ def _format_value(value: Any) -> str:
 
 def _read_machine(path: Path) -> Machine:
     hint = "compare with configs/hardware/a100-80gb.toml"
-    return read_toml_as(Machine, path, name="machine", check=_check, flatten=_flatten, hint=hint)
+    return read_toml_as(_MachineFile, path, name="machine", check=_check, hint=hint).machine
 
 
-def _flatten(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a machine; the tables `device` and `node` of its file hold some."""
-    flat: dict[str, Any] = {}
-    for key, value in tables.items():
-        if key in ("device", "node") and isinstance(value, dict):
-            flat |= {"device_bytes" if name == "bytes" else name: item for name, item in value.items()}
-        else:
-            flat[key] = value
-    return flat
-
-
-def _check(machine: Machine) -> None:
-    """Raises ValueError for a name or size that is missing or makes no sense."""
-    check_name(machine.name)
-    for name in ("device_bytes", "gpus", "host_bytes"):
-        size = getattr(machine, name)
-        if size is None:
-            raise ValueError(f"machine lacks {name!r}")
-        if size <= 0:
-            raise ValueError("bytes and gpus must be above 0")
-        most = MOST_RANKS if name == "gpus" else 2**60
-        if size > most:
-            raise ValueError(f"{name} is {size:,}; {most:,} are the most")
-    for name, speed in _list_speeds(machine):
+def _check(file: _MachineFile) -> None:
+    """Raises ValueError for a name or a figure that makes no sense."""
+    check_name(file.name)
+    if file.name == "all":
+        raise ValueError("its name is 'all', which stands for every machine")
+    node, rates = file.node, file.rates
+    for name, count, most in (
+        ("device.bytes", file.device.bytes, 2**60),
+        ("node.gpus", node.gpus, MOST_RANKS),
+        ("node.host_bytes", node.host_bytes, 2**60),
+        ("node.sockets", node.sockets, MOST_RANKS),
+        ("node.cores", node.cores, 2**20),
+    ):
+        if count is not None and not 0 < count <= most:
+            raise ValueError(f"{name} is {count:,}; it must be above 0 and at most {most:,}")
+    for name, speed in _list_speeds(file):
         if speed is not None and not 0 < speed < 10**6:
             raise ValueError(f"{name} is {speed:g}; it must be above 0 and below 1,000,000")
-    rates = machine.rates
     for share in ("matmul_share", "attention_share") if rates is not None else ():
         if not 0 < getattr(rates, share) <= 1:
             raise ValueError(f"rates.{share} is {getattr(rates, share):g}; it must be above 0 and at most 1")
     if rates is not None and rates.compute_capability is not None:
         parse_capability(rates.compute_capability)
-    if rates is not None and machine.bf16 != (rates.tflops.bf16 is not None):
+    if rates is not None and file.device.bf16 != (rates.tflops.bf16 is not None):
         raise ValueError("device.bf16 and rates.tflops.bf16 contradict each other")
-    if machine.name == "all":
-        raise ValueError("its name is 'all', which stands for every machine")
 
 
-def _list_speeds(machine: Machine) -> Iterator[tuple[str, float | None]]:
+def _list_speeds(file: _MachineFile) -> Iterator[tuple[str, float | None]]:
     """Yield every speed with its name in the file."""
-    yield "node.dram_gb_per_s", machine.dram_gb_per_s
-    yield "node.nvme_gb_per_s", machine.nvme_gb_per_s
+    yield "node.dram_gb_per_s", file.node.dram_gb_per_s
+    yield "node.nvme_gb_per_s", file.node.nvme_gb_per_s
     for table, values in (
-        ("links", machine.links),
-        ("rates", machine.rates),
-        ("rates.tflops", machine.rates and machine.rates.tflops),
-        ("measured", machine.measured),
+        ("links", file.links),
+        ("rates", file.rates),
+        ("rates.tflops", file.rates and file.rates.tflops),
+        ("measured", file.measured),
     ):
         for key in fields(values) if values is not None else ():
             value = getattr(values, key.name)
