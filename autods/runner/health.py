@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..config.catalogue import Machine
-from ..devices import Finding, Health, Link
+from ..config.deepspeed import precision_name
+from ..config.settings import Settings
+from ..devices import Finding, Health, Link, find_device
+from ..events import Listener, Note
 from ..types import Fit, SlowRank
 from .node_messages import Heartbeat
 
@@ -30,6 +33,18 @@ class Preflight:
     findings: tuple[Finding, ...] = ()
     links: str = ""
     reduced_per_s: float | None = None
+
+
+def describe_cards(settings: Settings, listen: Listener) -> None:
+    """Note what the cards of this machine are, and what is slow about the precision there."""
+    if settings.address is not None:
+        return
+    device = find_device(settings.device)
+    cards = settings.hardware.cards[: settings.gpus] if device.has_cards else ()
+    for note in device.describe_cards(cards):
+        listen(Note(text=note))
+    if (slow := device.judge_precision(precision_name(settings.base), cards)) is not None:
+        listen(Note(text=f"{slow.text}: try {slow.remedy}"))
 
 
 def judge_nodes(nodes: Sequence[tuple[str, Health]], machine: Machine) -> Preflight:

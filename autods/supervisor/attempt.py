@@ -14,8 +14,8 @@ from ..config.settings import Settings
 from ..events import Listener, RunListener
 from ..rank.job import RunOrder
 from ..rank.record import RunResult
+from ..runner.health import describe_cards
 from ..runner.runner import RayRunner
-from ..tuner.fit import describe_cards
 from ..types import Failed, ModelFacts, OutOfMemory
 from ..units import format_signal
 from .run_journal import AttemptEnd

@@ -13,13 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..config.deepspeed import precision_name
 from ..config.key_rules import find_misspelt_keys
 from ..config.profiles import Profile
 from ..config.releases import name_defaults
 from ..config.settings import Settings, apply_survey
 from ..config.trainers import find_library
-from ..devices import DEVICES, find_device
+from ..devices import DEVICES
 from ..diagnosis.trial_outcome import make_input_error
 from ..errors import EnvironmentBroken, InputError
 from ..events import Listener, Note, SearchStarted, Stage, StageStarted
@@ -274,22 +273,11 @@ def plan_stages(
 
 
 def _start_ray_runner(settings: Settings, listen: Listener) -> AbstractContextManager[Runner]:
+    from ..runner.health import describe_cards
     from ..runner.runner import RayRunner
 
     describe_cards(settings, listen)
     return RayRunner(settings, listen)
-
-
-def describe_cards(settings: Settings, listen: Listener) -> None:
-    """Note what the cards of this machine are, and what is slow about the precision there."""
-    if settings.address is not None:
-        return
-    device = find_device(settings.device)
-    cards = settings.hardware.cards[: settings.gpus] if device.has_cards else ()
-    for note in device.describe_cards(cards):
-        listen(Note(text=note))
-    if (slow := device.judge_precision(precision_name(settings.base), cards)) is not None:
-        listen(Note(text=f"{slow.text}: try {slow.remedy}"))
 
 
 def _check_that_memory_decided(walked: WalkResult, context: FitContext) -> None:

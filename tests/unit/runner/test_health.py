@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 
 from autods.config.catalogue import read_catalogue
-from autods.devices import Finding, Health
-from autods.runner.health import Watch, find_slowest, judge_nodes, judge_rate
+from autods.devices import Finding, Health, cpu
+from autods.events import Event, Note
+from autods.runner.health import Watch, describe_cards, find_slowest, judge_nodes, judge_rate
 from autods.runner.node_messages import Heartbeat
 from autods.types import SlowRank
+from tests.support.walks import SETTINGS
 
 H100, PCIE = read_catalogue()["h100-80gb"], read_catalogue()["rtx4090-24gb"]
 GB = 1e9
@@ -112,3 +114,24 @@ def test_a_throttled_card_is_warned_of_in_trials_and_runs() -> None:
     for of_run in (False, True):
         watch.hear_heartbeat(beat(1, throttled=("card 1 is throttled",)), of_run=of_run)
     assert set(warnings) == {"card 1 is throttled"}
+
+
+@pytest.mark.parametrize(
+    ("base", "address", "says"),
+    [
+        ({"bf16": {"enabled": True}}, None, ["this processor lacks AVX-512, and multiplies bf16"]),
+        ({}, None, []),
+        ({"bf16": {"enabled": True}}, "10.0.0.1:6379", []),  # that of other nodes is not known
+    ],
+)
+def test_a_slow_precision_is_said_before_ranks_start(
+    base: dict[str, object], address: str | None, says: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "read_processor_flags", lambda: frozenset({"sse2", "avx2"}))
+    said: list[Event] = []
+    describe_cards(replace(SETTINGS, device="cpu", base=base, address=address), said.append)
+    notes = [event.text for event in said if isinstance(event, Note)]
+    assert [note[: len(text)] for note, text in zip(notes, says, strict=True)] == says
+    assert all(
+        note.endswith("try --precision fp32, where speed matters more than to stand in for a GPU") for note in notes
+    )
