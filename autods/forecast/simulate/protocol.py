@@ -148,6 +148,7 @@ def failure_of(error: BaseException, user_file: str) -> SimulationFailed:
     if isinstance(error, SymbolMissing):
         problem, _, advice = read_text(error).partition("\n")
         return SimulationFailed(kind="engine", problem=problem, hint=advice.strip())
+    from ...diagnosis.signatures import find_signature
     from ...rank.record import describe_error
 
     if isinstance(error, WorkloadError) and error.place:
@@ -168,6 +169,8 @@ def failure_of(error: BaseException, user_file: str) -> SimulationFailed:
             "the model's buffers, which DeepSpeed leaves in fp32, or its code made an input of another type than the"
             ' weights: give --precision fp32, or for buffers "data_types": {"buffer_dtype": "bf16"} in the base config'
         )
+    elif kind == "engine" and (row := find_signature(message, type=types[0])) is not None and row.file == "config":
+        hint = row.advice
     if place is None and (library := find_library_raiser(error)) is not None and "/deepspeed/" not in library.file:
         place = str(library)
     problem = f"{types[0]}: {message}" if message else types[0]

@@ -95,3 +95,11 @@ def test_an_error_of_the_models_library_names_its_line() -> None:
     except RuntimeError as error:
         failure = failure_of(error, "config.json")
     assert (failure.kind, failure.problem, failure.place) == ("engine", "RuntimeError: no", f"{file}:2")
+
+
+def test_a_known_refusal_has_the_advice_of_diagnose() -> None:
+    refused = AssertionError("Not able to determine model policy automatically. Please provide policy.")
+    failure = failure_of(refused, "model.py")
+    assert failure.kind == "engine"
+    assert failure.hint is not None
+    assert "tensor_parallel.partition_config" in failure.hint
