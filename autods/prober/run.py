@@ -21,7 +21,6 @@ from ..report.render_html import PAGE, write_page
 from ..report.results.probe import CellResult, ProbeQuestion, ProbeReport
 from ..report.serialize import write_probe
 from ..runner.cleanup import open_session
-from ..runner.health import describe_cards
 from ..schema import read_as
 from ..system.host import installed_versions
 from ..tuner.trial_forecasts import start_processes
@@ -196,5 +195,4 @@ class _ProbeRun:
 def _on_ray(settings: Settings, listen: Listener) -> AbstractContextManager[Bench]:
     from ..runner.pool import RunnerPool
 
-    describe_cards(settings, listen)
     return RunnerPool(settings, listen)

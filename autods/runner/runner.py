@@ -27,7 +27,7 @@ from ..rank.record import MeasureResult, PreflightResult, RunResult, SurveyResul
 from ..system.processes import read_tail
 from ..types import PHASES, Exam, Failed, Fit, Knobs, ModelFacts, Outcome, OutOfMemory, Record, Steps, Trial
 from .environment import choose_exported
-from .health import Preflight, Watch, judge_nodes, judge_rate
+from .health import Preflight, Watch, describe_cards, judge_nodes, judge_rate
 from .node_messages import Heartbeat, LoadFailed, NodeReport, NodeResult, Ready, ZygoteDied
 from .outcome import find_failure, judge_trial, result_of_rank_0
 from .rank_fork import may_share
@@ -88,6 +88,7 @@ class RayRunner:
             check_caches()
             address = self.settings.address
             begins = "starting Ray" if address is None else f"joining the Ray cluster at {address}"
+            describe_cards(self.settings, self.listen)
             self._note(f"{begins} and loading torch and DeepSpeed (once a fit)")
         self.workers.__enter__()
         return self

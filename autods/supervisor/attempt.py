@@ -14,7 +14,6 @@ from ..config.settings import Settings
 from ..events import Listener, RunListener
 from ..rank.job import RunOrder
 from ..rank.record import RunResult
-from ..runner.health import describe_cards
 from ..runner.runner import RayRunner
 from ..types import Failed, ModelFacts, OutOfMemory
 from ..units import format_signal
@@ -41,7 +40,6 @@ class RunnerSession:
     def lend(self, settings: Settings, listen: Listener) -> Iterator[RayRunner]:
         """The runner for the fit before the run, which goes on with it: Ray and the zygotes start once."""
         self.close()
-        describe_cards(settings, listen)
         self.runner = self._stack.enter_context(self.start(settings, listen))
         self._key, self._is_lent = (settings.gpus, settings.nodes), True
         yield self.runner

@@ -273,10 +273,8 @@ def plan_stages(
 
 
 def _start_ray_runner(settings: Settings, listen: Listener) -> AbstractContextManager[Runner]:
-    from ..runner.health import describe_cards
     from ..runner.runner import RayRunner
 
-    describe_cards(settings, listen)
     return RayRunner(settings, listen)
 
 

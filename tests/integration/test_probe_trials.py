@@ -89,10 +89,12 @@ def test_a_second_copy_in_each_pair_of_ranks_leaves_losses_alone(ray: object, tm
     fits = [record.outcome for record in report.trials if isinstance(record.outcome, Fit)]
     assert len(fits) == 2
     assert fits[0].losses == pytest.approx(fits[1].losses, rel=1e-4)
-    base = {"zero_optimization": {"zero_hpz_partition_size": 2}}
     asked = {"device": "cpu", "gpus": 4, "gpu_memory": "1GiB", "ladder": "zero3", "micro_batch": 1, "largest": False}
-    (forecast,) = autods.plan(TINY, base_config=base, **asked).sites[0].rungs
-    assert fits[1].device_peak_bytes == pytest.approx(forecast.memory["device"].peak_bytes, rel=0.06)
+    copies = [{"zero_optimization": {"zero_hpz_partition_size": ranks}} for ranks in (1, 2)]
+    forecasts = [autods.plan(TINY, base_config=base, **asked).sites[0].rungs[0].memory["device"] for base in copies]
+    # How far the rest of the peak is from its forecast depends on when four ranks on few processors run.
+    measured = fits[1].device_peak_bytes - fits[0].device_peak_bytes
+    assert measured == pytest.approx(forecasts[1].peak_bytes - forecasts[0].peak_bytes, rel=0.02)
 
 
 def test_states_of_checkpointing_leave_losses_alone(ray: object, tmp_path: Path) -> None:
