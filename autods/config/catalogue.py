@@ -405,7 +405,7 @@ def _check(file: _MachineFile) -> None:
         ("node.cores", node.cores, 2**20),
     ):
         if count is not None and not 0 < count <= most:
-            raise ValueError(f"{name} is {count:,}; it must be above 0 and at most {most:,}")
+            raise ValueError(f"{name} is {count:,}; {f'{most:,} are the most' if count > 0 else 'it must be above 0'}")
     for name, speed in _list_speeds(file):
         if speed is not None and not 0 < speed < 10**6:
             raise ValueError(f"{name} is {speed:g}; it must be above 0 and below 1,000,000")
