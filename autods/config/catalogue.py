@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -346,19 +346,25 @@ class _MachineFile:
 
     @property
     def machine(self) -> Machine:
-        tables = {key.name: getattr(self, key.name) for key in fields(self) if key.name not in ("device", "node")}
-        node = {key.name: getattr(self.node, key.name) for key in fields(self.node)}
-        device = self.device
-        return Machine(device_bytes=device.bytes, driver_names=device.driver_names, bf16=device.bf16, **tables, **node)
+        return Machine(
+            device_bytes=self.device.bytes,
+            **_take_fields(_DeviceTable, self.device, without=("bytes",)),
+            **_take_fields(_NodeTable, self.node),
+            **_take_fields(_MachineFile, self, without=("device", "node")),
+        )
 
 
 def _make_file(machine: Machine) -> _MachineFile:
-    tables = {
-        key.name: getattr(machine, key.name) for key in fields(_MachineFile) if key.name not in ("device", "node")
-    }
-    node = _NodeTable(**{key.name: getattr(machine, key.name) for key in fields(_NodeTable)})
-    device = _DeviceTable(bytes=machine.device_bytes, driver_names=machine.driver_names, bf16=machine.bf16)
-    return _MachineFile(device=device, node=node, **tables)
+    return _MachineFile(
+        device=_DeviceTable(bytes=machine.device_bytes, **_take_fields(_DeviceTable, machine, without=("bytes",))),
+        node=_NodeTable(**_take_fields(_NodeTable, machine)),
+        **_take_fields(_MachineFile, machine, without=("device", "node")),
+    )
+
+
+def _take_fields(kind: Any, source: object, *, without: Collection[str] = ()) -> dict[str, Any]:
+    """Return the values that `source` has for the fields of a dataclass."""
+    return {key.name: getattr(source, key.name) for key in fields(kind) if key.name not in without}
 
 
 def format_machine(machine: Machine, notes: Sequence[str] = ()) -> str:
@@ -404,8 +410,10 @@ def _check(file: _MachineFile) -> None:
         ("node.sockets", node.sockets, MOST_RANKS),
         ("node.cores", node.cores, 2**20),
     ):
-        if count is not None and not 0 < count <= most:
-            raise ValueError(f"{name} is {count:,}; {f'{most:,} are the most' if count > 0 else 'it must be above 0'}")
+        if count is not None and count <= 0:
+            raise ValueError(f"{name} is {count:,}; it must be above 0")
+        if count is not None and count > most:
+            raise ValueError(f"{name} is {count:,}; {most:,} are the most")
     for name, speed in _list_speeds(file):
         if speed is not None and not 0 < speed < 10**6:
             raise ValueError(f"{name} is {speed:g}; it must be above 0 and below 1,000,000")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from pathlib import Path
 
 import psutil
@@ -13,7 +13,7 @@ from .base import Card, Device, Finding, Health
 _LOOK_S = 0.25
 _BUSY = 0.25  # of all processors: with less, two ranks on two cores lose no more than other noise takes
 _CAPPED = 0.9  # of the highest clock
-_PROCESSORS = Path("/sys/devices/system/cpu")
+_PROCESSORS, _CPUINFO = Path("/sys/devices/system/cpu"), Path("/proc/cpuinfo")
 
 
 class CpuDevice(Device):
@@ -29,24 +29,29 @@ class CpuDevice(Device):
         return Finding(text=text, remedy="--precision fp32, where speed matters more than to stand in for a GPU")
 
 
-def multiplies_halves(flags: Collection[str]) -> bool:
+def multiplies_halves(flags: Set[str]) -> bool:
     """Whether oneDNN multiplies bf16 on a processor with these flags of /proc/cpuinfo; torch's own loops do it else.
 
     Their rate on an EPYC with AVX2 alone was 0.3 GFLOP/s, where fp32 had 30. oneDNN's conditions are those of
     `has_bf16_type_support` in ideep. Without flags of an x86 processor it is taken for granted.
     """
     is_x86 = "sse2" in flags
-    return not is_x86 or "avx_ne_convert" in flags or {"avx512bw", "avx512vl", "avx512dq"} <= set(flags)
+    return not is_x86 or "avx_ne_convert" in flags or {"avx512bw", "avx512vl", "avx512dq"} <= flags
 
 
-def read_processor_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+def read_processor_flags(path: Path = _CPUINFO) -> frozenset[str]:
     """Return the flags of the first processor; none where the kernel does not list them so."""
+    return frozenset(read_processor_field("flags", path).split())
+
+
+def read_processor_field(name: str, path: Path = _CPUINFO) -> str:
+    """Return a field of the first processor in /proc/cpuinfo, such as 'model name'; '' where there is none."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
         lines = []
-    flags = (line.partition(":")[2].split() for line in lines if line.startswith("flags"))
-    return frozenset(next(flags, ()))
+    values = (line.partition(":")[2].strip() for line in lines if line.startswith(name))
+    return next(values, "")
 
 
 def examine_processors(

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from ..devices import Card, read_cards
+from ..devices.cpu import read_processor_field
 from ..errors import EnvironmentBroken, InputError
 
 _NO_LIMIT = 2**60  # version 1 has a number near 2^63 where there is no limit
@@ -260,7 +261,7 @@ def read_hardware() -> Hardware:
     seen = read_cards()
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     return Hardware(
-        cpu=_cpu_name(),
+        cpu=read_processor_field("model name") or platform.machine(),
         cores=count_cores(),
         host_bytes=memory.total_bytes,
         host_free_bytes=memory.free_bytes,
@@ -303,12 +304,3 @@ def installed_versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             versions[name] = "not installed"
     return versions
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())

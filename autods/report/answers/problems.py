@@ -102,9 +102,9 @@ def _describe_memory(memory: NeededMemory) -> StyledLine:
             limit = f" of {format_bytes(memory.limits[tier])}" if tier in memory.limits else ""
             parts.append(f"{TIER_NAMES[tier]} {format_bytes(size)}{limit}")
     batch = f"micro batch {memory.micro_batch} × accumulation {memory.accumulation}"
-    where = f"{memory.workload} on {format_number_of(memory.ranks, 'rank')}, {batch}"
+    ranks = format_number_of(memory.ranks, "rank")
     return line(
-        (f"{where}: {memory.verdict.replace('_', ' ')}", "bold"),
+        (f"{memory.workload} on {ranks}, {batch}: {memory.verdict.replace('_', ' ')}", "bold"),
         f"\n  {', '.join(parts)}" if parts else "",
         f"\n  {memory.reason}" if memory.reason else "",
     )

@@ -121,8 +121,6 @@ class TestToken:
 
     @pytest.fixture(autouse=True)
     def home(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-        for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
-            monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("HOME", str(tmp_path))
         (tmp_path / ".ray").mkdir()
         return tmp_path
