@@ -420,7 +420,8 @@ class WorkloadSource:
     the safetensors of its folder (`workload.hf_weights`), and forecasts from random ones. `sequence_parallel` ranks
     share each of its sequences, and with `tiled_loss` its logits are made in parts (`workload.long_sequences`).
     `idle` are the senses of its model that samples of text leave idle, such as vision. `other_use` is the class that
-    its config names and that is for none of the tasks; None where the task was asked for.
+    its config names and that is for none of the tasks; None where the task was asked for. `quantization` is the
+    method that the config's weights were quantized with, which its model leaves out.
 
     The other fields describe a script. `argv` has the placeholders of `workload.script_source`. `script_kind` names a
     row of `config.trainers`, None if its imports do not show it. It runs in `folder`. If it starts with
@@ -449,6 +450,7 @@ class WorkloadSource:
     tiled_loss: bool = False
     idle: tuple[str, ...] = ()
     other_use: str | None = None
+    quantization: str | None = None
     keeps_checkpointing: bool = False
 
     @property

@@ -39,7 +39,7 @@ from ..report.results.plan import (
 from ..runner.cleanup import open_session, simulator_variables
 from ..system.host import installed_versions
 from ..types import ModelFacts, WorkloadSource
-from ..workload.hf_config import describe_idle_senses
+from ..workload.hf_config import describe_omissions
 from ..workload.lora import parse_lora
 from .alternatives import NeighbourSearch, propose_partitioned_build
 from .rung_forecasts import PlanRun, SiteGroup, choose_checkpointing, group_sites
@@ -335,7 +335,7 @@ def list_assumptions(
         if source.form.is_model_config:
             weights = "the folder's weights" if source.weights else "random weights"
             yield f"task {source.task} (--task), {weights} built in fp32"
-            yield from describe_idle_senses(source)
+            yield from describe_omissions(source)
         if source.lora is not None:
             lora = parse_lora(source.lora)
             frozen = ", in 4 bits (NF4, double quantization) but for the head" if lora.quantized else ""

@@ -29,7 +29,7 @@ from ..report.answers.fit import make_fit_document
 from ..report.render_html import PAGE, write_page
 from ..report.results.fit import FitReport
 from ..types import Failed, ModelFacts, Record, Trial
-from ..workload.hf_config import describe_idle_senses
+from ..workload.hf_config import describe_omissions
 from ..workload.script_source import describe_kind, find_early_variables
 from .candidates import idle_stages_warning, list_candidates
 from .certify import certify
@@ -143,7 +143,7 @@ def _describe_workload(settings: Settings) -> Iterator[str]:
         for name, place in find_early_variables(source).items():
             if name in _READ_BEFORE:
                 yield f"{place} sets {name}, which has no effect in a rank: set it for autods itself"
-    yield from describe_idle_senses(source)
+    yield from describe_omissions(source)
     yield from find_misspelt_keys(settings.base)
 
 

@@ -120,13 +120,26 @@ def find_idle_senses(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(sorted(senses.union(*map(find_idle_senses, parts.values()))))
 
 
-def describe_idle_senses(source: WorkloadSource) -> Iterator[str]:
-    """Say what is left out of the config's model: a head for another use, and parts that texts leave idle."""
+def find_quantization(config: Mapping[str, Any]) -> str | None:
+    """Return the method that the config's weights were quantized with ("fp8", "gptq"); None for whole weights."""
+    section = config.get("quantization_config") or config.get("compression_config")  # the second: compressed-tensors
+    if not isinstance(section, Mapping):
+        return None
+    packed = any(section.get(name) for name in ("load_in_4bit", "load_in_8bit"))  # bitsandbytes alone, once unnamed
+    return str(section.get("quant_method") or ("bitsandbytes" if packed else "unnamed"))
+
+
+def describe_omissions(source: WorkloadSource) -> Iterator[str]:
+    """Say what is left out of the config's model: a head for another use, idle parts, and quantized weights."""
     if source.other_use is not None:
         yield f"{source.other_use} is for none of the tasks, so its {source.task} model is taken (or write a model.py)"
     if source.idle:
         senses, have = " and ".join(source.idle), "part has" if len(source.idle) == 1 else "parts have"
         yield f"samples of text alone: the {senses} {have} weights and no activations (a model.py makes other samples)"
+    if source.quantization is not None:
+        left = f"the config's quantization ({source.quantization}) is left out: the model is built of whole weights"
+        packs = source.lora is not None and parse_lora(source.lora).quantized
+        yield left if packs else f"{left} (--lora 4bit:RANK freezes them and holds them in 4 bits)"
 
 
 def load_config(source: WorkloadSource) -> Workload:

@@ -37,6 +37,16 @@ def describe_weights(folder: Path) -> bytes:
     return b"\0".join(b"%b\0%b" % (os.fsencode(name), _read_header(folder / name)) for name in names)
 
 
+def make_quantized_error(method: str, folder: Path) -> InputError:
+    """The error for a folder of quantized weights: training starts from whole ones."""
+    return InputError(
+        f"--weights: its weights are quantized ({method}), and training starts from whole ones",
+        place=str(folder),
+        hint="give the folder of the original model, or save it dequantized by transformers; "
+        "--lora 4bit:RANK then quantizes whole weights by itself",
+    )
+
+
 def load_weights(auto: Any, config: Any, folder: Path) -> Any:
     """Return the model with the weights of the folder, in fp32, ready to train.
 

@@ -29,12 +29,13 @@ from .hf_config import (
     find_config_file,
     find_idle_senses,
     find_other_use,
+    find_quantization,
     infer_task,
     load_config,
     read_config,
     resolve_hf_path,
 )
-from .hf_weights import describe_weights
+from .hf_weights import describe_weights, make_quantized_error
 from .lora import NOT_IN_PARTS, parse_lora, require_packages
 from .protocol import FUNCTIONS, Workload, WorkloadError, check_model_py, load_model_py, read_base_config
 from .script_source import find_module, is_script, local_files, make_script_source, module_name
@@ -104,6 +105,8 @@ def make_source(
         source = _make_config_source(config, task, seq_len, target_len, in_parts)
         source = _with_long_sequences(source, sequence_parallel, tiled_loss)
         if weights:
+            if source.quantization is not None:
+                raise make_quantized_error(source.quantization, config.parent)
             described = describe_weights(config.parent)
             source = replace(source, weights=True, digest=_digest(source.digest.encode() + described))
         return source if adapters is None else _with_options(source, lora=str(adapters))
@@ -214,7 +217,7 @@ def _make_config_source(
     source = WorkloadSource(
         kind="hf_config", path=str(path), name=name or config["model_type"], digest=_digest(read_file(path)),
         idle=find_idle_senses(config) if chosen == "causal-lm" else (),
-        other_use=None if task else find_other_use(config),
+        other_use=None if task else find_other_use(config), quantization=find_quantization(config),
     )  # fmt: skip
     options = {"seq_len": seq_len, "target_len": target_len, "task": chosen}
     return _with_options(source, **options, zero_init=zero_init or None)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from autods.workload import WorkloadError, load, make_source
-from autods.workload.hf_config import describe_idle_senses
+from autods.workload.hf_config import describe_omissions
 
 SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -79,7 +79,7 @@ def test_a_config_alone_is_a_workload_that_trains(name: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_an_idle_part_of_a_model_is_said(name: str, tmp_path: Path) -> None:
-    said = " ".join(describe_idle_senses(make_source(write(tmp_path, CONFIGS[name]))))
+    said = " ".join(describe_omissions(make_source(write(tmp_path, CONFIGS[name]))))
     assert said.startswith(f"samples of text alone: the {IDLE[name]} part") if name in IDLE else not said
 
 

@@ -12,7 +12,7 @@ import pytest
 from autods.errors import InputError
 from autods.types import WorkloadSource
 from autods.workload import make_source
-from autods.workload.hf_config import describe_idle_senses, read_config
+from autods.workload.hf_config import describe_omissions, read_config
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 
@@ -68,8 +68,24 @@ def test_a_model_for_none_of_the_tasks_is_named(tmp_path: Path, name: str, other
     folder = config(tmp_path, {"model_type": "llama", "architectures": [name]})
     source = make_source(folder)
     assert source.other_use == other_use
-    assert any(name in line for line in describe_idle_senses(source)) == (other_use is not None)
+    assert any(name in line for line in describe_omissions(source)) == (other_use is not None)
     assert make_source(folder, task="causal-lm").other_use is None
+
+
+@pytest.mark.parametrize(
+    ("section", "method"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ({"quantization_config": {"load_in_4bit": True}}, "bitsandbytes"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
+        ({"quantization_config": None}, None),
+    ],
+)
+def test_a_quantization_that_is_left_out_is_named(tmp_path: Path, section: dict[str, Any], method: str | None) -> None:
+    source = make_source(config(tmp_path, LLAMA | section))
+    lines = list(describe_omissions(source))
+    assert source.quantization == method
+    assert [f"quantization ({method}) is left out" in line for line in lines] == ([] if method is None else [True])
 
 
 def test_a_requested_task_takes_precedence(tmp_path: Path) -> None:

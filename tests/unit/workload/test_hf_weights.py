@@ -62,6 +62,15 @@ def test_a_folder_without_whole_weights_is_refused(folder: Path) -> None:
     assert "is no index of shards" in refusal(folder)
 
 
+def test_quantized_weights_are_refused_before_anything_starts(folder: Path) -> None:
+    write_shards(folder)
+    quantized = {"model_type": "llama", "quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(quantized))
+    message = refusal(folder)
+    assert "its weights are quantized (mxfp4)" in message
+    assert "the original model" in message
+
+
 def test_weights_are_for_a_hugging_face_config(tmp_path: Path) -> None:
     model = tmp_path / "model.py"
     model.write_text("def build_model(): ...\ndef build_batch(micro_batch_size): ...\n")
