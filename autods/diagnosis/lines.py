@@ -250,15 +250,18 @@ _HEADER = re.compile(
 _HOST_MEMORY = b"CPU Virtual Memory"
 _LOADING = re.compile(read_toml("log_lines")["loading"].encode())
 _SAVING = re.compile(read_toml("log_lines")["saving"].encode())
-# A loss of training as loggers and progress bars print it. The Trainer logs 0.0 for one that is no number.
+# A loss of training as loggers and progress bars print it. The Trainer logs 0.0 for one that is no number, and '0' from
+# transformers 5 on.
 _NAN_GRADIENT = rb"(?=[^\n]{0,60}grad_norm['\"]?: ['\"]?nan)"
 _LOSS = re.compile(
     rb"(?:\b|train_)loss['\"]?\s*[:=]\s*['\"]?(?:tensor\()?"
-    rb"(?:(?P<no_number>-?(?:nan|inf)\b|0\.0\b%b)|(?P<no_gradient>[-+.\d]%b)|[-+.\d])" % (_NAN_GRADIENT, _NAN_GRADIENT),
+    rb"(?:(?P<no_number>-?(?:nan|inf)\b|0(?:\.0)?\b(?![.\d])%b)|(?P<no_gradient>[-+.\d]%b)|[-+.\d])"
+    % (_NAN_GRADIENT, _NAN_GRADIENT),
     re.IGNORECASE,
 )
 _NAN_GRADIENTS = 3  # in a row: fp16 skips single steps whose gradient is no number
 _LOSS_BYTES = 1 << 16  # of a block, at its end, in which the last loss is looked for
+_SUMMARY = b"train_runtime"  # the Trainer's last line, whose loss is the mean of all steps
 _HEADS = (b"==", b"##", b"--", b"**", b">>")
 
 
@@ -326,9 +329,9 @@ class Reader:
         self.last = [text for text in _clean(block[-2000:]).splitlines() if text.strip()][-5:] or self.last
         if (place := block.rfind(_HOST_MEMORY)) >= 0:
             self.host_memory = _clean(block[place : place + 100]).splitlines()[0]
-        if losses := list(_LOSS.finditer(block, max(0, len(block) - _LOSS_BYTES))):
-            self.diverged = _read_line_of(losses[-1], block) if _have_diverged(losses) else ""
         tail = max(0, len(block) - _LOSS_BYTES)
+        if losses := [loss for loss in _LOSS.finditer(block, tail) if not _is_a_mean(loss, block)]:
+            self.diverged = _read_line_of(losses[-1], block) if _have_diverged(losses) else ""
         if marks := [*_LOADING.finditer(block), *_SAVING.finditer(block, tail)]:
             self.doing = _find_activity(max(marks, key=re.Match.end), block)
         block, line_end = block.removesuffix(b"\n"), block[-1:] == b"\n"
@@ -390,6 +393,12 @@ def _common_indent(block: bytes) -> str:
     indents = {line[: len(line) - len(line.lstrip())] for line in block.split(b"\n") if line.strip()}
     shortest = min(indents, key=len, default=b"")
     return shortest.decode() if all(indent.startswith(shortest) for indent in indents) else ""
+
+
+def _is_a_mean(loss: re.Match[bytes], block: bytes) -> bool:
+    """Whether the loss is the number of a summary, which says nothing about the last step."""
+    start = block.rfind(b"\n", 0, loss.start()) + 1
+    return not loss["no_number"] and _SUMMARY in block[start : loss.start()]
 
 
 def _have_diverged(losses: Sequence[re.Match[bytes]]) -> bool:

@@ -494,6 +494,7 @@ def test_the_list_that_a_message_announces_is_evidence() -> None:
     [
         "{'loss': nan, 'grad_norm': nan, 'learning_rate': 1e-05, 'epoch': 0.2}",
         "{'loss': 0.0, 'grad_norm': nan, 'learning_rate': 1e-05, 'epoch': 0.2}",
+        "{'loss': '0', 'grad_norm': 'nan', 'learning_rate': '1e-05', 'epoch': '0.2'}",
         "step 200 loss: tensor(nan, device='cuda:0')",
         " 12%|█▏ | 1211/10000 [12:01<1:27:12, 1.68it/s, loss=-inf]",
         " iteration 200/ 9000 | lm loss: NaN | grad norm: nan |",
@@ -503,6 +504,12 @@ def test_a_run_whose_last_loss_is_no_number_diverged(line: str) -> None:
     diagnosis = autods.diagnose(f"step 100 loss: 2.5\n{line}\nsaving model checkpoint\n")
     assert (diagnosis.signature, diagnosis.evidence) == ("user_code/not-a-number", (line.strip(),))
     assert autods.diagnose(f"{line}\nstep 300 loss: 2.4\n").kind == "none"
+
+
+def test_the_mean_of_a_summary_is_not_the_last_loss() -> None:
+    summary = "{'train_runtime': 12.0, 'train_steps_per_second': 1.0, 'train_loss': 0.7, 'epoch': 1.0}\n"
+    steps = "{'loss': 0.0, 'grad_norm': nan, 'epoch': 0.2}\n", "{'loss': 0.7, 'grad_norm': 1.0, 'epoch': 0.2}\n"
+    assert [autods.diagnose(step + summary).kind for step in steps] == ["user_code", "none"]
 
 
 @pytest.mark.parametrize(("norms", "kind"), [(("nan",) * 3, "user_code"), (("nan", "0.9", "nan"), "none")])
@@ -516,6 +523,15 @@ def test_memory_that_evaluation_fills_gets_that_advice() -> None:
     said = autods.diagnose(f"Traceback (most recent call last):\n{frame}{OOM} of which 1.00 GiB is free.\n")
     assert (said.tier, said.phase) == ("device", "evaluation")
     assert "per_device_eval_batch_size" in said.advice
+
+
+def test_memory_that_saving_fills_gets_that_advice() -> None:
+    frame = (
+        '  File "/lib/deepspeed/runtime/engine.py", line 3800, in _zero3_consolidated_16bit_state_dict\n    gather()\n'
+    )
+    said = autods.diagnose(f"Traceback (most recent call last):\n{frame}{OOM} of which 1.00 GiB is free.\n")
+    assert (said.tier, said.phase) == ("device", "checkpoint")
+    assert "stage3_gather_16bit_weights_on_model_save" in said.advice
 
 
 def test_an_npu_is_told_the_variable_of_its_allocator() -> None:
