@@ -43,6 +43,7 @@ _ENDINGS: tuple[tuple[str, Task], ...] = (
 # A class for a certain use. ForConditionalGeneration is that of seq2seq, or of a language model with more senses.
 _USE = re.compile(r"\w+For(?!ConditionalGeneration$)[A-Z]\w*")
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
+_POSITIONS = re.compile(r"wpe|(?:.*_)?pos(?:ition)?s?(?:_.*)?")  # what models name their tables of learned positions
 _PREFIX = "hf:"
 
 
@@ -170,7 +171,7 @@ def load_config(source: WorkloadSource) -> Workload:
     share = functools.partial(share_sequences, config=config, place=str(path))
     return Workload(
         build_model=build_model,
-        build_batch=_batch_builder(config, source),
+        build_batch=_batch_builder(config, source, auto),
         load_model=functools.partial(load_weights, auto, config, path.parent) if source.weights else None,
         adapt_model=adapt_model if source.tiled_loss or lora is not None else None,
         share_sequences=share if source.task == "causal-lm" else None,
@@ -218,8 +219,36 @@ def _find_auto_class(config: Any, task: Task) -> Any:
     return next((auto for auto in autos if auto is not None and type(config) in auto._model_mapping), None)
 
 
-def _batch_builder(config: Any, source: WorkloadSource) -> Callable[[int], Batch]:
-    """build_batch for the worst shape: the longest sequences, without padding."""
+def _count_positions(auto: Any, config: Any, longest: int) -> int | None:
+    """The tokens that the model's tables of learned positions have room for; None for a model without any.
+
+    RoBERTa's first position is the one after that of padding, and OPT's comes after an offset, so that a table of
+    `longest` rows is none of `longest` tokens. A smaller table is that of another part, such as image patches.
+    """
+    import torch
+
+    if getattr(config.get_text_config(), "rope_parameters", None):  # rotary positions
+        return None
+    try:
+        with torch.device("meta"):
+            model = auto.from_config(config)
+    except Exception:  # whatever is wrong with the model, build_model raises it where it is reported
+        return None
+    rooms = [
+        table.num_embeddings - (getattr(table, "offset", 0) if table.padding_idx is None else table.padding_idx + 1)
+        for name, table in model.named_modules()
+        if isinstance(table, torch.nn.Embedding)
+        and table.num_embeddings >= longest
+        and _POSITIONS.fullmatch(name.rpartition(".")[2])
+    ]
+    return min(rooms, default=None)
+
+
+def _batch_builder(config: Any, source: WorkloadSource, auto: Any) -> Callable[[int], Batch]:
+    """build_batch for the worst shape: the longest sequences, without padding.
+
+    Raises WorkloadError for sequences that are longer than the model's learned positions.
+    """
     import torch
 
     if source.task == "image-classification":
@@ -236,9 +265,14 @@ def _batch_builder(config: Any, source: WorkloadSource) -> Callable[[int], Batch
     vocabulary = int(text.vocab_size)
     # The longest sequence that the config allows. Models with relative positions (T5, ALiBi) have no limit.
     lengths = [getattr(text, name, None) for name in _LENGTHS]
-    longest = next((length for length in lengths if isinstance(length, int) and length > 1), DEFAULT_LENGTH)
-    length = source.seq_len or min(longest, DEFAULT_LENGTH)
+    longest = next((length for length in lengths if isinstance(length, int) and length > 1), None)
+    room = None if longest is None else _count_positions(auto, config, longest)
+    length = source.seq_len or min(room or longest or DEFAULT_LENGTH, DEFAULT_LENGTH)
     target = source.target_len or length
+    for option, tokens in (("--seq-len", length), ("--target-len", target)):
+        if room is not None and tokens > room:
+            problem = f"{option} {tokens}: the model has learned positions for {room} tokens"
+            raise WorkloadError(problem, place=source.path, hint=f"give {option} {room}, or less")
 
     def build_tokens(micro_batch_size: int) -> Batch:
         tokens = torch.randint(vocabulary, (micro_batch_size, length))

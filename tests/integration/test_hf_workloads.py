@@ -18,6 +18,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **SMALL, "vocab_size": 99, "max_position_embeddings": 64},
     "gpt2": {"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 99, "n_positions": 48},
     "bert": {"model_type": "bert", "architectures": ["BertForMaskedLM"], **SMALL, "max_position_embeddings": 40},
+    "roberta": {
+        "model_type": "roberta", "architectures": ["RobertaForMaskedLM"], **SMALL, "max_position_embeddings": 34,
+        "pad_token_id": 1,
+    },
+    "opt": {
+        "model_type": "opt", "hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "vocab_size": 99, "max_position_embeddings": 48,
+    },
     "t5": {
         "model_type": "t5", "is_encoder_decoder": True, "d_model": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2,
         "d_kv": 16, "vocab_size": 99,
@@ -83,7 +91,10 @@ def test_an_idle_part_of_a_model_is_said(name: str, tmp_path: Path) -> None:
     assert said.startswith(f"samples of text alone: the {IDLE[name]} part") if name in IDLE else not said
 
 
-@pytest.mark.parametrize(("name", "length"), [("llama", 64), ("gpt2", 48), ("bert", 40), ("bart", 32), ("t5", 2048)])
+LENGTHS = {"llama": 64, "gpt2": 48, "bert": 40, "roberta": 32, "opt": 48, "bart": 32, "t5": 2048}
+
+
+@pytest.mark.parametrize(("name", "length"), LENGTHS.items())
 def test_sequences_are_as_long_as_allowed_up_to_2048(name: str, length: int, tmp_path: Path) -> None:
     batch = load(make_source(write(tmp_path, CONFIGS[name]))).build_batch(1)
     assert batch["input_ids"].shape == (1, length)  # type: ignore[call-overload]
@@ -93,6 +104,20 @@ def test_the_batch_has_the_requested_lengths(tmp_path: Path) -> None:
     batch = load(make_source(write(tmp_path, CONFIGS["t5"]), seq_len=20, target_len=7)).build_batch(3)
     assert batch["input_ids"].shape == (3, 20)  # type: ignore[call-overload]
     assert batch["labels"].shape == (3, 7)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "roberta", "opt", "bart"])
+def test_learned_positions_bound_the_sequences(name: str, tmp_path: Path) -> None:
+    path, length = write(tmp_path, CONFIGS[name]), LENGTHS[name]
+    with pytest.raises(WorkloadError) as caught:
+        load(make_source(path, seq_len=length + 1))
+    assert f"--seq-len {length + 1}: the model has learned positions for {length} tokens" in str(caught.value)
+    assert f"give --seq-len {length}, or less" in str(caught.value)
+
+
+def test_rotary_positions_do_not_bound_the_sequences(tmp_path: Path) -> None:
+    batch = load(make_source(write(tmp_path, CONFIGS["llama"]), seq_len=100)).build_batch(1)
+    assert batch["input_ids"].shape == (1, 100)  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize(
