@@ -14,7 +14,7 @@ from ...errors import AutodsError
 from ...plain_text import clean, read_text
 from ...rank.patching import SymbolMissing
 from ...system.stacks import find_library_raiser
-from ...types import ModelFacts
+from ...types import ModelFacts, WorkloadSource
 from ...workload.protocol import WorkloadError
 from ..values import EngineSpec, Simulation
 
@@ -141,8 +141,14 @@ def explain_optimizer_errors(config: Mapping[str, Any]) -> Iterator[None]:
         raise
 
 
-def failure_of(error: BaseException, user_file: str) -> SimulationFailed:
-    """The failure that an exception means; `place` is the user's innermost line, else that of the model's library."""
+_OF_A_CONFIG = "the model of {} raises it: check that config's values, or install what the message names"
+
+
+def failure_of(error: BaseException, source: WorkloadSource) -> SimulationFailed:
+    """The failure that an exception means; `place` is the user's innermost line, else that of the model's library.
+
+    A config has no lines, so its failure in a library names the config in the hint.
+    """
     if isinstance(error, SimulationFailed):
         return error
     if isinstance(error, SymbolMissing):
@@ -153,7 +159,7 @@ def failure_of(error: BaseException, user_file: str) -> SimulationFailed:
 
     if isinstance(error, WorkloadError) and error.place:
         return SimulationFailed(kind="user_code", problem=clean(error.problem), place=error.place, hint=error.hint)
-    described = describe_error(error, user_file)
+    described = describe_error(error, source.path)
     types, message = described.types, " ".join(described.message.split())
     message = message.partition(" This could be because")[0][:300]  # torch lists all backends of an operator
     place = described.user_frame
@@ -176,6 +182,8 @@ def failure_of(error: BaseException, user_file: str) -> SimulationFailed:
     problem = f"{types[0]}: {message}" if message else types[0]
     if _READS_VALUES.search(message):
         kind, problem = "data_dependent", "a library reads values of tensors, which are not computed there"
+    elif kind == "engine" and hint is None and place is not None and source.form.is_model_config:
+        hint = _OF_A_CONFIG.format(source.path)
     if "SystemExit" in types:
         problem, hint = f"sys.exit({message}) was called", "a workload must not leave the process"
     return SimulationFailed(kind=kind, problem=problem, place=place, hint=hint)

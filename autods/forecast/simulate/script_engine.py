@@ -196,7 +196,7 @@ def _failure_of(error: BaseException, source: WorkloadSource) -> SimulationFaile
     """The failure that an exception of a script means, with the script's line."""
     if isinstance(error, WorkloadError):
         return SimulationFailed("user_code", error.problem, error.hint, error.place, own_batch=error.own_batch)
-    failure = failure_of(error, source.path)
+    failure = failure_of(error, source)
     if isinstance(error, SimulationFailed):
         return failure
     place = str(find_raiser(error) or failure.place or source.path)

@@ -57,7 +57,7 @@ def main(argv: list[str]) -> None:
         with processes.die_with_peer(client):
             prepared = _prepare(find_device(device), source, scratch, client)
     except BaseException as error:
-        send(client, failure_of(error, source.path))
+        send(client, failure_of(error, source))
         return
     send(client, WorkloadReady())
     _serve(client, prepared)
@@ -85,7 +85,7 @@ def _prepare(device: Device, source: WorkloadSource, scratch: str, client: socke
     if source.form.runs_as_main:
         preload.preload_trainer(source)
     else:
-        with in_one_process(lambda error: send(client, failure_of(error, source.path))):
+        with in_one_process(lambda error: send(client, failure_of(error, source))):
             workload = load(source)
     gc.freeze()
     gc.enable()
@@ -203,7 +203,7 @@ def _answer(connection: socket.socket, source: WorkloadSource, work: Callable[[]
     from ...workload.load import in_one_process
 
     def report(error: BaseException) -> None:
-        send(connection, failure_of(error, source.path))
+        send(connection, failure_of(error, source))
 
     try:
         with processes.die_with_peer(connection), in_one_process(report):

@@ -6,6 +6,10 @@ import pytest
 
 from autods.forecast.simulate.protocol import SimulationFailed, explain_optimizer_errors, failure_of
 from autods.rank.patching import Patch, SymbolMissing
+from autods.types import WorkloadSource
+
+MODEL = WorkloadSource(kind="file", path="model.py", name="model", digest="")
+CONFIG = WorkloadSource(kind="hf_config", path="config.json", name="model", digest="")
 
 
 def explained(error: Exception, config: dict[str, object]) -> SimulationFailed:
@@ -41,7 +45,7 @@ def test_other_errors_pass_through() -> None:
 
 
 def test_a_refusal_keeps_its_words() -> None:
-    failure = failure_of(SimulationFailed("unsupported", "no such kernel", "use another"), "model.py")
+    failure = failure_of(SimulationFailed("unsupported", "no such kernel", "use another"), MODEL)
     assert (failure.kind, failure.problem, failure.hint) == ("unsupported", "no such kernel", "use another")
 
 
@@ -49,7 +53,7 @@ def test_a_moved_symbol_of_a_library_is_named_with_a_hint() -> None:
     patch = Patch(symbol="pytest.nothing", why="it is a test")
     with pytest.raises(SymbolMissing) as missing:
         patch.original()
-    failure = failure_of(missing.value, "model.py")
+    failure = failure_of(missing.value, MODEL)
     assert failure.problem == f"pytest {pytest.__version__} has no pytest.nothing, which autods replaces: it is a test"
     assert failure.hint is not None
     assert "constraints.txt" in failure.hint
@@ -63,7 +67,7 @@ def test_a_moved_symbol_of_a_library_is_named_with_a_hint() -> None:
     ],
 )
 def test_a_library_that_reads_values_is_told_without_its_terms(message: str) -> None:
-    failure = failure_of(RuntimeError(message), "model.py")
+    failure = failure_of(RuntimeError(message), MODEL)
     assert (failure.kind, failure.problem[:37]) == ("data_dependent", "a library reads values of tensors, wh")
 
 
@@ -72,12 +76,12 @@ def test_an_error_of_the_users_file_names_its_line() -> None:
     try:
         exec(code)
     except ValueError as error:
-        failure = failure_of(error, "model.py")
+        failure = failure_of(error, MODEL)
     assert (failure.kind, failure.problem, failure.place) == ("user_code", "ValueError: no", "model.py:2")
 
 
 def test_an_error_of_a_library_is_the_engines() -> None:
-    assert failure_of(RuntimeError("x"), "model.py").kind == "engine"
+    assert failure_of(RuntimeError("x"), MODEL).kind == "engine"
 
 
 def test_an_operator_without_a_kernel_is_told_in_one_line() -> None:
@@ -85,7 +89,7 @@ def test_an_operator_without_a_kernel_is_told_in_one_line() -> None:
     error = NotImplementedError(
         f"{first} This could be because the operator doesn't exist. CPU: {'registered at ' * 99}"
     )
-    assert str(failure_of(error, "model.py")) == f"NotImplementedError: {first}"
+    assert str(failure_of(error, MODEL)) == f"NotImplementedError: {first}"
 
 
 def test_an_error_of_the_models_library_names_its_line() -> None:
@@ -93,13 +97,15 @@ def test_an_error_of_the_models_library_names_its_line() -> None:
     try:
         exec(compile("\nraise RuntimeError('no')", file, "exec"))
     except RuntimeError as error:
-        failure = failure_of(error, "config.json")
+        failure = failure_of(error, CONFIG)
     assert (failure.kind, failure.problem, failure.place) == ("engine", "RuntimeError: no", f"{file}:2")
+    assert failure.hint is not None
+    assert "the model of config.json raises it" in failure.hint
 
 
 def test_a_known_refusal_has_the_advice_of_diagnose() -> None:
     refused = AssertionError("Not able to determine model policy automatically. Please provide policy.")
-    failure = failure_of(refused, "model.py")
+    failure = failure_of(refused, MODEL)
     assert failure.kind == "engine"
     assert failure.hint is not None
     assert "tensor_parallel.partition_config" in failure.hint
