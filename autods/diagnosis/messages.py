@@ -24,6 +24,7 @@ _FOLDED_END = re.compile(
         r"(?P<end>(?:\b\w+\.)*\b[A-Z]\w*{exception_suffix}: .*)"
     )
 )
+HANDLING = re.compile(r"During handling of the above exception, another exception occurred:")
 IGNORED = re.compile(r"Exception ignored in|Error in atexit|Error in sys\.excepthook|Exception in thread .*daemon")
 # "torch.OutOfMemoryError: CUDA out of memory…", "RayTaskError(OutOfMemoryError): …", pytest's "E   ValueError: …".
 EXCEPTION = re.compile(
@@ -151,6 +152,7 @@ class Message:
     order: int = 0  # its line's number, counted through all files
     ignored: bool = False  # Python reports that it ignored this exception
     pid: int | None = None  # of the Ray worker that raised it
+    handled: str = ""  # the first exception of the chain, while whose handling this one was raised
 
     @property
     def stack(self) -> str:
@@ -200,6 +202,7 @@ class _Open:
     margin: re.Pattern[str] | None = None  # what stands before the header, and so before each line
     type: str = ""  # of the exception, which a notebook writes before the header, too
     remote: list[str] = field(default_factory=list)  # frames of another process that the message quotes
+    handled: str = ""
 
 
 Key = tuple[str, str]  # the file and the stream of a process
@@ -212,6 +215,8 @@ class Assembler:
         self._open: dict[Key, _Open] = {}
         self._ignore: set[Key] = set()
         self._raised_in: dict[Key, int] = {}  # stream → process id, as Ray reports it
+        self._raised: dict[Key, Message] = {}  # the last exception of a stream
+        self._handled: dict[Key, str] = {}  # what is handled while the next exception of a stream is raised
 
     @property
     def waiting(self) -> bool:
@@ -235,7 +240,8 @@ class Assembler:
             before = text[: header.start()]
             margin = _margin(before) or (opened.margin if opened is not None else None)
             named = parse_exception_type(before.strip())
-            self._open[key] = _Open(line, ignored=key in self._ignore, margin=margin, type=named)
+            handled = self._handled.pop(key, "")
+            self._open[key] = _Open(line, ignored=key in self._ignore, margin=margin, type=named, handled=handled)
             self._ignore.discard(key)
             return
         if IGNORED.search(text):
@@ -256,6 +262,8 @@ class Assembler:
             if match or NATIVE.match(text):
                 self._open[key] = _Open(line, message=_message(line, "stated", match, remote), body=[text.rstrip()])
             else:
+                if HANDLING.match(text) and (earlier := self._raised.get(key)) is not None:
+                    self._handled[key] = earlier.handled or earlier.text.partition("\n")[0]
                 yield from _single_line(line)
 
     def finish(self) -> Iterator[Message]:
@@ -337,6 +345,9 @@ class Assembler:
         if message.type.startswith("RayTaskError") and (match := RAY_PID.search(message.text)):
             self._raised_in[key] = int(match[1])
         message.pid = self._raised_in.get(key)
+        message.handled = opened.handled
+        if message.manner == "raised":
+            self._raised[key] = message
         yield message
 
 

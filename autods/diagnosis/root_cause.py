@@ -75,7 +75,7 @@ class Diagnosis:
     verdicts on such grounds that were right (`confidence.toml`).
     `evidence` are lines that prove it, the most telling first. `places` has the file and line of the first of them.
     `signature` is the row of `signatures/` that decided.
-    `notes` are further facts, such as fragmentation or another process.
+    `notes` are further facts, such as fragmentation, another process or an exception that was being handled.
     """
 
     kind: Kind
@@ -412,6 +412,9 @@ def _diagnosis(
         advice = f"{notes[0][0].upper()}{notes[0][1:]}. Then: {advice}"
     elif notes:
         advice = f"{advice} ({notes[0]})"
+    if row.kind == "out_of_memory" and message.handled:
+        first = message.handled[:_EVIDENCE_CHARS]
+        notes = (*notes, f"it was raised while another exception was handled, which may be the cause: {first}")
     return Diagnosis(
         kind=row.kind,
         tier=row.tier,

@@ -525,6 +525,25 @@ def test_memory_that_evaluation_fills_gets_that_advice() -> None:
     assert "per_device_eval_batch_size" in said.advice
 
 
+@pytest.mark.parametrize("prefix", ["", "[rank0]: ", "3: [rank3]: "])
+def test_an_exception_whose_handling_ran_out_of_memory_is_named(prefix: str) -> None:
+    lines = [
+        "Traceback (most recent call last):",
+        '  File "/w/train.py", line 22, in main',
+        "ValueError: Expected input batch_size (8) to match target batch_size (4).",
+        "",
+        "During handling of the above exception, another exception occurred:",
+        "",
+        "Traceback (most recent call last):",
+        '  File "/w/train.py", line 31, in save_debug',
+        f"{OOM} of which 1.00 GiB is free.",
+    ]
+    said = autods.diagnose("".join(f"{prefix}{line}\n" for line in lines))
+    assert said.tier == "device"
+    assert [note for note in said.notes if "Expected input batch_size (8)" in note]
+    assert not autods.diagnose("".join(f"{prefix}{line}\n" for line in lines[6:])).notes
+
+
 def test_memory_that_saving_fills_gets_that_advice() -> None:
     frame = (
         '  File "/lib/deepspeed/runtime/engine.py", line 3800, in _zero3_consolidated_16bit_state_dict\n    gather()\n'
