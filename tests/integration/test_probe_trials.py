@@ -92,9 +92,9 @@ def test_a_second_copy_in_each_pair_of_ranks_leaves_losses_alone(ray: object, tm
     asked = {"device": "cpu", "gpus": 4, "gpu_memory": "1GiB", "ladder": "zero3", "micro_batch": 1, "largest": False}
     copies = [{"zero_optimization": {"zero_hpz_partition_size": ranks}} for ranks in (1, 2)]
     forecasts = [autods.plan(TINY, base_config=base, **asked).sites[0].rungs[0].memory["device"] for base in copies]
-    # How far the rest of the peak is from its forecast depends on when four ranks on few processors run.
-    measured = fits[1].device_peak_bytes - fits[0].device_peak_bytes
-    assert measured == pytest.approx(forecasts[1].peak_bytes - forecasts[0].peak_bytes, rel=0.02)
+    measured, forecast = ([at.device_peak_bytes for at in fits], [at.peak_bytes for at in forecasts])
+    assert measured[1] - measured[0] == pytest.approx(forecast[1] - forecast[0], rel=0.02)
+    assert measured == pytest.approx(forecast, rel=0.1)  # four ranks on two processors wait for each other: up to 6.4 %
 
 
 def test_states_of_checkpointing_leave_losses_alone(ray: object, tmp_path: Path) -> None:
