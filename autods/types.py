@@ -355,7 +355,8 @@ class ModelFacts:
     `config` is the DeepSpeed config that a script gave to `deepspeed.initialize`, without the keys that autods set.
     `config_place` is the line that gives it if it comes from no file; the result has to be put there by hand.
     `tokens_per_sample` counts all texts of a sample, `seq_len` the tokens of the first one.
-    `stood_in` lists the script's uses of GPUs that CPU ranks did without, each with its line.
+    `stood_in` lists the script's uses of GPUs that CPU ranks did without, each with its line. `warnings` says what its
+    library does otherwise with DeepSpeed, in sentences.
     `writes_confined` tells whether the kernel of the first node refuses a script's writes outside the trial's folders,
     or Python alone redirects them; None for other workloads.
     """
@@ -369,6 +370,7 @@ class ModelFacts:
     config_place: str | None = None
     recomputes: bool = False  # a script itself lets its model recompute activations
     stood_in: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     writes_confined: bool | None = None
     pipeline_stages: int = 0  # of a `deepspeed.pipe.PipelineModule`; 0: it is none
     replica_ranks: int = 1  # ranks that hold one replica of the model together: a pipeline's stages

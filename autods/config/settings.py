@@ -460,7 +460,7 @@ def describe_script(settings: Settings, facts: ModelFacts) -> tuple[str, ...]:
     """Return sentences about a surveyed script that its user should know. `settings` hold the script's config."""
     if facts.config is None:
         return ()
-    sentences = []
+    sentences = [f"warning: {text}" for text in facts.warnings]
     if not {"bf16", "fp16"} & set(settings.base):
         sentences.append(
             "its DeepSpeed config names no precision, so it trains in fp32 (--precision bf16 changes that)"

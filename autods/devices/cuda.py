@@ -411,11 +411,14 @@ def read_torch_build(folder: Path | None = None) -> TorchBuild | None:
 
 
 def _explain_nvml(error: Exception) -> str:
-    if getattr(error, "value", None) == _NOT_SUPPORTED:  # no other question that every card has to answer
+    value = getattr(error, "value", None)
+    if value == _NOT_SUPPORTED:  # no other question that every card has to answer
         return (
             "NVML tells no memory size: the card shares the host's memory, as GB10 (DGX Spark) and Jetson do\n"
             "  autods does not support such cards; `autods plan` forecasts for others (--on)"
         )
+    if value == _LOST:
+        return f"NVML: {error}\n  {_LOST_REMEDY}; CUDA_VISIBLE_DEVICES leaves it out until then"
     return f"NVML: {error}\n  see what nvidia-smi says; after an update of the driver the machine has to be restarted"
 
 

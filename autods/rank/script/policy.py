@@ -182,7 +182,7 @@ class Policy:
 class Injection:
     """What a script gets in one rank. An adapter may replace `config` before the script starts.
 
-    `stand_ins` collects uses of a GPU that a CPU rank skips.
+    `stand_ins` collects uses of a GPU that a CPU rank skips, `warnings` what its library does otherwise with DeepSpeed.
     """
 
     job: RankJob
@@ -190,6 +190,7 @@ class Injection:
     policy: Policy
     config: EngineConfig
     stand_ins: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
     def skip(
         self,

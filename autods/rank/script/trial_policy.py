@@ -154,6 +154,7 @@ class TrialPolicy(Policy):
             config=injection.config.own_part(config, from_file=from_file),
             config_place=str(find_caller() or "") if in_script else None,
             stood_in=tuple(injection.stand_ins),
+            warnings=tuple(injection.warnings),
             writes_confined=self.writes_confined,
         )
 

@@ -7,7 +7,7 @@ import pytest
 
 from autods.config import settings as settings_module
 from autods.config.profiles import Budget, TimeLimits, read_profile
-from autods.config.settings import Settings, apply_survey, check_precision
+from autods.config.settings import Settings, apply_survey, check_precision, describe_script
 from autods.devices import Card
 from autods.errors import EnvironmentBroken, InputError
 from autods.system.host import Hardware, data_folder, installed_versions
@@ -482,3 +482,9 @@ def test_a_device_without_fp16_is_told_before_anything_is_built() -> None:
     with pytest.raises(InputError, match="this device has no fp16, and the config trains in fp16"):
         check_precision(asked(precision="fp16"), problems)
     check_precision(asked(precision="bf16"), problems)
+
+
+def test_what_a_script_s_library_drops_is_told_as_a_warning():
+    facts = replace(FACTS, config={"bf16": {"enabled": True}}, warnings=("it drops its optimizers",))
+    assert describe_script(asked(), facts)[0] == "warning: it drops its optimizers"
+    assert describe_script(asked(), FACTS) == ()

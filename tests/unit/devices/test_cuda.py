@@ -62,8 +62,9 @@ def test_the_beginning_of_a_uuid_names_the_card_if_it_is_unique() -> None:
 
 def test_a_lost_card_is_a_problem_and_no_end_of_the_list() -> None:
     nvml = FakeNvml([FakeCard(uuid="GPU-a", lost=True), FakeCard(uuid="GPU-b")])
-    assert (read_nvml(None, nvml).unusable or "").startswith("NVML: GPU is lost\n")
+    assert (read_nvml(None, nvml).unusable or "").startswith("NVML: GPU is lost\n  see nvidia-smi, and dmesg")
     assert read_used_bytes(None, nvml) is None
+    assert [card.uuid for card in read_nvml("1", nvml).cards] == ["GPU-b"]
 
 
 def test_a_card_that_shares_host_memory_is_said() -> None:

@@ -33,7 +33,7 @@ _EXTRA = "extra"  # in a checkpoint: the script has not asked for it
 _UNFINISHED = ".autods-unfinished"  # in the Trainer's folder, until all ranks have saved
 
 _DROPPED = (
-    "warning: with DeepSpeed the Trainer drops its optimizers=(…) and makes an optimizer and a schedule of its "
+    "with DeepSpeed the Trainer drops its optimizers=(…) and makes an optimizer and a schedule of its "
     "TrainingArguments; give a subclass of it create_optimizer and create_scheduler"
 )
 _END_STEP = "_maybe_log_save_evaluate"  # the Trainer's method
@@ -67,7 +67,7 @@ def _install_patches(injection: Injection, config: LibraryConfig) -> None:
         "_push_from_checkpoint", "create_model_card",
     )  # fmt: skip
     if injection.policy.host is None:
-        _TRAINERS["train"].wrap(_train_from_start)
+        _TRAINERS["train"].wrap(train_from_start, injection.warnings)
         _TRAINERS[_END_STEP].wrap(lambda original, *args, **kwargs: None)
     else:
         HfTrainerLoop(injection.policy.host).install()
@@ -117,10 +117,19 @@ def _set_arguments(injection: Injection, original: Any, arguments: Any, /, *args
     original(arguments, *args, **kwargs)
 
 
-def _train_from_start(
-    original: Any, trainer: Any, /, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
+def train_from_start(
+    warnings: list[str],
+    original: Any,
+    trainer: Any,
+    /,
+    resume_from_checkpoint: Any = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
+    """A trial resumes no checkpoint."""
     _check_has_config(trainer)
+    if _drops_optimizers(trainer):
+        warnings.append(_DROPPED)
     return original(trainer, None, *args, **kwargs)
 
 
@@ -132,6 +141,11 @@ def _check_has_config(trainer: Any) -> None:
             hint="add `--deepspeed {ds_config}` after --, or let `deepspeed=` there take it from the command line",
             at=getattr(trainer.args, "_autods_made", None),
         )
+
+
+def _drops_optimizers(trainer: Any) -> bool:
+    """Whether the script gave its Trainer an optimizer or a schedule, which it does not train with."""
+    return trainer.optimizer is not None or trainer.lr_scheduler is not None
 
 
 # The loop.
@@ -214,8 +228,8 @@ class HfTrainerLoop(TrainerLoop):
         ends_step = functools.partial(self._wrappers[_END_STEP], getattr(type(trainer), _END_STEP), trainer)
         setattr(trainer, _END_STEP, ends_step)
         self.trainer, arguments = trainer, trainer.args
-        if trainer.optimizer is not None or trainer.lr_scheduler is not None:
-            self.host.note(_DROPPED)
+        if _drops_optimizers(trainer):
+            self.host.note(f"warning: {_DROPPED}")
         folder = self.host.begin_loop(self)
         if folder is not None:
             if arguments.ignore_data_skip:

@@ -98,7 +98,7 @@ def _install_in(injection: Injection, package: str, *, is_trainer: bool) -> None
         injection.skip(f"{package}.Trainer", "save_checkpoint")
         if policy.host is None:
             patches[initial].wrap(_skip_validation)
-            patches[_FIT].wrap(fit_from_start)
+            patches[_FIT].wrap(fit_from_start, injection.warnings)
         else:
             LightningLoop(policy.host, injection.job, package).install()
     if find_device(injection.job.device).stands_in:
@@ -128,8 +128,9 @@ def _skip_validation(original: Any, trainer: Any, /, *args: Any, **kwargs: Any) 
     original(trainer, *args, **{**kwargs, "num_sanity_val_steps": 0})  # before the first step
 
 
-def fit_from_start(original: Any, trainer: Any, /, *args: Any, **kwargs: Any) -> Any:
+def fit_from_start(warnings: list[str], original: Any, trainer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """A trial resumes no checkpoint."""
+    warnings += warn_of_micro_batch_counts(trainer)
     bound = inspect.signature(original).bind(trainer, *args, **kwargs)
     bound.arguments.pop("ckpt_path", None)
     return original(*bound.args, **bound.kwargs)
@@ -255,11 +256,8 @@ class LightningLoop(TrainerLoop):
                 hint="give the Trainer strategy=DeepSpeedStrategy(…)",
             )
         self.trainer = trainer
-        if counted := find_micro_batch_counts(trainer):
-            self.host.note(
-                f"warning: its Trainer's {' and '.join(counted)} count micro batches: with another micro batch they "
-                "stand for other samples; a share such as 0.5 does not depend on it"
-            )
+        for text in warn_of_micro_batch_counts(trainer):
+            self.host.note(f"warning: {text}")
         trainer.callbacks.insert(0, self._make_callback())
         bound = inspect.signature(original).bind(trainer, *args, **kwargs)
         start = self.host.begin_loop(self)
@@ -392,10 +390,16 @@ class LightningLoop(TrainerLoop):
         self._resumes, self._metrics = True, states.get("metrics", {})
 
 
-def find_micro_batch_counts(trainer: Any) -> list[str]:
-    """The arguments of a Trainer whose number counts micro batches of a rank; a share of the data is a float."""
+def warn_of_micro_batch_counts(trainer: Any) -> list[str]:
+    """Name the arguments of a Trainer that count micro batches of a rank, in a sentence; a share is a float."""
     names = ("limit_train_batches", "val_check_interval")
-    return [f"{name}={value}" for name in names if isinstance(value := getattr(trainer, name), int)]
+    counted = [f"{name}={value}" for name in names if isinstance(value := getattr(trainer, name), int)]
+    if not counted:
+        return []
+    return [
+        f"its Trainer's {' and '.join(counted)} count micro batches: with another micro batch they stand for other "
+        "samples; a share such as 0.5 does not depend on it"
+    ]
 
 
 def rescale_batches(fit_loop: Mapping[str, Any], before: int, after: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Trainer
 
-from autods.rank.script.adapters.hf_trainer import HfTrainerLoop
+from autods.rank.script.adapters.hf_trainer import HfTrainerLoop, train_from_start
 
 
 def _call_ours(ours: Any) -> Any:
@@ -45,3 +45,6 @@ def test_an_optimizer_that_the_trainer_drops_is_reported(optimizer: Any, schedul
     trainer.args, trainer.optimizer, trainer.lr_scheduler = SimpleNamespace(deepspeed="x"), optimizer, schedule
     loop.train(lambda trainer, checkpoint: None, trainer)
     assert len(noted) == notes
+    told: list[str] = []  # to a fit
+    train_from_start(told, lambda trainer, checkpoint: None, trainer, "last")
+    assert [f"warning: {text}" for text in told] == noted

@@ -16,11 +16,11 @@ from autods.rank.script.adapters.lightning import (
     LightningLoop,
     RankSamples,
     divide_once,
-    find_micro_batch_counts,
     fit_from_start,
     rescale_batches,
     step_engine,
     use_cpu_ranks,
+    warn_of_micro_batch_counts,
 )
 from autods.rank.training_run.samples import WholeSteps
 
@@ -94,15 +94,24 @@ def test_a_trial_resumes_no_checkpoint():
     def fit(trainer, model, loader=None, ckpt_path=None, weights_only=None):
         return model, loader, ckpt_path
 
-    assert fit_from_start(fit, None, "model", loader="loader", ckpt_path="last") == ("model", "loader", None)
-    assert fit_from_start(fit, None, "model", "loader", "last.ckpt", True) == ("model", "loader", None)
+    start = functools.partial(fit_from_start, [], fit, SimpleNamespace(limit_train_batches=1.0, val_check_interval=1.0))
+    assert start("model", loader="loader", ckpt_path="last") == ("model", "loader", None)
+    assert start("model", "loader", "last.ckpt", True) == ("model", "loader", None)
+
+
+def test_a_fit_is_told_of_lengths_in_micro_batches():
+    told = []
+    trainer = SimpleNamespace(limit_train_batches=10, val_check_interval=0.5)
+    fit_from_start(told, lambda trainer: None, trainer)
+    assert told == warn_of_micro_batch_counts(trainer)
 
 
 def test_lengths_that_depend_on_the_micro_batch_are_found():
     quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    assert find_micro_batch_counts(lightning.Trainer(**quiet)) == []
+    assert warn_of_micro_batch_counts(lightning.Trainer(**quiet)) == []
     given = {"limit_train_batches": 10, "val_check_interval": 0.5}
-    assert find_micro_batch_counts(lightning.Trainer(**quiet, **given)) == ["limit_train_batches=10"]
+    (warning,) = warn_of_micro_batch_counts(lightning.Trainer(**quiet, **given))
+    assert warning.startswith("its Trainer's limit_train_batches=10 count micro batches")
 
 
 def test_fabric_steps_the_engine():
