@@ -341,6 +341,7 @@ class PlanRequest(_MachineOptions, _LongSequenceOptions, WorkloadRequest):
         "Write the recommended rung's step there as a trace for ui.perfetto.dev; NAME.json.gz packs it.",
         "FILE",
     )
+    fresh: Switch = option("Output", "Simulate what an earlier command has simulated, too.", default=False)
     tokens: Amount | None = option("Output", "Say how long training on so many tokens takes: 300B, 1.5T, 300e9.", "N")
     stall_limit: Duration | None = option(
         "Search", "Silence of a simulation that counts as a hang: 90s, 20m, 2h.", "TIME", shown_default="15m"

@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 
 from autods.devices.cuda import read_nvml
+from autods.forecast.stored_simulations import KEEPS
+
+# Each test simulates what it is about; what another test or an earlier run has simulated does not answer.
+os.environ[KEEPS] = "0"
 
 # Started in the background of a script, we ignore Ctrl-C and would hand that on to the fits that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

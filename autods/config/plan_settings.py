@@ -56,6 +56,7 @@ class PlanSettings:
     `stall_s` is the longest that loading or one simulation may take; None: as long as usual.
     `adopts_batch`: nobody has said a micro batch, so a script's own counts.
     `tokens` are those of a training whose duration is asked for, and `timeline` is the file for a step's trace.
+    `fresh` simulates what earlier commands have simulated, too.
     `assumed` holds sentences about what the request leaves open.
     """
 
@@ -71,6 +72,7 @@ class PlanSettings:
     stall_s: float | None = None
     tokens: float | None = None
     timeline: Path | None = None
+    fresh: bool = False
     assumed: tuple[str, ...] = field(default=())
 
 
@@ -135,6 +137,7 @@ def resolve_plan(request: PlanRequest, source: WorkloadSource, *, hardware: Hard
         stall_s=None if request.stall_limit is None else parse_time(request.stall_limit, "--stall-limit"),
         tokens=tokens,
         timeline=_check_timeline(request.timeline, machines),
+        fresh=request.fresh,
         assumed=tuple(_list_assumptions(sites, device, request)),
     )
 

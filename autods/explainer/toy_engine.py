@@ -25,6 +25,7 @@ from ..config.deepspeed import (
 from ..config.problems import Problem, Question, walk_keys
 from ..forecast.simulate.client import ProcessSimulator
 from ..forecast.simulate.protocol import SimulationFailed
+from ..forecast.stored_simulations import store_answers
 from ..forecast.values import EngineSpec, Simulator
 from ..runner.cleanup import open_session, simulator_variables
 from ..types import WorkloadSource
@@ -100,8 +101,10 @@ def _find_guilty_key(simulator: Simulator, config: Mapping[str, Any], ranks: int
 def start_toy() -> Iterator[Simulator]:
     """A simulator of the toy model."""
     source = WorkloadSource(kind="file", path=str(_TOY), name=_TOY.stem, digest="")
-    with open_session(), ProcessSimulator(source, limit_s=_LIMIT_S, variables=simulator_variables()) as simulator:
-        yield simulator
+    with open_session():
+        processes = ProcessSimulator(source, limit_s=_LIMIT_S, variables=simulator_variables())
+        with store_answers(processes, source) as simulator:
+            yield simulator
 
 
 def ask_engine(simulator: Simulator, config: Mapping[str, Any], ranks: int | None) -> Problem | None:

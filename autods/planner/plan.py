@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 from ..config.catalogue import Site
@@ -26,6 +26,7 @@ from ..forecast.predict.step_time import find_fastest
 from ..forecast.simulate.client import LIMIT_S, ProcessSimulator
 from ..forecast.simulate.protocol import SimulationFailed
 from ..forecast.simulation_cache import AllocConf, count_parallel_engines, read_alloc_conf, why_not_forecast
+from ..forecast.stored_simulations import ANSWERS_AGAIN, store_answers
 from ..forecast.values import STARTING, RungForecast, Simulator, StartSimulator
 from ..report.results.plan import (
     AnswerSoFar,
@@ -58,15 +59,17 @@ def plan(settings: PlanSettings, *, listen: PlanListener, start: StartSimulator 
     if source.form.brings_config:  # its `{ds_config}` stands for the base config
         source = replace(source, base_config=settings.sites[0].base)
 
-    def start_processes(source: WorkloadSource) -> ProcessSimulator:
+    def start_processes(source: WorkloadSource) -> AbstractContextManager[Simulator]:
         limit_s = LIMIT_S if settings.stall_s is None else settings.stall_s
-        return ProcessSimulator(
+        processes = ProcessSimulator(
             source,
             processes=count_parallel_engines(),
             limit_s=limit_s,
             report=lambda text: listen(Note(text=text, passing=True)),
             variables=simulator_variables(),
         )
+        said = Note(text=f"{ANSWERS_AGAIN}; --fresh simulates anew")
+        return store_answers(processes, source, anew=settings.fresh, note_use=lambda: listen(said))
 
     try:
         session = open_session() if start is None else nullcontext()  # whatever happens to us, it ends the processes

@@ -23,6 +23,7 @@ from ..forecast.simulation_cache import (
     read_alloc_conf,
     why_not_forecast,
 )
+from ..forecast.stored_simulations import store_answers
 from ..forecast.values import Simulator, StartSimulator
 from ..journal import TrialStore, trial_key
 from ..schema import read_as
@@ -38,7 +39,7 @@ class Simulators:
     """Simulators by workload. Each starts when it is needed, and a few stay open for the next use."""
 
     def __init__(self, start: StartSimulator | None = None) -> None:
-        self._start = start or ProcessSimulator
+        self._start = start or (lambda source: store_answers(ProcessSimulator(source), source))
         self._open: dict[str, tuple[Simulator, ExitStack]] = {}
 
     def get(self, source: WorkloadSource) -> Simulator:

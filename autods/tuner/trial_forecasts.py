@@ -39,10 +39,11 @@ from ..forecast.simulation_cache import (
     read_alloc_conf,
     why_not_forecast,
 )
-from ..forecast.values import EngineSpec, PartitionedBuild, RungForecast, Simulation, StartSimulator
+from ..forecast.stored_simulations import ANSWERS_AGAIN, store_answers
+from ..forecast.values import EngineSpec, PartitionedBuild, RungForecast, Simulation, Simulator, StartSimulator
 from ..journal import TrialStore, trial_key
 from ..runner.cleanup import simulator_variables
-from ..types import Fit, ModelFacts, Outcome, OutOfMemory, Record, Tier, Trial
+from ..types import Fit, ModelFacts, Outcome, OutOfMemory, Record, Tier, Trial, WorkloadSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -466,13 +467,18 @@ class TrialForecaster(Forecaster):
 
 def start_processes(settings: Settings, listen: Listener) -> StartSimulator:
     """Return the start of a simulator that waits as long as the profile of these settings allows, and reports waits."""
-    limit_s = settings.profile.limits.init_s
-    return lambda source: ProcessSimulator(
-        source,
-        limit_s=limit_s,
-        report=lambda text: listen(Note(text=text, passing=True)),
-        variables=simulator_variables(),
-    )
+
+    def start(source: WorkloadSource) -> contextlib.AbstractContextManager[Simulator]:
+        processes = ProcessSimulator(
+            source,
+            limit_s=settings.profile.limits.init_s,
+            report=lambda text: listen(Note(text=text, passing=True)),
+            variables=simulator_variables(),
+        )
+        said = Note(text=ANSWERS_AGAIN, passing=True)
+        return store_answers(processes, source, note_use=lambda: listen(said))
+
+    return start
 
 
 @contextlib.contextmanager

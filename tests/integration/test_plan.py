@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 
 from autods.cli.main import main
+from autods.forecast.simulate.gpu_library import library_path
+from autods.forecast.stored_simulations import ANSWERS_AGAIN, KEEPS
+from tests.support.bad_workloads import GOOD
 from tests.support.watching import is_running, wait_for
 
 LLAMA = {
@@ -66,6 +69,31 @@ def test_assumptions_of_a_config_are_reported(planned: dict[str, Any]) -> None:
     assert planned["workload"]["checkpointing"] is True
     assert any("sequences of 128 tokens" in said for said in planned["assumed"])
     assert any("task causal-lm" in said for said in planned["assumed"])
+
+
+def test_a_second_plan_simulates_nothing_until_a_file_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (cache := tmp_path / "cache").mkdir()
+    (cache / "simulated_device").symlink_to(library_path().parent)
+    monkeypatch.setenv("AUTODS_CACHE", str(cache))
+    monkeypatch.delenv(KEEPS)
+    model, width = tmp_path / "model.py", tmp_path / "width.json"
+    model.write_text(GOOD.replace("Linear(4, 1)", "Linear(4, json.load(open(WIDTH)))"))
+    model.write_text(f"import json\nWIDTH = {str(width)!r}\n{model.read_text()}")
+    width.write_text("1")
+    argv = ["plan", str(model), *CARDS, "--ladder", "zero2", "--no-largest", "--json"]
+    plans, said = [], []
+    for size in ("1", "1", "1000"):
+        if width.read_text() != size:
+            width.write_text(size)
+        assert main(argv) == 0
+        printed = capsys.readouterr()
+        plans.append(json.loads(printed.out))
+        said.append(ANSWERS_AGAIN in printed.err)
+    assert said == [False, True, False]
+    assert plans[0]["rungs"] == plans[1]["rungs"]
+    assert [plan["workload"]["parameters"] for plan in plans] == [5, 5, 5000]
 
 
 def test_the_largest_micro_batch_fits_and_the_next_does_not(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:

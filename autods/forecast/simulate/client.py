@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import select
@@ -25,7 +26,18 @@ from ...system.waiting import Loading, Wait
 from ...types import ModelFacts, WorkloadSource
 from .. import values
 from ..values import EngineSpec, Simulation
-from .protocol import ModelRequest, Request, SimulationFailed, WorkloadReady, receive, send, send_request
+from .files_read import Stamp
+from .protocol import (
+    Answer,
+    FilesWereRead,
+    ModelRequest,
+    Request,
+    SimulationFailed,
+    WorkloadReady,
+    receive,
+    send,
+    send_request,
+)
 
 _NO_VARIABLES: Mapping[str, str] = {}
 LIMIT_S = 900.0  # of loading, and of one simulation; a workload's own code may read data from a slow file system
@@ -33,15 +45,23 @@ _GONE_S = 5.0  # the longest that killed engines take to end, on a very busy mac
 _POLL_MS = 250
 _LONGER = "mend it; where it was only slow, a longer --stall-limit allows more"
 _Answer = TypeVar("_Answer", WorkloadReady, ModelFacts, Simulation)
+_NoteFiles = Callable[[Mapping[str, Stamp | None]], None]
 
 
 class SimulatedEngine:
-    """A running engine in a separate process. `wait_for` waits until its connection has something to read."""
+    """A running engine in a separate process. `wait_for` waits until its connection has something to read.
+
+    `note_files` gets the stamps of the files on which the next answer depends.
+    """
 
     def __init__(
-        self, connection: socket.socket, log: IO[bytes], wait_for: Callable[[socket.socket], None] = lambda end: None
+        self,
+        connection: socket.socket,
+        log: IO[bytes],
+        wait_for: Callable[[socket.socket], None] = lambda end: None,
+        note_files: _NoteFiles = lambda stamps: None,
     ) -> None:
-        self._connection, self._log, self._wait_for = connection, log, wait_for
+        self._connection, self._log, self._wait_for, self._note_files = connection, log, wait_for, note_files
         self._answers = receive(connection)
 
     def measure(self, micro_batch: int) -> Simulation:
@@ -52,7 +72,7 @@ class SimulatedEngine:
     def receive(self, kind: type[_Answer]) -> _Answer:
         """The process's next answer. Raises SimulationFailed."""
         self._wait_for(self._connection)
-        return _check(next(self._answers, None), kind, self._log)
+        return _check(_read_answer(self._answers, self._note_files), kind, self._log)
 
     def close(self) -> None:
         """End it: its process ends with the connection. Another thread that waits for an answer gets none."""
@@ -84,6 +104,7 @@ class ProcessSimulator(values.Simulator):
         self._free = threading.BoundedSemaphore(processes)
         self._lock = threading.Lock()
         self._workers: dict[str, _Worker] = {}
+        self._files: dict[str, dict[str, Stamp | None]] = {}  # by device
         self._ended = False
         self._stuck: SimulationFailed | None = None
 
@@ -96,6 +117,11 @@ class ProcessSimulator(values.Simulator):
             workers, self._workers = list(self._workers.values()), {}
         for worker in workers:
             worker.stop()
+
+    def list_files(self, device: str) -> dict[str, Stamp | None]:
+        """Return the files on which the answers about this device depend so far, as they were when they were read."""
+        with self._lock:
+            return dict(self._files.get(device, {}))
 
     def facts(self, device: str = "cuda", *, ranks: int = 1) -> ModelFacts:
         """Facts of the model, without allocating weights; a script sees itself on `ranks` ranks.
@@ -118,6 +144,10 @@ class ProcessSimulator(values.Simulator):
         with self._process(spec, spec.device) as engine:
             yield engine
 
+    def _note_files(self, device: str, stamps: Mapping[str, Stamp | None]) -> None:
+        with self._lock:
+            self._files.setdefault(device, {}).update(stamps)
+
     @contextlib.contextmanager
     def _process(self, request: Request, device: str) -> Iterator[SimulatedEngine]:
         with self._free:
@@ -127,12 +157,15 @@ class ProcessSimulator(values.Simulator):
                 if self._ended:  # meanwhile; a worker that starts now would never be stopped
                     raise SimulationFailed(kind="crashed", problem="the simulator was ended")
                 if device not in self._workers:
-                    self._workers[device] = _Worker(self._source, device, self._limit_s, self._report, self._variables)
+                    self._workers[device] = _Worker(
+                        self._source, device, self._limit_s, self._report, self._variables,
+                        functools.partial(self._note_files, device),
+                    )  # fmt: skip
                 worker = self._workers[device]
             try:
                 worker.wait_ready()  # outside the lock, so that another thread can stop it meanwhile
                 driver_end, engine_end = socket.socketpair()
-                with contextlib.closing(SimulatedEngine(driver_end, worker.log, worker.wait_for)) as engine:
+                with contextlib.closing(worker.speak_with(driver_end)) as engine:
                     worker.fork(request, engine_end)
                     yield engine
             except SimulationFailed as failed:
@@ -151,8 +184,9 @@ class _Worker:
         limit_s: float,
         report: Callable[[str], None],
         variables: Mapping[str, str],
+        note_files: _NoteFiles,
     ) -> None:
-        self._limit_s, self._report = limit_s, report
+        self._limit_s, self._report, self._note_files = limit_s, report, note_files
         self._is_ready = False
         self._failed: SimulationFailed | None = None  # to load
         self.log: IO[bytes] = tempfile.TemporaryFile()
@@ -182,7 +216,7 @@ class _Worker:
                 return
             try:
                 self.wait_for(self._socket)
-                _check(next(receive(self._socket), None), WorkloadReady, self.log)
+                _check(_read_answer(receive(self._socket), self._note_files), WorkloadReady, self.log)
             except SimulationFailed as failed:
                 self._failed = failed
                 raise
@@ -226,6 +260,10 @@ class _Worker:
             newest = newest or (stack and (pid, stack))
         return newest or (self._process.pid, stacks.read_stack(self._process.pid, self.log.fileno()))
 
+    def speak_with(self, connection: socket.socket) -> SimulatedEngine:
+        """Return the engine at the other end, whose process is to be forked."""
+        return SimulatedEngine(connection, self.log, self.wait_for, self._note_files)
+
     def fork(self, request: Request, connection: socket.socket) -> None:
         """Fork a process for the request, which speaks on that socket."""
         with self._lock, connection, contextlib.suppress(OSError):
@@ -244,6 +282,15 @@ class _Worker:
         self._socket.close()
         self.log.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def _read_answer(messages: Iterator[Answer], note_files: _NoteFiles) -> Answer | None:
+    """Return the next answer, after the files on which it depends; None where the peer is gone."""
+    for message in messages:
+        if not isinstance(message, FilesWereRead):
+            return message
+        note_files(message.stamps)
+    return None
 
 
 def _check(answer: object, kind: type[_Answer], log: IO[bytes]) -> _Answer:

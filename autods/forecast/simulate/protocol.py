@@ -17,6 +17,7 @@ from ...system.stacks import find_library_raiser
 from ...types import ModelFacts, WorkloadSource
 from ...workload.protocol import WorkloadError
 from ..values import EngineSpec, Simulation
+from .files_read import Stamp
 
 # Messages of torch where code outside of its operators asks for the memory of a tensor without values.
 _READS_VALUES = re.compile(r"its data is not allocated yet|'aten::_local_scalar_dense'")
@@ -34,6 +35,13 @@ class ModelRequest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadReady:
     """The worker has loaded the workload."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilesWereRead:
+    """What the next answer depends on, beside earlier messages of this kind: files by path, as they were then."""
+
+    stamps: Mapping[str, Stamp | None]
 
 
 class SimulationFailed(AutodsError):
@@ -73,7 +81,7 @@ class SimulationFailed(AutodsError):
 
 # A process is forked for each request. That of an engine then takes micro batches, as ints, and answers each.
 Request = ModelRequest | EngineSpec
-Answer = WorkloadReady | SimulationFailed | ModelFacts | Simulation
+Answer = WorkloadReady | FilesWereRead | SimulationFailed | ModelFacts | Simulation
 
 
 def send(connection: socket.socket, message: Request | Answer | int) -> None:

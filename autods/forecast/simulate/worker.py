@@ -29,7 +29,18 @@ from ...rank.patching import SymbolMissing
 from ...system import processes, stacks
 from ...types import WorkloadSource
 from ..values import EngineSpec
-from .protocol import Answer, Request, SimulationFailed, WorkloadReady, failure_of, receive, receive_request, send
+from .files_read import FilesRead
+from .protocol import (
+    Answer,
+    FilesWereRead,
+    Request,
+    SimulationFailed,
+    WorkloadReady,
+    failure_of,
+    receive,
+    receive_request,
+    send,
+)
 
 if TYPE_CHECKING:
     from ...workload.protocol import Workload
@@ -43,7 +54,12 @@ class _Prepared:
     context: SimulationContext
     source: WorkloadSource
     scratch: str
+    files: FilesRead
     workload: Workload | None = None
+
+    def tell_files(self, connection: socket.socket) -> None:
+        """Send what was read since the last time, before an answer that depends on it."""
+        send(connection, FilesWereRead(stamps=self.files.collect()))
 
 
 def main(argv: list[str]) -> None:
@@ -59,6 +75,7 @@ def main(argv: list[str]) -> None:
     except BaseException as error:
         send(client, failure_of(error, source))
         return
+    prepared.tell_files(client)
     send(client, WorkloadReady())
     _serve(client, prepared)
     shutil.rmtree(scratch, ignore_errors=True)  # for a client that was killed
@@ -80,16 +97,17 @@ def _prepare(device: Device, source: WorkloadSource, scratch: str, client: socke
     from ...workload.load import in_one_process, load
     from .engine import SimulationContext
 
-    context = SimulationContext(device)
+    context, files = SimulationContext(device), FilesRead(scratch)
     workload = None
     if source.form.runs_as_main:
         preload.preload_trainer(source)
     else:
+        files.listen()
         with in_one_process(lambda error: send(client, failure_of(error, source))):
             workload = load(source)
     gc.freeze()
     gc.enable()
-    return _Prepared(context, source, scratch, workload)
+    return _Prepared(context, source, scratch, files, workload)
 
 
 def _import_libraries(device: Device) -> None:
@@ -167,14 +185,14 @@ def _answer_requests(connection: socket.socket, request: Request, prepared: _Pre
                 engine = RankEngine(context, workload, request, scratch)
                 initialized = False
                 for micro_batch in receive(connection):
-                    initialized = initialized or _answer(connection, source, engine.initialize)
+                    initialized = initialized or _answer(connection, prepared, engine.initialize)
                     if not initialized:
                         break
                     # Each in a fork of its own: the answer does not depend on the sizes before it.
-                    if not _answer_in_fork(connection, source, functools.partial(engine.measure, micro_batch)):
+                    if not _answer_in_fork(connection, prepared, functools.partial(engine.measure, micro_batch)):
                         break
             else:
-                _answer(connection, source, lambda: look_at_model(context, workload))
+                _answer(connection, prepared, lambda: look_at_model(context, workload))
         except BaseException:
             traceback.print_exc()
     with contextlib.suppress(Exception):  # the workload may have replaced the stream
@@ -182,7 +200,7 @@ def _answer_requests(connection: socket.socket, request: Request, prepared: _Pre
     _exit(0)  # without the parent's buffers and clean-ups
 
 
-def _answer_in_fork(connection: socket.socket, source: WorkloadSource, work: Callable[[], Answer]) -> bool:
+def _answer_in_fork(connection: socket.socket, prepared: _Prepared, work: Callable[[], Answer]) -> bool:
     """Do the work in a child, which sends its result or the failure; whether it went well."""
     parent = os.getpid()
     pid = os.fork()
@@ -190,7 +208,7 @@ def _answer_in_fork(connection: socket.socket, source: WorkloadSource, work: Cal
         went_well = False
         try:
             processes.die_with_parent(parent)
-            went_well = _answer(connection, source, work)
+            went_well = _answer(connection, prepared, work)
         finally:
             with contextlib.suppress(Exception):
                 sys.stderr.flush()
@@ -198,12 +216,12 @@ def _answer_in_fork(connection: socket.socket, source: WorkloadSource, work: Cal
     return os.waitpid(pid, 0)[1] == 0
 
 
-def _answer(connection: socket.socket, source: WorkloadSource, work: Callable[[], Answer | None]) -> bool:
+def _answer(connection: socket.socket, prepared: _Prepared, work: Callable[[], Answer | None]) -> bool:
     """Do the work and send its result, if it has any, or the failure; whether it went well."""
     from ...workload.load import in_one_process
 
     def report(error: BaseException) -> None:
-        send(connection, failure_of(error, source))
+        send(connection, failure_of(error, prepared.source))
 
     try:
         with processes.die_with_peer(connection), in_one_process(report):
@@ -214,6 +232,7 @@ def _answer(connection: socket.socket, source: WorkloadSource, work: Callable[[]
         report(error)
         return False
     if answer is not None:
+        prepared.tell_files(connection)
         send(connection, answer)
     return True
 

@@ -1,0 +1,188 @@
+"""Simulations of earlier commands: they answer again while nothing that they depend on has changed.
+
+They lie in the cache of this user. Each is named by its question: the workload, the engine and the process's
+environment. It counts as long as each file that it has read, from torch's modules to the user's data, is as it was then
+(`simulate.files_read`). Scripts are simulated each time: what they read, and when, is theirs alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import pickle
+import re
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from ..devices.cpu import read_processor_field
+from ..errors import AutodsError
+from ..system import private
+from ..system.host import cache_folder
+from ..types import ModelFacts, WorkloadSource
+from .simulate.client import ProcessSimulator
+from .simulate.files_read import Stamp, read_stamp
+from .simulation_cache import memory_key
+from .values import Engine, EngineSpec, Simulation, Simulator
+
+_MOST_BYTES = 512 * 2**20  # of the store; the answers that were not used for the longest time go first
+_QUICK = 1  # zlib's level: traces are long lists of small numbers
+# Variables that differ from terminal to terminal, and from test to test, and that no model is built by.
+_PASSING = re.compile(
+    r"_|AUTODS_.*|COLUMNS|DBUS_.*|DISPLAY|LINES|LS_COLORS|OLDPWD|PWD|PYTEST_.*|SHLVL|SSH_.*|STY|TERM.*|TMPDIR|TMUX.*"
+    r"|VSCODE_.*|WINDOWID|XDG_(?:RUNTIME|SESSION|VTNR|SEAT).*"
+)
+ANSWERS_AGAIN = "simulations of an earlier command answer again: no file that they read has changed"
+KEEPS = "AUTODS_KEEP_SIMULATIONS"  # 0: no simulation of another command counts, and none is kept
+_Answer = TypeVar("_Answer", ModelFacts, Simulation)
+
+
+@dataclass(slots=True)
+class StoredSimulator(Simulator):
+    """The simulator of a workload that asks its processes only what no earlier command has asked. Thread-safe.
+
+    `anew` asks them everything, and replaces what is stored. `note_use` is called at the first stored answer.
+    """
+
+    processes: ProcessSimulator
+    source: WorkloadSource
+    anew: bool = False
+    note_use: Callable[[], None] = lambda: None
+    _began_ns: int = field(default_factory=time.time_ns)
+    _surroundings: str = field(default_factory=lambda: _describe_surroundings())
+    _same: dict[str, bool] = field(default_factory=dict)  # lists of files, by name: whether these are as they were
+    _is_used: bool = False
+
+    def __enter__(self) -> StoredSimulator:
+        self.processes.__enter__()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.processes.__exit__(*raised)
+
+    def facts(self, device: str = "cuda", *, ranks: int = 1) -> ModelFacts:
+        return self.answer(f"{device} facts {ranks}", device, lambda: self.processes.facts(device, ranks=ranks))
+
+    @contextlib.contextmanager
+    def engine(self, spec: EngineSpec) -> Iterator[StoredEngine]:
+        with contextlib.ExitStack() as stack:
+            yield StoredEngine(self, spec, stack)
+
+    def answer(self, question: str, device: str, ask: Callable[[], _Answer]) -> _Answer:
+        """Return what is stored, or else what the processes answer, which is stored."""
+        place = self._find_place(question)
+        stored = None if self.anew else self._read(place)
+        if stored is not None:
+            if not self._is_used:
+                self._is_used = True
+                self.note_use()
+            return cast("_Answer", stored)
+        answer = ask()
+        self._write(place, answer, self.processes.list_files(device))
+        return answer
+
+    def _find_place(self, question: str) -> Path:
+        asked = json.dumps([asdict(self.source), self._surroundings, question], sort_keys=True, default=str)
+        return _find_folder() / f"{_digest(asked.encode())}.answer"
+
+    def _read(self, place: Path) -> object:
+        """Return the stored answer if it still counts. One that cannot be read, or that others can write, does not."""
+        with contextlib.suppress(OSError, AutodsError, ValueError, zlib.error, pickle.UnpicklingError):
+            files, answer = _unpack(place)
+            if self._are_same(place.with_name(files)):
+                os.utime(place)
+                return pickle.loads(answer)  # by the classes that wrote it: their files are the same
+        return None
+
+    def _are_same(self, files: Path) -> bool:
+        """Whether all files of this list are as they were. They are looked at once: a command takes minutes at most."""
+        if files.name not in self._same:
+            stamps: Mapping[str, Stamp | None] = _unpack(files)
+            os.utime(files)
+            self._same[files.name] = all(read_stamp(path) == stamp for path, stamp in stamps.items())
+        return self._same[files.name]
+
+    def _write(self, place: Path, answer: _Answer, stamps: Mapping[str, Stamp | None]) -> None:
+        """Store the answer, unless a file that it has read changed meanwhile. A cache that is full stays without it."""
+        changes_ns = [stamp[1] for stamp in stamps.values() if stamp is not None]
+        if max(changes_ns, default=self._began_ns) >= self._began_ns:
+            return
+        with contextlib.suppress(OSError, AutodsError):
+            packed = _pack(dict(sorted(stamps.items())))
+            files = place.with_name(f"{_digest(packed)}.files")
+            if not files.exists():
+                make_room(place.parent)
+                private.write(files, packed)
+            private.write(place, _pack((files.name, pickle.dumps(answer))))
+
+
+@dataclass(slots=True)
+class StoredEngine(Engine):
+    """An engine whose process starts with the first micro batch that no earlier command has asked for."""
+
+    simulator: StoredSimulator
+    spec: EngineSpec
+    _stack: contextlib.ExitStack
+    _engine: Engine | None = None
+
+    def measure(self, micro_batch: int) -> Simulation:
+        """Return the stored simulation, or else simulate it. Raises SimulationFailed."""
+        question = f"{memory_key(self.spec)} {micro_batch}"
+        return self.simulator.answer(question, self.spec.device, lambda: self._start().measure(micro_batch))
+
+    def _start(self) -> Engine:
+        if self._engine is None:
+            self._engine = self._stack.enter_context(self.simulator.processes.engine(self.spec))
+        return self._engine
+
+
+def store_answers(
+    processes: ProcessSimulator,
+    source: WorkloadSource,
+    *,
+    anew: bool = False,
+    note_use: Callable[[], None] = lambda: None,
+) -> ProcessSimulator | StoredSimulator:
+    """Return a simulator that stores what these processes answer; the processes themselves for a script."""
+    if source.form.runs_as_main or os.environ.get(KEEPS) == "0":
+        return processes
+    return StoredSimulator(processes, source, anew=anew, note_use=note_use)
+
+
+def make_room(folder: Path, most_bytes: int = _MOST_BYTES) -> None:
+    """Remove the files that were not used for the longest time, until the others have no more than these bytes."""
+    states = [(path, path.stat()) for path in folder.iterdir()] if folder.is_dir() else []
+    kept_bytes = 0
+    for path, state in sorted(states, key=lambda each: each[1].st_mtime, reverse=True):
+        kept_bytes += state.st_size
+        if kept_bytes > most_bytes:
+            path.unlink(missing_ok=True)
+
+
+def _find_folder() -> Path:
+    return cache_folder() / "simulations"
+
+
+def _describe_surroundings() -> str:
+    """What else decides how a model is built: Python, where it looks for modules, the processor and the environment."""
+    environment = {name: value for name, value in os.environ.items() if not _PASSING.fullmatch(name)}
+    processor = read_processor_field("model name")
+    return json.dumps([sys.version, sys.path, os.getcwd(), processor, environment], sort_keys=True)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
+def _pack(content: object) -> bytes:
+    return zlib.compress(pickle.dumps(content), _QUICK)
+
+
+def _unpack(path: Path) -> Any:
+    return pickle.loads(zlib.decompress(private.read(path)))
