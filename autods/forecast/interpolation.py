@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ..types import Tier
-from .predict.allocator import phases
 from .predict.prices import Work
+from .predict.replay import phases
 from .predict.step_time import BITS, CODES, HOST, RUN, Schedule
 from .values import ForecastPhase, Simulation, Trace
 

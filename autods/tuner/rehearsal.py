@@ -14,7 +14,7 @@ from ..config.settings import Settings, apply_survey
 from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import InputError
 from ..events import Listener, Note
-from ..forecast.predict.allocator import Replay
+from ..forecast.predict.replay import Replay
 from ..forecast.predict.verdict import forecast_speed, replay_at_limit
 from ..forecast.simulate.protocol import SimulationFailed
 from ..forecast.simulation_cache import SimulationCache, read_alloc_conf, why_not_forecast

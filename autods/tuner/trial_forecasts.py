@@ -17,7 +17,6 @@ from ..diagnosis.trial_outcome import wants_larger_batch
 from ..errors import AutodsError, keep_alternatives
 from ..events import Listener, Note
 from ..forecast.largest_batch import Fills, find_last
-from ..forecast.predict.allocator import Replay
 from ..forecast.predict.calibration import (
     Observation,
     StepFactors,
@@ -26,6 +25,7 @@ from ..forecast.predict.calibration import (
     fit_step_factors,
     observe_trial,
 )
+from ..forecast.predict.replay import Replay
 from ..forecast.predict.step_time import least_step_s
 from ..forecast.predict.verdict import forecast_speed, replay_at_limit
 from ..forecast.simulate.client import ProcessSimulator

@@ -24,9 +24,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from autods.config.catalogue import read_catalogue
-from autods.forecast.predict.allocator import find_least_limit, replay
 from autods.forecast.predict.memory_model import find_returns
 from autods.forecast.predict.prices import PriceList, read_constants
+from autods.forecast.predict.replay import find_least_limit, replay
 from autods.forecast.simulate import ProcessSimulator
 from autods.forecast.values import EngineSpec, Simulation
 from autods.workload import make_source

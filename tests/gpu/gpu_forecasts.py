@@ -12,9 +12,9 @@ from typing import Any
 from gpu_cells import source
 
 from autods.config.catalogue import Machine, find_by_driver_name
-from autods.forecast.predict.allocator import replay
 from autods.forecast.predict.calibration import observe_trial
 from autods.forecast.predict.memory_model import compute_rank_memory, read_overheads
+from autods.forecast.predict.replay import replay
 from autods.forecast.predict.verdict import forecast_speed, judge_memory
 from autods.forecast.simulate import ProcessSimulator, SimulationFailed
 from autods.forecast.values import EngineSpec, Simulation

@@ -1,4 +1,4 @@
-"""A model of torch's CUDA caching allocator, on which allocation traces are replayed.
+"""A model of torch's CUDA caching allocator, on which `replay` replays allocation traces.
 
 After torch 2.13's c10/cuda/CUDACachingAllocator.cpp: `BlockComparatorSize` orders free blocks by stream first, so that
 each stream has pools of its own; `free` leaves a block that other streams use to `process_events`.
@@ -6,14 +6,10 @@ each stream has pools of its own; `free` leaves a block that other streams use t
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left, insort
-from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
-
-from ..values import ForecastPhase, Trace
+from typing import ClassVar, Self
 
 # All sizes and addresses below are in units of 512 B, the allocator's smallest block.
 UNIT = 512
@@ -38,6 +34,7 @@ class Heap:
 
     leave_large: ClassVar[int] = SMALL + 1  # the smallest remainder that is split off a large block
     blocks_grow: ClassVar[bool] = False  # whether free blocks can be extended by unmapped pages
+    own_tables: ClassVar[tuple[str, ...]] = ()  # of a subclass
 
     limit_bytes: int | None = None
     streams: Sequence[int] = ()
@@ -80,9 +77,9 @@ class Heap:
                     leave = leave_large
                 pool = pools[index]
                 place = bisect_left(pool, size << SHIFT)
-                if blocks_grow:
-                    place = self.choose(pool, place)
                 if place < len(pool):
+                    if blocks_grow:
+                        place = self.choose(pool, place)
                     block = pool.pop(place)
                     address, have = block & MASK, block >> SHIFT
                     del starts[address]
@@ -108,15 +105,16 @@ class Heap:
                 if allocated > peak:
                     peak = allocated
             elif event:
-                size = sizes[~event]
+                number = ~event
+                size = sizes[number]
                 if not size:
                     continue
                 allocated -= size
-                if late and ~event in late and ~event not in self.waiting:
-                    self.waiting[~event] = None
+                if late and number in late and number not in self.waiting:
+                    self.waiting[number] = None
                     continue
-                address = addresses[~event]
-                index = 2 * streams[~event] if streams else 0
+                address = addresses[number]
+                index = 2 * streams[number] if streams else 0
                 pool = pools[index + 1 if size > SMALL else index]
                 end = address + size
                 if (before := ends.pop(address, -1)) >= 0:
@@ -134,6 +132,14 @@ class Heap:
                 sizes.append(0)
         self.allocated, self.peak_allocated = allocated, peak
         return failed
+
+    def copy(self, limit_bytes: int | None, streams: Sequence[int]) -> Self:
+        """Return a heap that goes on from here by itself, with this limit and these streams of the trace's blocks."""
+        twin = replace(self, limit_bytes=limit_bytes, streams=streams)
+        for name in ("waiting", "starts", "ends", "segments", "addresses", "sizes", *self.own_tables):
+            setattr(twin, name, getattr(self, name).copy())
+        twin.pools = [pool.copy() for pool in self.pools]
+        return twin
 
     def choose(self, pool: list[int], place: int) -> int:
         """Return the index of the block to take; the smallest that is large enough is at `place`."""
@@ -225,6 +231,7 @@ class ExpandableHeap(Heap):
 
     leave_large: ClassVar[int] = 1
     blocks_grow: ClassVar[bool] = True
+    own_tables: ClassVar[tuple[str, ...]] = ("holes",)
 
     holes: dict[int, int] = field(default_factory=dict)
 
@@ -313,195 +320,3 @@ class ExpandableHeap(Heap):
 def _page(index: int) -> int:
     """The unit in which an expandable pool of this index maps memory: even ones are small pools."""
     return LARGE_SEGMENT if index % 2 else SMALL_SEGMENT
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RanOut:
-    """A request for which no memory was left, even after all cached segments had been given back."""
-
-    phase: ForecastPhase
-    wanted_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
-    """How much an allocator held over a trace.
-
-    `retries` counts how often cached segments were given back to make room (torch's num_alloc_retries). `late_retries`
-    are those of the last optimizer step, which come again in every step, and `late_returned` the segments (or pages of
-    expandable ones) that they gave back. A replay ends where it `ran_out`.
-    The replay is the same at every limit from `same_from_bytes` to its own.
-    """
-
-    peak_reserved_bytes: int
-    peak_allocated_bytes: int
-    allocated_by_phase: Mapping[ForecastPhase, int]
-    retries: int = 0
-    late_retries: int = 0
-    late_returned: int = 0
-    ran_out: RanOut | None = None
-    same_from_bytes: int = 0
-
-    @property
-    def runs_well(self) -> bool:
-        """Whether it does not run out and its last step, unless it is the only one, gives no memory back."""
-        return self.ran_out is None and not self.late_retries
-
-    @property
-    def runs_full(self) -> bool:
-        """Whether it does not run out, and gives memory back in each step."""
-        return self.ran_out is None and self.late_retries > 0
-
-
-def replay(
-    trace: Trace,
-    *,
-    expandable: bool = False,
-    limit_bytes: int | None = None,
-    only_if_well: bool = False,
-) -> Replay:
-    """Replay a trace on torch's allocator, which may reserve `limit_bytes`; None is no limit.
-
-    `only_if_well` stops the replay after the first phase that does not run well. The trace's held blocks come back
-    late; without any, as where the streams that use them are never behind, all come back at once.
-    """
-    kind = ExpandableHeap if expandable else Heap
-    heap = kind(limit_bytes=limit_bytes, streams=trace.streams, late=trace.held)
-    back: dict[int, list[int]] = {}
-    for block, at in trace.held.items():
-        back.setdefault(at, []).append(block)
-    cuts = sorted({*back, *trace.emptied})
-    allocated: dict[ForecastPhase, int] = {}
-    ran_out: RanOut | None = None
-    mark, before = _find_last_step(trace), None
-    for first, stop, phase in phases(trace):
-        if mark is not None and first == trace.marks[mark][0]:
-            before = heap.retries, heap.returned
-        heap.peak_allocated = heap.allocated
-        for cut in (*cuts[bisect_left(cuts, first) : bisect_left(cuts, stop)], stop):
-            failed = heap.run(trace.events[first:cut])
-            if failed is not None:
-                ran_out = RanOut(phase=phase, wanted_bytes=trace.events[first + failed])
-                break
-            if cut < stop:
-                heap.give_back(back.get(cut, ()))
-                if cut in trace.emptied:
-                    heap.release_all()
-            first = cut
-        allocated[phase] = max(allocated.get(phase, 0), heap.peak_allocated * UNIT)
-        thrashes = before is not None and heap.retries > before[0]
-        if ran_out is not None or (only_if_well and thrashes):
-            break
-    return Replay(
-        peak_reserved_bytes=heap.peak_reserved * UNIT,
-        peak_allocated_bytes=max(allocated.values(), default=0),
-        allocated_by_phase=allocated,
-        retries=heap.retries,
-        late_retries=0 if before is None else heap.retries - before[0],
-        late_returned=0 if before is None else heap.returned - before[1],
-        ran_out=ran_out,
-        same_from_bytes=heap.most_granted * UNIT,
-    )
-
-
-def find_least_limit(
-    trace: Trace,
-    unlimited: Replay,
-    *,
-    expandable: bool = False,
-    tolerance: float = 0.01,
-    bound_bytes: int | None = None,
-) -> tuple[int, Replay]:
-    """Return the least limit in bytes at which the trace runs well, and its replay there.
-
-    A large card caches pieces that initialising leaves and no later request fits. A smaller card gives them back once,
-    and never misses them. Whether it does is seen in a repeated step: the second one may still give back what only the
-    first has left. `tolerance` is relative.
-
-    The need is not monotonic: the trace may run out of a limit above the answer. It was replayed at the answer itself.
-    The peak without a limit may be too little. The repeated step may need more. And torch asks for a whole segment
-    before it knows how few pages it has to map.
-
-    With `bound_bytes` only whether the answer is above it is as without: the search ends as soon as it knows that, with
-    the middle of what is left of it.
-    """
-    trace = repeat_last_step(trace)
-    low, high = unlimited.peak_allocated_bytes, unlimited.peak_reserved_bytes
-    best: Replay | None = None
-    while high - low > (margin := max(2**21, int(tolerance * high))):
-        middle = (low + high) // 2
-        if bound_bytes is not None and (low > bound_bytes or (best is not None and high <= bound_bytes)):
-            return middle, best or unlimited
-        if best is not None and middle >= best.same_from_bytes:
-            high = middle
-            continue
-        attempt = replay(trace, expandable=expandable, limit_bytes=middle, only_if_well=True)
-        if attempt.runs_well:
-            high, best = middle, attempt
-        else:
-            low = middle
-    while best is None:
-        attempt = replay(trace, expandable=expandable, limit_bytes=high, only_if_well=True)
-        if attempt.runs_well:
-            best = attempt
-        else:
-            high += margin
-    return high, best
-
-
-def _find_last_step(trace: Trace) -> int | None:
-    """Return the index of the mark that begins the last optimizer step; None where there are not two steps."""
-    ends = [index for index, (_, phase) in enumerate(trace.marks[:-1]) if phase == "step"]
-    return ends[-1] + 1 if ends else None
-
-
-def repeat_last_step(trace: Trace) -> Trace:
-    """Return the trace with its last optimizer step once more.
-
-    A block that outlives the step is the one that the repeated step frees, where the step had freed one of this size
-    that was older than itself. Where the two do not match, or there is one step, the trace is returned as it is.
-    """
-    mark = _find_last_step(trace)
-    if mark is None:
-        return trace
-    first = trace.marks[mark][0]
-    sizes = [event for event in trace.events if event >= 0]
-    step = trace.events[first:]
-    older = sum(event >= 0 for event in trace.events[:first])  # blocks
-    freed = {~event for event in step if event < 0}
-    outliving: defaultdict[int, deque[int]] = defaultdict(deque)
-    for block in range(older, len(sizes)):
-        if block not in freed:
-            outliving[sizes[block]].append(block)
-    if Counter(sizes[block] for block in freed if block < older) != {
-        size: len(blocks) for size, blocks in outliving.items()
-    }:
-        return trace
-    count, events, held = len(sizes) - older, array("q", trace.events), dict(trace.held)
-    for event in step:
-        if event < 0:
-            block = ~event + count if ~event >= older else outliving[sizes[~event]].popleft()
-            if ~event in trace.held:
-                held[block] = trace.held[~event] + len(step)
-            event = ~block
-        events.append(event)
-    marks = ((at + len(step), phase) for at, phase in trace.marks[mark:])
-    emptied = (at + len(step) for at in trace.emptied if at >= first)
-    streams = array("B", trace.streams)
-    return replace(
-        trace,
-        events=events,
-        marks=(*trace.marks, *marks),
-        emptied=(*trace.emptied, *emptied),
-        held=held,
-        streams=streams + streams[older:] if streams else (),
-    )
-
-
-def phases(trace: Trace) -> Iterator[tuple[int, int, ForecastPhase]]:
-    """Yield (first event, one past the last, phase). Events before the first mark belong to init."""
-    marks = trace.marks
-    if not marks or marks[0][0] > 0:
-        marks = ((0, "init"), *marks)
-    stops = [*(at for at, _ in marks[1:]), len(trace.events)]
-    return ((first, stop, phase) for (first, phase), stop in zip(marks, stops, strict=True))

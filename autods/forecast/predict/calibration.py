@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from ...devices import find_device
 from ...types import Fit, Outcome, OutOfMemory
 from ..values import EngineSpec, Interval, Ratios, Simulation
-from .allocator import replay
 from .memory_model import Overheads, compute_rank_memory, read_overheads
+from .replay import replay
 
 # Weights in samples of prior beliefs:
 _WEIGHT_OF_ZERO = 1.0  # the simulation is right

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..values import ForecastPhase, Trace
-from .allocator import Replay, phases
+from .replay import Replay, phases
 
 
 def peak_pinned_bytes(trace: Trace) -> int:

@@ -18,9 +18,9 @@ from ...types import Tier
 from ...units import parse_bytes
 from ..attention import UNKNOWN_FAMILY
 from ..values import STARTING, EngineSpec, ForecastPhase, Interval, Simulation, Trace
-from .allocator import find_least_limit, replay
 from .host_allocators import peak_pinned_bytes, replay_process
 from .prices import PriceList, Unpriced
+from .replay import Begun, find_least_limit, replay
 from .step_time import Schedule, StepClocks
 
 Place = Literal["inside", "outside"]  # of the memory that torch allocates
@@ -311,11 +311,12 @@ def _replay_device(
         least = unlimited = best.peak_reserved_bytes
     else:
         at_once = replace(trace, held={})
-        first = replay(at_once, expandable=expandable)
+        begun: list[Begun] = []
+        first = replay(at_once, expandable=expandable, keep=begun)
         unlimited = first.peak_reserved_bytes
         if trace.held and bound_bytes is None:  # it tells the high end alone
             unlimited = max(unlimited, replay(trace, expandable=expandable).peak_reserved_bytes)
-        least, best = find_least_limit(at_once, first, expandable=expandable, bound_bytes=bound_bytes)
+        least, best = find_least_limit(at_once, first, expandable=expandable, bound_bytes=bound_bytes, begun=begun)
     used = {phase: max(size, best.allocated_by_phase.get(phase, 0)) for phase, size in live.items()}
     peak = max([least, *live.values()])
     # The phase with the most in use decides, not the one in which the cache happened to grow.

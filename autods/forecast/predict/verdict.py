@@ -22,10 +22,10 @@ from ..values import (
     Trace,
     Verdict,
 )
-from .allocator import Replay, repeat_last_step, replay
 from .calibration import Calibration, calibrate_forecast
 from .memory_model import CardLimit, Overheads, compute_rank_memory, read_overheads, time_returns
 from .prices import PriceList, Unpriced, read_constants
+from .replay import Replay, repeat_last_step, replay
 from .step_time import Speed, forecast_step
 
 _PHASE_WORDS: dict[ForecastPhase, str] = {

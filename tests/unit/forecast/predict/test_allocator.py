@@ -9,14 +9,8 @@ from itertools import pairwise
 
 import pytest
 
-from autods.forecast.predict.allocator import (
-    ExpandableHeap,
-    Heap,
-    RanOut,
-    find_least_limit,
-    repeat_last_step,
-    replay,
-)
+from autods.forecast.predict.allocator import ExpandableHeap, Heap
+from autods.forecast.predict.replay import Begun, RanOut, find_least_limit, repeat_last_step, replay
 from autods.forecast.values import ForecastPhase, Trace
 
 KIB, MIB = 2**10, 2**20
@@ -356,6 +350,31 @@ def test_replaying_in_phases_changes_nothing(seed: int) -> None:
     cut = replay(trace(*events, marks=((0, "init"), (700, "forward"), (1500, "backward"), (2900, "step"))))
     assert whole.peak_reserved_bytes == cut.peak_reserved_bytes
     assert whole.peak_allocated_bytes == cut.peak_allocated_bytes
+
+
+STEPS: tuple[tuple[int, ForecastPhase], ...] = (
+    (0, "init"), (500, "forward"), (900, "backward"), (1300, "step"),
+    (1500, "forward"), (1900, "backward"), (2300, "step"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_replay_that_starts_at_a_phase_ends_as_a_whole_one(seed: int, expandable: bool) -> None:
+    events = made_up(seed)
+    made = replace(trace(*events, marks=STEPS), emptied=(1300,), streams=[block % 3 for block in range(len(events))])
+    begun: list[Begun] = []
+    roomy = replay(made, expandable=expandable, keep=begun)
+    assert len(begun) == len(STEPS)
+    assert roomy == replay(made, expandable=expandable)
+    for share in (0.1, 0.4, 0.6, 0.8, 0.9, 0.97, 1.0):
+        limit = int(share * roomy.peak_reserved_bytes)
+        for well in (False, True):
+            whole = replay(made, expandable=expandable, limit_bytes=limit, only_if_well=well)
+            assert whole == replay(made, expandable=expandable, limit_bytes=limit, only_if_well=well, begun=begun)
+    assert find_least_limit(made, roomy, expandable=expandable, begun=begun) == find_least_limit(
+        made, roomy, expandable=expandable
+    )
 
 
 @pytest.mark.parametrize("expandable", [False, True])
