@@ -64,12 +64,16 @@ def explain_failure(ends: Sequence[Evidence]) -> OutOfMemory | Failed:
     """The outcome of a trial whose ranks did not all succeed. The first rank that failed by itself is the cause.
 
     A rank that the OOM killer of its cgroup ended goes before all others: what they met, they met in a full cgroup.
+    One that was lost at the end of its work goes last: it waits for the others, unless they wait for it.
     """
     # Rows are matched only until one rank is the cause, because a trial may have thousands of ranks.
-    in_time = sorted(ends, key=lambda evidence: (not evidence.is_oom_kill, evidence.at_s))
+    in_time = sorted(ends, key=lambda evidence: (not evidence.is_oom_kill, _is_over(evidence), evidence.at_s))
     cause = next((evidence for evidence in in_time if not _only_noticed(evidence)), in_time[0])
     row = None if cause.error.contract or cause.lost else _matching_row(cause)
-    verdict = _verdict_without_row(cause) if row is None else _verdict_by_row(cause, row)
+    if _is_over(cause) and not all(_is_over(evidence) for evidence in ends):
+        verdict = _verdict_on_early_end(cause)
+    else:
+        verdict = _verdict_without_row(cause) if row is None else _verdict_by_row(cause, row)
     common: dict[str, Any] = {
         "rank": cause.rank, "phase": cause.phase, "step": cause.step, "evidence": verdict.evidence[:_EVIDENCE_CHARS],
         "action": verdict.action, "advice": verdict.advice,
@@ -107,6 +111,11 @@ def _only_noticed(evidence: Evidence) -> bool:
     row = _matching_row(evidence)
     awaits = evidence.lost is not None and _AWAITING.search(evidence.log_tail) is not None
     return awaits or (row is not None and row.weight == "secondary")
+
+
+def _is_over(evidence: Evidence) -> bool:
+    """Whether the rank was lost after its work had ended: it then waits for the others to end theirs."""
+    return evidence.lost is not None and evidence.phase == "done"
 
 
 def _matching_row(evidence: Evidence) -> Signature | None:
@@ -243,6 +252,13 @@ def _verdict_without_row(cause: Evidence) -> Verdict:
         case _:
             text = f"{place}{cause.headline}"
             return Verdict("user_code", "fix_code", text, f"the workload raised it in {cause.phase}")
+
+
+def _verdict_on_early_end(cause: Evidence) -> Verdict:
+    """The user's code: it ended on this rank, while all others wait for it in a collective. It would do so again."""
+    text = f"its code ended in step {cause.step}, and {cause.lost_after_s:.0f} s later other ranks still wait for it"
+    advice = "all ranks need as many steps: see why this one left, such as sys.exit, a break, or fewer batches"
+    return Verdict("user_code", "fix_code", text, advice)
 
 
 def _verdict_on_sigkill(cause: Evidence) -> Verdict:

@@ -102,6 +102,26 @@ def test_a_rank_waiting_in_a_collective_is_not_the_one_that_hangs():
     assert (outcome.failure, outcome.rank) == ("communication", 1)
 
 
+def test_a_rank_that_left_while_the_others_train_is_blamed():
+    left = evidence(1, 1.0, lost="stuck", phase="done", step=7)
+    outcome = explain_failure([left, stuck(0, 2.0, "/lib/torch/distributed/distributed_c10d.py")])
+    assert isinstance(outcome, Failed)
+    assert (outcome.failure, outcome.action, outcome.rank, outcome.hung_at) == ("user_code", "fix_code", 1, None)
+    assert "ended in step 7" in outcome.evidence
+
+
+def test_a_rank_that_is_done_waits_for_one_that_hangs():
+    outcome = explain_failure([evidence(1, 1.0, lost="stuck", phase="done"), stuck(0, 2.0, "/home/me/model.py")])
+    assert isinstance(outcome, Failed)
+    assert (outcome.rank, outcome.hung_at) == (0, "/home/me/model.py:3")
+
+
+def test_ranks_that_hang_at_their_end_may_be_tried_again():
+    outcome = explain_failure([evidence(rank, 1.0, lost="stuck", phase="done") for rank in range(2)])
+    assert isinstance(outcome, Failed)
+    assert (outcome.failure, outcome.action) == ("communication", "retry")
+
+
 def test_a_hang_in_the_users_code_has_its_line():
     outcome = explain_failure([stuck(1, 2.0, "/home/me/model.py")])
     assert isinstance(outcome, Failed)
