@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ..files import is_library_file
+from ..system import stacks
 from ..system.processes import find_log_parts
 from ..types import Trial
 
@@ -24,11 +26,16 @@ def is_library_warning(line: str) -> bool:
 
 
 class LogTail:
-    """A log that grows, and how far its lines were read."""
+    """A log that grows, and how far its lines were read.
+
+    Stacks that a silent rank wrote because the monitor asked for them are left out: an evaluation of minutes is asked
+    again and again, and nothing is wrong with it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._offset = 0
+        self._in_stack = False
 
     def read(self, *, ended: bool = False) -> list[str]:
         """The lines since the last call; with `ended`, the last one too if it has no end."""
@@ -47,7 +54,16 @@ class LogTail:
             end = len(new)
         self._offset = begin + end
         lines = (line.decode(errors="replace").rstrip() for line in _LINE_END.split(new[:end]))
-        return [line[:_MOST_LETTERS] for line in lines if line]
+        return [line[:_MOST_LETTERS] for line in self._drop_stacks(lines) if line]
+
+    def _drop_stacks(self, lines: Iterable[str]) -> Iterator[str]:
+        for line in filter(None, lines):
+            if line.endswith(stacks.ANSWER):  # what was printed before it may have no line end
+                self._in_stack = True
+                yield line.removesuffix(stacks.ANSWER).rstrip()
+            elif not (self._in_stack and stacks.is_frame(line)):
+                self._in_stack = False
+                yield line
 
 
 class RankLogs:

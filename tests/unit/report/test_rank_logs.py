@@ -56,6 +56,20 @@ def test_progress_bars_and_bytes_that_are_no_text_become_lines(folder: Path) -> 
     assert len(long) == len("rank 0: ") + 2000
 
 
+def test_stacks_that_the_monitor_asked_for_are_left_out(folder: Path) -> None:
+    logs = RankLogs(folder)
+    write(folder, 0, b'loss 1.2 Stack (most recent call first):\n  File "/home/me/train.py", line 3 in evaluate\n')
+    assert logs.read_new_lines(3, TRIAL) == ["rank 0: loss 1.2"]
+    write(folder, 0, b'  File "<frozen runpy>", line 88 in _run_code\n  ...\n  File the report\n')
+    assert logs.read_new_lines(3, TRIAL) == ["rank 0:   File the report"]
+
+
+def test_the_stack_of_a_crash_is_passed_on(folder: Path) -> None:
+    stack = ["Current thread 0x00007f (most recent call first):", '  File "/home/me/train.py", line 3 in evaluate']
+    write(folder, 0, "".join(f"{line}\n" for line in stack).encode())
+    assert RankLogs(folder).read_new_lines(3, TRIAL) == [f"rank 0: {line}" for line in stack]
+
+
 def test_no_line_is_lost_where_a_log_is_split(folder: Path) -> None:
     logs, count = RankLogs(folder), 0
     lines: list[str] = []
