@@ -176,6 +176,7 @@ class Supervisor:
                 self._check_ladder(config.rung)
                 end = self._attempt(config)
                 if end.ending == "done":
+                    self._report_early_end(end)
                     return self._summarize("done", 0)
                 # One that failed while it was to stop has left its last checkpoint.
                 if end.ending == "stopped" or self.stopping.number is not None:
@@ -200,6 +201,13 @@ class Supervisor:
         known = max(history.saved_steps, default=0)
         if history.attempts and step < known <= history.attempts[-1].last_step:
             text = f"the checkpoint of step {known} is gone or torn: the run goes on at step {step}"
+            self.listen(Note(text=text, warns=True))
+
+    def _report_early_end(self, end: AttemptEnd) -> None:
+        """Warn where the training ended by itself before the steps that were asked for: they stay undone."""
+        steps = self.settings.steps
+        if steps is not None and 0 < end.last_step < steps:
+            text = f"the training ended by itself at step {end.last_step:,}, before step {steps:,} of --steps"
             self.listen(Note(text=text, warns=True))
 
     def _check_ladder(self, rung: str) -> None:

@@ -24,7 +24,8 @@ _LIBC = ctypes.CDLL(None)
 _LOOK_EVERY_S, _ANSWER_S = 0.02, 2.0
 _MOST_BYTES = 2**16
 _FRAME = re.compile(r'^  File "([^"\n]*)", line (\d+) in ([^\n]*)$')
-_HEADINGS = ("Current thread 0x", "Stack (most recent call first):")  # with the other threads, and without them
+ANSWER = "Stack (most recent call first):"  # the heading of an answer to `ask`: one thread
+_HEADINGS = ("Current thread 0x", ANSWER)  # with the other threads, and without them
 _THREAD = re.compile(r"^(?=Thread 0x)", re.MULTILINE)
 # Installed packages, the standard library, modules without a file, and our own.
 _NOT_THE_USERS = re.compile(
@@ -58,6 +59,11 @@ class Frame(NamedTuple):
     def is_users(self) -> bool:
         """Whether it is neither in an installed package nor in autods."""
         return _NOT_THE_USERS.search(self.file) is None and not self.file.startswith(_AUTODS)
+
+
+def is_frame(line: str) -> bool:
+    """Whether a line is one below such a heading: a frame, or the dots where faulthandler ends a deep stack."""
+    return line == "  ..." or _FRAME.match(line) is not None
 
 
 def answer_requests() -> None:

@@ -135,6 +135,12 @@ def test_a_finished_run_is_not_run_again(tmp_path):
     assert launcher.jobs == []
 
 
+def test_an_end_before_the_steps_asked_for_is_a_warning(tmp_path):
+    result, _ = supervise(tmp_path, lambda job: (6, "done"))
+    assert (result.status, result.exit_code, result.step) == ("done", 0, 6)
+    assert result.warnings == ("the training ended by itself at step 6, before step 10 of --steps",)
+
+
 def test_more_steps_go_on_from_the_end(tmp_path):
     supervise(tmp_path, finish)
     result, launcher = supervise(tmp_path, finish, steps=14)
