@@ -56,9 +56,13 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """A JSON-lines file. The first line identifies the fit; nothing is read or written before `open` or `append`."""
+    """A JSON-lines file. The first line identifies the fit; nothing is read or written before `open` or `append`.
+
+    `when_damaged` says how to mend a damaged one.
+    """
 
     path: Path
+    when_damaged: str = "start over with --fresh"
 
     def open(self, *, fingerprint: str, device_bytes: int = 0, options: Mapping[str, str] | None = None) -> History:
         """Start a journal with the memory of a rank's device, or read the existing one.
@@ -80,7 +84,7 @@ class Journal:
             case {"kind": "header", "version": int(), "fingerprint": str(), "device_bytes": int(began_with)}:
                 return replace(self._replay(rows[1:]), device_bytes=began_with)
             case _:
-                raise self._damaged(1)
+                raise self.make_damage_error(1)
 
     def read_options(self) -> Mapping[str, str] | None:
         """Return the options of the fit whose journal this is; None where it does not tell them."""
@@ -168,11 +172,11 @@ class Journal:
             except (ValueError, RecursionError):
                 row = None
             if not isinstance(row, dict):
-                raise self._damaged(number)
+                raise self.make_damage_error(number)
             rows.append(row)
         written = torn.rstrip(b"\0")  # a power cut can leave zeros where the end of the line was to come
         if written[: len(_ROW_START)] != _ROW_START[: len(written)]:
-            raise self._damaged(len(lines) + 1)
+            raise self.make_damage_error(len(lines) + 1)
         if torn:
             self._cut(len(data) - len(torn))
         return rows
@@ -202,17 +206,18 @@ class Journal:
                         if trial_key(records[key].trial) != key:
                             raise ValueError("it is the record of another trial")
                     except ValueError as error:
-                        raise self._damaged(number, str(error)) from None
+                        raise self.make_damage_error(number, str(error)) from None
                     outcome = records[key].outcome
                     fixable = isinstance(outcome, Failed) and outcome.action in ("fix_code", "fix_config")
                     if fixable or is_machines_fault(outcome):  # a package, a file or the machine may be fixed by now
                         del records[key]
                 case _:
-                    raise self._damaged(number)
+                    raise self.make_damage_error(number)
         return History(records, unfinished, forecasts, surveys, warnings=warnings)
 
-    def _damaged(self, number: int, why: str = "this line is no journal entry") -> InputError:
-        return InputError(f"is damaged: {why}", place=f"{self.path}:{number}", hint="start over with --fresh")
+    def make_damage_error(self, number: int, why: str = "this line is no journal entry") -> InputError:
+        """The error for a line, counted from 1."""
+        return InputError(f"is damaged: {why}", place=f"{self.path}:{number}", hint=self.when_damaged)
 
 
 def record_warnings(

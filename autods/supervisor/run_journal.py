@@ -154,7 +154,7 @@ class RunJournal:
         self.path = folder / RUN_JOURNAL
         self.history = RunHistory()
         self.await_room: Callable[[Callable[[], None]], None] = lambda write: write()
-        self._journal = Journal(self.path)
+        self._journal = Journal(self.path, "start over with --fresh, which forgets its checkpoints, too")
         self._unwritten: list[dict[str, Any]] = []
 
     def open(self, identity: Mapping[str, Any]) -> RunHistory:
@@ -166,7 +166,7 @@ class RunJournal:
         mine = {"kind": "header", "version": VERSION, "identity": dict(identity)}
         header, *rows = self._journal.begin(mine, lambda rows: any(row.get("kind") == "started" for row in rows))
         if header.get("kind") != "header" or header.get("version") != VERSION:
-            raise self._damaged(1, "it is of another version")
+            raise self._journal.make_damage_error(1, "it is of another version")
         known = {**identity, **(header.get("identity") or {})}  # journals of older releases name fewer options
         if differing := [name for name, value in identity.items() if known[name] != value]:
             changes = "; ".join(f"{name}: {known[name]} → {identity[name]}" for name in differing)
@@ -179,7 +179,7 @@ class RunJournal:
             try:
                 self._replay(row)
             except (ValueError, KeyError, IndexError) as error:
-                raise self._damaged(number, str(error)) from None
+                raise self._journal.make_damage_error(number, str(error)) from None
         return self.history
 
     def note_workload(self, digest: str) -> bool:
@@ -257,10 +257,6 @@ class RunJournal:
                 history.warnings.append(text)
             case _:
                 raise ValueError("this line is no entry of a run's journal")
-
-    def _damaged(self, number: int, why: str) -> InputError:
-        hint = "start over with --fresh, which forgets its checkpoints, too"
-        return InputError(f"is damaged: {why}", place=f"{self.path}:{number}", hint=hint)
 
 
 def list_rows(history: RunHistory) -> tuple[AttemptRow, ...]:

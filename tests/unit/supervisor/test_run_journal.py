@@ -29,3 +29,14 @@ def test_an_older_journal_may_name_fewer_options(tmp_path: Path) -> None:
     journal.open({"--seed": 0})
     journal.start_attempt(Attempt(number=1, config=RunConfig(rung="ddp", knobs=TRIAL.knobs, world_size=2), **BEGAN))
     assert RunJournal(tmp_path).open({"--seed": 0, "--seq-len": "32"}).attempts
+
+
+@pytest.mark.parametrize("line", ["no JSON", '{"kind": "unknown"}'])
+def test_damage_is_mended_at_the_cost_of_checkpoints(tmp_path: Path, line: str) -> None:
+    RunJournal(tmp_path).open({})
+    path = tmp_path / "run.jsonl"
+    path.write_text(f"{path.read_text()}{line}\n")
+    with pytest.raises(InputError) as error:
+        RunJournal(tmp_path).open({})
+    assert error.value.place == f"{path}:2"
+    assert error.value.hint == "start over with --fresh, which forgets its checkpoints, too"
