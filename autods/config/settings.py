@@ -254,11 +254,17 @@ class Settings:
             "--config": self.profile.name,
             "--stop": self.profile.race.stop,
             "--ladder": ",".join(rung.name for rung in self.ladder),
+            "--precision": self.precision,
             "DeepSpeed config": hashlib.sha256(json.dumps(self.base, sort_keys=True).encode()).hexdigest()[:6],
             "hardware": ", ".join(each for each in self.platform if not each.startswith(software)),
             **{name: versions[name] for name in _MEASURING_SOFTWARE if name in versions},
             **{f"--{name.replace('_', '-')}": str(decisive[name]) for name in _NAMED if decisive.get(name) is not None},
         }
+
+    @property
+    def precision(self) -> str:
+        """What --precision asked for, or the base config has: 'bf16', or 'bf16,fp32' where either may win."""
+        return ",".join((precision_name(self.base), *self.precisions))
 
     @property
     def _decisive(self) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from .fit_progress import FitState, advance, describe_progress, describe_status,
 from .rank_logs import RankLogs
 from .render_terminal import fit_table
 from .results.plan import AnswerSoFar, PlanEvent
-from .text import MARKS, Mark, format_number_of, format_record, format_seconds
+from .text import MARKS, Mark, format_number_of, format_record, format_seconds, format_step_seconds
 
 _QUIET_S, _QUIET_AGAIN_S = 25.0, 60.0  # without a line, where nothing is redrawn
 _LOOK_EVERY_S = 1.0
@@ -340,7 +340,7 @@ class RunProgress(TrialProgress):
         parts = [f"step {event.step:,}" + (f" of {self._steps:,}" if self._steps is not None else "")]
         if event.loss is not None:
             parts.append(f"loss {event.loss:.4g}")
-        parts.append(f"{event.seconds:.3g} s")
+        parts.append(format_step_seconds(event.seconds))
         if event.device_peak_bytes is not None:
             parts.append(f"device {format_bytes(event.device_peak_bytes)}")
         self._print_plain(f"autods: {', '.join(parts)}")

@@ -80,6 +80,11 @@ def format_seconds(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
+def format_step_seconds(seconds: float) -> str:
+    """'0.0567 s', '1.25 s', '3 min 20 s': the time of an optimizer step, which may be milliseconds."""
+    return f"{seconds:.3g} s" if seconds < 9.995 else format_seconds(seconds)
+
+
 def format_about(seconds: float) -> str:
     """'about 40 s', 'about 3 min', 'about 2 h 10 min': no more digits than an estimate has."""
     if seconds < 95:

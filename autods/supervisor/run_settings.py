@@ -58,6 +58,7 @@ class RunSettings:
             "--global-batch": fit.global_batch,
             "--data": self.data,
             "--seed": fit.seed,
+            "--precision": fit.precision,
             "base config": hashlib.sha256(base).hexdigest()[:8],
         }
 

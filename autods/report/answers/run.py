@@ -15,7 +15,7 @@ from ...units import format_bytes, format_count
 from .. import document as doc
 from ..document import Column, Medium, line, make_document, tabulate
 from ..results.run import AttemptRow, RunReport, read_steps
-from ..text import format_number_of, format_rate, format_seconds
+from ..text import format_number_of, format_rate, format_seconds, format_step_seconds
 
 _TO_WEIGHTS = "zero_to_fp32.py"  # DeepSpeed puts it into a checkpoint of ZeRO
 _MOST_POINTS = 60  # of a chart
@@ -23,7 +23,7 @@ _HEADLINES = {"done": "done", "stopped": "stopped", "failed": "failed", "nothing
 _STYLES = {"done": "green", "stopped": "yellow", "interrupted": "yellow"}  # of a run or an attempt; else red
 _MEASURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("loss", "loss", lambda loss: f"{loss:.4g}"),
-    ("seconds of a step", "seconds", lambda seconds: f"{seconds:.3g} s"),
+    ("seconds of a step", "seconds", format_step_seconds),
     ("device memory of rank 0, the peak", "device_peak_bytes", format_bytes),
 )
 
@@ -105,7 +105,10 @@ def _list_facts(report: RunReport) -> Iterator[tuple[str, str]]:
     if report.losses is not None:
         yield "loss", f"{report.losses[1]:.4g} at the end, {report.losses[0]:.4g} at the start"
     if (rate := report.samples_per_second) is not None and report.step_s is not None:
-        yield "speed", f"{format_rate(rate)} samples/s: {format_seconds(report.step_s)} for an optimizer step (median)"
+        yield (
+            "speed",
+            f"{format_rate(rate)} samples/s: {format_step_seconds(report.step_s)} for an optimizer step (median)",
+        )
 
 
 def _list_folders(report: RunReport) -> Iterator[tuple[str, str]]:

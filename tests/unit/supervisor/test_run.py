@@ -174,6 +174,13 @@ def test_other_options_are_named_and_nothing_runs(tmp_path):
         run(settings(tmp_path, fit=replace(settings(tmp_path).fit, seed=5)), listen=lambda event: None)
 
 
+def test_another_precision_is_named_by_its_option(tmp_path):
+    supervise(tmp_path, finish)
+    fit = replace(settings(tmp_path).fit, base={"fp16": {"enabled": True}})
+    with pytest.raises(InputError, match=r"--precision: bf16 → fp16"):
+        supervise(tmp_path, finish, fit=fit)
+
+
 def test_another_length_of_samples_is_refused(tmp_path):
     fit = settings(tmp_path).fit
     shorter, longer = (replace(fit, source=replace(fit.source, seq_len=length)) for length in (32, 64))

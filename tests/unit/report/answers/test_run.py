@@ -71,6 +71,11 @@ def test_the_page_says_model_config_final_loss_and_rate(report: RunReport, tmp_p
     assert "limit 1.0 GiB" in words
 
 
+def test_a_step_of_milliseconds_is_not_shown_as_none(report: RunReport) -> None:
+    fast = replace(report, step_s=0.0321, global_batch=8)
+    assert "249 samples/s: 0.0321 s for an optimizer step" in check_page(to_page(make_run_document(fast))).words
+
+
 def test_a_repeated_step_is_shown_as_it_was_done_last(report: RunReport, tmp_path: Path) -> None:
     assert {step: done.loss for step, done in read_steps(tmp_path).items()} == {1: 0.1, 2: 0.4, 3: 0.6, 4: 0.8}
 
