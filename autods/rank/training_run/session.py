@@ -47,7 +47,8 @@ from .samples import SampleOrder, Share, deal_samples, deal_stream, derive_seed
 from .schedules import Schedules
 
 NO_SESSION = (
-    "the script calls no autods.session(engine): its steps are not counted, and nothing is saved or restored; "
+    "the script calls no autods.session(engine): its steps are not counted, --steps does not end it, and nothing is "
+    "saved or restored; "
     "docs/run.md shows the three lines"
 )
 _ROOM_TO_SPARE = 1.05  # of a checkpoint's bytes: the next one is hardly larger

@@ -123,6 +123,7 @@ def test_a_script_without_a_session_is_named_and_runs_once(tmp_path):
     result, _ = supervise(tmp_path, lambda job: (0, RunResult(ended="done", step=None)))
     assert result.status == "done"
     assert "calls no autods.session(engine)" in result.warnings[0]
+    assert "--steps does not end it" in result.warnings[0]
     assert [attempt.last_step for attempt in result.attempts] == [0]  # they are not counted
     result, launcher = supervise(tmp_path, finish)
     assert (result.status, launcher.jobs) == ("done", [])
