@@ -42,6 +42,12 @@ def test_each_line_is_passed_on_once_with_its_rank(folder: Path) -> None:
     assert logs.read_new_lines(3, TRIAL, ended=True) == []
 
 
+def test_moves_of_the_cursor_and_colours_are_left_out(folder: Path) -> None:
+    write(folder, 0, b"100%|##| 16/16\x1b[A\n   \x1b[A\r\x1b[A{'loss': 4.7}\n\x1b[31mred\x1b[0m\n\x1b]0;title\x07\n")
+    lines = RankLogs(folder).read_new_lines(3, TRIAL)
+    assert lines == [f"rank 0: {text}" for text in ("100%|##| 16/16", "{'loss': 4.7}", "red", "\x1b]0;title\x07")]
+
+
 def test_logs_of_other_trials_are_left_alone(folder: Path) -> None:
     (folder / "004-zero2").mkdir()
     (folder / "004-zero2" / "rank0.log").write_text("another\n")
@@ -96,7 +102,7 @@ def test_a_verbose_fit_prints_what_ranks_print(folder: Path, monkeypatch: pytest
     assert isinstance(console.file, io.StringIO)
     with TrialProgress(console, logs=folder) as progress:
         progress(TrialStarted(id=3, trial=TRIAL))
-        write(folder, 0, b"\x1b[31mloss 1.0\n")
+        write(folder, 0, b"\x1b]0;titleloss 1.0\n")
         until = time.monotonic() + 9
         while "loss" not in console.file.getvalue():
             assert time.monotonic() < until
@@ -104,5 +110,5 @@ def test_a_verbose_fit_prints_what_ranks_print(folder: Path, monkeypatch: pytest
         write(folder, 0, b"loss 0.5")
         progress(TrialFinished(record=record(3, "zero2", fit())))
     lines = console.file.getvalue().splitlines()
-    assert lines[:2] == ["rank 0: \\x1b[31mloss 1.0", "rank 0: loss 0.5"]
+    assert lines[:2] == ["rank 0: \\x1b]0;titleloss 1.0", "rank 0: loss 0.5"]
     assert lines[2].startswith("trial 3: zero2")
