@@ -154,6 +154,10 @@ def test_the_steps_of_a_run_are_written_with_their_losses(runs: Callable[[str], 
     assert [line["samples"] for line in lines] == [[8 * step, 8 * step + 8] for step in range(4, STEPS)]
 
 
+def test_saving_by_lightning_prints_no_hint_of_its_own(runs: Callable[[str], Path]) -> None:
+    assert "weights_only" not in (runs("lightning") / "attempts" / "2" / "ranks" / "rank0.log").read_text()
+
+
 @pytest.mark.parametrize("script", ["partitioned.py", "partitioned_trainer.py"])
 def test_a_script_splits_its_model_if_the_run_has_stage_3(ray: object, tmp_path: Path, script: str) -> None:
     with open_runs(script, tmp_path) as runs:

@@ -64,7 +64,8 @@ def make_run_document(report: RunReport, folder: Path | None = None) -> doc.Docu
 
 
 def _list_parts(report: RunReport, folder: Path | None) -> Iterator[doc.Part]:
-    goal = f" of {report.steps:,}" if report.steps is not None else ""
+    # More were done where fewer are asked for than in the call before.
+    goal = f" of {report.steps:,}" if report.steps is not None and report.steps >= report.step else ""
     is_uncounted = report.status == "done" and report.step == 0  # a script that trains and saves by itself
     answer = _HEADLINES[report.status] + ("" if is_uncounted else f" at step {report.step:,}{goal}")
     effort = f"{format_number_of(report.rescues, 'rescue')}, {format_number_of(report.repeated, 'step')} repeated"

@@ -356,7 +356,7 @@ class LightningLoop(TrainerLoop):
         """Lightning's states: those of its loops, callbacks and schedules."""
         self._saving = True
         try:
-            self.trainer.save_checkpoint(folder)
+            self.trainer.save_checkpoint(folder, weights_only=False)  # else it says that this is its default
         finally:
             self._saving = False
         assert self._dumped is not None

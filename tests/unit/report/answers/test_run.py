@@ -71,6 +71,14 @@ def test_the_page_says_model_config_final_loss_and_rate(report: RunReport, tmp_p
     assert "limit 1.0 GiB" in words
 
 
+def test_fewer_steps_than_were_done_are_not_named(report: RunReport) -> None:
+    for steps, is_named in ((400, True), (60, False)):
+        done = replace(report, status="done", step=300, steps=steps)
+        words = check_page(to_page(make_run_document(done))).words
+        assert "done at step 300" in words
+        assert (f"300 of {steps}" in words) == is_named
+
+
 def test_a_step_of_milliseconds_is_not_shown_as_none(report: RunReport) -> None:
     fast = replace(report, step_s=0.0321, global_batch=8)
     assert "249 samples/s: 0.0321 s for an optimizer step" in check_page(to_page(make_run_document(fast))).words
