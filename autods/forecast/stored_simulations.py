@@ -27,7 +27,7 @@ from ..system import private
 from ..system.host import cache_folder
 from ..types import ModelFacts, WorkloadSource
 from .simulate.client import ProcessSimulator
-from .simulate.files_read import Stamp, read_stamp
+from .simulate.files_read import Stamp, read_change_ns, read_stamp
 from .simulation_cache import memory_key
 from .values import Engine, EngineSpec, Simulation, Simulator
 
@@ -57,6 +57,7 @@ class StoredSimulator(Simulator):
     _began_ns: int = field(default_factory=time.time_ns)
     _surroundings: str = field(default_factory=lambda: _describe_surroundings())
     _same: dict[str, bool] = field(default_factory=dict)  # lists of files, by name: whether these are as they were
+    _stamps: dict[str, Stamp | None] = field(default_factory=dict)  # present ones; lists have most files in common
     _is_used: bool = False
 
     def __enter__(self) -> StoredSimulator:
@@ -93,25 +94,30 @@ class StoredSimulator(Simulator):
 
     def _read(self, place: Path) -> object:
         """Return the stored answer if it still counts. One that cannot be read, or that others can write, does not."""
-        with contextlib.suppress(OSError, AutodsError, ValueError, zlib.error, pickle.UnpicklingError):
-            files, answer = _unpack(place)
+        with contextlib.suppress(Exception):  # a pickle of other classes raises anything
+            files, packed = _unpack(place)
             if self._are_same(place.with_name(files)):
-                os.utime(place)
-                return pickle.loads(answer)  # by the classes that wrote it: their files are the same
+                answer: object = pickle.loads(packed)  # by the classes that wrote it: their files are the same
+                _note_use(place)
+                return answer
         return None
 
     def _are_same(self, files: Path) -> bool:
         """Whether all files of this list are as they were. They are looked at once: a command takes minutes at most."""
         if files.name not in self._same:
             stamps: Mapping[str, Stamp | None] = _unpack(files)
-            os.utime(files)
-            self._same[files.name] = all(read_stamp(path) == stamp for path, stamp in stamps.items())
+            _note_use(files)
+            self._same[files.name] = all(self._read_stamp(path) == stamp for path, stamp in stamps.items())
         return self._same[files.name]
+
+    def _read_stamp(self, path: str) -> Stamp | None:
+        if path not in self._stamps:
+            self._stamps[path] = read_stamp(path)
+        return self._stamps[path]
 
     def _write(self, place: Path, answer: _Answer, stamps: Mapping[str, Stamp | None]) -> None:
         """Store the answer, unless a file that it has read changed meanwhile. A cache that is full stays without it."""
-        changes_ns = [stamp[1] for stamp in stamps.values() if stamp is not None]
-        if max(changes_ns, default=self._began_ns) >= self._began_ns:
+        if not stamps or max(map(read_change_ns, stamps.values())) >= self._began_ns:
             return
         with contextlib.suppress(OSError, AutodsError):
             packed = _pack(dict(sorted(stamps.items())))
@@ -133,7 +139,8 @@ class StoredEngine(Engine):
 
     def measure(self, micro_batch: int) -> Simulation:
         """Return the stored simulation, or else simulate it. Raises SimulationFailed."""
-        question = f"{memory_key(self.spec)} {micro_batch}"
+        # Cards of one family choose the same kernels, but the model may ask for more of the card.
+        question = f"{memory_key(self.spec)} {self.spec.capability} {micro_batch}"
         return self.simulator.answer(question, self.spec.device, lambda: self._start().measure(micro_batch))
 
     def _start(self) -> Engine:
@@ -157,9 +164,12 @@ def store_answers(
 
 def make_room(folder: Path, most_bytes: int = _MOST_BYTES) -> None:
     """Remove the files that were not used for the longest time, until the others have no more than these bytes."""
-    states = [(path, path.stat()) for path in folder.iterdir()] if folder.is_dir() else []
+    states = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        with contextlib.suppress(OSError):  # another command has removed it meanwhile
+            states.append((path.stat(), path))
     kept_bytes = 0
-    for path, state in sorted(states, key=lambda each: each[1].st_mtime, reverse=True):
+    for state, path in sorted(states, key=lambda each: each[0].st_mtime, reverse=True):
         kept_bytes += state.st_size
         if kept_bytes > most_bytes:
             path.unlink(missing_ok=True)
@@ -174,6 +184,11 @@ def _describe_surroundings() -> str:
     environment = {name: value for name, value in os.environ.items() if not _PASSING.fullmatch(name)}
     processor = read_processor_field("model name")
     return json.dumps([sys.version, sys.path, os.getcwd(), processor, environment], sort_keys=True)
+
+
+def _note_use(path: Path) -> None:
+    with contextlib.suppress(OSError):  # a cache that we may read, not write
+        os.utime(path)
 
 
 def _digest(content: bytes) -> str:

@@ -190,7 +190,8 @@ class _Worker:
         self._is_ready = False
         self._failed: SimulationFailed | None = None  # to load
         self.log: IO[bytes] = tempfile.TemporaryFile()
-        self._scratch = private.make_folder("autods-sim-", variables.get("TMPDIR"))  # the worker removes it, too
+        temporary = variables.get("TMPDIR")
+        self._scratch = private.make_folder("autods-sim-", temporary)  # the worker removes it, too
         self._socket, worker_end = socket.socketpair()
         self._lock = threading.Lock()
         # Engines inherit the write end, which closes with the last of them.
@@ -198,6 +199,7 @@ class _Worker:
         python, *module = python_command(__name__.rpartition(".")[0] + ".worker")
         command = [python, "-W", "ignore", *module]
         arguments = [str(worker_end.fileno()), device, json.dumps(asdict(source)), str(self._scratch)]
+        arguments += [] if temporary is None else [temporary]
         folders = [*(path for path in sys.path if path), os.getcwd()]  # as we import; the user's folder comes last
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), **variables}
         self._process = subprocess.Popen(

@@ -1,7 +1,7 @@
 """The prepared process: it loads torch, DeepSpeed and the workload on the simulated device, and forks engines.
 
-The client starts this module as `python -m autods.forecast.simulate.worker FD cuda|cpu SOURCE SCRATCH`; `protocol`
-describes the messages.
+The client starts this module as `python -m autods.forecast.simulate.worker FD cuda|cpu SOURCE SCRATCH [TMPDIR]`, where
+the last is a session's own; `protocol` describes the messages.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> None:
     faulthandler.enable()
     try:
         with processes.die_with_peer(client):
-            prepared = _prepare(find_device(device), source, scratch, client)
+            prepared = _prepare(find_device(device), source, scratch, FilesRead(*argv[3:]), client)
     except BaseException as error:
         send(client, failure_of(error, source))
         return
@@ -81,12 +81,16 @@ def main(argv: list[str]) -> None:
     shutil.rmtree(scratch, ignore_errors=True)  # for a client that was killed
 
 
-def _prepare(device: Device, source: WorkloadSource, scratch: str, client: socket.socket) -> _Prepared:
+def _prepare(
+    device: Device, source: WorkloadSource, scratch: str, files: FilesRead, client: socket.socket
+) -> _Prepared:
     gc.disable()  # nearly all objects that imports make stay alive, so a search for garbage finds next to nothing
     accelerator = CUDA if device.has_cards else device  # the simulated GPU is one of CUDA
     os.environ.update(DS_ACCELERATOR=accelerator.name, DS_IGNORE_CUDA_DETECTION="1", CUDA_VISIBLE_DEVICES="")
     # transformers would compare values that simulated tensors lack, such as the number of a batch's image tokens.
     os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"] = "1"
+    if not source.form.runs_as_main:
+        files.listen()
     try:
         _import_libraries(device)
     except (SimulationFailed, SymbolMissing):
@@ -97,12 +101,11 @@ def _prepare(device: Device, source: WorkloadSource, scratch: str, client: socke
     from ...workload.load import in_one_process, load
     from .engine import SimulationContext
 
-    context, files = SimulationContext(device), FilesRead(scratch)
+    context = SimulationContext(device)
     workload = None
     if source.form.runs_as_main:
         preload.preload_trainer(source)
     else:
-        files.listen()
         with in_one_process(lambda error: send(client, failure_of(error, source))):
             workload = load(source)
     gc.freeze()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from autods.config.catalogue import Machine
 from autods.forecast.simulate.files_read import Stamp, read_stamp
 from autods.forecast.stored_simulations import KEEPS, StoredSimulator, make_room, store_answers
 from autods.forecast.testing import ScriptedSimulator, simulate_peaks
@@ -94,10 +96,47 @@ def test_a_file_that_was_missing_and_came_is_read(model: Path) -> None:
     assert ask(model, missing)
 
 
-def test_what_changed_while_it_was_simulated_is_not_stored(tmp_path: Path) -> None:
-    (tmp_path / "new.py").write_text("")
-    os.utime(tmp_path / "new.py", (1e10, 1e10))
-    assert [ask(tmp_path / "new.py"), ask(tmp_path / "new.py")] == [True, True]
+def test_what_changed_while_it_was_simulated_is_not_stored(model: Path) -> None:
+    processes: Any = Processes(FACTS, grow, read=(model,))
+    simulator = store_answers(processes, SOURCE)
+    time.sleep(0.02)  # a file's times are those of the last tick of its clock
+    os.utime(model, (1e9, 1e9))  # put in its place with the times of a copy
+    simulator.facts()
+    assert ask(model)
+
+
+def test_a_date_in_the_future_is_only_a_date(model: Path) -> None:
+    os.utime(model, (1e10, 1e10))
+    time.sleep(0.02)
+    assert [ask(model), ask(model)] == [True, False]
+
+
+def test_another_card_of_the_same_kernels_is_asked_for_itself(model: Path) -> None:
+    """A model may branch on torch.cuda.get_device_capability()."""
+    card = Machine(name="card", title="card", device_bytes=1)
+    a6000, l40 = (replace(ENGINE, machine=replace(card, driver_capability=known)) for known in ((8, 6), (8, 9)))
+    assert a6000.family == l40.family
+    processes: Any = Processes(FACTS, grow, read=(model,))
+    for spec in (a6000, l40, a6000):
+        store_answers(processes, SOURCE).simulate(spec, [4])
+    assert len(processes.measured) == 2
+
+
+def test_a_cache_that_can_only_be_read_answers(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask(model)
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "utime", refuse)
+    assert not ask(model)
+
+
+def test_a_file_that_vanishes_meanwhile_makes_room(tmp_path: Path) -> None:
+    (tmp_path / "gone").symlink_to("nowhere")
+    (tmp_path / "old").write_bytes(bytes(100))
+    make_room(tmp_path, most_bytes=50)
+    assert not (tmp_path / "old").exists()
 
 
 def test_variables_of_a_model_count_and_those_of_a_terminal_do_not(
