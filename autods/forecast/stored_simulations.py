@@ -17,7 +17,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -35,7 +35,7 @@ _MOST_BYTES = 512 * 2**20  # of the store; the answers that were not used for th
 _QUICK = 1  # zlib's level: traces are long lists of small numbers
 # Variables that differ from terminal to terminal, and from test to test, and that no model is built by.
 _PASSING = re.compile(
-    r"_|AUTODS_.*|COLUMNS|DBUS_.*|DISPLAY|LINES|LS_COLORS|OLDPWD|PWD|PYTEST_.*|SHLVL|SSH_.*|STY|TERM.*|TMPDIR|TMUX.*"
+    r"_|AUTODS_(?:CACHE|KEEP_SIMULATIONS|RUN|SESSION|WRITABLE)|COLUMNS|DBUS_.*|DISPLAY|LINES|LS_COLORS|OLDPWD|PWD|PYTEST_.*|SHLVL|SSH_.*|STY|TERM.*|TMPDIR|TMUX.*"
     r"|VSCODE_.*|WINDOWID|XDG_(?:RUNTIME|SESSION|VTNR|SEAT).*"
 )
 ANSWERS_AGAIN = "simulations of an earlier command answer again: no file that they read has changed"
@@ -58,6 +58,7 @@ class StoredSimulator(Simulator):
     _surroundings: str = field(default_factory=lambda: _describe_surroundings())
     _same: dict[str, bool] = field(default_factory=dict)  # lists of files, by name: whether these are as they were
     _stamps: dict[str, Stamp | None] = field(default_factory=dict)  # present ones; lists have most files in common
+    _written: tuple[Mapping[str, Stamp | None], str] = field(default_factory=lambda: ({}, ""))  # the last list
     _is_used: bool = False
 
     def __enter__(self) -> StoredSimulator:
@@ -89,7 +90,10 @@ class StoredSimulator(Simulator):
         return answer
 
     def _find_place(self, question: str) -> Path:
-        asked = json.dumps([asdict(self.source), self._surroundings, question], sort_keys=True, default=str)
+        source = self.source
+        if source.kind == "pickle":  # its digest says what is in it; each output folder has its own
+            source = replace(source, path="")
+        asked = json.dumps([asdict(source), self._surroundings, question], sort_keys=True, default=str)
         return _find_folder() / f"{_digest(asked.encode())}.answer"
 
     def _read(self, place: Path) -> object:
@@ -117,15 +121,24 @@ class StoredSimulator(Simulator):
 
     def _write(self, place: Path, answer: _Answer, stamps: Mapping[str, Stamp | None]) -> None:
         """Store the answer, unless a file that it has read changed meanwhile. A cache that is full stays without it."""
-        if not stamps or max(map(read_change_ns, stamps.values())) >= self._began_ns:
-            return
         with contextlib.suppress(OSError, AutodsError):
+            files = self._write_list(place.parent, stamps)
+            if files is not None:
+                private.write(place, _pack((files, pickle.dumps(answer))))
+
+    def _write_list(self, folder: Path, stamps: Mapping[str, Stamp | None]) -> str | None:
+        """Store this list, unless the last answer had the same. Return its name; None if a file changed meanwhile."""
+        if not stamps or max(map(read_change_ns, stamps.values())) >= self._began_ns:
+            return None
+        known, name = self._written
+        if stamps != known or not (folder / name).exists():
             packed = _pack(dict(sorted(stamps.items())))
-            files = place.with_name(f"{_digest(packed)}.files")
-            if not files.exists():
-                make_room(place.parent)
-                private.write(files, packed)
-            private.write(place, _pack((files.name, pickle.dumps(answer))))
+            name = f"{_digest(packed)}.files"
+            if not (folder / name).exists():
+                make_room(folder)
+                private.write(folder / name, packed)
+            self._written = stamps, name
+        return name
 
 
 @dataclass(slots=True)

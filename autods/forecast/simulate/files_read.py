@@ -70,10 +70,10 @@ def read_change_ns(stamp: Stamp | None) -> int:
 
 
 class FilesRead:
-    """Collects what this process has read, but for files in these folders. A fork goes on with it."""
+    """Collects what this process has read, but for these files and folders. A fork goes on with it."""
 
     def __init__(self, *ignored: str) -> None:
-        self._ignored = (*_NO_FILES, *(folder.rstrip("/") + "/" for folder in ignored))
+        self._ignored = (*_NO_FILES, *(path.rstrip("/") + "/" for path in ignored))
         self._read: dict[str, Stamp | None] = {}  # as it was before the process read it for the first time
         self._made: set[str] = set()  # by this process: what it finds there is no input
         self._collected: set[str] = set()

@@ -71,7 +71,9 @@ def main(argv: list[str]) -> None:
     faulthandler.enable()
     try:
         with processes.die_with_peer(client):
-            prepared = _prepare(find_device(device), source, scratch, FilesRead(*argv[3:]), client)
+            # A pickled workload is written for each command, and named by its content.
+            files = FilesRead(*argv[3:], *([source.path] if source.kind == "pickle" else []))
+            prepared = _prepare(find_device(device), source, scratch, files, client)
     except BaseException as error:
         send(client, failure_of(error, source))
         return

@@ -162,6 +162,22 @@ def test_a_machine_with_the_same_kernels_asks_the_same(model: Path) -> None:
     assert not ask(model, spec=replace(ENGINE, machine=None, expandable=True))
 
 
+def test_a_pickled_workload_is_the_same_in_each_output_folder(model: Path) -> None:
+    first = replace(SOURCE, kind="pickle", path="/first/1.pkl")
+    assert [ask(model, source=first), ask(model, source=replace(first, path="/second/1.pkl"))] == [True, False]
+    assert ask(model, source=replace(first, digest="2"))
+
+
+def test_a_removed_list_of_files_is_written_again(model: Path, cache: Path) -> None:
+    processes: Any = Processes(FACTS, grow, read=(model,))
+    simulator = store_answers(processes, SOURCE)
+    simulator.facts()
+    for files in cache.glob("*.files"):
+        files.unlink()
+    simulator.simulate(ENGINE, [4])
+    assert not ask(model)
+
+
 def test_fresh_simulates_and_replaces(model: Path) -> None:
     ask(model)
     assert ask(model, anew=True)

@@ -222,6 +222,11 @@ def test_what_is_written_and_the_simulators_own_files_do_not_count(files: FilesR
     assert not [path for path in files.collect() if path.startswith(str(tmp_path))]
 
 
+def test_an_ignored_file_does_not_count(data: Path, tmp_path: Path) -> None:
+    with open(data):
+        assert str(data) not in FilesRead(str(tmp_path / "scratch"), str(data)).collect()
+
+
 def test_modules_and_mapped_files_count(tmp_path: Path, data: Path) -> None:
     descriptor = os.open(data, os.O_RDONLY)
     with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ):
