@@ -134,8 +134,8 @@ class StoredSimulator(Simulator):
         if stamps != known or not (folder / name).exists():
             packed = _pack(dict(sorted(stamps.items())))
             name = f"{_digest(packed)}.files"
+            make_room(folder)
             if not (folder / name).exists():
-                make_room(folder)
                 private.write(folder / name, packed)
             self._written = stamps, name
         return name

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from autods.config.catalogue import Machine
+from autods.forecast import stored_simulations
 from autods.forecast.simulate.files_read import Stamp, read_stamp
 from autods.forecast.stored_simulations import KEEPS, StoredSimulator, make_room, store_answers
 from autods.forecast.testing import ScriptedSimulator, simulate_peaks
@@ -227,6 +228,15 @@ def test_the_first_stored_answer_is_said_once(model: Path) -> None:
     simulator.simulate(ENGINE, [4])
     assert isinstance(simulator, StoredSimulator)
     assert said == ["said"]
+
+
+def test_each_command_that_stores_makes_room(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answers may have the list of files of an earlier one."""
+    made: list[Path] = []
+    monkeypatch.setattr(stored_simulations, "make_room", made.append)
+    for anew in (False, True, False):  # the last stores nothing
+        ask(model, anew=anew)
+    assert len(made) == 2
 
 
 def test_what_was_not_used_for_the_longest_time_makes_room(tmp_path: Path) -> None:
