@@ -33,9 +33,10 @@ from .values import Engine, EngineSpec, Simulation, Simulator
 
 _MOST_BYTES = 512 * 2**20  # of the store; the answers that were not used for the longest time go first
 _QUICK = 1  # zlib's level: traces are long lists of small numbers
-# Variables that differ from terminal to terminal, and from test to test, and that no model is built by.
+# Variables that differ between terminals, tests and fits (Ray sets some), and that no model is built by.
 _PASSING = re.compile(
-    r"_|AUTODS_(?:CACHE|KEEP_SIMULATIONS|RUN|SESSION|WRITABLE)|COLUMNS|DBUS_.*|DISPLAY|LINES|LS_COLORS|OLDPWD|PWD|PYTEST_.*|SHLVL|SSH_.*|STY|TERM.*|TMPDIR|TMUX.*"
+    r"_|AUTODS_(?:CACHE|KEEP_SIMULATIONS|RUN|SESSION|WRITABLE)|COLUMNS|DBUS_.*|DISPLAY|LINES|LS_COLORS|OLDPWD|PWD|PYTEST_.*"
+    r"|RAY_.*|SHLVL|SSH_.*|STY|TERM.*|TMPDIR|TMUX.*"
     r"|VSCODE_.*|WINDOWID|XDG_(?:RUNTIME|SESSION|VTNR|SEAT).*"
 )
 ANSWERS_AGAIN = "simulations of an earlier command answer again: no file that they read has changed"

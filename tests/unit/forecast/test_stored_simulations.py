@@ -145,6 +145,7 @@ def test_variables_of_a_model_count_and_those_of_a_terminal_do_not(
 ) -> None:
     ask(model)
     monkeypatch.setenv("COLUMNS", "123")
+    monkeypatch.setenv("RAY_RAYLET_PID", "1232")
     assert not ask(model)
     monkeypatch.setenv("LAYERS", "24")
     assert ask(model)
