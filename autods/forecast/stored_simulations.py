@@ -26,7 +26,7 @@ from ..errors import AutodsError
 from ..system import private
 from ..system.host import cache_folder
 from ..types import ModelFacts, WorkloadSource
-from .simulate.client import ProcessSimulator
+from .simulate.client import ProcessSimulator, list_module_folders
 from .simulate.files_read import Stamp, read_change_ns, read_stamp
 from .simulation_cache import memory_key
 from .values import Engine, EngineSpec, Simulation, Simulator
@@ -35,11 +35,12 @@ _MOST_BYTES = 512 * 2**20  # of the store; the answers that were not used for th
 _QUICK = 1  # zlib's level: traces are long lists of small numbers
 # Variables that differ between terminals, tests and fits (Ray sets some), and that no model is built by.
 _PASSING = re.compile(
-    r"_|AUTODS_(?:CACHE|KEEP_SIMULATIONS|RUN|SESSION|WRITABLE)|COLUMNS|DBUS_.*|DISPLAY|LINES|LS_COLORS|OLDPWD|PWD|PYTEST_.*"
-    r"|RAY_.*|SHLVL|SSH_.*|STY|TERM.*|TMPDIR|TMUX.*"
-    r"|VSCODE_.*|WINDOWID|XDG_(?:RUNTIME|SESSION|VTNR|SEAT).*"
+    r"_|AUTODS_(?:CACHE|KEEP_SIMULATIONS|RUN|SESSION|WRITABLE)|COLUMNS|DBUS_.*|DISPLAY|LINES|LS_COLORS|OLDPWD|PWD"
+    r"|PYTEST_.*|PYTHONBREAKPOINT|RAY_.*|SHLVL|SSH_.*|STY|TERM.*|TMPDIR|TMUX.*|VSCODE_.*|WINDOWID|XDG_(?:RUNTIME|SESSION|VTNR|SEAT).*"
 )
-ANSWERS_AGAIN = "simulations of an earlier command answer again: no file that they read has changed"
+ANSWERS_AGAIN = (
+    "simulations of an earlier command answer again: no file that they read has changed (plan --fresh simulates anew)"
+)
 KEEPS = "AUTODS_KEEP_SIMULATIONS"  # 0: no simulation of another command counts, and none is kept
 _Answer = TypeVar("_Answer", ModelFacts, Simulation)
 
@@ -197,7 +198,7 @@ def _describe_surroundings() -> str:
     """What else decides how a model is built: Python, where it looks for modules, the processor and the environment."""
     environment = {name: value for name, value in os.environ.items() if not _PASSING.fullmatch(name)}
     processor = read_processor_field("model name")
-    return json.dumps([sys.version, sys.path, os.getcwd(), processor, environment], sort_keys=True)
+    return json.dumps([sys.version, list_module_folders(), processor, environment], sort_keys=True)
 
 
 def _note_use(path: Path) -> None:

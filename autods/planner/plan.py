@@ -68,7 +68,7 @@ def plan(settings: PlanSettings, *, listen: PlanListener, start: StartSimulator 
             report=lambda text: listen(Note(text=text, passing=True)),
             variables=simulator_variables(),
         )
-        said = Note(text=f"{ANSWERS_AGAIN}; --fresh simulates anew")
+        said = Note(text=ANSWERS_AGAIN)
         return store_answers(processes, source, anew=settings.fresh, note_use=lambda: listen(said))
 
     try:

@@ -43,9 +43,18 @@ _NO_VARIABLES: Mapping[str, str] = {}
 LIMIT_S = 900.0  # of loading, and of one simulation; a workload's own code may read data from a slow file system
 _GONE_S = 5.0  # the longest that killed engines take to end, on a very busy machine
 _POLL_MS = 250
+_COPIES_OF_RAY = "/ray/thirdparty_files"
 _LONGER = "mend it; where it was only slow, a longer --stall-limit allows more"
 _Answer = TypeVar("_Answer", WorkloadReady, ModelFacts, Simulation)
 _NoteFiles = Callable[[Mapping[str, Stamp | None]], None]
+
+
+def list_module_folders() -> list[str]:
+    """Return where the processes look for modules: where we do, and in the user's folder at last.
+
+    Once Ray is imported, its own copies of packages come first with us; a simulation is the same without Ray.
+    """
+    return [*(path for path in sys.path if path and not path.endswith(_COPIES_OF_RAY)), os.getcwd()]
 
 
 class SimulatedEngine:
@@ -200,8 +209,7 @@ class _Worker:
         command = [python, "-W", "ignore", *module]
         arguments = [str(worker_end.fileno()), device, json.dumps(asdict(source)), str(self._scratch)]
         arguments += [] if temporary is None else [temporary]
-        folders = [*(path for path in sys.path if path), os.getcwd()]  # as we import; the user's folder comes last
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), **variables}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(list_module_folders()), **variables}
         self._process = subprocess.Popen(
             command + arguments, pass_fds=[worker_end.fileno(), inherited], env=environment, start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=self.log, stderr=self.log,

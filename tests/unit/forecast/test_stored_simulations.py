@@ -145,9 +145,18 @@ def test_variables_of_a_model_count_and_those_of_a_terminal_do_not(
 ) -> None:
     ask(model)
     monkeypatch.setenv("COLUMNS", "123")
-    monkeypatch.setenv("RAY_RAYLET_PID", "1232")
     assert not ask(model)
     monkeypatch.setenv("LAYERS", "24")
+    assert ask(model)
+
+
+def test_a_process_that_has_started_ray_asks_the_same(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask(model)
+    monkeypatch.setenv("RAY_RAYLET_PID", "1232")
+    monkeypatch.setenv("PYTHONBREAKPOINT", "ray.util.rpdb._driver_set_trace")
+    monkeypatch.syspath_prepend("/site-packages/ray/thirdparty_files")
+    assert not ask(model)
+    monkeypatch.syspath_prepend("/my/modules")
     assert ask(model)
 
 
