@@ -283,6 +283,7 @@ def run(command: Sequence[str], *, cwd: Path, more: Mapping[str, str], limit_s: 
     paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
+        "AUTODS_KEEP_SIMULATIONS": "0",  # a fit simulates by itself
         "PATH": os.pathsep.join([scripts, os.environ["PATH"]]),
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         **more,

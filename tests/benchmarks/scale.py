@@ -279,7 +279,7 @@ def plan(world: int, seeds: int) -> dict[str, Any]:
         config = Path(folder) / "llama-8b" / "config.json"
         config.parent.mkdir()
         config.write_text(json.dumps(LLAMA))
-        command = [sys.executable, "-m", "autods", "plan", str(config), "--gpus", str(world)]
+        command = [sys.executable, "-m", "autods", "plan", str(config), "--gpus", str(world), "--fresh"]
         command += ["--nodes", str(-(-world // PER_NODE)), "--gpu-memory", "80GiB", "--host-memory", "2TiB"]
         command += ["--seq-len", "4096", "--ladder", "zero1,zero3", "--no-largest", "--json", "--quiet"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
