@@ -37,7 +37,7 @@ from .deepspeed import check_micro_batch, count_replicas, precision_name
 from .key_rules import find_misspelt_keys
 from .releases import find_wrong_stages
 from .rungs import Rung
-from .settings import Settings, choose_folder, parse_time, resolve_fit, select_ladder
+from .settings import Settings, choose_folder, count_nodes, parse_time, resolve_fit, select_ladder
 
 _ASSUMED = ", assumed"  # at the end of the name of a network in the catalogue
 _MOST_IN_A_NODE = 16  # cards; DGX-2 and AWS p2.16xlarge have them
@@ -287,10 +287,7 @@ def _check_only_site(sites: Sequence[Site]) -> None:
 
 
 def spread_ranks(gpus: int | None, nodes: int | None, machine: Machine, device: Device) -> tuple[int, int]:
-    """Return world size and ranks of a node. More cards than any node has are spread over nodes of eight.
-
-    A machine of the catalogue whose cards are linked by PCIe is sold with up to eight, whatever its usual node has.
-    """
+    """Return world size and ranks of a node. Nodes share the ranks evenly, as those of a fit have to."""
     if nodes is not None and nodes < 1:
         raise InputError(f"--nodes {nodes}: at least one node is needed")
     if gpus is None:
@@ -299,13 +296,23 @@ def spread_ranks(gpus: int | None, nodes: int | None, machine: Machine, device: 
         return check_ranks(machine.gpus * (nodes or 1)), machine.gpus
     check_ranks(gpus, nodes or 1)
     if nodes is None:
-        if machine.links is not None and machine.gpus is not None and machine.name != HERE:
-            most = max(machine.gpus, _USUAL_IN_A_NODE) if machine.links.over_pcie else machine.gpus
-            return gpus, min(gpus, most)
-        if device.has_cards and gpus > _MOST_IN_A_NODE:
-            return gpus, machine.gpus or _USUAL_IN_A_NODE
-        return gpus, gpus
+        nodes = count_nodes(gpus, _find_most_in_a_node(gpus, machine, device))
     return gpus, gpus // nodes
+
+
+def _find_most_in_a_node(gpus: int, machine: Machine, device: Device) -> int:
+    """Return how many of the ranks a node may hold. More cards than any node has are spread over nodes of eight.
+
+    A machine of the catalogue whose cards are linked by PCIe is sold with up to eight, whatever its usual node has.
+    A file of the user says how many its node has.
+    """
+    if machine.file is not None and machine.gpus is not None:
+        return machine.gpus
+    if machine.links is not None and machine.gpus is not None and machine.name != HERE:
+        return max(machine.gpus, _USUAL_IN_A_NODE) if machine.links.over_pcie else machine.gpus
+    if device.has_cards and gpus > _MOST_IN_A_NODE:
+        return machine.gpus or _USUAL_IN_A_NODE
+    return gpus
 
 
 def nvme_place(path: str | os.PathLike[str] | None, machine: Machine) -> Path | None:
@@ -319,13 +326,16 @@ def _get_network(site: Site) -> str | None:
     return None if site.machine.links is None or site.nodes < 2 else site.machine.links.network
 
 
+def _is_own_spread(site: Site) -> bool:
+    """Whether the nodes hold another number of ranks than the machine has cards, or nothing says how many it has."""
+    return site.machine.links is None or site.ranks_per_node < (site.machine.gpus or 0)
+
+
 def _list_assumptions(sites: Sequence[Site], device: Device, request: PlanRequest) -> list[str]:
     """Sentences about the values that the request leaves open although the forecast depends on them."""
-    assumptions = [
-        f"{site.ranks_per_node} ranks a node (--nodes)"
-        for site in sites
-        if site.nodes > 1 and request.nodes is None and site.machine.links is None
-    ]
+    spread = [site for site in sites if site.nodes > 1 and request.nodes is None and _is_own_spread(site)]
+    counts = [f"{site.ranks_per_node} rank{'s' if site.ranks_per_node > 1 else ''}" for site in spread]
+    assumptions = [f"{count} a node (--nodes)" for count in dict.fromkeys(counts)]
     for site in sites:
         machine = site.machine
         if machine.links is not None and machine.gpus is not None and site.ranks_per_node > machine.gpus:

@@ -111,7 +111,7 @@ def describe_site(plan: PlanReport, site: Site) -> str:
     """'micro batch 1 × accumulation 2 × 8 ranks = global batch 16, bf16: 8 cuda ranks on 1 node × 80.0 GiB (…)'."""
     nodes = f" on {format_number_of(site.nodes, 'node')}"
     name = site.machine.title if site.machine.name == HERE else site.machine.name
-    card = f" ({name})" if site.machine.links else ""
+    card = f" ({name})" if site.machine.links or site.machine.file else ""
     ranks = f"{format_ranks(site.world_size, plan.device)}{nodes} × {format_bytes(site.machine.device_bytes)}{card}"
     links = "" if site.machine.links is None or site.ranks_per_node < 2 else f", {_describe_links(site)}"
     return f"{describe_batch(plan, site, site.micro_batch)}, {site.precision}: {ranks}{links}"

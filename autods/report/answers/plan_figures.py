@@ -26,16 +26,20 @@ def describe_batch(plan: PlanReport, site: Site, micro_batch: int) -> str:
 def explain_no_time(site: SiteForecast) -> str:
     """'the file of the machine lacks dram_gb_per_s'."""
     machine, links = site.site.machine, site.site.machine.links
-    if machine.rates is None:
+    if machine.rates is None and machine.file is None:
         card = machine.title if machine.name == HERE else "the card"
         return f"the rates of {card} are not known (--on NAME or FILE.toml has them)"
-    figures: dict[str, object] = {"links": links, "dram_gb_per_s": machine.dram_gb_per_s}
+    figures: dict[str, object] = {
+        "rates": machine.rates,
+        "links": links,
+        "dram_gb_per_s": machine.dram_gb_per_s,
+    }
     if links is not None and site.site.nodes > 1:
         figures["network_gb_per_s"] = links.network_gb_per_s
     if site.best is not None and "nvme" in site.best.memory:
         figures["nvme_gb_per_s"] = machine.nvme_gb_per_s
     lacks = [name for name, figure in figures.items() if figure is None]
-    return f"the file of the machine lacks {' or '.join(lacks)}" if lacks else "no step was recorded"
+    return f"the file of the machine lacks {', '.join(lacks)}" if lacks else "no step was recorded"
 
 
 def format_ranks_of_site(site_forecast: SiteForecast) -> str:

@@ -112,6 +112,25 @@ def test_many_cards_are_assumed_to_be_on_nodes_of_eight() -> None:
     assert asked(gpus=32, device="cpu", gpu_memory="1GiB").sites[0].nodes == 1
 
 
+@pytest.mark.parametrize("links", [True, False])
+def test_a_node_of_a_file_holds_no_more_ranks_than_cards(tmp_path: Path, links: bool) -> None:
+    card = "[device]\nbytes = 25_200_000_000\n[node]\ngpus = 3\nhost_bytes = 137_438_953_472\n"
+    pcie = (
+        "over_pcie = true\nbetween_gpus = 'PCIe'\nbetween_gpus_gb_per_s = 32\nto_host = 'PCIe'\nto_host_gb_per_s = 32"
+    )
+    path = tmp_path / "box3.toml"
+    path.write_text(f"name = 'box3'\ntitle = 'three cards'\n{card}" + (f"[links]\n{pcie}\n" if links else ""))
+    assert [asked(on=str(path), gpus=gpus).sites[0].ranks_per_node for gpus in (2, 3, 6, 8)] == [2, 3, 3, 2]
+    assert "2 ranks a node (--nodes)" in asked(on=str(path), gpus=8).assumed
+
+
+def test_nodes_share_ranks_evenly_where_nobody_says_how_many() -> None:
+    question = asked(on="a100-80gb", gpus=12, micro_batch=1)
+    assert (question.sites[0].ranks_per_node, question.sites[0].nodes) == (6, 2)
+    assert question.assumed == ("6 ranks a node (--nodes)",)
+    assert asked(gpus=20, gpu_memory="80GiB").sites[0].ranks_per_node == 5
+
+
 def test_ranks_are_spread_evenly_over_the_nodes_that_were_asked_for() -> None:
     (site,) = asked(gpus=16, nodes=2, gpu_memory="80GiB").sites
     assert (site.ranks_per_node, site.nodes) == (8, 2)

@@ -412,3 +412,12 @@ def test_progress_after_the_last_rung_says_what_goes_on() -> None:
         shown = Console(file=io.StringIO(), width=130)
         shown.print(listen._current())
     assert "every rung is done; simulating what else would help" in shown.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_file_without_rates_is_named_with_all_that_it_lacks() -> None:
+    plan = forecast()
+    machine = replace(plan.sites[0].site.machine, name="box3", file="box3.toml")
+    site = replace(plan.sites[0], site=replace(plan.sites[0].site, machine=machine))
+    text = sentence(printed(replace(plan, sites=(site,))))
+    assert "× 80.0 GiB (box3)" in text
+    assert "step time: –, because the file of the machine lacks rates, links, dram_gb_per_s" in text
