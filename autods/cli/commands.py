@@ -39,6 +39,7 @@ from ..report.live import CheckProgress, TrialProgress
 from ..report.render_html import PAGE, PAGE_BEGINS, RUN_PAGE, write_page
 from ..report.render_markdown import to_markdown
 from ..report.render_terminal import print_document
+from ..report.results.doctor import Checkup
 from ..report.results.fit import FitReport
 from ..report.results.run import RunReport
 from ..report.serialize import (
@@ -207,7 +208,7 @@ def run_explain(call: Call, request: requests.ExplainRequest, *, as_json: bool =
 def run_doctor(call: Call, request: requests.DoctorRequest, *, as_json: bool = False, quiet: bool = False) -> int:
     """Check this machine."""
     checkup = _work(DOCTOR, request, quiet)
-    _show(checkup, as_json, asdict, make_doctor_document)
+    _show(checkup, as_json, Checkup.to_dict, make_doctor_document)
     return 3 if checkup.is_broken else 0
 
 

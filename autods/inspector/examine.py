@@ -158,6 +158,8 @@ def measure_machine(settings: DoctorSettings, listen: Listener) -> Iterator[Chec
     for reason in result.left_out:
         yield Check.warning("Measured", *reason.split(": ", 1))
     yield Check.ok("Measured", "kept", f"{path}, after {seconds:.0f} s")
+    if settings.machine_file is not None:
+        yield Check.ok("Measured", "machine file", f"{settings.machine_file}, for autods plan … --on")
 
 
 @contextlib.contextmanager

@@ -152,6 +152,7 @@ def test_a_measured_machine_is_kept_and_written(examined: tuple[Mapping[str, Any
     (machine,) = find_machines(str(folder / "mine.toml"))
     (kept,) = (folder / "cache" / "machines").glob("*.toml")
     assert kept.read_text() == (folder / "mine.toml").read_text()
+    assert checks["Measured: machine file"]["result"].startswith(str(folder / "mine.toml"))
     assert int(re.search(r"after (\d+) s", checks["Measured: kept"]["result"])[1]) <= 60  # type: ignore[index]
     assert machine.rates is not None
     assert machine.links is not None

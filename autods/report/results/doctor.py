@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
 
 from .shown import Shown
 
@@ -90,3 +90,7 @@ class Checkup(Shown):
         needed = {"plan", "CPU ranks"} | ({"NVMe"} if any(check.group == "NVMe" for check in self.checks) else set())
         unusable = any(check.status == "broken" and check.group == "GPUs" for check in self.checks)
         return unusable or bool(needed & self.obstacles.keys())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as `autods doctor --json` prints them: the answer, and the checks that it rests on."""
+        return {"ready_for": list(self.ready_for), "obstacles": dict(self.obstacles), **asdict(self)}

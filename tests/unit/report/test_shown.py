@@ -46,3 +46,11 @@ def test_the_best_of_a_plan_is_on_a_machine_where_it_fits() -> None:
     assert best is not None
     assert (best.rung, best.verdict) == ("zero2", "fits")
     assert plans.hopeless().best is None
+
+
+def test_a_checkup_as_json_has_the_answer_too() -> None:
+    broken = Check.broken("Software", "compiler", "g++ is not installed", "apt-get install g++")
+    said = Checkup(checks=(broken,)).to_dict()
+    assert said["ready_for"] == ["CPU ranks", "GPUs"]
+    assert said["obstacles"] == {"plan": "compiler", "offload to the CPU": "compiler", "NVMe": "compiler"}
+    assert said["checks"][0]["remedy"] == "apt-get install g++"
