@@ -181,11 +181,16 @@ class Headline(Part):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paragraph(Part):
-    """A sentence or more. A `whole` one stays in one line, as paths do. A terminal indents it by so many columns."""
+    """A sentence or more. A `whole` one stays in one line, as paths do.
+
+    A terminal indents it by so many columns. Lines after the first `hang`: they begin by so many more, below the words
+    that follow a mark.
+    """
 
     words: Words
     whole: bool = False
     indent: int = 0
+    hang: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,12 +74,12 @@ def _print_part(part: doc.Part, console: Console, *, verbose: bool) -> bool:
         case doc.Paragraph(indent=0):
             _print_words(make_text(part.words), console, whole=part.whole)
         case doc.Paragraph():
-            console.print(Padding(make_text(part.words), (0, 0, 0, part.indent), expand=False))
+            console.print(_indent(make_text(part.words), part.indent, hang=part.hang))
         case doc.Bullets(numbered=True):
             console.print(make_grid((f"{number}.", item) for number, item in enumerate(part.items, 1)))
         case doc.Bullets():
             bullets = (_Sentence.assemble("· ", make_text(item)) for item in part.items)
-            console.print(Group(*(Padding(bullet, (0, 0, 0, 2), expand=False) for bullet in bullets)))
+            console.print(Group(*(_indent(bullet, 2, hang=2) for bullet in bullets)))
         case doc.Pairs(whole=True):
             width = max(len(name) for name, _ in part.items)
             for name, command in part.items:
@@ -94,6 +94,18 @@ def _print_part(part: doc.Part, console: Console, *, verbose: bool) -> bool:
         case _:  # drawings
             pass
     return False
+
+
+def _indent(words: Text, indent: int, *, hang: int) -> RenderableType:
+    """The words in lines that begin at `indent`; those after the first begin by `hang` columns more."""
+    if not hang:
+        return Padding(words, (0, 0, 0, indent), expand=False)
+    grid = RichTable.grid()
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    mark, rest = words.divide([hang])
+    grid.add_row(mark, _Sentence.assemble(rest))
+    return Padding(grid, (0, 0, 0, indent), expand=False)
 
 
 def _print_words(words: Text, console: Console, *, whole: bool = False) -> None:

@@ -91,3 +91,14 @@ def test_no_line_in_a_pipe_ends_with_spaces() -> None:
     lines = printed(make_fit_document(fitting_report()), 60).split("\n")
     assert max(map(len, lines)) > 50  # some are as wide as they may be
     assert not [text for text in lines if text != text.rstrip()]
+
+
+@pytest.mark.parametrize("width", range(24, 60, 5))
+def test_lines_after_the_first_begin_below_the_words(width: int) -> None:
+    sentence = "needs 677.0 MiB (639.6 to 730.7) of 416.0 MiB, 4.05 samples/s in 3 min 24 s"
+    for part in (Bullets(items=(sentence,)), Paragraph(words=f"✓ {sentence}", indent=2, hang=2)):
+        rows = printed(make_document(title="", question="", parts=(part,)), width).splitlines()
+        assert re.match(r"  [·✓] needs", rows[0])
+        assert len(rows) > 1
+        assert all(re.match(r" {4}\S", row) for row in rows[1:])
+        assert " ".join(" ".join(rows).split())[2:] == sentence
