@@ -387,14 +387,20 @@ def _compare_with_first(report: FitReport) -> str | None:
 
 
 def _name_next(report: FitReport) -> str | None:
-    """'next is zero2 with 7.9 samples/s', of the rung that was measured to be next; None without one."""
+    """'next is zero2 with 7.9 samples/s', of the rung that was measured to be next; None without one.
+
+    Where trials differ much, its rate may be above the answer's, which turns or the fastest timing decided.
+    """
     by_memory = report.question.objective == "memory"
     others = [find_fastest(report, rung) for rung in report.question.ladder if rung != report.rung]
     measured = [config for config in others if config is not None]
     if not measured or by_memory:
         return None
     best = max(measured, key=lambda config: config.samples_per_second)
-    return f"next is {best.trial.rung} with {format_rate(best.samples_per_second)} samples/s"
+    rate = f"{format_rate(best.samples_per_second)} samples/s"
+    if report.throughput is not None and best.samples_per_second > report.throughput.samples_per_second:
+        return f"{best.trial.rung} is as fast, within noise: {rate}"
+    return f"next is {best.trial.rung} with {rate}"
 
 
 def list_answer(report: FitReport) -> Iterator[tuple[str, Words]]:

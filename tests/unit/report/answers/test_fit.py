@@ -325,6 +325,17 @@ def test_a_machine_that_is_not_steady_is_named_in_the_answer() -> None:
     assert "(25–42 in 6 trials: this machine is busy or not steady)" in speed(25.0, 42.0)
 
 
+@pytest.mark.parametrize(
+    ("rate", "said"),
+    [(30.0, "next is zero2 with 30 samples/s"), (45.0, "zero2 is as fast, within noise: 45 samples/s")],
+)
+def test_a_rung_that_looks_faster_is_not_called_the_next(rate: float, said: str) -> None:
+    report = fitting_report()
+    trials = tuple(each for each in report.trials if each.trial.rung not in ("ddp", "zero2"))
+    report = replace(report, trials=(*trials, record(8, "zero2", fit(300.0, rate))))
+    assert said in " ".join(printed(make_fit_document(report), 100).split())
+
+
 def test_the_answer_says_that_the_model_has_its_own_weights() -> None:
     report = fitting_report()
     question = replace(report.question, parameters=10**9, weights=True)
