@@ -122,7 +122,7 @@ class _MachineOptions(Request):
         most=MOST_RANKS,
     )
     on: Text | None = option(
-        "Machine", "Machines of the catalogue, such as a100-80gb; all: which do I need?", "NAME,…|all"
+        "Machine", "Machines of the catalogue, such as a100-80gb, or FILE.toml; all: which do I need?", "NAME,…|all"
     )
     gpu_memory: Size | None = option("Machine", "Memory of a card, such as 80GiB, when not --on.", "SIZE")
     host_memory: Size | None = option("Machine", "Memory of a node, such as 1TiB.", "SIZE")
@@ -287,7 +287,7 @@ class FitRequest(SearchRequest):
         "Run the whole search on the simulated GPUs of --on: no card, no ranks, nothing is proven.",
         default=False,
     )
-    on: Text | None = option("Machine", "With --rehearse: a machine of the catalogue, such as h100-80gb.", "NAME")
+    on: Text | None = option("Machine", "With --rehearse: a machine, such as h100-80gb or FILE.toml.", "NAME")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,7 +377,7 @@ class ProbeRequest(_LongSequenceOptions, TrialRequest):
     forecast_only: Switch = option(
         "Machine", "The same without a trial, for a machine that need not be here.", default=False
     )
-    on: Text | None = option("Machine", "With --forecast-only: a machine of the catalogue, such as a100-80gb.", "NAME")
+    on: Text | None = option("Machine", "With --forecast-only: a machine, such as a100-80gb or FILE.toml.", "NAME")
     host_memory: Size | None = option("Machine", "With --forecast-only: memory of a node, such as 1TiB.", "SIZE")
     repeats: Count | None = option(
         "Search", "How often each cell is measured, in turns.", "N", shown_default="3", most=10**4
@@ -442,7 +442,7 @@ class ExplainRequest(_MachineOptions, _WorkloadOptions):
         kw_only=False,
         metadata=argument("A model.py, a Hugging Face config or its folder, or a training script.", "WORKLOAD"),
     )
-    on: Text | None = option("Machine", "A machine of the catalogue, such as a100-80gb.", "NAME")
+    on: Text | None = option("Machine", "A machine of the catalogue, such as a100-80gb, or FILE.toml.", "NAME")
     micro_batch: Count | None = option(
         "Workload", "Samples of a rank at a time.", "N", shown_default="the config's, else 1", most=10**6
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
+from ...config.catalogue import ASKED, HERE
 from ...types import TIERS, Scalar, Tier
 from ...units import format_bytes
 from .. import document as doc
@@ -58,7 +59,8 @@ def describe_question(report: ProbeReport) -> str:
         repeats = question.repeats
         details.append(f"each cell {'once' if repeats == 1 else f'{repeats} times'}")
     memory = format_bytes(question.device_bytes)
-    return f"{question.workload} on {ranks}{nodes} × {memory}, {', '.join(details)}"
+    machine = "" if question.machine in (None, ASKED, HERE) else f" ({question.machine})"
+    return f"{question.workload} on {ranks}{nodes} × {memory}{machine}, {', '.join(details)}"
 
 
 def _describe_value(name: str, value: Scalar | None) -> str:

@@ -74,3 +74,10 @@ def test_a_probe_page_escapes_what_users_wrote(tmp_path: Path) -> None:
         question=replace(report.question, workload=HOSTILE),
     )
     assert "alert(1)" in check_page(to_page(make_probe_document(report))).text
+
+
+@pytest.mark.parametrize(("machine", "said"), [("box3", "MiB (box3), "), ("asked", "MiB, "), (None, "MiB, ")])
+def test_a_probe_for_another_machine_names_it(tmp_path: Path, machine: str | None, said: str) -> None:
+    report = measured(tmp_path)
+    named = replace(report, question=replace(report.question, machine=machine))
+    assert said in make_probe_document(named).question
