@@ -174,7 +174,7 @@ CONTRADICTIONS = {
     "--vary of a fit": refused(f"{FIT} --vary rung=ddp", "No such option: --vary"),
     "--on of a fit": refused(f"{FIT} --on a100-80gb", "--on a100-80gb is for a rehearsal"),
     "--rehearse without a machine": refused(f"{FIT} --rehearse", "--rehearse needs a machine"),
-    "--fresh of a plan": refused(f"{PLAN} --fresh", "No such option: --fresh"),
+    "--fresh of diagnose": refused("diagnose run.log --fresh", "No such option: --fresh"),
     "--out of a plan": refused(f"{PLAN} --out x", "No such option: --out"),
     "--config of a plan": refused(f"{PLAN} --config quick", "No such option: --config"),
     "--stop of a probe": refused(f"{PROBE} --stop first-fit", "No such option: --stop"),
