@@ -43,6 +43,7 @@ _ASSUMED = ", assumed"  # at the end of the name of a network in the catalogue
 _MOST_IN_A_NODE = 16  # cards; DGX-2 and AWS p2.16xlarge have them
 _USUAL_IN_A_NODE = 8
 _HIGHEST_PRICE = 1e9
+_COMPLETE_FILE = "give the file [rates] and [links], as configs/hardware/a100-80gb.toml has them"
 NVME_PLACE = Path("/local_nvme")  # a placeholder; nothing is written there
 
 
@@ -176,7 +177,8 @@ def _check_timeline(path: str | os.PathLike[str] | None, machines: Sequence[Mach
     if machines[0].rates is None:
         card = machines[0].title if machines[0].name == HERE else "the card"
         problem = f"--timeline needs the rates of {card}, which are not known"
-        raise InputError(problem, hint="give --on with a machine of the catalogue, or a FILE.toml")
+        hint = "give --on with a machine of the catalogue, or a FILE.toml"
+        raise InputError(problem, place=machines[0].file, hint=_COMPLETE_FILE if machines[0].file else hint)
     return Path(path)
 
 
@@ -377,7 +379,8 @@ def resolve_rehearsal(request: FitRequest, source: WorkloadSource) -> Settings:
     machine = machines[0]
     if machine.rates is None or machine.links is None:
         lacking = "the card's rates" if machine.rates is None else "the links between its cards"
-        raise InputError(f"{machine.name} lacks {lacking}, so no time can be forecast", place=machine.source)
+        problem = f"{machine.name} lacks {lacking}, so no time can be forecast"
+        raise InputError(problem, place=machine.file, hint=_COMPLETE_FILE)
     ranks, per_node = spread_ranks(request.gpus, request.nodes, machine, device)
     host_only = replace(request, nodes=None, nvme_path=None, gpus=ranks)
     settings = resolve_fit(host_only, source, hardware=make_hardware(machine, ranks))

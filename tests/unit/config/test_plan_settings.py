@@ -8,11 +8,12 @@ import pytest
 
 from autods.config.catalogue import read_catalogue
 from autods.config.deepspeed import precision_name
-from autods.config.plan_settings import PlanSettings, adopt_script_batch
+from autods.config.plan_settings import PlanSettings, adopt_script_batch, resolve_rehearsal
 from autods.config.plan_settings import apply_script_config_to_plan as with_config_of
 from autods.devices import Card
 from autods.devices.cuda import read_nvml
 from autods.errors import InputError
+from autods.requests import FitRequest
 from autods.system.host import Hardware, data_folder
 from autods.types import ModelFacts, WorkloadSource
 from tests.support.scripted_nvml import FakeCard, FakeNvml
@@ -267,6 +268,16 @@ def test_a_batch_that_a_script_fixes_asks_for_a_global_batch() -> None:
 )
 def test_wrong_input_is_refused_in_two_lines(wrong: dict[str, Any], said: str) -> None:
     assert said in refusal(**wrong)
+
+
+def test_a_file_without_rates_is_asked_for_them(tmp_path: Path) -> None:
+    path = tmp_path / "box3.toml"
+    path.write_text("name = 'b'\ntitle = 'b'\n[device]\nbytes = 25_000_000_000\n[node]\ngpus = 3\nhost_bytes = 1\n")
+    said = refusal(on=str(path), timeline=tmp_path / "step.json")
+    assert said.startswith(f"{path}: --timeline needs the rates of the card")
+    assert "give the file [rates] and [links]" in said
+    with pytest.raises(InputError, match=r"(?s)box3.toml: b lacks the card's rates.*give the file \[rates\]"):
+        resolve_rehearsal(FitRequest("/model.py", on=str(path), rehearse=True), SOURCE)
 
 
 SCRIPT = replace(SOURCE, kind="script", path="/home/me/train.py", name="train", script_kind="deepspeed")
