@@ -36,13 +36,75 @@ _QUICK = 1  # zlib's level: traces are long lists of small numbers
 # Variables that differ between terminals, tests and fits (Ray sets some), and that no model is built by.
 _PASSING = re.compile(
     r"_|AUTODS_(?:CACHE|KEEP_SIMULATIONS|RUN|SESSION|WRITABLE)|COLUMNS|DBUS_.*|DISPLAY|LINES|LS_COLORS|OLDPWD|PWD"
-    r"|PYTEST_.*|PYTHONBREAKPOINT|RAY_.*|SHLVL|SSH_.*|STY|TERM.*|TMPDIR|TMUX.*|VSCODE_.*|WINDOWID|XDG_(?:RUNTIME|SESSION|VTNR|SEAT).*"
+    r"|PYTEST_.*|PYTHONBREAKPOINT|RAY_.*|SHLVL|SSH_.*|STY|TERM.*|TMPDIR|TMUX.*|VSCODE_.*|WINDOWID"
+    r"|XDG_(?:RUNTIME|SESSION|VTNR|SEAT).*"
 )
 ANSWERS_AGAIN = (
     "simulations of an earlier command answer again: no file that they read has changed (plan --fresh simulates anew)"
 )
 KEEPS = "AUTODS_KEEP_SIMULATIONS"  # 0: no simulation of another command counts, and none is kept
 _Answer = TypeVar("_Answer", ModelFacts, Simulation)
+
+
+@dataclass(slots=True)
+class AnswerStore:
+    """Answers in a folder, each in a file that is named by its question and names the list of what it has read.
+
+    Answers share lists. What is listed is looked at once: a command takes minutes at most. A file of the store that
+    cannot be read or written, or that others can write, is as good as none.
+    """
+
+    folder: Path
+    _began_ns: int = field(default_factory=time.time_ns)
+    _same: dict[str, bool] = field(default_factory=dict)  # lists, by name: whether all in it is as it was
+    _stamps: dict[str, Stamp | None] = field(default_factory=dict)  # as they are now; lists have most files in common
+    _written: tuple[Mapping[str, Stamp | None], str] = field(default_factory=lambda: ({}, ""))  # the last list
+
+    def read(self, question: str) -> object:
+        """Return the answer; None where there is none, or something that it has read is not as it was."""
+        place = self._find_place(question)
+        with contextlib.suppress(Exception):  # a pickle of other classes raises anything
+            files, packed = _unpack(place)
+            if self._are_same(place.with_name(files)):
+                answer: object = pickle.loads(packed)  # by the classes that wrote it: their files are the same
+                _note_use(place)
+                return answer
+        return None
+
+    def write(self, question: str, answer: object, stamps: Mapping[str, Stamp | None]) -> None:
+        """Store an answer with what it has read, unless that changed since this command began."""
+        if not stamps or max(map(read_change_ns, stamps.values())) >= self._began_ns:
+            return
+        with contextlib.suppress(OSError, AutodsError):
+            files = self._write_list(stamps)
+            private.write(self._find_place(question), _pack((files, pickle.dumps(answer))))
+
+    def _find_place(self, question: str) -> Path:
+        return self.folder / f"{_digest(question.encode())}.answer"
+
+    def _are_same(self, files: Path) -> bool:
+        if files.name not in self._same:
+            stamps: Mapping[str, Stamp | None] = _unpack(files)
+            _note_use(files)
+            self._same[files.name] = all(self._look_at(path) == stamp for path, stamp in stamps.items())
+        return self._same[files.name]
+
+    def _look_at(self, path: str) -> Stamp | None:
+        if path not in self._stamps:
+            self._stamps[path] = read_stamp(path)
+        return self._stamps[path]
+
+    def _write_list(self, stamps: Mapping[str, Stamp | None]) -> str:
+        """Write the list, unless the last answer had the same, and return its name."""
+        known, name = self._written
+        if stamps != known or not (self.folder / name).exists():
+            packed = _pack(dict(sorted(stamps.items())))
+            name = f"{_digest(packed)}.files"
+            make_room(self.folder)
+            if not (self.folder / name).exists():
+                private.write(self.folder / name, packed)
+            self._written = stamps, name
+        return name
 
 
 @dataclass(slots=True)
@@ -54,13 +116,10 @@ class StoredSimulator(Simulator):
 
     processes: ProcessSimulator
     source: WorkloadSource
+    store: AnswerStore
     anew: bool = False
     note_use: Callable[[], None] = lambda: None
-    _began_ns: int = field(default_factory=time.time_ns)
     _surroundings: str = field(default_factory=lambda: _describe_surroundings())
-    _same: dict[str, bool] = field(default_factory=dict)  # lists of files, by name: whether these are as they were
-    _stamps: dict[str, Stamp | None] = field(default_factory=dict)  # present ones; lists have most files in common
-    _written: tuple[Mapping[str, Stamp | None], str] = field(default_factory=lambda: ({}, ""))  # the last list
     _is_used: bool = False
 
     def __enter__(self) -> StoredSimulator:
@@ -80,67 +139,19 @@ class StoredSimulator(Simulator):
 
     def answer(self, question: str, device: str, ask: Callable[[], _Answer]) -> _Answer:
         """Return what is stored, or else what the processes answer, which is stored."""
-        place = self._find_place(question)
-        stored = None if self.anew else self._read(place)
-        if stored is not None:
-            if not self._is_used:
-                self._is_used = True
-                self.note_use()
-            return cast("_Answer", stored)
-        answer = ask()
-        self._write(place, answer, self.processes.list_files(device))
-        return answer
-
-    def _find_place(self, question: str) -> Path:
         source = self.source
         if source.kind == "pickle":  # its digest says what is in it; each output folder has its own
             source = replace(source, path="")
-        asked = json.dumps([asdict(source), self._surroundings, question], sort_keys=True, default=str)
-        return _find_folder() / f"{_digest(asked.encode())}.answer"
-
-    def _read(self, place: Path) -> object:
-        """Return the stored answer if it still counts. One that cannot be read, or that others can write, does not."""
-        with contextlib.suppress(Exception):  # a pickle of other classes raises anything
-            files, packed = _unpack(place)
-            if self._are_same(place.with_name(files)):
-                answer: object = pickle.loads(packed)  # by the classes that wrote it: their files are the same
-                _note_use(place)
-                return answer
-        return None
-
-    def _are_same(self, files: Path) -> bool:
-        """Whether all files of this list are as they were. They are looked at once: a command takes minutes at most."""
-        if files.name not in self._same:
-            stamps: Mapping[str, Stamp | None] = _unpack(files)
-            _note_use(files)
-            self._same[files.name] = all(self._read_stamp(path) == stamp for path, stamp in stamps.items())
-        return self._same[files.name]
-
-    def _read_stamp(self, path: str) -> Stamp | None:
-        if path not in self._stamps:
-            self._stamps[path] = read_stamp(path)
-        return self._stamps[path]
-
-    def _write(self, place: Path, answer: _Answer, stamps: Mapping[str, Stamp | None]) -> None:
-        """Store the answer, unless a file that it has read changed meanwhile. A cache that is full stays without it."""
-        with contextlib.suppress(OSError, AutodsError):
-            files = self._write_list(place.parent, stamps)
-            if files is not None:
-                private.write(place, _pack((files, pickle.dumps(answer))))
-
-    def _write_list(self, folder: Path, stamps: Mapping[str, Stamp | None]) -> str | None:
-        """Store this list, unless the last answer had the same. Return its name; None if a file changed meanwhile."""
-        if not stamps or max(map(read_change_ns, stamps.values())) >= self._began_ns:
-            return None
-        known, name = self._written
-        if stamps != known or not (folder / name).exists():
-            packed = _pack(dict(sorted(stamps.items())))
-            name = f"{_digest(packed)}.files"
-            make_room(folder)
-            if not (folder / name).exists():
-                private.write(folder / name, packed)
-            self._written = stamps, name
-        return name
+        whole = json.dumps([asdict(source), self._surroundings, question], sort_keys=True, default=str)
+        stored = None if self.anew else self.store.read(whole)
+        if stored is None:
+            answer = ask()
+            self.store.write(whole, answer, self.processes.list_files(device))
+            return answer
+        if not self._is_used:
+            self._is_used = True
+            self.note_use()
+        return cast("_Answer", stored)
 
 
 @dataclass(slots=True)
@@ -174,7 +185,8 @@ def store_answers(
     """Return a simulator that stores what these processes answer; the processes themselves for a script."""
     if source.form.runs_as_main or os.environ.get(KEEPS) == "0":
         return processes
-    return StoredSimulator(processes, source, anew=anew, note_use=note_use)
+    store = AnswerStore(cache_folder() / "simulations")
+    return StoredSimulator(processes, source, store, anew=anew, note_use=note_use)
 
 
 def make_room(folder: Path, most_bytes: int = _MOST_BYTES) -> None:
@@ -188,10 +200,6 @@ def make_room(folder: Path, most_bytes: int = _MOST_BYTES) -> None:
         kept_bytes += state.st_size
         if kept_bytes > most_bytes:
             path.unlink(missing_ok=True)
-
-
-def _find_folder() -> Path:
-    return cache_folder() / "simulations"
 
 
 def _describe_surroundings() -> str:
