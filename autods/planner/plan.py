@@ -68,8 +68,7 @@ def plan(settings: PlanSettings, *, listen: PlanListener, start: StartSimulator 
             report=lambda text: listen(Note(text=text, passing=True)),
             variables=simulator_variables(),
         )
-        said = Note(text=ANSWERS_AGAIN)
-        return store_answers(processes, source, anew=settings.fresh, note_use=lambda: listen(said))
+        return store_answers(processes, source, anew=settings.fresh, note_use=lambda: listen(Note(text=ANSWERS_AGAIN)))
 
     try:
         session = open_session() if start is None else nullcontext()  # whatever happens to us, it ends the processes

@@ -475,8 +475,7 @@ def start_processes(settings: Settings, listen: Listener) -> StartSimulator:
             report=lambda text: listen(Note(text=text, passing=True)),
             variables=simulator_variables(),
         )
-        said = Note(text=ANSWERS_AGAIN, passing=True)
-        return store_answers(processes, source, note_use=lambda: listen(said))
+        return store_answers(processes, source, note_use=lambda: listen(Note(text=ANSWERS_AGAIN, passing=True)))
 
     return start
 

@@ -160,7 +160,7 @@ def find_least_limit(
     the middle of what is left of it. `begun` has where the phases of the replay without a limit begin.
     """
     trace = repeat_last_step(trace)
-    attempt_at = partial(_attempt, trace, expandable, begun)
+    attempt_at = partial(replay, trace, expandable=expandable, only_if_well=True, begun=begun)
     low, high = unlimited.peak_allocated_bytes, unlimited.peak_reserved_bytes
     best: Replay | None = None
     while high - low > (margin := max(2**21, int(tolerance * high))):
@@ -170,22 +170,18 @@ def find_least_limit(
         if best is not None and middle >= best.same_from_bytes:
             high = middle
             continue
-        attempt = attempt_at(middle)
+        attempt = attempt_at(limit_bytes=middle)
         if attempt.runs_well:
             high, best = middle, attempt
         else:
             low = middle
     while best is None:
-        attempt = attempt_at(high)
+        attempt = attempt_at(limit_bytes=high)
         if attempt.runs_well:
             best = attempt
         else:
             high += margin
     return high, best
-
-
-def _attempt(trace: Trace, expandable: bool, begun: Sequence[Begun], limit_bytes: int) -> Replay:
-    return replay(trace, expandable=expandable, limit_bytes=limit_bytes, only_if_well=True, begun=begun)
 
 
 def _find_last_step(trace: Trace) -> int | None:

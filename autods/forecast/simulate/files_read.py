@@ -1,10 +1,10 @@
 """What a prepared process and its forks have read, as it was then: answers hold while it stays the same.
 
-A file counts by its size and its times, a folder that was listed by its names, and what was looked for by whether it is
-there; so does a module that was not found. Python's own functions for this are wrapped, and those of two libraries in
-C. What is open or mapped, such as a dataset of Arrow, counts, too. A file that another library in C opens and closes,
-or another program, is not seen. An audit hook would hear of each `open`, too, and of each `id()` besides: simulations
-would take a third longer.
+A file counts by its size and its times, and a folder that was listed by its names. What was looked for counts by
+whether it is there; so does a module that was not found. Python's own functions for this are wrapped, and those of two
+libraries in C. What is open or mapped, such as a dataset of Arrow, counts, too. A file that another library in C opens
+and closes, or another program, is not seen. An audit hook would hear of each `open`, too, and of each `id()` besides:
+simulations would take a third longer.
 """
 
 from __future__ import annotations
@@ -139,19 +139,19 @@ class FilesRead:
 
     def _list_names(self, original: Any, /, *args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(2).f_globals.get("__name__")  # behind that of the patch
-        what = _INSTALLED if caller in _SEARCHES else _NAMES  # results may lie in the folder of a model
-        self._note((args[0] if args else kwargs.get("path")) or ".", what=what)
+        suffix = _INSTALLED if caller in _SEARCHES else _NAMES  # results may lie in the folder of a model
+        self._note((args[0] if args else kwargs.get("path")) or ".", suffix=suffix)
         return original(*args, **kwargs)
 
     def _miss_module(self, name: str, path: Sequence[str] | None = None, target: object = None) -> None:
         """The last finder of modules: none has found this one, in the folders of its package or of `sys.path`."""
         for folder in sys.path if path is None else path:
             for suffix in _MODULES:
-                self._note(f"{folder or '.'}/{name.rpartition('.')[2]}", what=suffix)
+                self._note(f"{folder or '.'}/{name.rpartition('.')[2]}", suffix=suffix)
 
-    def _note(self, file: object, *, folder: int | None = None, what: str = "") -> None:
+    def _note(self, file: object, *, folder: int | None = None, suffix: str = "") -> None:
         path = _find_path(file, folder)
-        if path is not None and (path := path + what) not in self._read and path not in self._made:
+        if path is not None and (path := path + suffix) not in self._read and path not in self._made:
             self._read[path] = read_stamp(path)
 
     def _note_made(self, file: object, *, folder: int | None = None) -> None:

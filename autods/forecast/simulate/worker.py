@@ -58,8 +58,9 @@ class _Prepared:
     workload: Workload | None = None
 
     def tell_files(self, connection: socket.socket) -> None:
-        """Send what was read since the last time, before an answer that depends on it."""
-        send(connection, FilesWereRead(stamps=self.files.collect()))
+        """Send what was read since the last time, before an answer that depends on it. A script's are not stored."""
+        if not self.source.form.runs_as_main:
+            send(connection, FilesWereRead(stamps=self.files.collect()))
 
 
 def main(argv: list[str]) -> None:
