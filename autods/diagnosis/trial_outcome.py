@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from ..config.trainers import SCRIPT_KINDS
 from ..devices import find_device
 from ..errors import InputError
+from ..system.stacks import is_in_wait
 from ..types import Action, Failed, OutOfMemory, Tier
 from ..units import format_bytes
 from .evidence import RESULT_PREVENTED_EXIT, RESULT_UNWRITTEN_EXIT, Evidence, RankError
@@ -30,10 +31,6 @@ CONFIG = "DeepSpeed config"
 # What libstdc++ prints where a library starts some threads, as gloo does, and the stack of one finds no memory: the
 # exception unwinds past those that run, and std::terminate ends the process.
 _THREADS_ABANDONED, _NO_THREAD = "terminate called without an active exception", "pthread_create failed"
-# faulthandler's dump, innermost frame first: this rank is in a collective, or in DeepSpeed awaiting one.
-_AWAITING = re.compile(
-    r"Current thread [^\n]*\n  File \"[^\"\n]*/(torch/distributed|deepspeed/comm|deepspeed/runtime)/"
-)
 _CONFIG_READERS = (module for kind in SCRIPT_KINDS.values() for module in kind.config_readers or kind.packages)
 _READS_A_CONFIG = re.compile(rf"/(?:{'|'.join(module.replace('.', '/') for module in _CONFIG_READERS)})[/.]")
 _PLACE = re.compile(r"(/[^\n]*?\.py:\d+): ")
@@ -109,7 +106,7 @@ def explain_failure(ends: Sequence[Evidence]) -> OutOfMemory | Failed:
 def _only_noticed(evidence: Evidence) -> bool:
     """Whether the rank only saw another one fail, or was lost while it waited for the others in a collective."""
     row = _matching_row(evidence)
-    awaits = evidence.lost is not None and _AWAITING.search(evidence.log_tail) is not None
+    awaits = evidence.lost is not None and is_in_wait(evidence.log_tail)
     return awaits or (row is not None and row.weight == "secondary")
 
 

@@ -37,8 +37,9 @@ _BELOW_LIBRARIES = re.compile(r"/torch/|/lib(?:64)?/python3[^/]*/(?!(?:site|dist
 # They may be installed from a checkout, which lies where the user's own code may lie.
 _LIBRARIES = {"torch", "deepspeed", "transformers", "accelerate", "lightning", "pytorch_lightning", "peft", "trl"}
 _AUTODS = str(Path(__file__).parents[1]) + os.sep
-# Who is in there waits for another rank.
-_AWAITS = re.compile(r"/torch/distributed/|/deepspeed/(?:comm|runtime)/")
+# Who is in there waits for another rank. With NCCL the host goes on, and waits for the card in `synchronize`.
+_AWAITS = re.compile(r"/torch/distributed/|/deepspeed/(?:comm|runtime)/|/autods/rank/training_run/consensus\.py$")
+_DEVICES = re.compile(r"/torch/(?:cuda|accelerator)/")
 _NETWORK = re.compile(r"/lib(?:64)?/python3[^/]*/(?:ssl|socket)\.py$")
 _GENERATES = "/transformers/generation/"
 _AUTOGRAD = "/torch/autograd/"  # the main thread waits there while others run the backward pass
@@ -160,6 +161,12 @@ def awaits_ranks(log: str) -> bool:
     return frame is not None and not frame.is_users
 
 
+def is_in_wait(log: str) -> bool:
+    """Whether the main thread's innermost frame waits for another rank, by the last stack in this text."""
+    stack = parse_stack(log)
+    return bool(stack) and _awaits(stack[0])
+
+
 def awaits_network(log: str) -> bool:
     """Whether the main thread waits at a socket, by the last stack in this text."""
     stack = parse_stack(log)
@@ -172,7 +179,13 @@ def _find_deciding_frame(log: str) -> Frame | None:
     if stack and _AUTOGRAD in stack[0].file:
         threads = [tuple(_frames(part)) for part in _THREAD.split(log)[1:]]
         stack = next((thread for thread in reversed(threads) if find_user_frame(thread) is not None), stack)
-    return next((frame for frame in stack if frame.is_users or _AWAITS.search(frame.file)), None)
+    return next((frame for frame in stack if frame.is_users or _awaits(frame)), None)
+
+
+def _awaits(frame: Frame) -> bool:
+    """Whether who is in this frame waits for another rank, or for a device that may wait for another one's."""
+    is_on_device = frame.function == "synchronize" and _DEVICES.search(frame.file) is not None
+    return is_on_device or _AWAITS.search(frame.file) is not None
 
 
 # In this process.

@@ -102,6 +102,16 @@ def test_a_rank_waiting_in_a_collective_is_not_the_one_that_hangs():
     assert (outcome.failure, outcome.rank) == ("communication", 1)
 
 
+def test_a_rank_waiting_for_its_card_is_not_the_one_that_hangs():
+    """With NCCL a rank that waits for another one is in no collective: it waits for its card."""
+    frame = '  File "/lib/torch/cuda/__init__.py", line 9 in synchronize\n'
+    stack = f"Current thread 0x00007f (most recent call first):\n{frame}"
+    waiting = evidence(0, 1.0, lost="stuck", log_tail=stack)
+    outcome = explain_failure([waiting, stuck(1, 2.0, "/home/me/model.py")])
+    assert isinstance(outcome, Failed)
+    assert (outcome.rank, outcome.hung_at) == (1, "/home/me/model.py:3")
+
+
 def test_a_rank_that_left_while_the_others_train_is_blamed():
     left = evidence(1, 1.0, lost="stuck", phase="done", step=7)
     outcome = explain_failure([left, stuck(0, 2.0, "/lib/torch/distributed/distributed_c10d.py")])

@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 
 from autods.system import processes
-from autods.system.stacks import Frame, ask, describe_place, find_hang, find_raiser, find_user_frame, parse_stack
+from autods.system.stacks import (
+    Frame,
+    ask,
+    awaits_ranks,
+    describe_place,
+    find_hang,
+    find_raiser,
+    find_user_frame,
+    is_in_wait,
+    parse_stack,
+)
 
 LIBRARY = "/venv/lib/python3.11/site-packages"
 
@@ -51,6 +61,30 @@ def test_installed_packages_are_not_the_users_code() -> None:
 def test_a_rank_in_a_collective_does_not_hang_by_itself() -> None:
     assert find_hang(stack(f"{LIBRARY}/torch/distributed/c10d.py", "/home/me/model.py")) is None
     assert find_hang(stack(f"{LIBRARY}/deepspeed/runtime/engine.py", "/home/me/model.py")) is None
+
+
+@pytest.mark.parametrize(
+    ("file", "function"),
+    [("torch/cuda/streams.py", "synchronize"), ("torch/cuda/__init__.py", "synchronize")],
+)
+def test_a_rank_that_waits_for_its_card_does_not_hang_by_itself(file: str, function: str) -> None:
+    """With NCCL the host launches a collective and goes on, until it waits for the card."""
+    log = (
+        "Current thread 0x00007f (most recent call first):\n"
+        f'  File "{LIBRARY}/{file}", line 254 in {function}\n'
+        '  File "/venv/autods/rank/training_run/session.py", line 260 in step_done\n'
+        '  File "/home/me/train.py", line 7 in main\n'
+    )
+    assert (find_hang(log), awaits_ranks(log), is_in_wait(log)) == (None, True, True)
+
+
+def test_a_rank_that_joins_losses_does_not_hang_by_itself() -> None:
+    log = stack("/venv/autods/rank/training_run/consensus.py", "/home/me/train.py")
+    assert (find_hang(log), awaits_ranks(log)) == (None, True)
+
+
+def test_other_code_of_torchs_cuda_is_no_wait() -> None:
+    assert str(find_hang(stack(f"{LIBRARY}/torch/cuda/memory.py", "/home/me/train.py"))) == "/home/me/train.py:2"
 
 
 def test_user_code_that_deepspeed_calls_can_hang() -> None:
