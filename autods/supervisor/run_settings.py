@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..config.deepspeed import count_replicas
+from ..config.deepspeed import BATCH_KEYS, count_replicas
 from ..config.settings import Settings, name_training_options, refuse_shared_sequences, resolve_fit
 from ..errors import InputError
 from ..events import Note, RunListener
@@ -84,10 +84,15 @@ class RunSettings:
 
 
 def read_step_s(report: FitReport) -> float:
-    """Return the seconds of an optimizer step, by a fit that found a config."""
+    """Return the seconds of an optimizer step, by a fit that found a config.
+
+    Its config has the samples of a step: ranks that make up one replica, as the stages of a pipeline do, count as one.
+    """
     assert report.throughput is not None
     assert report.knobs is not None
-    return report.knobs.train_batch(report.question.gpus) / report.throughput.samples_per_second
+    config = report.ds_config or {}
+    samples = config.get(BATCH_KEYS[0]) or report.knobs.train_batch(count_replicas(config, report.question.gpus))
+    return float(samples / report.throughput.samples_per_second)
 
 
 def read_save_s(report: FitReport) -> float:

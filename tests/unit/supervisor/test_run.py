@@ -591,3 +591,15 @@ def test_nothing_is_trained_where_nothing_fits(tmp_path):
 
 def test_a_checkpoint_is_due_about_every_ten_minutes(tmp_path):
     assert settings(tmp_path, checkpoint_every=None).choose_interval(REPORT) == 600 // (4 / 8)
+
+
+@pytest.mark.parametrize(
+    "ds_config",
+    [
+        {"train_batch_size": 4},  # a pipeline of four stages
+        {"tensor_parallel": {"autotp_size": 4}},  # which gets no total
+    ],
+)
+def test_ranks_of_one_replica_count_once_in_the_time_of_a_step(tmp_path, ds_config):
+    report = replace(REPORT, ds_config=ds_config, question=replace(REPORT.question, gpus=4))
+    assert settings(tmp_path, checkpoint_every=None).choose_interval(report) == 600 // (4 / 8)
