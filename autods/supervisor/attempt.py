@@ -89,7 +89,8 @@ def judge_attempt(result: RunResult | OutOfMemory | Failed, *, seen_step: int, s
 class StopRequest:
     """Turns a signal into a request to save and to end. `number` is that of the first signal, None before.
 
-    A second Ctrl-C, a signal while no rank has done a step, and the end of the time limit raise KeyboardInterrupt.
+    A second Ctrl-C, a signal while no rank has done a step, and the end of the time limit raise KeyboardInterrupt. So
+    does a signal where the disk has no room for the request, nor for a checkpoint then.
     """
 
     def __init__(self) -> None:
@@ -128,8 +129,7 @@ class StopRequest:
     def _handle(self, number: int, frame: object) -> None:
         if self.number is None:
             self.number = number
-            if self._order is not None and self._order.steps_file.exists():
-                self._order.stop_file.touch()
+            if self._order is not None and self._order.steps_file.exists() and _write_request(self._order):
                 self._timer = threading.Timer(self._find_limit_s(), os.kill, (os.getpid(), signal.SIGINT))
                 self._timer.daemon = True
                 self._timer.start()
@@ -137,3 +137,12 @@ class StopRequest:
         elif number != signal.SIGINT:  # a scheduler repeats itself
             return
         raise KeyboardInterrupt(format_signal(number))
+
+
+def _write_request(order: RunOrder) -> bool:
+    """Ask the ranks to save and to end; return whether the file that asks them could be made."""
+    try:
+        order.stop_file.touch()
+    except OSError:
+        return False
+    return True

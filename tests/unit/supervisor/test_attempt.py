@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+from pathlib import Path
+
 import pytest
 
-from autods.supervisor.attempt import judge_attempt
+from autods.rank.job import RunOrder
+from autods.supervisor.attempt import StopRequest, judge_attempt
 from autods.types import Failed
 
 
@@ -15,3 +19,20 @@ def test_steps_before_the_one_that_failed_are_done(seen: int, failed_in: int, do
         advice="",
     )  # fmt: skip
     assert judge_attempt(death, seen_step=seen, seconds=1.0).last_step == done
+
+
+def test_a_signal_ends_a_run_whose_disk_has_no_room_for_the_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = RunOrder(folder=str(tmp_path), attempt=1, steps=None, checkpoint_every=1)
+    order.steps_file.parent.mkdir(parents=True)
+    order.steps_file.touch()
+
+    def refuse(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "touch", refuse)
+    stopping = StopRequest()
+    with stopping.listen(), stopping.during(order, lambda: 60.0), pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGTERM)
+    assert stopping.number == signal.SIGTERM
