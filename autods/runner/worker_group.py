@@ -104,9 +104,9 @@ class WorkerGroup:
         Raises EnvironmentBroken when the cluster can never hold the ranks or its nodes do not go together, NoRoom when
         it does not hold them in time.
         """
-        ray, need = self.ray, Need.of_settings(self.settings)
+        need = Need.of_settings(self.settings)
         assert self.cluster is not None
-        context = ray.get_runtime_context()
+        context = self.ray.get_runtime_context()
         is_shared = self.settings.address is not None
         self.head = context.gcs_address
         self._placement_group, places = reserve_nodes(
@@ -125,9 +125,6 @@ class WorkerGroup:
             loading = "loading torch, DeepSpeed and the workload"
             for ready in self._call(lambda node: node.agent.start.remote(), loading, within_s=load_s):
                 self.check_ready(ready)
-        except ray.exceptions.RayActorError as error:
-            self.stop()
-            raise EnvironmentBroken(f"a Ray actor died before its first trial: {format_ray_error(error)}") from None
         except BaseException:
             self.stop()
             raise
@@ -293,7 +290,8 @@ class WorkerGroup:
     ) -> list[Any]:
         """Call the agent of each node, and return the answers; says what it waits for, and where that is.
 
-        Raises EnvironmentBroken where a node does not answer in time. Its agent may have to be started first.
+        Raises EnvironmentBroken where a node does not answer in time, or its agent has died: that node is not used
+        again. An agent may have to be started first.
         """
         limits = self.settings.profile.limits
         parts = [
@@ -308,14 +306,24 @@ class WorkerGroup:
             self._read_heartbeats(pending)
             clock.look()
             for part in pending:
-                if part.run in done:
-                    part.result = (self.ray.get(part.run),)
-                elif (how := part.find_loss()) is not None:
+                how = self._read_answer(part) if part.run in done else part.find_loss()
+                if how is not None:
+                    part.node.lose(how)
                     raise EnvironmentBroken(
                         f"node {part.node.address} was lost while {subject}: {how}\n"
                         "  look for its `ray::NodeAgent` process: is it stopped, or does it wait for a file system?"
                     )
         return [part.result[0] for part in parts]
+
+    def _read_answer(self, part: RunningPart) -> str | None:
+        """Read the answer of a call that is done, as the part's result; return why there is none, if so."""
+        try:
+            part.result = (self.ray.get(part.run),)
+        except self.ray.exceptions.RayTaskError:
+            raise  # an error in our own code
+        except self.ray.exceptions.RayError as error:
+            return format_ray_error(error)
+        return None
 
     def _locate(self, parts: Sequence[RunningPart]) -> str:
         """': in load_data, /x/model.py:7': where a node is that has not answered yet; '' where that is not known."""

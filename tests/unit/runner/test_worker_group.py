@@ -267,6 +267,16 @@ def test_a_second_stuck_node_may_report_before_it_is_ended(monkeypatch: pytest.M
     assert outcome.rank == 3
 
 
+def test_an_agent_that_died_between_jobs_is_named_and_not_used_again() -> None:
+    died = Ray.exceptions.RayActorError("The actor died\nits stack")
+    agent = Agent(WELL)
+    agent.find_unbuilt = SimpleNamespace(remote=lambda ops: Reference(died))
+    group = a_group(agent)
+    with pytest.raises(EnvironmentBroken, match=r"10\.0\.0\.1 was lost while .* ops: The actor died\n"):
+        group.needs_build(["cpu_adam"])
+    assert group.nodes[0].lost == "The actor died"
+
+
 def test_a_wait_for_the_last_ranks_is_reported_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their swap files are being removed, or they do not end at all."""
     monkeypatch.setattr(worker_group, "MARGIN_S", 0.0)
