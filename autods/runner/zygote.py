@@ -312,11 +312,10 @@ class Zygote:
         while monitor.running and not monitor.is_overdue():
             is_calm = monitor.job.job == "run" and monitor.first_failure_s is None and monitor.killed_s is None
             for fd, _ in poll.poll(_RUN_POLL_MS if is_calm else _POLL_MS):
+                poll.unregister(fd)  # a message is read after the job, and would wake this loop without end
                 if fd in monitor.running:
-                    poll.unregister(fd)
                     monitor.collect_exit(fd)
                 elif fd == self.driver:
-                    poll.unregister(fd)
                     monitor.kill("the driver is gone")
                 elif monitor.killed_s is None:
                     monitor.kill("aborted")

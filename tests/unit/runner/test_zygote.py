@@ -15,6 +15,7 @@ import pytest
 
 from autods.rank.job import RankJob
 from autods.rank.ops import ops_folder
+from autods.runner.monitor import RankMonitor
 from autods.runner.node_messages import NodeReport, StoreBound, StoreFailed, decode
 from autods.runner.zygote import Zygote
 from autods.system import processes
@@ -105,3 +106,23 @@ def test_a_job_ends_although_a_rank_cannot_be_killed(tmp_path: Path, monkeypatch
     assert f"process {rank.pid} (sleep) in state S" in report.survivors
     assert [rank.killed_by_us for rank in report.ranks] == [True]
     assert not report.succeeded
+
+
+def test_an_abort_wakes_the_watch_over_ranks_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read after the job. Until then a rank that does not end would be looked at without end."""
+    job = replace(JOB, folder=str(tmp_path / "logs"), scratch=str(tmp_path / "scratch"), local_ranks=(0,), end_s=0.3)
+    looks = list[float]()
+    look = RankMonitor.check
+    ours, peer = socket.socketpair()
+    with ours, peer, subprocess.Popen(["/bin/sleep", "60"]) as rank, monkeypatch.context() as patched:
+        patched.setattr(RankMonitor, "check", lambda monitor, began: (looks.append(began), look(monitor, began)))
+        patched.setattr(processes, "fork_watched", lambda: (rank.pid, os.pidfd_open(rank.pid), -1))
+        patched.setattr(processes, "list_children", lambda: [rank.pid])
+        for name in ("kill", "killpg"):
+            patched.setattr(os, name, lambda pid, number: None)
+        ours.sendall(b"abort\n")
+        report = Zygote(peer, None, None, spawn=False).run_job(job, aborted=False)
+        patched.undo()
+        rank.send_signal(signal.SIGKILL)
+    assert report.killed_because == "aborted"
+    assert len(looks) < 60
