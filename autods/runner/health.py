@@ -110,7 +110,7 @@ class Watch:
     """Hears of trials and of heartbeats, and calls `warn` for throttled cards, and once for each slow rank.
 
     A rank counts as slow when it was so in three looks that follow one another: in a run after `every` steps, else in
-    three trials.
+    three trials. A run that goes on from a checkpoint counts its steps from there.
     """
 
     warn: Callable[[str], None]
@@ -124,7 +124,7 @@ class Watch:
         """Look at the heartbeat of a job that runs."""
         for text in beat.throttled:
             self.warn(text)
-        if of_run and (self._looked is None or beat.step >= self._looked + self.every):
+        if of_run and (self._looked is None or abs(beat.step - self._looked) >= self.every):
             self._looked = beat.step
             self._look(find_slowest({int(rank): seconds for rank, seconds in beat.forward_s.items()}))
 

@@ -100,6 +100,15 @@ def test_a_run_names_a_slow_rank_once_when_it_stays_slow() -> None:
     assert warning.startswith("rank 1 is the slowest: its forward takes 1.50 ×")
 
 
+def test_a_run_that_goes_on_from_a_checkpoint_is_looked_at_again() -> None:
+    warnings: list[str] = []
+    watch = Watch(warnings.append)
+    watch.hear_heartbeat(beat(1000, 1.0, 1.0), of_run=True)
+    for step in (500, 508, 516):
+        watch.hear_heartbeat(beat(step, 1.0, 1.5), of_run=True)
+    assert len(warnings) == 1
+
+
 def test_a_rank_that_was_slow_for_a_moment_is_not_named() -> None:
     warnings: list[str] = []
     watch = Watch(warnings.append, every=1)
