@@ -114,6 +114,7 @@ class Observer:
     _sampled_s: float = 0.0
     _build_began_s: float = 0.0
     _init_began_s: float = 0.0
+    _first_step: int | None = None  # of training here: a run may go on from a checkpoint
     _first_step_over: bool = False
 
     def __post_init__(self) -> None:
@@ -132,8 +133,11 @@ class Observer:
             self.training_peaks = self.meter.allocator()
         elif phase == "save":
             self.training_peaks |= self.meter.leave_device()
-        if (phase != self.phase and self.phase in _ONCE) or (step and not self._first_step_over):
-            self._first_step_over = step > 0
+        if phase == "forward" and self._first_step is None:
+            self._first_step = step
+        ends_first_step = not self._first_step_over and self._first_step is not None and step > self._first_step
+        if (phase != self.phase and self.phase in _ONCE) or ends_first_step:
+            self._first_step_over = self._first_step_over or ends_first_step
             self.meter.settle()
         self.touch(phase, step)
 

@@ -93,6 +93,18 @@ def test_the_meter_settles_after_each_part_that_happens_once() -> None:
     assert settled == {"rendezvous": 0, "build": 1, "init": 2, "step 0": 3, "step 1": 4, "step 2": 4}
 
 
+def test_the_meter_settles_after_the_first_step_behind_a_checkpoint() -> None:
+    """NCCL and the kernels take their memory in the first step of a process, whatever its number is."""
+    meter, board = SettlingMeter(), Heartbeats.create(1)
+    observer = Observer(board, 0, meter)
+    settled = []
+    for phase, step in (("init", 0), ("load", 0), ("forward", 500), ("script", 501), ("forward", 501)):
+        observer(phase, step)  # type: ignore[arg-type]
+        settled.append(meter.settled)
+    board.close()
+    assert settled == [0, 1, 1, 2, 2]
+
+
 def test_torch_compile_is_a_phase_in_the_heartbeats() -> None:
     """It may take minutes in one forward, and is no hang."""
     import torch
