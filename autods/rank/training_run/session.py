@@ -215,7 +215,8 @@ class Session:
         seed = 0 if self.job is None else self.job.seed
         # A loader draws the seed of its workers when its iteration begins. From the rank's own generator, that would
         # take a number which a run without interruption does not take.
-        generator = torch.Generator().manual_seed(derive_seed(seed, self.step, self.consensus.rank))
+        generator = torch.Generator(device=torch.get_default_device())  # the loader draws there
+        generator.manual_seed(derive_seed(seed, self.step, self.consensus.rank))
         loader_options = {"generator": generator, **loader_options}
         collate, end = collate_fn or default_collate, self.steps
         follows, self._has_dealt = self._has_dealt, True

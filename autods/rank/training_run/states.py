@@ -203,7 +203,7 @@ def start_copy(losses: Sequence[Any]) -> Callable[[], Sequence[float | None]]:
     if not on_device:
         return lambda: losses
     stacked = torch.stack([losses[index] for index in on_device])
-    on_host = torch.empty(stacked.shape, pin_memory=True)
+    on_host = torch.empty_like(stacked, device="cpu", pin_memory=True)  # whatever a script's default device and dtype
     on_host.copy_(stacked, non_blocking=True)
     copied = torch.get_device_module(stacked.device).Event()
     copied.record()

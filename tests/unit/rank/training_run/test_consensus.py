@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from autods.rank.training_run.consensus import Consensus
 
@@ -81,6 +82,13 @@ def test_each_step_is_delivered_in_order_with_the_mean_loss():
     assert len(steps) > 85
     assert [loss for _, loss in ranks.delivered[0]] == [step + 0.5 for step in steps]
     assert {line for line, _ in ranks.delivered[1]} == {None}
+
+
+def test_losses_are_summed_up_on_the_host_whatever_a_scripts_default_device_is():
+    ranks = Ranks()
+    with torch.device("meta"):
+        ranks.report(10)
+    assert ranks.delivered[0][0] == ({"step": 1}, 1.5)
 
 
 def test_losses_are_read_a_step_after_their_copy_began():
