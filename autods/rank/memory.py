@@ -337,7 +337,8 @@ class CudaMeter(Meter):
         return event
 
     def seconds_between(self, begin: Any, end: Any) -> float | None:
-        return float(begin.elapsed_time(end)) / 1000 if end.query() else None
+        is_done = begin.query() and end.query()  # a script may do parts of a step in other streams
+        return float(begin.elapsed_time(end)) / 1000 if is_done else None
 
     def _measure(self) -> None:
         """Read what only grows, and what torch has counted."""

@@ -345,7 +345,8 @@ class FakeEvent:
         return self.now_s[0] >= self.at_s
 
     def elapsed_time(self, end: FakeEvent) -> float:
-        assert end.query()  # else torch raises
+        assert self.query()  # else torch raises
+        assert end.query()
         return 1000 * (end.at_s - self.at_s)
 
 
@@ -357,3 +358,11 @@ def test_a_forward_takes_what_the_card_needs_for_it() -> None:
     assert meter.seconds_between(begin, end) is None
     now_s[0] = 9.0
     assert meter.seconds_between(begin, end) == pytest.approx(3.0)
+
+
+def test_a_mark_of_another_stream_may_come_later_than_the_next() -> None:
+    meter, cuda, _ = meter_on(FakeCard())
+    now_s, reached_s = [3.0], iter((5.0, 2.0))
+    cuda.Event = lambda enable_timing: FakeEvent(next(reached_s), now_s)
+    begin, end = meter.mark(), meter.mark()
+    assert meter.seconds_between(begin, end) is None
