@@ -186,7 +186,7 @@ class NodeAgent:
                 self.heartbeat = message
         finally:
             self.job_number, self.job = 0, None
-        death = self._bury_zygote()
+        death = self._bury_zygote(_CLOSE_S + job.end_s)  # one that `stop` has told to end ends its ranks first
         remove_folders(job)  # not before the ranks that work in them are gone
         return replace(death, phase=self.heartbeat.phase, step=self.heartbeat.step, host=host.summarize())
 
@@ -221,12 +221,15 @@ class NodeAgent:
         self.session.close()
         processes.kill_children(_STRAYS_S)
 
-    def _bury_zygote(self) -> ZygoteDied:
-        """Reap the zygote. Its ranks die with it; processes that hid from it became our children."""
+    def _bury_zygote(self, within_s: float = _CLOSE_S) -> ZygoteDied:
+        """Reap the zygote, by SIGKILL after that time, or at once where it says nothing.
+
+        Its ranks die with it; processes that hid from it became our children.
+        """
         zygote, self.zygote = self.zygote, None
         assert zygote is not None
         how = "" if zygote.overdue_s is None else f"{_SAID_NOTHING} for {zygote.overdue_s:.0f} s, {zygote.locate()}"
-        code = zygote.close(0.0 if how else _CLOSE_S)
+        code = zygote.close(0.0 if how else within_s)
         note = find_note(zygote.process.pid, self.environment)
         self.session.close()  # before the children are killed: its guard is one
         processes.kill_children(_STRAYS_S)

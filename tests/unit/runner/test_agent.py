@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -43,10 +44,16 @@ def spared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def zygote() -> Iterator[ZygoteProcess]:
+    with running(WAITS) as zygote:
+        yield zygote
+
+
+@contextlib.contextmanager
+def running(code: str) -> Iterator[ZygoteProcess]:
     connection, peer = socket.socketpair()
     with peer:
         process = subprocess.Popen(
-            [sys.executable, "-c", WAITS, str(peer.fileno())], pass_fds=[peer.fileno()], stdout=subprocess.PIPE
+            [sys.executable, "-c", code, str(peer.fileno())], pass_fds=[peer.fileno()], stdout=subprocess.PIPE
         )
     with connection, process:
         yield ZygoteProcess(process=process, connection=connection)
@@ -117,6 +124,23 @@ def test_a_job_has_a_private_folder_until_it_ends(zygote: ZygoteProcess) -> None
         zygote.process.kill()
         assert isinstance(died.result(), ZygoteDied)
     assert not folder.exists()
+
+
+def test_a_zygote_that_is_stopped_amid_a_job_has_the_time_of_that_job_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends its ranks, which may have much memory to give back, and removes their files."""
+    monkeypatch.setattr(agent_module, "_CLOSE_S", 0.1)
+    node = an_agent()
+    with running(WAITS.replace("sys.exit(3)", "import time\ntime.sleep(1)\nsys.exit(3)")) as zygote:
+        assert zygote.receive(60) == Ready(pid=1)
+        node.zygote = zygote
+        with ThreadPoolExecutor(1) as threads:
+            died = threads.submit(node.run, JOB, 1)
+            assert zygote.process.stdout is not None
+            zygote.process.stdout.readline()
+            node.stop()
+            death = died.result()
+    assert isinstance(death, ZygoteDied)
+    assert death.how == "exit 3"
 
 
 def test_a_file_counts_as_seen_only_if_it_is_the_same(tmp_path: Path) -> None:
