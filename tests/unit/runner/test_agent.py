@@ -126,7 +126,7 @@ def test_a_job_has_a_private_folder_until_it_ends(zygote: ZygoteProcess) -> None
     assert not folder.exists()
 
 
-def test_a_zygote_that_is_stopped_amid_a_job_has_the_time_of_that_job_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_zygote_stopped_amid_a_job_has_the_time_of_that_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends its ranks, which may have much memory to give back, and removes their files."""
     monkeypatch.setattr(agent_module, "_CLOSE_S", 0.1)
     node = an_agent()

@@ -84,7 +84,7 @@ def test_each_step_is_delivered_in_order_with_the_mean_loss():
     assert {line for line, _ in ranks.delivered[1]} == {None}
 
 
-def test_losses_are_summed_up_on_the_host_whatever_a_scripts_default_device_is():
+def test_losses_are_summed_up_on_the_host_beside_a_default_card():
     ranks = Ranks()
     with torch.device("meta"):
         ranks.report(10)
