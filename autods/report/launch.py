@@ -131,9 +131,10 @@ def launch_commands(report: FitReport) -> dict[str, str]:
     of the ops that trials built, which would take minutes again. The allocator's settings are those of the config.
     """
     script, nodes = report.question.script, report.question.nodes
-    per_node, rendezvous = str(report.question.ranks_per_node), ["--standalone"]
-    if nodes > 1:  # torchrun is started on each node
+    per_node, rendezvous, place = str(report.question.ranks_per_node), ["--standalone"], list[str]()
+    if nodes > 1:  # torchrun and accelerate are started on each node
         rendezvous = f"--nnodes {nodes} --rdzv_backend c10d --rdzv_endpoint FIRST_NODE:29500".split()
+        place = ["--machine_rank", "NODE_NUMBER", "--main_process_ip", "FIRST_NODE", "--main_process_port", "29500"]
     local_rank = [] if script is None or script.takes_local_rank else ["--no_local_rank"]
     binds = _binds_cores(report) and report.hardware is not None and report.hardware.numactl
     bound = ["--numa-binding", "exclusive"] if binds else []
@@ -145,7 +146,7 @@ def launch_commands(report: FitReport) -> dict[str, str]:
             *(["--bind_cores_to_rank"] if binds else []),
             *local_rank,
         ],
-        "accelerate": ["accelerate", "launch", "--config_file", str(Path(report.out) / ACCELERATE)],
+        "accelerate": ["accelerate", "launch", "--config_file", str(Path(report.out) / ACCELERATE), *place],
     }
     threads = report.question.threads
     variables = {
@@ -284,6 +285,8 @@ def accelerate_yaml(report: FitReport, config_path: str) -> str:
     """
     ds_config = report.ds_config or {}
     micro_batch = ds_config.get("train_micro_batch_size_per_gpu")
+    # By default one node starts the others, by a hostfile: without one, each would train alone on its own cards.
+    launcher = "  deepspeed_multinode_launcher: standard\n" if report.question.nodes > 1 else ""
     comments = [f"# The dataloader's batch_size is the config's micro batch: {micro_batch}"]
     for section, dummy in (("optimizer", "DummyOptim"), ("scheduler", "DummyScheduler")):
         if section in ds_config:
@@ -295,7 +298,7 @@ compute_environment: LOCAL_MACHINE
 distributed_type: DEEPSPEED
 deepspeed_config:
   deepspeed_config_file: {json.dumps(config_path)}
-num_machines: {report.question.nodes}
+{launcher}num_machines: {report.question.nodes}
 machine_rank: 0
 num_processes: {report.question.gpus}
 main_training_function: main

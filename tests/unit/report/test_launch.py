@@ -120,6 +120,18 @@ def test_launchers_get_the_ranks_per_node_on_several_nodes():
         "torchrun --nnodes 2 --rdzv_backend c10d --rdzv_endpoint FIRST_NODE:29500 --nproc"
     )
     assert "--nproc_per_node 4" in said["torchrun"]
+    assert "--machine_rank NODE_NUMBER --main_process_ip FIRST_NODE" in said["accelerate"]
+
+
+@pytest.mark.parametrize(("nodes", "launcher"), [(1, None), (2, "standard")])
+def test_accelerate_is_started_on_each_of_several_nodes(nodes, launcher):
+    """By its default it hands over to DeepSpeed's launcher, which trains on one node where it gets no hostfile."""
+    yaml = pytest.importorskip("yaml")
+    report = scripted()
+    report = replace(report, question=replace(report.question, gpus=8, nodes=nodes))
+    said = yaml.safe_load(accelerate_yaml(report, "c.json"))
+    assert (said["num_machines"], said["num_processes"]) == (nodes, 8)
+    assert said["deepspeed_config"].get("deepspeed_multinode_launcher") == launcher
 
 
 def test_a_script_that_knows_no_local_rank_is_not_given_one():
