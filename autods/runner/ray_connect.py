@@ -44,9 +44,9 @@ _VARIABLES = {
     "RAY_enable_metrics_collection": "0",  # nobody reads them, and their port asks for no token
 }
 # Clusters of RLHF stacks often set these. Ray then does not tell its actors which cards they were given, and ranks
-# would take those of other jobs.
+# would take those of other jobs. Empty, for an older Ray takes each other text for a yes, "0" too.
 _TELLS_CARDS = {
-    f"RAY_EXPERIMENTAL_NOSET_{device.visible_variable}": "0" for device in DEVICES.values() if device.visible_variable
+    f"RAY_EXPERIMENTAL_NOSET_{device.visible_variable}": "" for device in DEVICES.values() if device.visible_variable
 }
 _ADDRESS_BYTES = 300
 _SHUTDOWN_S = 30.0
