@@ -137,7 +137,7 @@ def reserve_nodes(
     group = cluster.reserve([dict(need.bundle)] * need.nodes, "STRICT_SPREAD" if need.nodes > 1 else "STRICT_PACK")
     try:
         began, reported_s = time.monotonic(), -_REPORT_EVERY_S
-        while not cluster.is_ready(group, _LOOK_EVERY_S):
+        while (nodes := _find_nodes(cluster, group)) is None:
             _check_possible(cluster, need)
             waited_s = time.monotonic() - began
             if within_s is not None and waited_s >= within_s:
@@ -145,8 +145,6 @@ def reserve_nodes(
             if waited_s >= _SILENT_S and waited_s - reported_s >= _REPORT_EVERY_S:
                 reported_s = waited_s
                 report(_format_waiting(need, cluster.nodes()))
-        states = {node.id: node for node in cluster.nodes()}
-        nodes = {bundle: states[id] for bundle, id in enumerate(cluster.node_ids(group))}
     except BaseException:
         cluster.free(group)
         raise
@@ -160,6 +158,15 @@ def reserve_nodes(
             return id != first, b"\xff" * 16, address
 
     return group, dict(sorted(nodes.items(), key=sort_key))
+
+
+def _find_nodes(cluster: RayCluster, group: Any) -> dict[int, NodeState] | None:
+    """The nodes of the group by the index of their bundle; None unless all are reserved, and still alive."""
+    if not cluster.is_ready(group, _LOOK_EVERY_S):
+        return None
+    alive = {node.id: node for node in cluster.nodes()}
+    ids = cluster.node_ids(group)  # Ray reserves another node for one that has died since
+    return {bundle: alive[id] for bundle, id in enumerate(ids)} if alive.keys() >= set(ids) else None
 
 
 def _format_waiting(need: Need, nodes: Sequence[NodeState]) -> str:

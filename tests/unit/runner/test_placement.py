@@ -204,6 +204,21 @@ def test_a_node_that_goes_ends_the_wait_and_frees_the_group() -> None:
     assert cluster.freed == 1
 
 
+def test_a_reserved_node_that_dies_is_waited_for_again() -> None:
+    cluster = Scripted([a_node(1), a_node(3)], on=["id1", "id2"])
+
+    def look(group: Any, within_s: float) -> bool:
+        cluster.looks += 1
+        if cluster.looks == 2:
+            cluster.on = ["id1", "id3"]
+        return True
+
+    cluster.is_ready = look  # type: ignore[method-assign]
+    _, nodes = reserve_nodes(cluster, CPUS, report=silence)
+    assert [node.id for node in nodes.values()] == ["id1", "id3"]
+    assert (cluster.looks, cluster.freed) == (2, 0)
+
+
 @pytest.mark.parametrize(
     ("options", "cpus", "gpus"),
     [
