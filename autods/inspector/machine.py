@@ -14,7 +14,7 @@ from ..errors import EnvironmentBroken
 from ..files import find_existing
 from ..report.results.doctor import Check
 from ..runner.health import Preflight
-from ..system import landlock
+from ..system import landlock, processes
 from ..system.host import Hardware, read_cpu_quota
 from ..units import format_bytes
 
@@ -127,12 +127,8 @@ def check_shared_memory(folder: Path) -> Iterator[Check]:
 
 def may_lock_memory() -> bool:
     """Whether this process may lock any amount of memory: it has CAP_IPC_LOCK, as root usually does."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return False
-    held = next((line.split()[1] for line in status.splitlines() if line.startswith("CapEff:")), "0")
-    return bool(int(held, 16) >> _CAP_IPC_LOCK & 1)
+    held = int(processes.read_status("self").get("CapEff", "0"), 16)
+    return bool(held >> _CAP_IPC_LOCK & 1)
 
 
 def check_limits(

@@ -23,6 +23,7 @@ from typing import Any
 from ..devices import find_device
 from ..devices.base import EXPANDABLE
 from ..devices.cuda import CUDA, read_process_bytes, read_used_bytes
+from ..system import processes
 from ..units import format_bytes
 from .patching import declare
 
@@ -412,13 +413,8 @@ def growth_per_step(held_bytes: Sequence[int]) -> int | None:
 
 
 def status_bytes(*names: str) -> dict[str, int]:
-    """Return fields of /proc/self/status that are given in kB, in bytes; fields that it lacks are left out."""
-    values = {}
-    for line in Path("/proc/self/status").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name in names:
-            values[name] = int(value.split()[0]) * 1024
-    return values
+    """Return fields of this process's status that are given in kB, in bytes; fields that it lacks are left out."""
+    return processes.status_bytes("self", *names)
 
 
 def read_private_bytes() -> int:

@@ -153,7 +153,7 @@ def _read_thread_names() -> list[str]:
     names = []
     for path in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):
-            names.append((path / "comm").read_text().strip())
+            names.append((path / "comm").read_text(errors="replace").strip())
     return names
 
 

@@ -199,8 +199,8 @@ class HostMonitor:
         self.least_free_bytes = min(self.least_free_bytes, read_host_memory(self.groups).free_bytes)
         for rank in ranks:
             # Private bytes: pages of files can be dropped, and shared pages count apart.
-            held, name = processes.read_status(rank.pid).get("RssAnon", "0 kB"), str(rank.rank)
-            self.peak_rss_bytes[name] = max(self.peak_rss_bytes.get(name, 0), int(held.split()[0]) * 1024)
+            held, name = processes.status_bytes(rank.pid, "RssAnon").get("RssAnon", 0), str(rank.rank)
+            self.peak_rss_bytes[name] = max(self.peak_rss_bytes.get(name, 0), held)
 
     def summarize(self) -> HostUsage:
         """The host's memory since `begin`."""

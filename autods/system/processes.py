@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
@@ -112,13 +112,19 @@ def redirect_and_close(log: int, keep: set[int]) -> None:
                 os.close(int(name))
 
 
-def read_status(pid: int) -> dict[str, str]:
+def read_status(pid: int | Literal["self"]) -> dict[str, str]:
     """Return the fields of /proc/PID/status; empty when the process is gone."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    try:  # the kernel cuts names after 15 bytes, also amid a character
+        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
     except OSError:
         return {}
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def status_bytes(pid: int | Literal["self"], *names: str) -> dict[str, int]:
+    """Return fields of /proc/PID/status that are given in kB, in bytes; fields that it lacks are left out."""
+    status = read_status(pid)
+    return {name: int(status[name].split()[0]) * 1024 for name in names if name in status}
 
 
 def is_stopped(pid: int) -> bool:
@@ -186,7 +192,7 @@ def measure_work(leader: int) -> SessionUse:
 
 def _read_stat(path: Path) -> list[str]:
     """The fields of a process or a thread after its name, which may hold blanks; the first is its state."""
-    return path.read_text().rpartition(") ")[2].split()
+    return path.read_text(errors="replace").rpartition(") ")[2].split()
 
 
 def prefer_for_oom_kill() -> None:

@@ -178,7 +178,7 @@ class FilesRead:
         # A lazy module would be imported by getattr(module, "__file__").
         modules = [getattr(module, "__dict__", {}) for module in tuple(sys.modules.values())]
         yield from (path for module in modules if isinstance(path := module.get("__file__"), str))
-        mapped = (line.split(None, 5)[5:] for line in _MAPS.read_text().splitlines())
+        mapped = (line.split(None, 5)[5:] for line in _MAPS.read_text(errors="surrogateescape").splitlines())
         there = [path for parts in mapped for path in parts]
         for number in _listdir(_DESCRIPTORS):
             with contextlib.suppress(OSError, StopIteration, ValueError):  # it was closed meanwhile

@@ -234,3 +234,17 @@ def test_a_log_stays_whole_where_a_part_has_no_room(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert log.read_text() == "a line\n" * 200
     assert processes.find_log_parts(log) == []
+
+
+def test_a_name_that_the_kernel_cut_amid_a_character_is_read() -> None:
+    names_itself = (
+        "import sys; open('/proc/self/comm', 'wb').write('обучение'.encode()); print(flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", names_itself]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert processes.read_status(child.pid)["Name"].startswith("обучени")
+        assert processes.status_bytes(child.pid, "RssAnon", "NoSuchField").keys() == {"RssAnon"}
+        assert processes.measure_work(child.pid).moved_bytes > 0
+        assert not processes.is_compiling(child.pid)
