@@ -75,12 +75,7 @@ class Silence:
         limit_s = max(self.job.silence_s[rank.beat.phase] for rank in ranks)  # a fast rank waits for a slow one
         quiet_s = min(self.seconds, now - self._at_work_s)
         is_over, depends = quiet_s > limit_s, self._depends_on_work(ranks, quiet_s, limit_s)
-        if self.seconds < _ASK_AFTER_S and not (is_over and depends):
-            self.place, self._asked_s, self._question, self._is_idle = "", 0.0, None, False
-        elif self._question is not None and now - self._question.asked_s > _ANSWER_S:
-            self._read_answer(self._question, ranks, now)
-        elif self._question is None and (now - self._asked_s > _ASK_EVERY_S or (is_over and depends)):
-            self._ask(ranks, now)
+        self._keep_asking(ranks, now, at_once=is_over and depends)
         if not is_over or (depends and not self._is_idle):
             return None
         if any(processes.is_compiling(rank.pid) for rank in ranks):
@@ -94,6 +89,16 @@ class Silence:
             return False
         waits_for_others = not self.job.is_whole and quiet_s < MOST_LIMITS * limit_s
         return waits_for_others or any(is_own_code(self.job, rank.beat.phase) for rank in ranks)
+
+    def _keep_asking(self, ranks: Sequence[RunningRank], now: float, *, at_once: bool) -> None:
+        """Ask silent ranks where they are, now and then, and read their answers; forget them where ranks have moved."""
+        if self.seconds < _ASK_AFTER_S and not at_once:
+            self.place, self._asked_s, self._question, self._is_idle = "", 0.0, None, False
+        elif self._question is None:
+            if at_once or now - self._asked_s > _ASK_EVERY_S:
+                self._ask(ranks, now)
+        elif now - self._question.asked_s > _ANSWER_S:
+            self._read_answer(self._question, ranks, now)
 
     def _ask(self, ranks: Sequence[RunningRank], now: float) -> None:
         self._asked_s = now

@@ -424,8 +424,20 @@ class _Race:
         timed = [(record, contestant) for contestant in fitting for record in contestant.eligible()]
         close = [(record, contestant) for record, contestant in timed if is_close(record, contestant)]
         close.sort(key=lambda item: score(item[0]), reverse=True)
+        kept = self._drop_similar(close)
+        best, first = kept[0]
+        runner_up = next((contestant for contestant in fitting if contestant is not first), None)
+        is_alone = all(owner is first for _, owner in kept)
+        if runner_up is None or not is_alone or first.is_forecast_faster(runner_up):
+            return kept
+        second = runner_up.best()
+        return kept if second is None else [(best, first), (second, runner_up), *kept[1:]]
+
+    def _drop_similar(self, timed: Sequence[tuple[Record, Contestant]]) -> list[tuple[Record, Contestant]]:
+        """One trial of each config's similar micro batches; `timed` has the best first."""
+        score = self.context.score
         kept: list[tuple[Record, Contestant]] = []
-        for record, contestant in close:
+        for record, contestant in timed:
             size = record.trial.knobs.micro_batch
             for place, (other, owner) in enumerate(kept):
                 other_size = other.trial.knobs.micro_batch
@@ -435,13 +447,4 @@ class _Race:
                     break
             else:
                 kept.append((record, contestant))
-        others = [contestant for contestant in fitting if contestant is not kept[0][1]]
-        is_alone = all(owner is kept[0][1] for _, owner in kept)
-        if (
-            others
-            and is_alone
-            and not kept[0][1].is_forecast_faster(others[0])
-            and (best := others[0].best()) is not None
-        ):
-            kept.insert(1, (best, others[0]))
         return kept
