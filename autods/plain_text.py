@@ -17,12 +17,6 @@ def clean(text: str) -> str:
     return escape_controls(_COLOURS.sub("", text).replace("\r\n", "\n"))
 
 
-def shorten(text: str, most: int = _MOST_CHARS) -> str:
-    """The first and the last part of a text that has more than `most` characters."""
-    half = most // 2
-    return text if len(text) <= most else f"{text[:half]}\n[... {len(text) - most} characters ...]\n{text[-half:]}"
-
-
 def read_text(value: object, most: int = _MOST_CHARS) -> str:
     """What `str` says of any object, printable and at most about `most` characters long.
 
@@ -36,12 +30,18 @@ def read_text(value: object, most: int = _MOST_CHARS) -> str:
     return "(no text: its __str__ raises an exception)"
 
 
-def read_traceback(error: BaseException, most: int = _MOST_CHARS) -> str:
+def read_traceback(error: BaseException) -> str:
     """The traceback as Python prints it, printable and shortened; the frames alone where the rest cannot be read."""
     try:
         lines: Any = traceback.format_exception(error)
-        return clean(shorten("".join(lines), most))
+        return clean(_shorten("".join(lines)))
     except BaseException:  # of a method of the exception, or of one that it was raised from
         frames = traceback.format_tb(error.__traceback__)
         text = "".join(["Traceback (most recent call last):\n", *frames, f"{type(error).__name__}: {read_text(error)}"])
-        return clean(shorten(text, most))
+        return clean(_shorten(text))
+
+
+def _shorten(text: str) -> str:
+    """The first and the last part of a long text."""
+    half, left_out = _MOST_CHARS // 2, len(text) - _MOST_CHARS
+    return text if left_out <= 0 else f"{text[:half]}\n[... {left_out} characters ...]\n{text[-half:]}"

@@ -17,7 +17,7 @@ from .values import Engine, EngineSpec, ForecastPhase, Simulation, Simulator, Tr
 Script = Callable[[EngineSpec, int], Simulation]
 
 
-def simulate_peaks(micro_batch: int, host: int = 0, nvme: int = 0, **device: int) -> Simulation:
+def simulate_peaks(micro_batch: int, host: int = 0, **device: int) -> Simulation:
     """Return a simulation with one tensor in each phase: `simulate_peaks(1, init=4 * GIB, backward=6 * GIB)`."""
     peaks = {cast(ForecastPhase, phase): size for phase, size in device.items()}
     most = max(peaks.values(), default=0)
@@ -29,7 +29,6 @@ def simulate_peaks(micro_batch: int, host: int = 0, nvme: int = 0, **device: int
         micro_batch=micro_batch,
         live_bytes={phase: {"device": size, "host": host} for phase, size in peaks.items()},
         traces={"device": trace},
-        nvme_bytes=nvme,
         breakdown={"parameters": most // 2, "activations": most - most // 2},
     )
 

@@ -157,7 +157,6 @@ def observe_trial(
     simulation: Simulation,
     outcome: Outcome,
     *,
-    overheads: Overheads | None = None,
     expandable: bool = False,
 ) -> Observation | None:
     """Return the device's peak with its forecast; None when the trial does not show it.
@@ -165,7 +164,7 @@ def observe_trial(
     `spec` and `simulation` are those of the config that the trial ran. On CUDA both are what torch's allocator reserved
     within the limit, which may be more than the trial needed: the forecast adds what lies beside it.
     """
-    need = compute_rank_memory(spec, simulation, overheads or read_overheads(), expandable=expandable)
+    need = compute_rank_memory(spec, simulation, read_overheads(), expandable=expandable)
     predicted, outside = need.device.peak_bytes, need.outside_allocator
     match outcome:
         case Fit(card=card):
