@@ -124,9 +124,8 @@ class Consensus:
         # The sums of the first two are exact: the other ranks add nothing.
         orders = (self.find_stop(), self._choose_interval()) if self.rank == 0 else (0, 0)
         losses = (float("nan") if loss is None else loss for loss in reports.read_losses())
-        reports.sums = torch.tensor(
-            [*orders, *losses], dtype=torch.float64, device="cpu"
-        )  # whatever a script's default
+        # A script may have made a card the default device.
+        reports.sums = torch.tensor([*orders, *losses], dtype=torch.float64, device="cpu")
         if self.group is not None:
             reports.work = self.group.allreduce([reports.sums])  # torch's function takes as long again
         self._sent = reports
