@@ -9,12 +9,19 @@ from typing import Any
 from .units import escape_controls
 
 _MOST_CHARS = 6000
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+# What a terminal obeys in place of showing: colours and moves of the cursor, titles and links, character sets.
+TERMINAL_CODES = r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)|[()][AB0-2])"
+_CODES = re.compile(TERMINAL_CODES)
+
+
+def drop_terminal_codes(text: str) -> str:
+    """'red' of '\x1b[31mred\x1b[0m'."""
+    return _CODES.sub("", text)
 
 
 def clean(text: str) -> str:
-    """The text without colours; what else a terminal would obey stands as Python writes it. Line ends and tabs stay."""
-    return escape_controls(_COLOURS.sub("", text).replace("\r\n", "\n"))
+    """The text without a terminal's codes; other control characters stand as Python writes them, but line ends and tabs."""
+    return escape_controls(drop_terminal_codes(text).replace("\r\n", "\n"))
 
 
 def read_text(value: object, most: int = _MOST_CHARS) -> str:

@@ -11,6 +11,7 @@ from .units import escape_controls, format_factor
 Tier = Literal["device", "host", "pinned", "shm", "nvme"]
 TIERS: tuple[Tier, ...] = ("device", "host", "pinned", "nvme")  # forecast and measured; shm is watched and diagnosed
 TIERS_OF_A_NODE: tuple[Tier, ...] = ("host", "nvme")  # the others are a rank's
+_LACKS: Mapping[Tier, str] = {"shm": "/dev/shm", "nvme": "disk space"}
 _GROWN_BESIDE = 64 * 2**20  # bytes of kernels and libraries that are loaded after the first step
 # The activity of a rank. The order is that of a trial; the heartbeat stores the index. In "script" a run's script works
 # between the calls of its engine.
@@ -211,6 +212,11 @@ class OutOfMemory:
     kind: Literal["out_of_memory"] = "out_of_memory"
 
     @property
+    def lacked(self) -> str:
+        """What was lacking, after "out of"."""
+        return name_lack(self.tier)
+
+    @property
     def missing_bytes(self) -> int | None:
         """A lower bound of the bytes that were missing: the failed allocation less the free bytes."""
         if self.wanted_bytes is None:
@@ -248,6 +254,11 @@ Outcome = Fit | OutOfMemory | Failed
 def is_machines_fault(outcome: Outcome) -> bool:
     """Whether the machine needs a fix first: a full disk, a lost GPU, a missing compiler."""
     return not isinstance(outcome, Fit) and outcome.action == "fix_environment"
+
+
+def name_lack(tier: Tier) -> str:
+    """What a full tier lacks, after "out of": 'device memory'; of a disk, be it NVMe or a checkpoint's, 'disk space'."""
+    return _LACKS.get(tier, f"{tier} memory")
 
 
 def first_line(text: str, most: int = 160) -> str:

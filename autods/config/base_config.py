@@ -118,6 +118,16 @@ def copy_as_json(config: Mapping[str, Any], place: str) -> dict[str, Any]:
     return copy
 
 
+def _set_sequence_ranks(base: dict[str, Any], sharers: int, world_size: int, place: str) -> None:
+    """Put --sequence-parallel into the config. Raises InputError where that, or the number of ranks, contradicts it."""
+    if world_size % sharers:
+        problem = f"--sequence-parallel {sharers}: the number of ranks, {world_size}, is no multiple of it"
+        raise InputError(problem, hint=f"give --gpus {max(sharers, world_size // sharers * sharers)}, say")
+    if (users := base.setdefault(SEQUENCE_RANKS, sharers)) != sharers:
+        problem = f"--sequence-parallel {sharers}, but {SEQUENCE_RANKS} is {users} there"
+        raise InputError(problem, place=place, hint="drop one of the two")
+
+
 def resolve_base_config(
     source: WorkloadSource, given: ConfigSource | None, precision: str, *, world_size: int, bf16: bool
 ) -> dict[str, Any]:
@@ -130,10 +140,8 @@ def resolve_base_config(
     users = source.base_config if given is None else given
     place = str(users) if isinstance(users, (str, os.PathLike)) else "base config"
     base = read_base_config(Path(users)) if isinstance(users, (str, os.PathLike)) else copy_as_json(users or {}, place)
-    sharers = source.sequence_parallel
-    if sharers is not None and (users_sharers := base.setdefault(SEQUENCE_RANKS, sharers)) != sharers:
-        problem = f"--sequence-parallel {sharers}, but {SEQUENCE_RANKS} is {users_sharers} there"
-        raise InputError(problem, place=place, hint="drop one of the two")
+    if source.sequence_parallel is not None:
+        _set_sequence_ranks(base, source.sequence_parallel, world_size, place)
     check_base_config(base, world_size=world_size, place=place, filled_in=fills_in_auto(source))
     base = use_documented_names(base)
     if precision != "auto":

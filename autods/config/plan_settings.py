@@ -208,8 +208,8 @@ def _read_prices(request: PlanRequest, machines: Sequence[str]) -> Mapping[str, 
         raise InputError(f"{option} {given}: machines have prices of their own", hint=hint)
     prices: dict[str, float] = {}
     spelt = {name.lower(): name for name in machines}  # --on takes those of the catalogue in any case
-    for asked, text in pairs:
-        name = spelt.get(asked.lower(), asked)
+    for given_name, text in pairs:
+        name = spelt.get(given_name.lower(), given_name)
         if name not in machines:
             raise InputError(f"{option}: the plan has no machine {name!r:.60}", hint=f"of: {', '.join(machines)}")
         try:
@@ -244,18 +244,23 @@ def adopt_script_batch(settings: PlanSettings, micro_batch: int) -> PlanSettings
     """
     sites = tuple(_with_base(site, site.base, micro_batch, site.global_batch, is_fixed=True) for site in settings.sites)
     sentence = f"micro batch {micro_batch}, which the script fixes (--micro-batch); a larger one was not searched"
-    assumed = [old for old in settings.assumed if old not in map(_assume_batch, settings.sites)]
-    return replace(settings, sites=sites, largest=False, adopts_batch=False, assumed=(*assumed, sentence))
+    assumed = (*list_but_batch(settings), sentence)
+    return replace(settings, sites=sites, largest=False, adopts_batch=False, assumed=assumed)
+
+
+def list_but_batch(settings: PlanSettings) -> tuple[str, ...]:
+    """The assumptions but for that of a micro batch, for settings that get another one."""
+    return tuple(sentence for sentence in settings.assumed if sentence not in map(_assume_batch, settings.sites))
 
 
 def _assume_batch(site: Site) -> str:
     return f"micro batch {site.micro_batch} (--micro-batch)"
 
 
-def _tell_kept_batch(sites: Sequence[Site], whose: str) -> list[str]:
+def _tell_kept_batch(sites: Sequence[Site], place: str) -> list[str]:
     """Say why no larger micro batch than the config's is asked about: it would change the global batch."""
     totals = {site.global_batch for site in sites} - {None}
-    return [f"global batch {total}, as {whose} says: micro batches divide it (--global-batch)" for total in totals]
+    return [f"global batch {total}, as {place} says: micro batches divide it (--global-batch)" for total in totals]
 
 
 def _with_base(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
+from ..plain_text import TERMINAL_CODES
 from .signatures import any_of, expand, read_signatures, read_toml
 
 _MOST_REPEATS = 12  # lines that differ only in their digits are kept this often
@@ -226,10 +227,9 @@ _UNBROKEN_BYTES = 1 << 16  # a line without an end is cut here
 _MANY_PARTS = 40  # in one line: progress bars without line ends
 _BACK_LINES = 200  # searched backwards for a line's time
 _WATCH_LINES = 3000  # after a failure, in which training progress is counted
-# Colours and other codes of a terminal. In a pasted log the escape character is often missing, or written out.
-_ANSI = re.compile(
-    r"\x1b(?:\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|[()][A-B0-2])|(?:\^\[|#033|\\(?:x1b|u001b|033|e))\[[0-9;]*m"
-    r"|\[(?:[01]?\d;)?(?:[014]|22|[39]\d|38;5;\d+)m"
+# In a pasted log the escape character of a colour is often missing, or written out.
+_CODES = re.compile(
+    rf"{TERMINAL_CODES}|(?:\^\[|#033|\\(?:x1b|u001b|033|e))\[[0-9;]*m|\[(?:[01]?\d;)?(?:[014]|22|[39]\d|38;5;\d+)m"
 )
 PROGRESS = re.compile(
     r"(?:\bsteps?|\biter(?:ation)?s?|global_step|\bepochs?|num_updates)\W{0,6}(\d+)|(\d+)/\d+ ?\[\d"
@@ -422,7 +422,7 @@ def _read_line_of(match: re.Match[bytes], block: bytes) -> str:
 
 
 def _clean(raw: bytes) -> str:
-    return _ANSI.sub("", raw.decode("utf-8", errors="replace"))
+    return _CODES.sub("", raw.decode("utf-8", errors="replace"))
 
 
 def _split(text: str) -> list[str]:

@@ -26,7 +26,7 @@ from ..config.deepspeed import (
     use_documented_names,
 )
 from ..config.key_rules import find_ignored
-from ..config.plan_settings import PlanSettings, resolve_plan
+from ..config.plan_settings import PlanSettings, list_but_batch, resolve_plan
 from ..config.problems import InstalledKeys, Problem, Question, find_problems, is_count, walk_keys
 from ..config.rungs import Rung, State
 from ..config.validator import EXPLAIN_RULES
@@ -106,8 +106,9 @@ def resolve_explain(
     settings = resolve_plan(question, source, hardware=hardware)
     if len(settings.sites) > 1:
         raise InputError("a config is explained on one machine", place=f"--on {request.on}", hint="name one")
-    settings = replace(settings, sites=(_give_batch(settings.sites[0], config, request.micro_batch, settings.source),))
-    return ExplainSettings(name=name, config=config, ranks=settings.sites[0].world_size, plan=settings)
+    site = _give_batch(settings.sites[0], config, request.micro_batch, settings.source)
+    settings = replace(settings, sites=(site,), assumed=list_but_batch(settings))
+    return ExplainSettings(name=name, config=config, ranks=site.world_size, plan=settings)
 
 
 def _give_batch(site: Site, config: Mapping[str, Any], micro_batch: int | None, source: WorkloadSource) -> Site:
@@ -118,8 +119,9 @@ def _give_batch(site: Site, config: Mapping[str, Any], micro_batch: int | None, 
     total_key, micro_key, _ = BATCH_KEYS
     batch = complete_batch(config, site.world_size)
     if micro_batch is not None:
-        asked = {**config, micro_key: micro_batch}
-        batch = complete_batch(asked, site.world_size) or complete_batch({**asked, total_key: None}, site.world_size)
+        with_micro = {**config, micro_key: micro_batch}
+        batch = complete_batch(with_micro, site.world_size)
+        batch = batch or complete_batch({**with_micro, total_key: None}, site.world_size)
     if batch is None:
         return site
     micro, accumulation = batch
@@ -224,6 +226,7 @@ def _simulate(
         reason=whole.reason,
         tiers={tier: held.peak_bytes for tier, held in whole.memory.items()},
         limits={tier: held.limit_bytes for tier, held in whole.memory.items() if held.limit_bytes is not None},
+        assumed=forecast.assumed,
     )
     return memory, costs, tuple(_find_whole_load(forecast))
 

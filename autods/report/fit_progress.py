@@ -122,12 +122,14 @@ def describe_progress(state: FitState, now_s: float) -> str:
     stages, place = state.stages.stages, state.stages.place
     left = _count_left(state, stages[place:])
     number = len(state.records) + bool(state.running)
-    total = len(state.records) + sum(left)
-    if search.most_trials:
-        total = min(total, max(search.most_trials, number))
+    usual = len(state.records) + sum(left)
+    is_limited = 0 < search.most_trials < usual
+    total = f"at most {max(search.most_trials, number)}" if is_limited else f"about {usual}"
     words = f"{stages[place].name}, {place + 1} of {len(stages)}"
-    if number:
-        words += f": trial {number} of about {total}"
+    if state.running:
+        words += f": trial {number} of {total}"
+    elif number:
+        words += f": {number} of {total} trials done"
     left_s = _estimate_left(state, search, list(zip(stages[place:], left, strict=True)), now_s)
     return words if left_s is None else f"{words}, {format_about(left_s)} left"
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ..files import is_library_file
+from ..plain_text import drop_terminal_codes
 from ..system import stacks
 from ..system.processes import find_log_parts
 from ..types import Trial
@@ -16,7 +17,6 @@ from ..types import Trial
 _MOST_BYTES = 2**20  # of a log at a time; what is longer follows the next time
 _MOST_LETTERS = 2000  # of a line
 _WARNING = re.compile(r"(/.+\.py):\d+: \w*Warning: ")
-_CONTROLS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # colours, and how nested progress bars move the cursor
 _LINE_END = re.compile(rb"[\r\n]+")  # a progress bar ends its lines with \r
 
 
@@ -54,7 +54,7 @@ class LogTail:
         if ended or (not end and len(new) == _MOST_BYTES):
             end = len(new)
         self._offset = begin + end
-        lines = (_CONTROLS.sub("", line.decode(errors="replace")).rstrip() for line in _LINE_END.split(new[:end]))
+        lines = (drop_terminal_codes(line.decode(errors="replace")).rstrip() for line in _LINE_END.split(new[:end]))
         return [line[:_MOST_LETTERS] for line in self._drop_stacks(lines) if line]
 
     def _drop_stacks(self, lines: Iterable[str]) -> Iterator[str]:

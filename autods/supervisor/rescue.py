@@ -12,7 +12,7 @@ from typing import TypeAlias
 from ..config.checkpointing import PARTIAL, find_state, is_as_lean, set_state
 from ..config.settings import count_nodes
 from ..devices.base import EXPANDABLE
-from ..types import Failed, Fit, OutOfMemory, Tier
+from ..types import Failed, Fit, OutOfMemory, Tier, name_lack
 from ..units import format_bytes
 from .known_rungs import KnownRung
 from .run_journal import RunConfig
@@ -184,7 +184,7 @@ _ADVICE: Mapping[Tier, str] = {
 
 def _give_up(situation: Situation, cause: Cause, tier: Tier) -> RunFailure:
     """The end of a run that no config holds: what was lacking, which rungs were passed over, and what helps."""
-    reason = f"out of {tier} memory, and no leaner config is left"
+    reason = f"out of {name_lack(tier)}, and no leaner config is left"
     missing = cause.missing_bytes if isinstance(cause, OutOfMemory) else None
     if missing is not None:
         reason += f": {_describe(situation.config)} lacked at least {format_bytes(missing)}"

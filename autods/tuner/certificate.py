@@ -17,7 +17,7 @@ def certificate_of_exam(exam: Record, *, limit_bytes: int, usable_bytes: float) 
         case Fit() as fit:
             return _certificate_of_fit(fit, limit_bytes, usable_bytes, exam.trial.knobs)
         case OutOfMemory() as out:
-            return Certificate(failures=(f"the longest batch ran out of {out.tier} memory",))
+            return Certificate(failures=(f"the longest batch ran out of {out.lacked}",))
         case Failed() as failure:  # the parts before it were done
             steps, is_after = exam.trial.steps, failure.phase in _AFTER_THE_STEPS
             part, unreached = _AFTER_THE_STEPS.get(failure.phase, _ALL)
@@ -128,6 +128,6 @@ def describe_exam(outcome: Outcome, limit_bytes: float = math.inf) -> str:
             return "fits"
         case OutOfMemory() as out:
             lacking = f", at least {format_bytes(out.missing_bytes)} short" if out.missing_bytes else ""
-            return f"ran out of {out.tier} memory in {out.phase}{lacking}"
+            return f"ran out of {out.lacked} in {out.phase}{lacking}"
         case Failed() as failure:
             return f"failed in {failure.phase}: {first_line(failure.evidence)}"

@@ -249,7 +249,7 @@ class _Search:
                     forecast = context.forecaster.forecast(answer.trial)
                     device = None if forecast is None else forecast.memory.get("device")
                     lacking = max(out.missing_bytes or 0, 0 if device is None else device.peak_bytes - limit_bytes)
-                    outcome = f"out of {out.tier} memory"
+                    outcome = f"out of {out.lacked}"
                 case Failed() as failure:
                     proposal.set_user_attr("outcome", f"failed: {failure.failure}")
                     proposal.set_user_attr("failure", failure.evidence[:200])

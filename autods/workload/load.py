@@ -224,12 +224,14 @@ def _make_config_source(
 
 
 def _with_long_sequences(source: WorkloadSource, sequence_parallel: int | None, tiled_loss: bool) -> WorkloadSource:
-    """The source with these options. Raises InputError where it is no causal language model."""
+    """The source with these options. Raises InputError where it is no causal language model, or for no rank."""
     given = [
         name for name, value in (("--sequence-parallel", sequence_parallel), ("--tiled-loss", tiled_loss)) if value
     ]
     if given and source.task != "causal-lm":
         raise InputError(f"{given[0]} is for --task causal-lm, and this is {source.task}", place=source.path)
+    if sequence_parallel is not None and sequence_parallel < 1:
+        raise InputError(f"--sequence-parallel {sequence_parallel}: at least one rank is needed")
     return _with_options(source, sequence_parallel=sequence_parallel, tiled_loss=tiled_loss or None)
 
 

@@ -1,7 +1,7 @@
 """What a trial costs beside its own work: wall − build − steps, per rung, after the first trial.
 
 python tests/benchmarks/trial_overhead.py [--repeats 5] [--workload model.py] [--gpu-memory 2GiB] [--rungs A,B]
-    [--apart] [--json]
+    [--precision fp32] [--apart] [--json]
 
 With --apart the trials of a rung run with ranks that share one built model, and again with ranks that each build it.
 Shown is all that is beside the steps, wall − steps, and the peak of the host. That counts shared pages for each rank.
@@ -35,13 +35,14 @@ def main() -> None:
     parser.add_argument("--workload", type=Path, default=Path(__file__).parent / "workloads" / "gpt_small.py")
     parser.add_argument("--gpu-memory", default="2GiB", help="the budget of a rank")
     parser.add_argument("--rungs", type=lambda text: tuple(text.split(",")), default=RUNGS)
+    parser.add_argument("--precision", default="auto", help="fp32 where the processor has no AVX-512")
     parser.add_argument("--apart", action="store_true", help="beside trials whose ranks build the model by themselves")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         settings = fit_settings(
             make_source(options.workload), hardware=read_hardware(), gpus=2, device="cpu",
-            gpu_memory=options.gpu_memory, out=folder,
+            gpu_memory=options.gpu_memory, precision=options.precision, out=folder,
         )  # fmt: skip
         with RayRunner(settings, lambda event: None) as runner:
             runner.survey()

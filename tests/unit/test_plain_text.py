@@ -38,7 +38,7 @@ class Subclass(Exception):
 # An exception, and what is read of it.
 READ: dict[str, tuple[BaseException, str]] = {
     "colours": (ValueError("\x1b[31mred\x1b[0m"), "red"),
-    "a title for the terminal": (ValueError("\x1b]0;title\x07"), "\\x1b]0;title\\x07"),
+    "a title for the terminal": (ValueError("\x1b]0;title\x07text"), "text"),
     "NUL": (ValueError("a\0b"), "a\\x00b"),
     "half a character": (ValueError("a\udc80b"), "a\\udc80b"),
     "another direction": (ValueError("a\u202eb\u2028c"), "a\\u202eb\\u2028c"),

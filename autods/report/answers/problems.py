@@ -12,7 +12,7 @@ from ...config.problems import Severity
 from ...diagnosis import Diagnosis
 from ...units import format_bytes
 from .. import document as doc
-from ..document import StyledLine, line, make_document
+from ..document import StyledLine, line, make_document, titled
 from ..results.doctor import CheckStatus, Checkup
 from ..results.explain import ExplainedKey, Explanation, KeyCost, NeededMemory
 from ..text import TIER_NAMES, format_number_of
@@ -25,7 +25,7 @@ _SEVERITY_STYLES: Mapping[Severity, str] = {"error": "red", "warning": "yellow",
 
 
 def make_explain_document(explanation: Explanation) -> doc.Document:
-    """What is wrong, what a rank needs, then the keys by section."""
+    """What is wrong, what a rank needs, the keys by section, then what was assumed."""
     question = f"{explanation.config}, as DeepSpeed {explanation.deepspeed} reads it"
     return make_document(title=explanation.config, question=question, parts=_list_explained(explanation))
 
@@ -54,6 +54,9 @@ def _list_explained(explanation: Explanation) -> Iterator[doc.Part]:
             yield doc.Paragraph(words=words, indent=2, gap=not section and not number)
             yield from (doc.Paragraph(words=words, indent=4) for words in _explain_key(key))
         yield from _count_others(len(keys), "keys")
+    if explanation.memory is not None:
+        sentences = tuple(line((sentence, "dim")) for sentence in explanation.memory.assumed)
+        yield from titled("Assumed", doc.Bullets(items=sentences))
 
 
 def _count_others(count: int, noun: str) -> Iterator[doc.Part]:

@@ -58,7 +58,7 @@ def list_remedies(report: FitReport) -> Iterator[str]:
     if report.partitioned is not None:
         yield describe_partitioned_build(report.partitioned)
     yield from dict.fromkeys(
-        f"{record.trial.rung} ran out of {record.outcome.tier} memory: {first_line(record.outcome.advice)}"
+        f"{record.trial.rung} ran out of {record.outcome.lacked}: {first_line(record.outcome.advice)}"
         for record in report.trials
         if isinstance(record.outcome, OutOfMemory) and record.outcome.tier != "device" and record.outcome.advice
     )

@@ -36,7 +36,8 @@ class ExplainedKey:
 class NeededMemory:
     """The memory of a rank with this config: bytes by tier, `limits` where they are known, and the verdict.
 
-    It is that of a step of `accumulation` micro batches.
+    It is that of a step of `accumulation` micro batches. `assumed` holds sentences about what the user left open, and
+    about what is left out of the model.
     """
 
     workload: str
@@ -47,6 +48,7 @@ class NeededMemory:
     reason: str
     tiers: Mapping[Tier, int]
     limits: Mapping[Tier, int]
+    assumed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

@@ -223,7 +223,7 @@ def test_the_time_left_is_that_of_the_trials_left() -> None:
 def test_a_trial_left_counts_as_long_as_the_longest_timed() -> None:
     raced = (*WALKED, (25.0, timed(2, "grow", 20.0)), (65.0, timed(3, "grow", 40.0)), (70.0, timed(4, "grow", 5.0)))
     # 3 of the race, 3 of tuning, and a certificate of one and a half
-    assert describe_progress(state_after(*raced), 70.0) == "race, 2 of 4: trial 4 of about 11, about 5 min left"
+    assert describe_progress(state_after(*raced), 70.0) == "race, 2 of 4: 4 of about 11 trials done, about 5 min left"
 
 
 def test_what_lies_between_trials_counts_as_time_left() -> None:
@@ -238,7 +238,7 @@ def test_a_stage_that_takes_longer_counts_on() -> None:
 
 
 def test_no_more_is_left_than_the_budget() -> None:
-    for limits, words in (({"most_trials": 4}, "of about 4,"), ({"most_seconds": 60.0}, "about 40 s left")):
+    for limits, words in (({"most_trials": 4}, "2 of at most 4 trials done,"), ({"most_seconds": 60.0}, "about 40 s left")):
         search = replace(STAGED, **{"most_trials": 0, **limits})  # type: ignore[arg-type]
         assert words in describe_progress(state_after((0.0, search), *WALKED[1:], (25.0, timed(2, "grow", 20.0))), 25.0)
 
@@ -250,7 +250,7 @@ def test_a_rehearsal_names_no_time() -> None:
 
 def test_the_view_shows_stage_and_time_left() -> None:
     lines = draw(state_after(*WALKED, (25.0, timed(2, "grow", 20.0))), 25.0)
-    assert "race, 2 of 4: trial 2 of about 11, about 3 min left" in lines
+    assert "race, 2 of 4: 2 of about 11 trials done, about 3 min left" in lines
 
 
 def test_a_low_terminal_shows_only_what_runs() -> None:

@@ -63,7 +63,7 @@ def test_stage_and_time_left_are_said_where_nothing_is_redrawn(monkeypatch: pyte
         progress(TrialFinished(record=record(1, "zero2", fit(300), purpose="grow")))  # of 2.9 s
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert lines[0] == "race, 1 of 2"
-    assert lines[2] == "race, 1 of 2: trial 1 of about 4, about 10 s left"
+    assert lines[2] == "race, 1 of 2: 1 of about 4 trials done, about 10 s left"
 
 
 @pytest.mark.parametrize("terminal", [False, True])

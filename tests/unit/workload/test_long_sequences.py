@@ -100,8 +100,10 @@ def test_ranks_of_a_sequence_reach_the_config_once(tmp_path: Path) -> None:
     assert count_replicas(base, 8) == 2
     with pytest.raises(InputError, match=f"--sequence-parallel 4, but {SEQUENCE_RANKS} is 2"):
         resolve_base_config(source, {SEQUENCE_RANKS: 2}, "auto", world_size=8, bf16=True)
-    with pytest.raises(InputError, match="groups of 4"):
+    with pytest.raises(InputError, match="--sequence-parallel 4: the number of ranks, 6, is no multiple"):
         resolve_base_config(source, None, "auto", world_size=6, bf16=True)
+    with pytest.raises(InputError, match="--sequence-parallel 0: at least one rank"):
+        make_source(write(tmp_path, LLAMA), sequence_parallel=0)
 
 
 def test_a_fit_of_a_config_with_shared_sequences_is_refused(tmp_path: Path) -> None:
