@@ -20,7 +20,7 @@ def drop_terminal_codes(text: str) -> str:
 
 
 def clean(text: str) -> str:
-    """The text without a terminal's codes; other control characters stand as Python writes them, but line ends and tabs."""
+    """The text without a terminal's codes. Other controls but line ends and tabs stand as Python writes them."""
     return escape_controls(drop_terminal_codes(text).replace("\r\n", "\n"))
 
 

@@ -257,7 +257,7 @@ def is_machines_fault(outcome: Outcome) -> bool:
 
 
 def name_lack(tier: Tier) -> str:
-    """What a full tier lacks, after "out of": 'device memory'; of a disk, be it NVMe or a checkpoint's, 'disk space'."""
+    """What a full tier lacks, after "out of": 'device memory'; of a disk, NVMe or a checkpoint's, 'disk space'."""
     return _LACKS.get(tier, f"{tier} memory")
 
 

@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import json
 import os
+import platform
 import shutil
 import sys
 import sysconfig
@@ -15,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from ..devices.cpu import read_processor_field
 from ..errors import EnvironmentBroken
 from ..system import private, processes
 from ..system.host import cache_folder
@@ -35,8 +37,10 @@ def ops_folder() -> Path:
     """
     made_with = "-".join(f"{name}{metadata.version(name)}" for name in ("torch", "deepspeed"))
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
-    # Ninja builds again if the sources lie elsewhere, so each virtual environment has a folder.
-    place = hashlib.sha256(sys.prefix.encode()).hexdigest()[:8]
+    # Ninja builds again if the sources lie elsewhere, so each virtual environment has a folder. So has each processor:
+    # DeepSpeed compiles for the one that it finds (-march=native), and the nodes of a cluster share a home.
+    processor = read_processor_field("model name") or platform.machine()
+    place = hashlib.sha256(f"{sys.prefix} {processor}".encode()).hexdigest()[:8]
     return cache_folder() / "torch_extensions" / f"{python}-{made_with}-{place}"
 
 

@@ -53,14 +53,15 @@ _ALWAYS = {
 
 
 GROUP_TIMEOUT = "DEEPSPEED_TIMEOUT"  # minutes, which DeepSpeed reads when it is imported
-_GROUP_MINUTES = str(24 * 60)
+_GROUP_MINUTES = str(4 * 60)
 
 
 def zygote_environment(device: str, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables for a zygote: these, and those that forking, the device and caches need."""
     variables = {**environment, **_ALWAYS, "TORCH_EXTENSIONS_DIR": str(ops_folder())}
     # DeepSpeed's groups would end a collective after 10 minutes, 30 before 0.19.6: in a long load, that of a rank that
-    # still loads. Here the limits of a trial or a run end ranks that are stuck.
+    # still loads. Here the limits of a trial or a run end ranks that are stuck. They miss a host that spins for its
+    # card in a script's own code, as if it computed (`runner.silence`): for that one NCCL's watchdog keeps a limit.
     variables.setdefault(GROUP_TIMEOUT, _GROUP_MINUTES)
     variables.setdefault("TOKENIZERS_PARALLELISM", "false")  # by default its threads would warn of each fork
     # By default torch.compile's cache, Triton's below it, is in TMPDIR, and a trial of a script has one of its own.

