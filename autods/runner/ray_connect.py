@@ -50,7 +50,7 @@ _TELLS_CARDS = {
 }
 _ADDRESS_BYTES = 300
 _SHUTDOWN_S = 30.0
-_HEAD_ANSWERS_S = 10.0
+_HEAD_ANSWERS_S, _HEAD_ASKED, _BETWEEN_S = 10.0, 3, 5.0  # within the minute in which Ray itself waits for its head
 _TASK_S = 60.0
 _SESSION_BYTES = 2**24  # of Ray's logs and sockets in /tmp, amply
 _PROCESSES = declare("ray._private.services.ConsolePopen", "signals of a scheduler are meant for the driver alone")
@@ -109,13 +109,23 @@ def measure_start() -> float:
 
 
 def find_head_problem(head: str) -> str | None:
-    """Why nobody answers at HOST:PORT of a cluster's head; None where somebody does."""
+    """Why nobody answers at HOST:PORT of a cluster's head; None where somebody does.
+
+    A machine that refuses the connection has no head any more. One that says nothing is asked again: a network that is
+    down for seconds ends no run of days.
+    """
     host, _, port = head.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _HEAD_ANSWERS_S).close()
-    except OSError as error:
-        return str(error.strerror or error).lower()
-    return None
+    problem = ""
+    for attempt in range(_HEAD_ASKED):
+        time.sleep(_BETWEEN_S if attempt else 0.0)
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _HEAD_ANSWERS_S).close()
+            return None
+        except OSError as error:
+            problem = str(error.strerror or error).lower()
+            if isinstance(error, ConnectionRefusedError):
+                break
+    return problem
 
 
 def format_ray_error(error: BaseException) -> str:

@@ -16,7 +16,15 @@ import pytest
 
 from autods.errors import EnvironmentBroken, InputError
 from autods.runner import cleanup, ray_connect
-from autods.runner.ray_connect import find_cluster, import_ray, join_cluster, ray_internal, session, start_local
+from autods.runner.ray_connect import (
+    find_cluster,
+    find_head_problem,
+    import_ray,
+    join_cluster,
+    ray_internal,
+    session,
+    start_local,
+)
 
 
 class FakeRay:
@@ -312,3 +320,27 @@ def test_a_session_joins_what_was_checked_and_leaves_it(
         with pytest.raises(InputError, match="is no Ray cluster"), session(cpus=1, address="10.0.0.1:6379"):
             pass
         assert ray.options == []
+
+
+@pytest.mark.parametrize(
+    ("answers", "problem"),
+    [
+        ([TimeoutError("timed out"), OSError(113, "No route to host"), None], None),
+        ([TimeoutError("timed out")] * 3, "timed out"),
+        ([ConnectionRefusedError(111, "Connection refused")], "connection refused"),
+    ],
+)
+def test_a_head_that_is_silent_for_seconds_is_not_gone(
+    answers: list[OSError | None], problem: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = iter(answers)
+
+    def connect(*_: Any) -> SimpleNamespace:
+        if (answer := next(left)) is not None:
+            raise answer
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr(ray_connect.socket, "create_connection", connect)
+    monkeypatch.setattr(ray_connect, "_BETWEEN_S", 0.0)
+    assert find_head_problem("10.0.0.1:6379") == problem
+    assert not list(left)
