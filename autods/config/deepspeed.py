@@ -19,8 +19,10 @@ from .rungs import Rung, fill_in
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 HALVES = ("fp16", "bf16")
-# The rung sets these keys; values of the base config are replaced.
-_RUNG_KEYS = ("stage", "offload_param", "offload_optimizer", "cpu_offload", "cpu_offload_params")
+# The rung sets these keys; values of the base config are replaced. The last three are old names of offloads.
+_RUNG_KEYS = (
+    "stage", "offload_param", "offload_optimizer", "cpu_offload", "cpu_offload_param", "cpu_offload_params",
+)  # fmt: skip
 DEFAULT_OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}}
 _FUSED_ADAM = {"torch_adam": True, "fused": True}
 # Sections that log to the user's dashboards or profile a step; trials leave them out.

@@ -103,6 +103,14 @@ def test_the_rung_sets_stage_and_offload(name: str, rung: Any) -> None:
     assert get_key(zero, "offload_optimizer.ratio") == get_key(rung.ds_config, RATIO)
 
 
+@pytest.mark.parametrize("switched", [True, False])
+@pytest.mark.parametrize("name", RUNGS)
+def test_old_names_of_offloads_give_way_to_the_rung(name: str, switched: bool) -> None:
+    """DeepSpeed refuses an old name beside its successor, and offloads by it alone."""
+    old = dict.fromkeys(("cpu_offload", "cpu_offload_param", "cpu_offload_params"), switched)
+    assert not old.keys() & composed(name, base={"zero_optimization": {"stage": 3, **old}})["zero_optimization"].keys()
+
+
 def test_the_nvme_path_is_filled_in_wherever_the_rung_names_it() -> None:
     config = composed("zero3-nvme", nvme_path=Path("/fast/disk"))
     assert get_key(config, "zero_optimization.offload_param.nvme_path") == "/fast/disk"
