@@ -50,19 +50,19 @@ class TurnModel:
         Only configs that were measured in every turn show noise. The prior is worth two degrees of freedom.
         """
         logs = {config: {turn: log(rate) for turn, rate in by_turn.items()} for config, by_turn in rates.items()}
-        turns = max(map(len, logs.values()), default=0)
-        whole = {config: by_turn for config, by_turn in logs.items() if len(by_turn) == turns}
+        turns = {turn for by_turn in logs.values() for turn in by_turn}
+        whole = {config: by_turn for config, by_turn in logs.items() if by_turn.keys() == turns}
         squares, freedom = _PRIOR_FREEDOM * prior**2, _PRIOR_FREEDOM
-        if turns > 1 and len(whole) > 1:
+        if len(turns) > 1 and len(whole) > 1:
             of_config = {config: mean(by_turn.values()) for config, by_turn in whole.items()}
-            of_turn = {turn: mean(logs[config][turn] for config in whole) for turn in next(iter(whole.values()))}
+            of_turn = {turn: mean(logs[config][turn] for config in whole) for turn in turns}
             middle = mean(of_config.values())
             squares += sum(
                 (value - of_config[config] - of_turn[turn] + middle) ** 2
                 for config, by_turn in whole.items()
                 for turn, value in by_turn.items()
             )
-            freedom += (len(whole) - 1) * (turns - 1)
+            freedom += (len(whole) - 1) * (len(turns) - 1)
         return cls(logs=logs, noise=sqrt(squares / freedom), freedom=freedom)
 
     def ratio(self, config: int, reference: int, quantiles: Sequence[float] = _TWO_SIDED_95) -> Ratio | None:

@@ -260,5 +260,14 @@ def test_without_repeats_only_what_usual_noise_cannot_explain_differs() -> None:
     assert not ratio({1: {0: 10.0}, 3: {0: 13.0}}, 3, prior=0.3).differs
 
 
+def test_configs_that_lack_different_turns_are_compared() -> None:
+    """A trial of each failed once, by a fluke, as in a probe: neither shows noise by itself."""
+    model = TurnModel.from_rates({1: {0: 10.0, 1: 20.0}, 2: {0: 11.0, 2: 30.0}}, PRIOR_NOISE)
+    assert (model.noise, model.freedom) == (pytest.approx(PRIOR_NOISE), 2)
+    compared = model.ratio(2, 1)
+    assert compared is not None
+    assert compared.times == pytest.approx(1.1)
+
+
 def test_a_config_without_a_shared_turn_is_not_compared() -> None:
     assert TurnModel.from_rates({1: {0: 10.0}, 2: {1: 10.0}}, PRIOR_NOISE).ratio(2, 1) is None
