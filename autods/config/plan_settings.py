@@ -35,7 +35,7 @@ from .catalogue import (
 from .checkpointing import STATES, State, read_state, works_in_scripts
 from .deepspeed import check_micro_batch, count_replicas, precision_name
 from .key_rules import find_misspelt_keys
-from .releases import find_wrong_stages
+from .releases import set_precision
 from .rungs import Rung
 from .settings import Settings, choose_folder, count_nodes, parse_time, resolve_fit, select_ladder
 
@@ -277,15 +277,7 @@ def _with_base(
     precision = precision_name(base)
     lacks_bf16 = precision == "bf16" and not site.machine.bf16
     problem = f"{site.machine.title} has no bf16" if lacks_bf16 else None
-    return replace(
-        site,
-        base=base,
-        precision=precision,
-        micro_batch=micro,
-        global_batch=total,
-        problem=problem,
-        wrong_stages=find_wrong_stages(precision),
-    )
+    return replace(set_precision(site, precision), base=base, micro_batch=micro, global_batch=total, problem=problem)
 
 
 def _check_only_site(sites: Sequence[Site]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from types import MappingProxyType
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from packaging.version import InvalidVersion, Version
 from ..schema import read_toml_as
 from ..system.host import data_folder, installed_versions
 from ..types import Scalar
+from .catalogue import Site
 from .deepspeed import get_key, merge, nest_key, precision_name, read_known_keys
 from .rungs import Rung
 
@@ -121,6 +122,11 @@ def find_wrong_stages(precision: str) -> dict[int, str]:
         for stage in fault.stages
         if fault.concerns(stage, precision)
     }
+
+
+def set_precision(site: Site, precision: str) -> Site:
+    """Return the site with ranks that train in this precision, which decides the stages that go wrong."""
+    return replace(site, precision=precision, wrong_stages=find_wrong_stages(precision))
 
 
 def find_removed_keys() -> Mapping[str, str]:

@@ -30,7 +30,7 @@ from .base_config import (
 from .catalogue import Machine, Site, describe_this_machine
 from .deepspeed import SEQUENCE_RANKS, count_replicas, count_sequence_sharers, default_accumulation, precision_name
 from .profiles import Budget, Profile, Stop, read_profile
-from .releases import find_wrong_stages
+from .releases import set_precision
 from .rungs import Rung, list_ladder, read_rungs, select_rungs
 
 _PROCESS_BYTES = 2**30  # private memory of a rank before its trial begins, rounded up
@@ -210,7 +210,7 @@ class Settings:
     @property
     def site(self) -> Site:
         """The ranks and where they run. The machine's device has the memory that a rank may use."""
-        return Site(
+        site = Site(
             machine=replace(self.machine, device_bytes=self.device_bytes),
             world_size=self.gpus,
             ranks_per_node=self.ranks_per_node,
@@ -218,9 +218,8 @@ class Settings:
             base=self.base,
             global_batch=self.global_batch,
             nvme_path=self.nvme_path,
-            precision=precision_name(self.base),
-            wrong_stages=find_wrong_stages(precision_name(self.base)),
         )
+        return set_precision(site, precision_name(self.base))
 
     @property
     def default_accumulation(self) -> int:

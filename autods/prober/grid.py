@@ -8,6 +8,7 @@ from typing import Any
 
 from ..config.checkpointing import find_state, read_state, set_state, why_impossible
 from ..config.deepspeed import accumulation_for, compose, count_replicas, find_broken_op, precision_name, start_settings
+from ..config.releases import set_precision
 from ..config.rungs import Rung, unmet_need
 from ..config.settings import Settings, apply_survey
 from ..errors import InputError
@@ -126,13 +127,12 @@ def _why_not(
     question: ProbeSettings, settings: Settings, trial: Trial, facts: ModelFacts, problems: Mapping[str, str]
 ) -> str | None:
     """Return why the trial cannot be run; None when it can."""
-    rung = settings.rung(trial.rung)
-    if (reason := unmet_need(rung, settings.site, facts)) is not None:
+    rung, config = settings.rung(trial.rung), compose_cell_config(question, trial, facts)
+    precision = precision_name(config)
+    if (reason := unmet_need(rung, set_precision(settings.site, precision), facts)) is not None:
         return reason
     if (reason := why_impossible(find_state(trial.knobs), facts, question.settings.source.form)) is not None:
         return reason
-    config = compose_cell_config(question, trial, facts)
-    precision = precision_name(config)
     if precision == "fp16" and "fp16" in problems:
         return f"{problems['fp16']}: take bf16, or another device"
     if question.machine is not None and precision == "bf16" and not question.machine.bf16:

@@ -9,6 +9,7 @@ from math import exp, inf, log
 from statistics import mean, stdev
 
 from ..config.checkpointing import find_state, may_offload, name_state, why_impossible
+from ..config.releases import set_precision
 from ..config.rungs import unmet_need
 from ..forecast.largest_batch import Fills
 from ..forecast.partial_checkpointing import ShareEnd, rank_shares
@@ -83,7 +84,7 @@ def run_race(walked: WalkResult, rungs: Sequence[Candidate], context: FitContext
         race.add([without_checkpointing(candidate) for candidate in race.leading(_WITHOUT_RECOMPUTING)])
     race.add([*(race.list_partial() if is_open else ()), *race.list_offloaded()])
     for precision in context.settings.precisions:
-        site = replace(context.settings.site, precision=precision)
+        site = set_precision(context.settings.site, precision)
         able = (each for each in race.leading() if unmet_need(each.rung, site, context.facts) is None)
         race.add([in_precision(candidate, precision) for candidate in able])
     return race.decide()

@@ -12,7 +12,7 @@ from autods.config import releases
 from autods.config.base_config import check_base_config
 from autods.config.deepspeed import get_key, merge, nest_key
 from autods.config.problems import InstalledKeys, Problem, Question, find_problems
-from autods.config.releases import find_tolerated, find_wrong_stages, name_defaults
+from autods.config.releases import find_tolerated, find_wrong_stages, name_defaults, set_precision
 from autods.config.rungs import Rung, unmet_need
 from autods.config.trainers import SCRIPT_KINDS
 from autods.config.validator import EXPLAIN_RULES
@@ -133,6 +133,13 @@ def test_wrong_stages_depend_on_release_and_precision(
 ) -> None:
     monkeypatch.setattr(releases, "_installed", lambda: version)
     assert sorted(find_wrong_stages(precision)) == stages
+
+
+def test_the_stages_that_go_wrong_are_those_of_the_precision(old_release: str) -> None:
+    site = fit_settings(SOURCE, hardware=a_machine(gpus=4), precision="fp32").site
+    assert sorted(site.wrong_stages) == [2]
+    other = set_precision(site, "bf16")
+    assert (other.precision, sorted(other.wrong_stages)) == ("bf16", [0, 2])
 
 
 def test_a_fit_leaves_rungs_out_whose_gradients_are_wrong(old_release: str) -> None:

@@ -117,6 +117,14 @@ def test_a_cell_that_cannot_run_is_refused_with_a_reason(
     assert said in str(cell.refused)
 
 
+def test_a_rung_of_one_precision_is_refused_in_another(tmp_path: Path) -> None:
+    found = cells(tmp_path, "rung=zero3-bf16-states", "precision=bf16,fp32")
+    assert [cell.refused for cell in found] == [None, "the config trains in fp32: it needs bf16"]
+    base = {"fp16": {"enabled": True}}
+    found = cells(tmp_path, "rung=zero3-bf16-states", "precision=bf16,fp16", base_config=base)
+    assert [cell.refused for cell in found] == [None, "the config trains in fp16: it needs bf16"]
+
+
 def test_fp16_in_the_base_config_is_refused_where_the_device_has_none(tmp_path: Path) -> None:
     base = {"fp16": {"enabled": True}}
     (refused,) = cells(tmp_path, base_config=base, problems={"fp16": "this device has no fp16"})
