@@ -25,6 +25,7 @@ from .deepspeed import (
     enabled_half_precision,
     get_key,
     merge,
+    names_precision,
     use_documented_names,
 )
 from .key_rules import find_unfilled_auto
@@ -148,7 +149,7 @@ def resolve_base_config(
         _check_precision(precision)
     enabled = enabled_half_precision(base)
     if precision == "auto":
-        is_open = not source.form.chooses_precision and not {"bf16", "fp16"} & set(base)
+        is_open = not source.form.chooses_precision and not names_precision(base)
         return {**base, "bf16" if bf16 else "fp16": {"enabled": True}} if is_open else base
     if enabled and enabled != precision:
         problem = f"--precision {precision}, but {enabled} is enabled there"

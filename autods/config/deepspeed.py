@@ -128,6 +128,16 @@ def precision_name(config: Mapping[str, Any]) -> str:
     return enabled_half_precision(config) or "fp32"
 
 
+def uses_autocast(config: Mapping[str, Any]) -> bool:
+    """Whether torch's autocast computes in half precision with weights in fp32."""
+    return get_key(config, "torch_autocast.enabled") is True
+
+
+def names_precision(config: Mapping[str, Any]) -> bool:
+    """Whether the config says in which precision it trains, also where it turns one off."""
+    return not config.keys().isdisjoint(HALVES) or uses_autocast(config)
+
+
 def leave_out(config: Mapping[str, Any], dotted: str) -> dict[str, Any]:
     """Return the config without a key that it has, which is named by its place ("zero_optimization.stage")."""
     first, _, rest = dotted.partition(".")

@@ -33,7 +33,7 @@ from .catalogue import (
     make_hardware,
 )
 from .checkpointing import STATES, State, read_state, works_in_scripts
-from .deepspeed import check_micro_batch, count_replicas, precision_name
+from .deepspeed import check_micro_batch, count_replicas, names_precision, precision_name
 from .key_rules import find_misspelt_keys
 from .releases import set_precision
 from .rungs import Rung
@@ -230,7 +230,7 @@ def apply_script_config_to_plan(settings: PlanSettings, facts: ModelFacts) -> Pl
         base = merge_script_config(settings.source, facts.config, site.base, world_size=site.world_size)
         sites.append(_with_base(site, base, site.micro_batch, site.global_batch))
     _check_only_site(sites)
-    plain = not any({"bf16", "fp16"} & set(site.base) for site in sites)
+    plain = not any(names_precision(site.base) for site in sites)
     sentences = ["its DeepSpeed config names no precision, so it trains in fp32 (--precision)"] if plain else []
     if settings.sites[0].global_batch is None:
         sentences += _tell_kept_batch(sites, "its DeepSpeed config")

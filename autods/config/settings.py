@@ -28,7 +28,14 @@ from .base_config import (
     resolve_global_batch,
 )
 from .catalogue import Machine, Site, describe_this_machine
-from .deepspeed import SEQUENCE_RANKS, count_replicas, count_sequence_sharers, default_accumulation, precision_name
+from .deepspeed import (
+    SEQUENCE_RANKS,
+    count_replicas,
+    count_sequence_sharers,
+    default_accumulation,
+    names_precision,
+    precision_name,
+)
 from .profiles import Budget, Profile, Stop, read_profile
 from .releases import set_precision
 from .rungs import Rung, list_ladder, read_rungs, select_rungs
@@ -466,7 +473,7 @@ def describe_script(settings: Settings, facts: ModelFacts) -> tuple[str, ...]:
     if facts.config is None:
         return ()
     sentences = [f"warning: {text}" for text in facts.warnings]
-    if not {"bf16", "fp16"} & set(settings.base):
+    if not names_precision(settings.base):
         sentences.append(
             "its DeepSpeed config names no precision, so it trains in fp32 (--precision bf16 changes that)"
         )

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ..config.checkpointing import find_state, is_as_lean
-from ..config.deepspeed import precision_name
+from ..config.deepspeed import precision_name, uses_autocast
+from ..config.settings import Settings
 from ..report.results.fit import Certificate
 from ..report.text import format_about
 from ..types import Failed, Fit, Record, Steps, Trial
@@ -63,7 +64,7 @@ def certify(
     settings, limits = context.settings, context.settings.profile.certify
     if limits.most_trials < 1 or settings.rehearsed:  # nothing runs there, so there is nothing to prove
         return None
-    tolerance = max(TOLERANCE[name] for name in (precision_name(settings.base), *settings.precisions))
+    tolerance = find_tolerance(settings)
     plain = find_reference(winner.trial, reference, context)
     has_comparison = limits.parity is not None and plain is not None and not is_same_maths(winner.trial, plain)
     search = _ExamSearch(
@@ -112,6 +113,15 @@ def certify(
     if search.left < 1:
         certificate = replace(certificate, not_checked=(f"no config was proven: {search.spent}",))
     return search.result(winner, certificate)
+
+
+def find_tolerance(settings: Settings) -> float:
+    """The relative difference of losses that rounding explains: by the precision of the config or of one that may win.
+
+    torch's autocast rounds as half precision does, although weights are in fp32.
+    """
+    names = (precision_name(settings.base), *settings.precisions, *(["bf16"] if uses_autocast(settings.base) else []))
+    return max(TOLERANCE[name] for name in names)
 
 
 def runs_losses_first(context: FitContext) -> bool:

@@ -204,6 +204,9 @@ def test_a_base_config_from_python_is_copied() -> None:
         ({"fp16": {"enabled": True, "initial_scale_power": 12}}, "auto", "fp16"),
         ({"fp16": {"enabled": False}}, "auto", None),
         ({"bf16": {"enabled": True}}, "bf16", "bf16"),
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "auto", None),
+        ({"torch_autocast": {"enabled": False}}, "auto", "bf16"),
+        ({"torch_autocast": {"enabled": True}}, "bf16", "bf16"),
     ],
 )
 def test_the_users_precision_wins_then_the_one_asked_for_then_bf16(
@@ -482,6 +485,13 @@ def test_a_device_without_fp16_is_told_before_anything_is_built() -> None:
     with pytest.raises(InputError, match="this device has no fp16, and the config trains in fp16"):
         check_precision(asked(precision="fp16"), problems)
     check_precision(asked(precision="bf16"), problems)
+
+
+def test_a_script_under_autocast_is_not_said_to_train_in_fp32() -> None:
+    facts, words = replace(FACTS, config={}), "names no precision"
+    assert any(words in sentence for sentence in describe_script(of_script({}), facts))
+    under_autocast = of_script({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}})
+    assert not any(words in sentence for sentence in describe_script(under_autocast, facts))
 
 
 def test_what_a_script_s_library_drops_is_told_as_a_warning():

@@ -10,8 +10,10 @@ import pytest
 from autods.errors import EnvironmentBroken
 from autods.runner.testing import failed, out_of_memory, surface
 from autods.runner.testing import fit as scripted_fit
+from autods.tuner.certify import TOLERANCE, find_tolerance
 from autods.types import CardUse, Examined, Fit, Knobs, Outcome, Phase, Record, Steps, Tier, TierUse, Trial
 from tests.support.certificates import DID, EXAM, LIMIT, MIB, TIMED, certifying, passes, timed, trial
+from tests.support.walks import SETTINGS
 
 
 def longest(
@@ -509,3 +511,9 @@ def test_headroom_falls_back_on_the_settings_device_limit() -> None:
         return replace(passes(asked), memory={"device": TierUse(peak_bytes=900 * MIB)})
 
     assert certifying(answer, timed(trial("zero2", 1))).certified.certificate.headroom_bytes == {"device": 100 * MIB}
+
+
+def test_losses_may_differ_by_the_rounding_of_autocast() -> None:
+    assert find_tolerance(replace(SETTINGS, base={})) == TOLERANCE["fp32"]
+    assert find_tolerance(replace(SETTINGS, base={"torch_autocast": {"enabled": True}})) == TOLERANCE["bf16"]
+    assert find_tolerance(replace(SETTINGS, base={}, precisions=("fp16",))) == TOLERANCE["fp16"]
