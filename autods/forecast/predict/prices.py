@@ -283,7 +283,7 @@ class PriceList:
             intensity = work.flops / work.bytes if work.bytes else inf
             flash = ours.attention * rates.attention_share * _saturate(intensity, ours.attention_half_intensity)
             share, traffic = min(1.0, flash * self._kernel_gain(rates, work, intensity)), 0.0
-        computed_s = counted * work.flops / (peak * share)
+        computed_s = counted * work.flops / (peak * share) if work.flops else 0.0  # unknown FLOPs: its bytes alone
         seconds = max(computed_s + traffic, from_memory_s if work.sure else counted * from_memory_s)
         return Price(
             launch_s=ours.launch_us * 1e-6, seconds=seconds + ours.kernel_us * 1e-6,

@@ -39,6 +39,12 @@ def test_packed_sequences_count_as_their_longest(longest: int, keys: int) -> Non
     assert _count(name, q=_PACKED, k=_PACKED, max_seqlen_k=longest, causal=False) == 4 * _PACKED.numel() * keys
 
 
+@pytest.mark.parametrize(("name", "products"), [("flash_fwd", 4), ("flash_bwd", 10)])
+def test_xformers_names_its_arguments_in_its_own_way(name: str, products: int) -> None:
+    arguments = {"query": _PACKED, "key": _PACKED, "max_seqlen_k": 128, "is_causal": True, "window_left": -1}
+    assert _count(f"xformers_flash::{name}", **arguments) == products * _PACKED.numel() * 64
+
+
 def test_a_call_without_a_size_that_decides_is_not_counted() -> None:
     assert _count("_chunk_state_fwd_kernel", states_ptr=_PACKED) is None
     assert _count("_chunk_state_fwd_kernel", states_ptr=_PACKED, chunk_size=64) == 2 * _PACKED.numel() * 64

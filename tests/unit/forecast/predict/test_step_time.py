@@ -318,6 +318,13 @@ def test_attention_is_faster_in_long_samples() -> None:
     assert _price(replace(short, bytes=10**8), attention_half_intensity=1000).seconds == pytest.approx(0.2)
 
 
+@pytest.mark.parametrize(("unsure", "seconds"), [(1, 1.0), (0, 0.0)])
+def test_attention_of_unknown_flops_counts_its_bytes(unsure: float, seconds: float) -> None:
+    unknown = Work(kind="attention", bytes=10**9, dtype="bfloat16", sure=False)
+    price = _price(unknown, attention_half_intensity=100, unsure=unsure)
+    assert (price.seconds, price.sure) == (pytest.approx(seconds, abs=1e-6), False)
+
+
 def test_a_new_page_of_the_host_costs_more_than_a_used_one() -> None:
     used, new = (
         _price(Work(kind="host", bytes=10**9, fresh=fresh), first_touch_gb_per_s=0.05).seconds for fresh in (0, 10**8)
