@@ -55,6 +55,7 @@ _SPLIT_BY_STAGE: Mapping[int, tuple[State, ...]] = {
     0: (), 1: ("optimizer",), 2: ("optimizer", "gradients"), 3: ("optimizer", "gradients", "parameters"),
 }  # fmt: skip
 _TIER_OF: Mapping[str, Tier] = {"cpu": "host", "nvme": "nvme"}
+_OLD_SWITCHES = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,8 +247,10 @@ def _find_whole_load(forecast: PlanReport) -> Iterator[Problem]:
 
 def make_rung(name: str, config: Mapping[str, Any]) -> Rung:
     """A rung of the ladder that is this config: its stage, its offloads, and all of its ZeRO section."""
-    question = Question(config=use_documented_names(config))
-    stage, zero = question.stage, question.zero
+    named = use_documented_names(config)
+    zero = _replace_old_switches(Question(config=named).zero)
+    question = Question(config={**named, "zero_optimization": zero})
+    stage = question.stage
     devices = {part: question.offload_device(part) for part in ("param", "optimizer")}
     optimizer = _TIER_OF.get(devices["optimizer"], "device")
     return Rung(
@@ -258,11 +261,18 @@ def make_rung(name: str, config: Mapping[str, Any]) -> Rung:
         shards=_SPLIT_BY_STAGE[stage],
         places={
             "parameters": _TIER_OF.get(devices["param"], "device"),
-            "gradients": optimizer if stage > 1 else "device",
+            "gradients": optimizer if stage > 0 else "device",  # stages 1 and 2 are one optimizer: it keeps both there
             "optimizer": optimizer,
         },
-        ds_config={"zero_optimization": dict(zero), **({"aio": config["aio"]} if "aio" in config else {})},
+        ds_config={"zero_optimization": zero, **({"aio": config["aio"]} if "aio" in config else {})},
     )
+
+
+def _replace_old_switches(zero: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section with the offloads that DeepSpeed reads from its old switches; it refuses both together."""
+    switched = (new for old, new in _OLD_SWITCHES.items() if zero.get(old) is True and new not in zero)
+    offloads = {new: {"device": "cpu"} for new in switched}
+    return {key: value for key, value in zero.items() if _OLD_SWITCHES.get(key) not in offloads} | offloads
 
 
 def _other_values(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

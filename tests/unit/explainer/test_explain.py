@@ -183,6 +183,17 @@ def test_a_rung_of_a_config_places_its_states() -> None:
     assert make_rung("this config", {"zero_optimization": {"stage": "auto"}}).shards == ()
 
 
+def test_an_old_switch_of_offload_places_the_states() -> None:
+    rung = make_rung("this config", {"zero_optimization": {"stage": 1, "cpu_offload": True}})
+    assert rung.places == {"parameters": "device", "gradients": "host", "optimizer": "host"}
+    assert rung.ds_config["zero_optimization"] == {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+
+
+def test_old_switches_beside_their_successors_stay_refused() -> None:
+    zero = {"stage": 2, "cpu_offload": True, "offload_optimizer": {"device": "cpu"}}
+    assert make_rung("this config", {"zero_optimization": zero}).ds_config["zero_optimization"] == zero
+
+
 def test_a_config_is_explained_on_one_machine() -> None:
     with pytest.raises(InputError, match="on one machine"):
         explained(SIZED, workload="model.py", gpus=8, on="all")
