@@ -100,15 +100,15 @@ def get_key(config: Mapping[str, Any], dotted: str) -> Any:
 
 
 def use_documented_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config with ZeRO's keys as DeepSpeed documents them, without those that are left to it by "auto".
+    """Return the config with bf16 and ZeRO's keys as DeepSpeed documents them, without those of ZeRO that are "auto".
 
     It reads max_live_parameters, say, for stage3_max_live_parameters, and refuses both together.
     """
-    zero = config.get("zero_optimization")
-    if not isinstance(zero, Mapping):
-        return dict(config)
-    named = {documented_name(name): value for name, value in zero.items() if value != "auto"}
-    return {**config, "zero_optimization": named}
+    renamed = {"bf16" if name == "bfloat16" and "bf16" not in config else name: config[name] for name in config}
+    zero = renamed.get("zero_optimization")
+    if isinstance(zero, Mapping):
+        renamed["zero_optimization"] = {documented_name(name): zero[name] for name in zero if zero[name] != "auto"}
+    return renamed
 
 
 def documented_name(name: str) -> str:

@@ -260,6 +260,12 @@ def test_zeros_keys_have_the_names_that_deepspeed_documents() -> None:
     assert zero == {"stage3_max_live_parameters": 5, "overlap_comm": True}
 
 
+def test_bf16_has_the_name_that_deepspeed_documents() -> None:
+    assert use_documented_names({"bfloat16": {"enabled": True}}) == {"bf16": {"enabled": True}}
+    both = {"bf16": {"enabled": False}, "bfloat16": {"enabled": True}}  # DeepSpeed reads the first
+    assert use_documented_names(both) == both
+
+
 def test_what_zero_leaves_open_with_auto_is_left_out() -> None:
     """The rungs decide it, or DeepSpeed's default; a plan computes with numbers."""
     base = {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "prefetch_bucket_size": 5}}

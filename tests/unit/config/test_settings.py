@@ -226,6 +226,11 @@ def test_a_card_that_only_emulates_bf16_trains_in_fp16() -> None:
     assert asked(hardware=mixed, precision="bf16").base == {"bf16": {"enabled": True}}
 
 
+def test_the_old_name_of_bf16_is_a_precision_like_any_other() -> None:
+    assert asked(base_config={"bfloat16": {"enabled": True}}).base == {"bf16": {"enabled": True}}
+    assert asked(base_config={"bfloat16": {"enabled": False}}).base == {"bf16": {"enabled": False}}
+
+
 def test_two_precisions_are_refused() -> None:
     base = {"fp16": {"enabled": True}}
     assert "--precision bf16, but fp16 is enabled" in refusal(base_config=base, precision="bf16")
