@@ -19,6 +19,7 @@ from .rungs import Rung, fill_in
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 HALVES = ("fp16", "bf16")
+_USUAL_BUFFER = 100_000_000  # elements, of DeepSpeed's offload_param.buffer_size
 # The rung sets these keys; values of the base config are replaced. The last three are old names of offloads.
 _RUNG_KEYS = (
     "stage", "offload_param", "offload_optimizer", "cpu_offload", "cpu_offload_param", "cpu_offload_params",
@@ -181,7 +182,7 @@ def compose(rung: Rung, knobs: Knobs, site: Site, facts: ModelFacts | None) -> d
     """
     replicas = count_replicas(site.base, site.world_size, facts)
     own_optimizer = facts is not None and facts.has_optimizer
-    config = merge(strip_rung_keys(site.base), fill_in(rung, site))
+    config = merge(strip_rung_keys(site.base), fill_in(rung, site, _count_largest_part(site, facts, replicas)))
     for key, value in knobs.settings.items():
         config = merge(config, nest_key(key, value))
     config = merge(config, _optimizer(config, rung, own_optimizer))
@@ -193,6 +194,20 @@ def compose(rung: Rung, knobs: Knobs, site: Site, facts: ModelFacts | None) -> d
         # (zero.Init reads the config with an mpu): it multiplies itself, and no total goes with both.
         del sizes["train_batch_size"]
     return config | sizes
+
+
+def _count_largest_part(site: Site, facts: ModelFacts | None, replicas: int) -> int:
+    """Return the elements of a rank's part of the largest parameter, and 5 % more; DeepSpeed's default without facts.
+
+    DeepSpeed reads and writes parts alone on NVMe (`AsyncPartitionedParameterSwapper`), of as many ranks as split a
+    parameter: the replicas at least, but with MiCS those of a group. Experts may have groups of their own.
+    """
+    if facts is None:
+        return _USUAL_BUFFER
+    group = get_key(site.base, "zero_optimization.mics_shard_size")
+    ranks = min(replicas, group) if isinstance(group, int) and group > 0 else replicas
+    ranks = 1 if "expert_parallel" in site.base else ranks
+    return 2 * math.ceil(facts.largest_parameter / ranks * 1.05 / 2)
 
 
 SEQUENCE_RANKS, TENSOR_RANKS = "sequence_parallel_size", "tensor_parallel.autotp_size"

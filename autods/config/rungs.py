@@ -27,15 +27,13 @@ State = Literal["parameters", "gradients", "optimizer"]
 class Sizing:
     """How the first value of a key follows from the device or from the model, or which switch it is.
 
-    Exactly one of `device_share`, `largest_parameter`, `frozen_in_layer` and `switch` is set. `device_share` is a share
-    of the device's memory, and the value counts elements of `bytes_each` bytes. `largest_parameter` is a multiple of
-    the elements of the largest parameter. `frozen_in_layer` is added to the number of a layer's frozen matrices. `most`
-    is an upper bound in elements. `where_frozen` is the value for a model with frozen weights.
+    Exactly one of `device_share`, `frozen_in_layer` and `switch` is set. `device_share` is a share of the device's
+    memory, and the value counts elements of `bytes_each` bytes. `frozen_in_layer` is added to the number of a layer's
+    frozen matrices. `most` is an upper bound in elements. `where_frozen` is the value for a model with frozen weights.
     """
 
     device_share: float | None = None
     bytes_each: int = 1
-    largest_parameter: float | None = None
     frozen_in_layer: int | None = None
     most: int | None = None
     switch: bool | None = None
@@ -43,8 +41,7 @@ class Sizing:
 
     def is_required(self, facts: ModelFacts) -> bool:
         """Whether the model may not start, or not train, with DeepSpeed's default in place of this value."""
-        depends = self.largest_parameter is not None or self.frozen_in_layer is not None
-        return depends or (self.where_frozen is not None and facts.has_frozen)
+        return self.frozen_in_layer is not None or (self.where_frozen is not None and facts.has_frozen)
 
     def size(self, *, device_bytes: int, facts: ModelFacts) -> int:
         """Return the value. A number of elements is even, because ZeRO aligns its partitions to two, and at least 2."""
@@ -52,11 +49,8 @@ class Sizing:
             return self.where_frozen
         if self.frozen_in_layer is not None:
             return facts.frozen_in_layer + self.frozen_in_layer
-        if self.largest_parameter is not None:
-            size = facts.largest_parameter * self.largest_parameter
-        else:
-            assert self.device_share is not None
-            size = device_bytes * self.device_share / self.bytes_each
+        assert self.device_share is not None
+        size = device_bytes * self.device_share / self.bytes_each
         bounded = min(size, self.most) if self.most else size
         return max(2, int(bounded) // 2 * 2)
 
@@ -199,11 +193,12 @@ PLACEHOLDERS: dict[str, Callable[[Site], Scalar]] = {
     "{ranks_per_node}": lambda site: site.ranks_per_node,
 }
 _VARIANT = "{variant}"  # stands for the value of a member in the file of a family
+_LARGEST_PART = "{largest_part}"  # stands for the elements of a rank's part of the largest parameter, and a little more
 
 
-def fill_in(rung: Rung, site: Site) -> dict[str, Any]:
-    """Return the DeepSpeed config of a rung's file, with the site's values in place of its placeholders."""
-    return _replace_values(rung.ds_config, lambda value: _fill(value, site))
+def fill_in(rung: Rung, site: Site, largest_part: int) -> dict[str, Any]:
+    """Return the DeepSpeed config of a rung's file, with values of the site and the model in place of placeholders."""
+    return _replace_values(rung.ds_config, lambda value: largest_part if value == _LARGEST_PART else _fill(value, site))
 
 
 def _replace_values(config: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
@@ -242,11 +237,10 @@ def _check(rung: Rung) -> None:
     if rung.lossy and not rung.opt_in:
         raise ValueError("lossy needs opt_in, the reason that nobody gets it unasked")
     for key, sizing in rung.start.items():
-        ways = (sizing.device_share, sizing.largest_parameter, sizing.frozen_in_layer, sizing.switch)
+        ways = (sizing.device_share, sizing.frozen_in_layer, sizing.switch)
         if ways.count(None) != len(ways) - 1:
-            raise ValueError(f"start.{key} needs one of device_share, largest_parameter, frozen_in_layer and switch")
-        share, multiple = sizing.device_share or 0, sizing.largest_parameter or 0
-        if not (0 <= share <= 1 and 0 <= multiple <= _MOST_MULTIPLE and sizing.bytes_each >= 1):
+            raise ValueError(f"start.{key} needs one of device_share, frozen_in_layer and switch")
+        if not (0 <= (sizing.device_share or 0) <= 1 and sizing.bytes_each >= 1):
             raise ValueError(f"start.{key}: device_share is 0 to 1, bytes_each at least 1")
         if sizing.most is not None and sizing.most < 1:
             raise ValueError(f"start.{key}.most is {sizing.most}, not a number of elements")

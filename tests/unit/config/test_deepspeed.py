@@ -54,6 +54,20 @@ def test_every_rung_keeps_the_batch_identity(name: str, world_size: int, micro: 
     check_base_config(config, world_size=world_size)
 
 
+@pytest.mark.parametrize(
+    ("said", "ranks"),
+    [
+        ({"world_size": 1}, 1),
+        ({"world_size": 8}, 8),
+        ({"world_size": 8, "base": {"zero_optimization": {"mics_shard_size": 2}}}, 2),
+        ({"world_size": 8, "base": {"expert_parallel": {"enabled": True}}}, 1),
+    ],
+)
+def test_an_nvme_buffer_holds_a_part_of_the_largest_parameter(said: dict[str, Any], ranks: int) -> None:
+    buffer = composed("zero3-nvme", **said)["zero_optimization"]["offload_param"]["buffer_size"]
+    assert FACTS.largest_parameter / ranks <= buffer <= 1.1 * FACTS.largest_parameter / ranks
+
+
 def test_ranks_that_share_a_sequence_are_one_in_the_batch() -> None:
     shared = {"sequence_parallel_size": 4}
     config = composed("zero2", knobs=Knobs(micro_batch=3, accumulation=2), base=shared, world_size=8)
