@@ -32,7 +32,7 @@ from ..config.rungs import Rung, State
 from ..config.validator import EXPLAIN_RULES
 from ..errors import InputError
 from ..forecast.values import BUILT_BY_SCRIPT, ForecastListener, RungForecast, StartSimulator
-from ..planner.plan import plan
+from ..planner.plan import list_assumptions, plan
 from ..report.results.explain import ExplainedKey, Explanation, KeyCost, NeededMemory
 from ..report.results.plan import AnswerSoFar, PlanEvent, PlanReport
 from ..requests import ExplainRequest, PlanRequest
@@ -227,7 +227,9 @@ def _simulate(
         reason=whole.reason,
         tiers={tier: held.peak_bytes for tier, held in whole.memory.items()},
         limits={tier: held.limit_bytes for tier, held in whole.memory.items() if held.limit_bytes is not None},
-        assumed=forecast.assumed,
+        assumed=list_assumptions(
+            settings.assumed, settings.source, forecast.facts, [replace(forecast.sites[0], rungs=(whole,))]
+        ),
     )
     return memory, costs, tuple(_find_whole_load(forecast))
 

@@ -98,6 +98,13 @@ def test_the_optimizers_that_are_named_are_those_of_this_deepspeed() -> None:
     assert re.findall(r"\w+", keys["scheduler.type"].partition(":")[2]) == VALID_LR_SCHEDULES
 
 
+def test_what_a_plan_assumes_is_said_but_for_the_batch() -> None:
+    asked: dict[str, Any] = {"workload": "model.py", "gpus": 8, "gpu_memory": "40GiB"}
+    memory = explained(SIZED, **asked)[0].memory
+    assert memory is not None
+    assert memory.assumed == ("host memory without a limit (--host-memory)",)
+
+
 def test_each_sized_key_is_simulated_with_another_value() -> None:
     explanation, specs = explained(SIZED, workload="model.py", gpus=8, gpu_memory="40GiB", host_memory="1TiB")
     costs = {key.key: key.measured for key in explanation.keys if key.measured is not None}
