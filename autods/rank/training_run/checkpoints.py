@@ -32,7 +32,7 @@ class Layout:
 
     `offload_optimizer` and `offload_param` are 'cpu', 'nvme' or None. `precision` is 'bf16', 'fp16' or None for fp32.
     Stage 3 cuts its flat tensors by `sub_group_size`; stages 1 and 2 order theirs by `round_robin`. `divided` is
-    whether the ranks hold different parts of the model: stages of a pipeline, or experts.
+    whether the ranks hold different parts of the model: stages of a pipeline, experts, or parts of layers.
     """
 
     stage: int
@@ -201,9 +201,10 @@ def find_damage(checkpoint: SavedCheckpoint) -> str | None:
 def can_load_directly(saved: Manifest, layout: Layout, optimizer: str) -> bool:
     """Whether DeepSpeed itself loads the checkpoint into an engine of this layout and class of optimizer.
 
-    The classes of Adam count their steps in different places.
+    The classes of Adam count their steps in different places. Whether parts of the model differ by rank does not matter
+    here: `find_obstacle` asks that.
     """
-    before, after = saved.layout, layout
+    before, after = saved.layout, replace(layout, divided=saved.layout.divided)
     if before.stage == after.stage == 0:  # every rank saves and loads the whole states
         after = replace(after, world_size=before.world_size)
     elif {before.stage, after.stage} == {1, 2}:  # their files are the same
@@ -219,7 +220,7 @@ def find_obstacle(checkpoint: SavedCheckpoint, layout: Layout) -> str | None:
     saved = checkpoint.layout
     if replace(saved, divided=layout.divided) == layout:
         return None
-    if saved.divided:
+    if saved.divided or layout.divided:
         return "the model is divided among the ranks, so its checkpoint needs the same rung and number of ranks"
     if saved.offload_optimizer == "nvme":
         return "its optimizer was on NVMe, so its checkpoint needs the same rung and number of ranks"

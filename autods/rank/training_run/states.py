@@ -34,7 +34,9 @@ def find_replica(engine: Any) -> tuple[int, int]:
 
 def describe_layout(engine: Any) -> Layout:
     """How the states of this engine lie on its ranks."""
-    divided = hasattr(engine, "num_stages") or bool(getattr(engine, "has_moe_layers", False))
+    # AutoTP, or an mpu of the script, splits layers: the files of each such rank hold other parts of equal names.
+    splits_layers = int(getattr(engine, "mp_world_size", 1)) > 1
+    divided = hasattr(engine, "num_stages") or bool(getattr(engine, "has_moe_layers", False)) or splits_layers
     return Layout.from_config(engine._config._param_dict, int(engine.world_size), divided=divided)
 
 

@@ -176,6 +176,7 @@ def test_a_layout_is_read_from_a_config():
         (ZERO2, replace(ZERO2, world_size=1), "AdamW", False),
         (ZERO2, replace(ZERO2, stage=3), "AdamW", False),
         (ZERO2, replace(ZERO2, round_robin=True), "AdamW", False),
+        (ZERO2, replace(ZERO2, divided=True), "AdamW", True),
         (Layout(stage=0, world_size=2), Layout(stage=0, world_size=8), "AdamW", True),
         (Layout(stage=3, world_size=2, sub_group_size=10), Layout(stage=3, world_size=2), "AdamW", False),
     ],
@@ -190,6 +191,7 @@ def test_deepspeed_loads_what_is_laid_out_alike(saved, loaded, optimizer, direct
         (ZERO2, Layout(stage=3, world_size=1, offload_param="cpu"), None),
         (replace(ZERO2, divided=True), ZERO2, None),
         (replace(ZERO2, divided=True), Layout(stage=1, world_size=2), "divided"),
+        (ZERO2, Layout(stage=1, world_size=2, divided=True), "divided"),
         (Layout(stage=3, world_size=2, offload_optimizer="nvme"), Layout(stage=3, world_size=1), "NVMe"),
     ],
 )
