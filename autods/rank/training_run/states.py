@@ -66,7 +66,7 @@ def save_rank_file(
         "schedules": list(schedules),
         "groups": groups,
         "names": name_groups(engine),
-        "loss_scale": getattr(engine.optimizer, "cur_scale", None),
+        "loss_scale": read_loss_scale(engine),
         "step": count_steps(base_optimizer(engine)),
     }
     torch.save(content, folder / RANKS / rank_file(rank))
@@ -90,7 +90,7 @@ def load(engine: Any, checkpoint: SavedCheckpoint, *, strict: bool = True) -> No
     else:
         states = read_states(checkpoint.path / STATE, checkpoint.layout.stage, saved["names"])
         write_states(engine, states, engine.param_names)
-        _set_loss_scale(engine, saved["loss_scale"])
+        set_loss_scale(engine, saved["loss_scale"])
     # A schedule sets the rate of the step after the next one; DeepSpeed may leave the other settings as they were.
     set_groups(engine, saved["groups"])
 
@@ -103,13 +103,21 @@ def name_groups(engine: Any) -> list[list[str]]:
     return [[engine.param_names[parameter] for parameter in group] for group in groups]
 
 
-def _set_loss_scale(engine: Any, scale: float | None) -> None:
+def read_loss_scale(engine: Any) -> float | None:
+    """The scale of losses in fp16; None where the engine's optimizer has none, as in fp32 without ZeRO."""
+    scale: float | None = getattr(_find_scaler(engine.optimizer), "cur_scale", None)
+    return scale
+
+
+def set_loss_scale(engine: Any, scale: float | None) -> None:
     """Go on with the saved scale of fp16. When it grows next is counted anew."""
-    if scale is None or not engine.fp16_enabled() or not engine.dynamic_loss_scale():
-        return
-    optimizer: Any = engine.optimizer
-    holder = optimizer.loss_scaler if hasattr(optimizer, "loss_scaler") else optimizer.loss_scale_config
-    holder.cur_scale = scale
+    if scale is not None and engine.fp16_enabled() and engine.dynamic_loss_scale():
+        _find_scaler(engine.optimizer).cur_scale = scale
+
+
+def _find_scaler(optimizer: Any) -> Any:
+    """What holds the scale of losses: ZeRO's optimizers have a scaler, those of stage 0 a config (DeepSpeed 0.19.8)."""
+    return optimizer.loss_scaler if hasattr(optimizer, "loss_scaler") else getattr(optimizer, "loss_scale_config", None)
 
 
 def rank_file(rank: int) -> str:

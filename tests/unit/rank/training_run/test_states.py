@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from autods.rank.training_run.states import describe_layout
+from autods.rank.training_run.states import describe_layout, read_loss_scale, set_loss_scale
 
 
 def make_engine(**attributes):
@@ -23,3 +23,16 @@ def make_engine(**attributes):
 )
 def test_ranks_that_split_a_model_hold_different_parts(attributes, divided):
     assert describe_layout(make_engine(**attributes)).divided is divided
+
+
+@pytest.mark.parametrize("name", ["loss_scaler", "loss_scale_config"])  # of ZeRO's optimizers, of those of stage 0
+def test_the_loss_scale_of_fp16_goes_from_any_stage_to_any(name):
+    optimizer = SimpleNamespace(**{name: SimpleNamespace(cur_scale=4096.0)})
+    engine = SimpleNamespace(optimizer=optimizer, fp16_enabled=lambda: True, dynamic_loss_scale=lambda: True)
+    assert read_loss_scale(engine) == 4096.0
+    set_loss_scale(engine, 128.0)
+    assert read_loss_scale(engine) == 128.0
+
+
+def test_an_optimizer_without_half_precision_has_no_loss_scale():
+    assert read_loss_scale(SimpleNamespace(optimizer=SimpleNamespace())) is None
