@@ -226,9 +226,13 @@ def _write_stage_0(engine: Any, states: SavedStates, names: Mapping[Any, str]) -
 
 def _write_stages_1_2(optimizer: Any, states: SavedStates, names: Mapping[Any, str]) -> None:
     base = optimizer.optimizer
-    for index, flat in enumerate(optimizer.single_partition_of_fp32_groups):
+    if hasattr(optimizer, "bf16_groups"):  # of stage 1 in bf16 with data_types.grad_accum_dtype fp32: other names
+        flats, groups = optimizer.fp32_groups_flat_partition, optimizer.bf16_groups
+    else:
+        flats, groups = optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups
+    for index, (flat, group) in enumerate(zip(flats, groups, strict=True)):
         places = []
-        for parameter in optimizer.bit16_groups[index]:
+        for parameter in group:
             if (mapping := parameter._hp_mapping) is not None:  # a part of it is this rank's
                 here, whole = mapping.hp_fragment_address, mapping.lp_fragment_address
                 places.append(_Place(names[parameter], whole.start, here.start, here.numel))
