@@ -252,6 +252,10 @@ class TrainerLoop:
         """The path from which the trainer itself would resume, for a checkpoint of the run."""
         return checkpoint
 
+    def find_disk(self, checkpoints: Path) -> Path:
+        """A folder on the disk that takes most of a checkpoint. `checkpoints` is the run's own."""
+        return checkpoints
+
     def request_save(self, save: Callable[[], object]) -> None:
         """Save a checkpoint that the script has not asked for: `save` makes it, and calls `save` of this loop."""
         save()

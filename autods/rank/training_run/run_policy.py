@@ -213,6 +213,12 @@ class LoopSession(sessions.Session):
             states.save_engine(self.engine, folder)
         states.save_rank_file(self.engine, folder, rank=self.consensus.rank, state=state)
 
+    def _find_disk(self, order: RunOrder) -> Path:
+        return self.loop.find_disk(order.checkpoints)
+
+    def _is_needed(self, folder: Path) -> bool:
+        return self.loop.protects(folder)
+
     def _complete(self, job: RankJob, order: RunOrder, folder: Path, save_s: float) -> None:
         self.loop.complete(folder)
         super()._complete(job, order, folder, save_s)
@@ -222,7 +228,7 @@ class LoopSession(sessions.Session):
         self.loop.rotate()
         remove_torn(order.checkpoints)
         for checkpoint in list_checkpoints(order.checkpoints).complete[: -order.keep]:
-            if not self.loop.protects(checkpoint.path):
+            if not self._is_needed(checkpoint.path):
                 with contextlib.suppress(OSError):
                     self._remove(checkpoint.path)
 

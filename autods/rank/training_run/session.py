@@ -400,15 +400,23 @@ class Session:
         Where only the older ones are in the way, they are removed, and the last one stays.
         """
         order.checkpoints.mkdir(parents=True, exist_ok=True)
-        complete = list(list_checkpoints(order.checkpoints).complete)
+        complete = list_checkpoints(order.checkpoints).complete
         largest = max((checkpoint.size_bytes for checkpoint in complete), default=0)
         size = largest or estimate_checkpoint_bytes(self.engine.module)
-        needed = int(size * _ROOM_TO_SPARE)
-        while (lack := find_lack(order.checkpoints, needed)) is not None and len(complete) > 1:
+        disk, needed = self._find_disk(order), int(size * _ROOM_TO_SPARE)
+        older = [checkpoint.path for checkpoint in complete[:-1] if not self._is_needed(checkpoint.path)]
+        while (lack := find_lack(disk, needed)) is not None and older:
             with contextlib.suppress(OSError):
-                self._remove(complete[0].path)
-            del complete[0]
+                self._remove(older.pop(0))
         return lack
+
+    def _find_disk(self, order: RunOrder) -> Path:
+        """A folder on the disk to which a checkpoint is written."""
+        return order.checkpoints
+
+    def _is_needed(self, folder: Path) -> bool:
+        """Whether a checkpoint stays where an older one has to go."""
+        return False
 
     @contextlib.contextmanager
     def _off_the_device(self) -> Iterator[None]:

@@ -253,6 +253,12 @@ class HfTrainerLoop(TrainerLoop):
         """The Trainer's folder of a checkpoint of the run."""
         return (checkpoint / FOLDER).resolve()
 
+    def find_disk(self, checkpoints: Path) -> Path:
+        """The Trainer's own folder: it may be on another disk than the run's, which only gets links and small files."""
+        folder = Path(self.trainer._get_output_dir(None))
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
     def deal_samples(self, original: Any, trainer: Any, /, args: Any, dataloader: Any) -> Any:
         """The Trainer counts the steps of its loader, which gets whole steps before."""
         if trainer.accelerator.split_batches:

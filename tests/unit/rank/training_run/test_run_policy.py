@@ -143,6 +143,19 @@ def test_the_script_s_own_checkpoints_stay_and_extra_ones_go(tmp_path):
     assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path / "checkpoints").complete] == [1, 4, 5]
 
 
+def test_room_is_made_on_the_trainer_s_disk_and_its_best_stays(tmp_path, monkeypatch):
+    for step in (1, 2, 3):
+        save(tmp_path, step, extra=True)
+    session, order = make_session(tmp_path, best=str(tmp_path / "saved" / "checkpoint-1"))
+    session.loop.trainer._get_output_dir = lambda trial: str(tmp_path / "saved")
+    disks = []
+    monkeypatch.setattr(sessions, "find_lack", lambda folder, size: disks.append(folder) or "it is full")
+    assert session._make_room(order) == "it is full"
+    assert set(disks) == {tmp_path / "saved"}
+    assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path / "checkpoints").complete] == [1, 3]
+    assert (tmp_path / "saved" / "checkpoint-1").exists()
+
+
 def test_what_the_trainer_rotates_away_is_no_checkpoint(tmp_path):
     save(tmp_path, 1), save(tmp_path, 2)
     session, order = make_session(tmp_path)
