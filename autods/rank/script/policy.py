@@ -267,6 +267,10 @@ class TrainerLoop:
         """
         return {}
 
+    def goes_on_from(self, name: str) -> bool:
+        """Whether training needs this file to go on, by its path in the checkpoint."""
+        return True
+
     def complete(self, folder: Path) -> None:
         """All ranks have written this checkpoint. Rank 0 calls this."""
 

@@ -70,7 +70,8 @@ class Layout:
 class Manifest:
     """The content of `complete.json`. `files` maps each file's path, relative to the checkpoint, to its bytes.
 
-    `samples` is how many samples the run has trained on. `save_s` is how long the ranks took to save.
+    `samples` is how many samples the run has trained on. `save_s` is how long the ranks took to save. `others` are
+    further files, which the run does not need to go on: the script may change or remove them.
     """
 
     step: int
@@ -82,6 +83,7 @@ class Manifest:
     files: Mapping[str, int]
     versions: Mapping[str, str] = field(default_factory=dict)
     save_s: float = 0.0
+    others: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +105,8 @@ class SavedCheckpoint:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes on disk."""
-        return sum(self.manifest.files.values())
+        """Bytes on disk, when it was saved."""
+        return sum(self.manifest.files.values()) + sum(self.manifest.others.values())
 
 
 @dataclass(frozen=True, slots=True)

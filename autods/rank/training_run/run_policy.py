@@ -213,6 +213,9 @@ class LoopSession(sessions.Session):
             states.save_engine(self.engine, folder)
         states.save_rank_file(self.engine, folder, rank=self.consensus.rank, state=state)
 
+    def _goes_on_from(self, name: str) -> bool:
+        return self.loop.goes_on_from(name)
+
     def _find_disk(self, order: RunOrder) -> Path:
         return self.loop.find_disk(order.checkpoints)
 

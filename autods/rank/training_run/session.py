@@ -387,12 +387,17 @@ class Session:
             seed=job.seed,
             layout=states.describe_layout(self.engine),
             optimizer=type(states.base_optimizer(self.engine)).__name__,
-            files=files,
+            files={name: size for name, size in files.items() if self._goes_on_from(name)},
+            others={name: size for name, size in files.items() if not self._goes_on_from(name)},
             versions={name: versions[name] for name in ("autods", "deepspeed", "torch")},
             save_s=save_s,
         )
         write_manifest(folder, manifest)
         self._remove_old(order)
+
+    def _goes_on_from(self, name: str) -> bool:
+        """Whether the run needs this file of a checkpoint to go on; else the script may do with it as it likes."""
+        return True
 
     def _make_room(self, order: RunOrder) -> str | None:
         """Return why a checkpoint does not fit on the disk; None if it does.

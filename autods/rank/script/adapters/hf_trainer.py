@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 FOLDER = "trainer"  # in a checkpoint: the link to the Trainer's folder
 _STATES = "state"  # in a checkpoint: the link to DeepSpeed's files in it
 _EXTRA = "extra"  # in a checkpoint: the script has not asked for it
+_RESUMED = ("trainer_state.json", "scheduler.pt")  # what the Trainer reads to go on, beside DeepSpeed's files
 _UNFINISHED = ".autods-unfinished"  # in the Trainer's folder, until all ranks have saved
 
 _DROPPED = (
@@ -359,6 +360,11 @@ class HfTrainerLoop(TrainerLoop):
             if self._extra:
                 (folder / _EXTRA).touch()
         return {}
+
+    def goes_on_from(self, name: str) -> bool:
+        """DeepSpeed's files have the weights. Those beside them are the script's: callbacks change and remove them."""
+        top, *rest = Path(name).parts
+        return top != FOLDER or rest[0].startswith("global_step") or rest[0] in _RESUMED
 
     def complete(self, folder: Path) -> None:
         (folder / FOLDER / _UNFINISHED).unlink()

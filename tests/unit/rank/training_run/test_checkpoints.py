@@ -42,6 +42,14 @@ def make_manifest(step=10, files=None, **changes):
     return Manifest(step=step, samples=8 * step, global_batch=8, seed=0, files=files or {}, **values)
 
 
+def test_files_that_the_run_does_not_need_may_go(tmp_path):
+    folder = save(tmp_path, 5)
+    needed = {"ranks/rank00000.pt": 10}
+    write_manifest(folder, make_manifest(5, needed, others={"state/weights.pt": 100}))
+    (folder / "state" / "weights.pt").unlink()
+    assert list_checkpoints(tmp_path).latest.size_bytes == 110
+
+
 def test_a_folder_without_checkpoints_has_none(tmp_path):
     assert list_checkpoints(tmp_path / "missing").latest is None
 

@@ -121,6 +121,21 @@ def test_files_behind_links_count_once_and_tear(tmp_path):
     assert not list_checkpoints(tmp_path / "checkpoints").complete
 
 
+@pytest.mark.parametrize(
+    ("name", "needed"),
+    [
+        ("ranks/rank00000.pt", True),
+        ("state/mp_rank_00_model_states.pt", True),
+        ("trainer/global_step3/mp_rank_00_model_states.pt", True),
+        ("trainer/trainer_state.json", True),
+        ("trainer/pytorch_model.bin", False),  # well-known callbacks for adapters remove it
+        ("trainer/tokenizer/vocab.json", False),
+    ],
+)
+def test_the_trainer_s_weights_are_the_script_s(name, needed):
+    assert HfTrainerLoop(None).goes_on_from(name) is needed
+
+
 def test_removing_a_checkpoint_leaves_the_trainer_s_folder(tmp_path):
     remove_checkpoint(save(tmp_path, 3))
     assert (tmp_path / "saved" / "checkpoint-3" / "global_step3" / "states.pt").exists()
