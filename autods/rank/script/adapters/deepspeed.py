@@ -44,13 +44,13 @@ def install(injection: Injection) -> None:
 def watch_engine(engine: Any, policy: Policy) -> None:
     """Report each call of the engine to the policy from now on.
 
-    Optimizer steps are counted at the boundary of accumulation: a plain script calls `step` once a micro batch, a
-    trainer once an optimizer step. A script, or Lightning's Fabric, may also step the engine's optimizer alone.
+    Optimizer steps are those that the engine counts: a plain script calls `step` once a micro batch, a trainer once an
+    optimizer step. A script, or Lightning's Fabric, may also step the engine's optimizer alone.
     """
     hooks: Mapping[str, Callable[..., Any]] = {
         "forward": functools.partial(_forward, engine),
         "backward": _backward,
-        "step": functools.partial(_step, lambda: bool(engine.is_gradient_accumulation_boundary())),
+        "step": functools.partial(_step, engine),
         "train": _train,
         "train_batch": _train_batch,
         "save_checkpoint": _save,
@@ -61,7 +61,7 @@ def watch_engine(engine: Any, policy: Policy) -> None:
         if hasattr(engine, name):
             _watch(engine, name, policy, hook)
     if hasattr(engine.optimizer, "step"):
-        _watch(engine.optimizer, "step", policy, functools.partial(_step, lambda: True))
+        _watch(engine.optimizer, "step", policy, _step_optimizer)
 
 
 def destroy_process_group(policy: Policy, original: Any, group: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -111,12 +111,20 @@ def _backward(policy: Policy, original: Any, /, loss: Any = None, *args: Any, **
     return original(loss, *args, **kwargs)
 
 
-def _step(is_boundary: Callable[[], bool], policy: Policy, original: Any, /, *args: Any, **kwargs: Any) -> Any:
-    boundary = is_boundary()
+def _step(engine: Any, policy: Policy, original: Any, /, *args: Any, **kwargs: Any) -> Any:
+    before = engine.global_steps  # without `managed_gradient_accumulation`, a boundary is one while `step` runs alone
     policy.begin_phase("step")
     with policy.pause_hooks():  # the engine steps its optimizer
         result = original(*args, **kwargs)
-    policy.end_step(boundary=boundary)
+    policy.end_step(boundary=engine.global_steps != before)
+    return result
+
+
+def _step_optimizer(policy: Policy, original: Any, /, *args: Any, **kwargs: Any) -> Any:
+    policy.begin_phase("step")
+    with policy.pause_hooks():
+        result = original(*args, **kwargs)
+    policy.end_step(boundary=True)
     return result
 
 

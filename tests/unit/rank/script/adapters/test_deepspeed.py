@@ -25,13 +25,11 @@ class Optimizer:
 class Engine:
     """Has what is watched of DeepSpeed's engine; it steps its optimizer at each boundary."""
 
-    training = True
+    training, global_steps = True, 0
 
     def __init__(self, accumulation=1):
         self.optimizer, self.accumulation, self.done = Optimizer(), accumulation, 0
-
-    def is_gradient_accumulation_boundary(self):
-        return (self.done + 1) % self.accumulation == 0
+        self.is_stepping = False
 
     def forward(self, x):
         return x
@@ -45,10 +43,16 @@ class Engine:
     def save_checkpoint(self, folder):
         return True
 
+    def is_gradient_accumulation_boundary(self):
+        """As with managed_gradient_accumulation off: true inside of `step` alone."""
+        return self.is_stepping
+
     def step(self):
+        self.is_stepping = (self.done + 1) % self.accumulation == 0
         if self.is_gradient_accumulation_boundary():
             self.optimizer.step()
-        self.done += 1
+            self.global_steps += 1
+        self.done, self.is_stepping = self.done + 1, False
 
 
 class BoundaryPolicy(TrialPolicy):
