@@ -340,6 +340,7 @@ class Session:
         with self._off_the_device():
             try:
                 self._save_states(folder)
+                states.finish_writing(self.engine)
                 self.consensus.wait()
                 if os.environ.get("LOCAL_RANK", "0") == "0":
                     sync_files(folder)

@@ -53,6 +53,13 @@ def save_engine(engine: Any, folder: Path) -> None:
     engine.save_checkpoint(str(folder), tag=STATE, save_latest=False)
 
 
+def finish_writing(engine: Any) -> None:
+    """Wait for a writer that works beside the training (`checkpoint.writer.decoupled`); all ranks call it."""
+    writer = getattr(engine, "checkpoint_engine", None)
+    if hasattr(writer, "is_decoupled") and writer.is_decoupled():
+        engine._commit_decoupled_checkpoint()  # DeepSpeed itself does so in the next step
+
+
 def save_rank_file(
     engine: Any, folder: Path, *, rank: int, state: Mapping[str, Any], schedules: Sequence[Any] = ()
 ) -> None:

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from autods.rank.training_run.states import describe_layout, read_loss_scale, set_loss_scale
+from autods.rank.training_run.states import describe_layout, finish_writing, read_loss_scale, set_loss_scale
 
 
 def make_engine(**attributes):
@@ -36,3 +36,13 @@ def test_the_loss_scale_of_fp16_goes_from_any_stage_to_any(name):
 
 def test_an_optimizer_without_half_precision_has_no_loss_scale():
     assert read_loss_scale(SimpleNamespace(optimizer=SimpleNamespace())) is None
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_a_save_waits_for_a_writer_beside_the_training(decoupled):
+    commits = []
+    writer = SimpleNamespace(is_decoupled=lambda: decoupled)
+    engine = SimpleNamespace(checkpoint_engine=writer, _commit_decoupled_checkpoint=lambda: commits.append("all"))
+    finish_writing(engine)
+    assert commits == ["all"] * decoupled
+    finish_writing(SimpleNamespace())
