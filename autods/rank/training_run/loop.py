@@ -70,7 +70,7 @@ def make_dataset(workload: Workload, job: RankJob, model: Any) -> Any:
 
 
 def draw_batches(workload: Workload, current: Session, seed: int) -> Iterator[Any]:
-    """Yield this rank's micro batches of `build_batch`, without end.
+    """Yield this rank's micro batches of `build_batch`, up to the end of the run.
 
     Each sample is drawn alone with a seed of its own, so that the global batch is the same in any division. Where
     samples differ in shape, or none can be drawn alone, a micro batch is drawn at once.
@@ -80,6 +80,8 @@ def draw_batches(workload: Workload, current: Session, seed: int) -> Iterator[An
     if not alone:
         note("build_batch draws no single samples of one shape: its batches depend on the micro batch")
     for step in itertools.count(current.step):
+        if current.done:  # also at once: a run may be killed between its last save and its end
+            return
         for first, last in current.share.spans(step):
             with preserved_random_states():
                 if alone:
@@ -87,8 +89,6 @@ def draw_batches(workload: Workload, current: Session, seed: int) -> Iterator[An
                 else:
                     batch = _draw(workload, seed, first, last - first)
             yield batch
-        if current.done:
-            return
 
 
 def _draw(workload: Workload, seed: int, sample: int, count: int) -> Any:
