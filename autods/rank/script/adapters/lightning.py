@@ -284,7 +284,10 @@ class LightningLoop(TrainerLoop):
     def begin(self, original: Any, strategy: Any, /) -> None:
         """The last hook before the first step: those of callbacks and of the module may have drawn random numbers."""
         original(strategy)
-        self.host.session.restore_random_states()
+        session = self.host.session
+        session.restore_random_states()
+        if session.done:  # the run was killed between its last save and its end
+            self.end()
 
     def begin_epoch(self, original: Any, batches: Any, /) -> None:
         """Let an epoch that goes on do nothing twice. One that was saved at its end is over: another begins."""

@@ -124,6 +124,16 @@ def test_fabric_steps_the_engine():
 # A resumed training.
 
 
+@pytest.mark.parametrize("done", [True, False])
+def test_a_run_that_was_saved_at_its_end_trains_no_further(done):
+    session = SimpleNamespace(done=done, restore_random_states=lambda: True)
+    loop = LightningLoop(SimpleNamespace(session=session), None, "lightning.pytorch")
+    batches = SimpleNamespace(max_steps=-1)
+    loop.trainer = SimpleNamespace(should_stop=False, global_step=6, fit_loop=SimpleNamespace(epoch_loop=batches))
+    loop.begin(lambda strategy: None, None)
+    assert (loop.trainer.should_stop, batches.max_steps) == ((True, 6) if done else (False, -1))
+
+
 class Saved(BaseException):
     """The run has saved a checkpoint, and its process ends."""
 
