@@ -134,9 +134,8 @@ class WorstCaseExam:
         """Save a checkpoint and, where the weights are partitioned, all of them gathered."""
         engine, folder = self.engine, self.folder
         self.observe("save", self.index)
-        # On this node's disk, with a margin for smaller contents; a pipeline's rank holds one stage.
-        share = int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks.world_size)) / self.ranks.world_size
-        size = estimate_checkpoint_bytes(engine.module, share=share) * getattr(engine, "num_stages", 1)
+        # Ranks of all nodes save into one folder. The margin is for smaller contents. A pipeline's rank holds a stage.
+        size = estimate_checkpoint_bytes(engine.module) * getattr(engine, "num_stages", 1)
         needed = int(_DISK_MARGIN * size)
         lack = find_lack(folder.parent, needed) if self.ranks.rank == 0 else None
         if not self.ranks.agree(lack is None):

@@ -179,16 +179,13 @@ def describe_model(workload: Workload, model: Any, batch: Any) -> ModelFacts:
     )
 
 
-def estimate_checkpoint_bytes(model: Any, *, share: float = 1.0) -> int:
+def estimate_checkpoint_bytes(model: Any) -> int:
     """Estimate the bytes of a checkpoint: the weights, and for each that is trained Adam's fp32 copy and two moments.
 
-    Every rank writes its part of the latter: `share` is that of the ranks that count.
+    These are the files of all ranks together.
     """
     return sum(
-        int(
-            getattr(weights, "ds_numel", weights.numel())
-            * (weights.element_size() + 12 * share * weights.requires_grad)
-        )
+        int(getattr(weights, "ds_numel", weights.numel()) * (weights.element_size() + 12 * weights.requires_grad))
         for weights in model.parameters()
     )
 

@@ -138,6 +138,7 @@ def test_gathering_that_the_config_turns_off_is_reported(tmp_path: Path) -> None
 def test_a_full_disk_skips_the_checkpoint_and_reports_the_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "0")  # the folder takes the files of all nodes
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
     examined, seen = pass_exam(Engine(), tmp_path)
     assert examined["checkpoint_bytes"] is None
