@@ -350,7 +350,7 @@ class Session:
             except RuntimeError as error:  # torch's writer reports a full disk in its own way
                 if not any(sign in str(error) for sign in _WRITTEN_BADLY):
                     raise
-                free = format_bytes(shutil.disk_usage(folder).free)
+                free = format_bytes(shutil.disk_usage(self._find_disk(order)).free)
                 reason = f"{os.strerror(errno.ENOSPC)}: {free} are free while saving"
                 raise OSError(errno.ENOSPC, reason, str(folder)) from None
         self.consensus.wait()  # no rank leaves while the first one still writes
