@@ -55,7 +55,7 @@ def save_engine(engine: Any, folder: Path) -> None:
 
 def finish_writing(engine: Any) -> None:
     """Wait for a writer that works beside the training (`checkpoint.writer.decoupled`); all ranks call it."""
-    writer = getattr(engine, "checkpoint_engine", None)
+    writer: Any = getattr(engine, "checkpoint_engine", None)
     if hasattr(writer, "is_decoupled") and writer.is_decoupled():
         engine._commit_decoupled_checkpoint()  # DeepSpeed itself does so in the next step
 
