@@ -204,8 +204,9 @@ def _read_prices(request: PlanRequest, machines: Sequence[str]) -> Mapping[str, 
     elif len(machines) == 1:
         pairs = [(machines[0], str(given))]
     else:
-        hint = f"give {option} {machines[0]}=1.8,{machines[-1]}=2.5"
-        raise InputError(f"{option} {given}: machines have prices of their own", hint=hint)
+        pairs_to_give = [f"{name}={given}" for name in machines[:3]] + ["…"] * (len(machines) > 3)
+        hint = f"give {option} {','.join(pairs_to_give)} with the price of each"
+        raise InputError(f"{option} {given}: several machines need a price each", hint=hint)
     prices: dict[str, float] = {}
     spelt = {name.lower(): name for name in machines}  # --on takes those of the catalogue in any case
     for given_name, text in pairs:

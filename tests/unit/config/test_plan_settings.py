@@ -262,7 +262,8 @@ def test_a_batch_that_a_script_fixes_asks_for_a_global_batch() -> None:
         ({"on": "a100-80gb", "price_per_gpu_hour": 2}, "give --tokens 300B"),
         ({"on": "a100-80gb", "tokens": "1B", "price_per_gpu_hour": "cheap"}, "'cheap' is not a price"),
         ({"on": "a100-80gb", "tokens": "1B", "price_per_gpu_hour": -1}, "is not a price"),
-        ({"on": "a100-80gb,l4-24gb", "tokens": "1B", "price_per_gpu_hour": 2}, "l4-24gb=1.8,a100-80gb=2.5"),
+        ({"on": "a100-80gb,l4-24gb", "tokens": "1B", "price_per_gpu_hour": 2}, "l4-24gb=2,a100-80gb=2 with the price"),
+        ({"on": "all", "tokens": "1B", "price_per_gpu_hour": 2}, "=2,… with the price of each"),
         ({"on": "a100-80gb", "tokens": "1B", "price_per_gpu_hour": {"h100-80gb": 2}}, "no machine 'h100-80gb'"),
     ],
 )
