@@ -122,7 +122,7 @@ def describe_machines_answer(plan: PlanReport) -> str:
 
 
 def compare_machines(plan: PlanReport) -> Iterator[str]:
-    """What follows: the duration and the cost of a training, machines without a time, the command for one of them."""
+    """What follows: the duration and the cost of a training, machines without a time, how to see one of them."""
     ranked = [site for site in plan.ranked_sites if site.best is not None]
     known = ((site, plan.forecast_training(site, site.best)) for site in ranked)
     trainings = [(site, training) for site, training in known if training is not None]
@@ -146,5 +146,4 @@ def compare_machines(plan: PlanReport) -> Iterator[str]:
     enough = plan.smallest_enough
     if enough is not None:
         on = shlex.quote(enough.site.machine.on)
-        command = f"autods plan {shlex.quote(plan.source.path)} --gpus {enough.site.world_size} --on {on}"
-        yield f"each machine has the first rung of the ladder that fits; all of its rungs: {command}"
+        yield f"each machine has the first rung of the ladder that fits; all of its rungs: the same, but --on {on}"

@@ -53,7 +53,7 @@ def test_an_upper_bound_of_time_has_one_bound_in_each_table() -> None:
     assert "inf" not in text
 
 
-def test_the_command_for_a_machine_of_a_file_names_the_file() -> None:
+def test_what_shows_one_machine_of_a_file_names_the_file() -> None:
     plan = comparison()
     machines = [replace(each.site.machine, file=f"my {each.site.machine.name}.toml") for each in plan.sites]
     sites = [
@@ -62,7 +62,7 @@ def test_the_command_for_a_machine_of_a_file_names_the_file() -> None:
     ]
     text = terminal.printed(make_plan_document(replace(plan, sites=tuple(sites))), 300)
     assert plan.smallest_enough is not None
-    assert f"--on 'my {plan.smallest_enough.site.machine.name}.toml'" in text
+    assert f"the same, but --on 'my {plan.smallest_enough.site.machine.name}.toml'" in text
 
 
 def test_the_least_cost_is_of_the_machines_with_a_price() -> None:
