@@ -346,8 +346,25 @@ def list_assumptions(
         if not facts.checkpointing and not source.form.runs_as_main:  # a script decides that by itself
             yield "no gradient checkpointing: the model has no gradient_checkpointing_enable()"
 
-    of_rungs = join_assumptions(rung for site in sites for rung in site.rungs)
+    of_rungs = join_assumptions(_name_machines(sites))
     return tuple(dict.fromkeys((*settled, *about_steps(), *about_workload(), *of_rungs)))
+
+
+def _name_machines(sites: Sequence[SiteForecast]) -> Iterator[RungForecast]:
+    """Yield all forecasts. What a rung assumes on some of several machines begins with their names."""
+    machines: dict[str, list[str]] = {}
+    for site in sites:
+        for sentence in dict.fromkeys(sentence for rung in site.rungs for sentence in rung.assumed):
+            machines.setdefault(sentence, []).append(site.site.machine.name)
+
+    def name(rung: RungForecast, sentence: str) -> str:
+        everywhere = len(machines[sentence]) == len(sites)
+        about_it = sentence.startswith(f"{rung.rung}: ")
+        return f"{', '.join(machines[sentence])}: {sentence}" if about_it and not everywhere else sentence
+
+    for site in sites:
+        for rung in site.rungs:
+            yield replace(rung, assumed=tuple(name(rung, sentence) for sentence in rung.assumed))
 
 
 def join_assumptions(forecasts: Iterable[RungForecast]) -> tuple[str, ...]:

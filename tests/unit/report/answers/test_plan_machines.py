@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from autods.planner.plan import list_assumptions
 from autods.report.answers.plan import make_plan_document
 from autods.report.results.plan import PlanReport
 from tests.support import terminal
-from tests.support.plans import comparison, speed, with_rungs
+from tests.support.plans import FACTS, SOURCE, comparison, speed, with_rungs
 
 
 def broad() -> PlanReport:
@@ -63,6 +64,19 @@ def test_what_shows_one_machine_of_a_file_names_the_file() -> None:
     text = terminal.printed(make_plan_document(replace(plan, sites=tuple(sites))), 300)
     assert plan.smallest_enough is not None
     assert f"the same, but --on 'my {plan.smallest_enough.site.machine.name}.toml'" in text
+
+
+def test_what_a_rung_assumes_on_some_machines_names_them() -> None:
+    sentences = (("zero2: 5 fits; 7 does not", "sequences of 8", "zero2: all"), ("sequences of 8", "zero2: all"))
+    sites = tuple(
+        with_rungs(each, [replace(each.rungs[0], rung="zero2", assumed=assumed)])
+        for each, assumed in zip(comparison().sites[:2], sentences, strict=True)
+    )
+    name = sites[0].site.machine.name
+    said = (f"{name}: zero2: 5 fits; 7 does not", "sequences of 8", "zero2: all")
+    assert list_assumptions((), SOURCE, FACTS, sites)[-3:] == said
+    alone = list_assumptions((), SOURCE, FACTS, sites[:1])
+    assert "zero2: 5 fits; 7 does not" in alone
 
 
 def test_the_least_cost_is_of_the_machines_with_a_price() -> None:
