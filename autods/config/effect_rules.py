@@ -146,8 +146,9 @@ def find_harmful(question: Question) -> Iterator[Problem]:
         if question.get(name) is True:
             yield warning(name, problem, "turn it off for real training")
     halves = [question.get(f"{name}.enabled") for name in (*HALVES, "torch_autocast")]
-    if enabled_half_precision(question.config) is None and True not in halves and "auto" not in halves:
-        problem = "no half precision is enabled: fp32 takes twice the memory, and is several times slower"
+    is_fp32 = enabled_half_precision(question.config) is None and True not in halves and "auto" not in halves
+    if is_fp32 and not question.on_cpu:  # a processor without AVX-512 multiplies bf16 more slowly
+        problem = "no half precision is enabled: in fp32 activations take twice the memory, and GPUs are slower"
         yield warning("bf16", problem, 'give "bf16": {"enabled": true}')
     if stage == 0 and ZERO in question.config and not question.is_stage_open:
         yield note(f"{ZERO}.stage", "stage 0 is plain data parallelism: every GPU holds all states")

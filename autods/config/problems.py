@@ -57,11 +57,12 @@ _NOT_ASKED = InstalledKeys(version="", defaults={})  # a search does not wait fo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """The config to judge. `ranks` is None where the number of GPUs is not known."""
+    """The config to judge. `ranks` is None where the number of GPUs is not known; `on_cpu`: CPU ranks train."""
 
     config: Mapping[str, Any]
     ranks: int | None = None
     installed: InstalledKeys = _NOT_ASKED
+    on_cpu: bool = False
 
     def get(self, dotted: str) -> Any:
         """The value at a dotted key; None where there is none."""

@@ -148,7 +148,8 @@ def explain(settings: ExplainSettings, listen: ForecastListener, start: StartSim
         answer = pool.submit(ask_deepspeed, settings.config)
         refusals = find_refusals(settings.config, settings.ranks)
         installed = answer.result()
-    question = Question(config=settings.config, installed=installed, ranks=settings.ranks)
+    on_cpu = settings.plan is not None and settings.plan.device == "cpu"
+    question = Question(config=settings.config, installed=installed, ranks=settings.ranks, on_cpu=on_cpu)
     problems = find_problems(question, EXPLAIN_RULES)
     if not any(problem.severity == "error" for problem in problems):  # they say it better
         problems = (*refusals, *problems)

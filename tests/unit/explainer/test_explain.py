@@ -71,6 +71,18 @@ def test_without_a_workload_nothing_is_simulated() -> None:
     assert [key.key for key in explanation.keys][:2] == ["train_batch_size", "train_micro_batch_size_per_gpu"]
 
 
+def test_the_config_of_a_fit_on_cpu_ranks_is_not_told_to_train_in_bf16() -> None:
+    adam = {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}
+    sizes = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4}
+    config = {**sizes, "gradient_clipping": 1.0, "optimizer": adam}
+    warned = {
+        device: [each.key for each in explained(config, workload="model.py", gpus=2, **asked)[0].findings]
+        for device, asked in {"cpu": {"device": "cpu", "gpu_memory": GIB}, "cuda": {"gpu_memory": GIB}}.items()
+    }
+    assert warned == {"cpu": [], "cuda": ["bf16"]}
+    assert all(key.meaning for key in explained(config)[0].keys)
+
+
 def test_the_engine_is_heard_where_no_rule_says_it_better(monkeypatch: pytest.MonkeyPatch) -> None:
     refusal = Problem(severity="error", key="optimizer.type", problem="refused")
     monkeypatch.setattr(explainer, "find_refusals", lambda config, ranks: (refusal,))
