@@ -294,7 +294,7 @@ class PlanProgress(LiveView):
             doing = ", ".join(list(self._doing.values())[-2:]) or self._note
             share = self._share
         elapsed = format_seconds(time.monotonic() - self._since)
-        return Text.assemble((f"{doing}  ", ""), (f"{share}  {elapsed}", "dim"))
+        return Text.assemble((doing, ""), (f" · {share} · {elapsed}" if share else f" · {elapsed}", "dim"))
 
     def _current(self) -> RenderableType:
         """The rows of the machine that is being simulated, and a line with the current simulation."""

@@ -131,7 +131,9 @@ def _read_finished(path: Path, make: Callable[[dict[str, Any]], Finished], comma
 def _name_finished(missing: Path) -> str:
     """What to give in place of the folder without this report: one below it that has one, the newest if several."""
     below = sorted(missing.parent.glob(f"*/{missing.name}"), key=lambda path: path.stat().st_mtime)
-    return f"give {below[-1].parent}, say" if below else "give the folder that a finished fit, probe or run wrote"
+    if len(below) > 1:
+        return f"{missing.parent} holds {len(below)} of them: give {below[-1].parent}, the newest"
+    return f"give {below[0].parent}" if below else "give the folder that a finished fit, probe or run wrote"
 
 
 def _record_from_row(row: Mapping[str, Any]) -> dict[str, Any]:

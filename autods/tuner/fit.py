@@ -167,7 +167,7 @@ def _read_finished(settings: Settings, fingerprint: str, listen: Listener) -> Fi
         raise make_other_fit_error(path, Journal(journal).read_options(), settings.options)
     if question.budget.covers(settings.budget) and question.forecast == settings.forecast:
         again = "`autods fit … --fresh` measures again"  # a run's --fresh forgets its checkpoints
-        listen(Note(text=f"this fit is finished; this is its report ({again}): {settings.out}"))
+        listen(Note(text=f"the fit in {settings.out} is finished, and its report is taken ({again})"))
         return report
     listen(Note(text="this fit is finished, within a smaller budget or by other forecasts: it goes on from its trials"))
     return None

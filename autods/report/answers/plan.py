@@ -85,6 +85,8 @@ def _explain_figures(site: SiteForecast) -> Iterator[doc.Part]:
     if any(rung.speed is not None and rung.speed.micro_batch != rung.micro_batch for rung in site.rungs):
         batches = f"memory: at micro batch {site.site.micro_batch}; step and rate: at the largest batch"
         yield doc.Paragraph(words=line((batches, "dim")))
+    elif any((rung.largest_micro_batch or 0) > rung.micro_batch for rung in site.rungs):
+        yield doc.Paragraph(words=line((f"memory: at micro batch {site.site.micro_batch}", "dim")))
     if not _has_times(site):
         yield doc.Paragraph(words=line((f"step time: –, because {explain_no_time(site)}", "dim")))
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ...config.deepspeed import count_sequence_sharers
+from ...config.rungs import read_rungs
 from ...forecast.values import BUILT_BY_SCRIPT, PartitionedBuild, RungForecast
 from ...types import TIERS_OF_A_NODE, Failed, OutOfMemory, Tier, first_line
 from ...units import format_bytes
@@ -79,9 +80,16 @@ def list_remedies(report: FitReport) -> Iterator[str]:
     if not report.trials and report.closest is None:
         yield "other rungs (--ladder): none of these applies here, for the reasons in the table"
     if _lacks_memory(report) or report.question.gpus == 1:
-        yield f"more ranks (--gpus {report.question.gpus * 2}): ZeRO splits the model over them"
+        yield _more_ranks(report.question.gpus, report.question.ladder)
     if _lacks_memory(report):
         yield "a smaller workload: shorter sequences, or a smaller model"
+
+
+def _more_ranks(ranks: int, ladder: Sequence[str]) -> str:
+    known = read_rungs()
+    if ladder and all(name in known and not known[name].shards for name in ladder):
+        return "rungs that split the model over the ranks (--ladder zero1,zero2,zero3, or leave --ladder out)"
+    return f"more ranks (--gpus {ranks * 2}): ZeRO splits the model over them"
 
 
 def _lacks_memory(report: FitReport) -> bool:
@@ -118,7 +126,7 @@ def list_plan_remedies(plan: PlanReport, site: SiteForecast) -> Iterator[str]:
         yield way
     for rung in site.lacks_nvme:
         yield f"--nvme 2TiB, if a node has a disk: {rung} was left out because it needs one"
-    yield f"more ranks (--gpus {site.site.world_size * 2}): ZeRO splits the model over them"
+    yield _more_ranks(site.site.world_size, [rung.rung for rung in site.rungs])
     if any(rung.memory and rung.micro_batch > 1 for rung in site.rungs):
         yield "a smaller micro batch (--micro-batch 1)"
     machine = "--on all: which machine would do?"

@@ -39,5 +39,5 @@ def test_a_folder_of_fits_names_the_newest_below_it(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / REPORT).write_text("{}")
         os.utime(tmp_path / name / REPORT, (1000 - age, 1000 - age))
-    with pytest.raises(InputError, match=f"give {tmp_path / 'new'}, say"):
+    with pytest.raises(InputError, match=f"holds 2 of them: give {tmp_path / 'new'}, the newest"):
         read(tmp_path)

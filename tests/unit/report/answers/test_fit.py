@@ -189,6 +189,15 @@ def test_less_memory_is_no_way_out_where_none_was_lacking() -> None:
     assert list(list_remedies(failed)) == ["ddp: apt-get install libaio-dev"]
 
 
+def test_more_ranks_are_advised_where_a_rung_splits_the_model() -> None:
+    report = hopeless_report()
+    narrow = replace(report, question=replace(report.question, ladder=("ddp",)))
+    assert any("--ladder zero1,zero2,zero3" in line for line in list_remedies(narrow))
+    assert not any("more ranks" in line for line in list_remedies(narrow))
+    wide = replace(report, question=replace(report.question, ladder=("ddp", "zero2")))
+    assert any("more ranks" in line for line in list_remedies(wide))
+
+
 def test_an_empty_report_can_be_shown() -> None:
     assert "nothing fits" in shown(FitReport(status="nothing_fits"), 80)
 
