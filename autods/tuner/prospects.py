@@ -121,6 +121,8 @@ def offload_where_needed(candidates: Sequence[Candidate], context: FitContext) -
         forecast = context.forecast(first_trial(leaner, settings.profile.walk, smallest))
         return leaner if forecast is not None and is_surer(forecast, plain) else candidate
 
+    if settings.forecast:
+        context.memory.listen(Note(text="forecasting the memory of each rung"))
     with ThreadPoolExecutor(count_parallel_engines()) as pool:
         return tuple(pool.map(choose, candidates))
 
@@ -144,7 +146,7 @@ def order_by_time(candidates: Sequence[Candidate], context: FitContext) -> list[
     firsts = (first_trial(each, steps, smallest) for each in candidates if each.skip is None)
     if context.settings.objective == "memory" or not any(context.forecaster.step_time(first) for first in firsts):
         return list(candidates)
-    context.memory.listen(Note(text="forecasting the step time of each rung at its best micro batch", passing=True))
+    context.memory.listen(Note(text="forecasting the step time of each rung at its best micro batch"))
     with ThreadPoolExecutor(count_parallel_engines()) as pool:
         rates = list(pool.map(find_rate, candidates))
     ranked = rank(candidates, rates)

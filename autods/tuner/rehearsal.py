@@ -115,7 +115,7 @@ class RehearsalRunner:
             "async_io": (self.machine.nvme_gb_per_s, "NVMe"),
         }
         return self._facts, {
-            op: f"the catalogue has no bandwidth of {tier} for {self.machine.name}"
+            op: f"{op} has no time: the catalogue has no bandwidth of {tier} for {self.machine.name}"
             for op, (rate, tier) in unknown.items()
             if rate is None
         }

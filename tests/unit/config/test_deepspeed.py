@@ -11,6 +11,7 @@ from autods.config.deepspeed import (
     DEFAULT_OPTIMIZER,
     count_replicas,
     enabled_half_precision,
+    find_broken_op,
     get_key,
     is_default_optimizer,
     merge,
@@ -263,6 +264,14 @@ def test_monitors_of_a_run_write_below_the_given_folder() -> None:
 )
 def test_the_half_precision_is_the_one_that_is_enabled(config: dict[str, Any], kind: str | None) -> None:
     assert enabled_half_precision(config) == kind
+
+
+def test_the_reason_of_a_broken_op_names_it_once() -> None:
+    config = composed("zero2-offload")
+    assert find_broken_op(config, {"async_io": "no libaio"}) is None
+    assert find_broken_op(config, {"cpu_adam": "no compiler"}) == "its op cpu_adam cannot be built: no compiler"
+    named = "cpu_adam cannot be built: g++ is not installed (apt-get install g++)"
+    assert find_broken_op(config, {"cpu_adam": named}) == named
 
 
 def test_zeros_keys_have_the_names_that_deepspeed_documents() -> None:
