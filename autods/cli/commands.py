@@ -200,7 +200,7 @@ def run_probe(
 
 def run_explain(call: Call, request: requests.ExplainRequest, *, as_json: bool = False, quiet: bool = False) -> int:
     """Explain a DeepSpeed config."""
-    explanation = _work(EXPLAIN, request, quiet)
+    explanation = _work(EXPLAIN, request, quiet, lambda _: "asking the installed DeepSpeed about the config")
     _show(explanation, as_json, asdict, make_explain_document)
     return 1 if explanation.has_errors else 0
 

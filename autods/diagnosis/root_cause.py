@@ -174,7 +174,7 @@ def pick_root_cause(summary: LogSummary, exit_code: int | None = None) -> Diagno
     is_killed = diagnosis.signature in _KILLERS
     if doing is not None and is_killed:
         phase, line = doing
-        evidence = dict.fromkeys((*diagnosis.evidence[: _EVIDENCE_LINES - 1], line[:_EVIDENCE_CHARS]))
+        evidence = dict.fromkeys((*diagnosis.evidence[: _EVIDENCE_LINES - 1], _cut(line)))
         diagnosis = replace(diagnosis, phase=phase, evidence=tuple(evidence))
     end = "killed" if is_killed else f"{diagnosis.kind} {diagnosis.tier}"
     first = read_toml("log_lines")["advice_in_phase"].get(end, {}).get(diagnosis.phase)
@@ -405,7 +405,7 @@ def _diagnosis(
     notes = shortage.notes() if row.tier == "device" else ()
     advice = (advice or row.advice).replace("{line}", lines[-1] if lines else "")
     if row.kind == "user_code" and (frame := message.user_frame) is not None:
-        lines = [*lines[: _EVIDENCE_LINES - 1], frame[:_EVIDENCE_CHARS]]
+        lines = [*lines[: _EVIDENCE_LINES - 1], _cut(frame)]
     if row.tier == "device" and row.kind == "out_of_memory" and shortage.contradicts_itself:
         row, advice, notes = replace(row, kind="infrastructure", tier=None, action="fix_environment"), _NOT_FULL, ()
     if notes and shortage.fragmented:
@@ -413,7 +413,7 @@ def _diagnosis(
     elif notes:
         advice = f"{advice} ({notes[0]})"
     if row.kind == "out_of_memory" and message.handled:
-        first = message.handled[:_EVIDENCE_CHARS]
+        first = _cut(message.handled)
         notes = (*notes, f"it was raised while another exception was handled, which may be the cause: {first}")
     return Diagnosis(
         kind=row.kind,
@@ -430,6 +430,10 @@ def _diagnosis(
     )
 
 
+def _cut(line: str) -> str:
+    return line if len(line) <= _EVIDENCE_CHARS else f"{line[: _EVIDENCE_CHARS - 1]}…"
+
+
 def _telling_lines(symptom: Symptom) -> list[str]:
     """The first line of the message, those that it announces, and the one that the row matched. ===== is no line.
 
@@ -440,7 +444,7 @@ def _telling_lines(symptom: Symptom) -> list[str]:
     matched = filter(symptom.row.tells, lines)
     asserted = [frame for frame in symptom.message.frames[-1:] if len(lines) == 1 and _ASSERTION.fullmatch(lines[0])]
     telling = dict.fromkeys((*lines[:1], *islice(matched, 1), *announced, *asserted))
-    return [line[:_EVIDENCE_CHARS] for line in telling]
+    return [_cut(line) for line in telling]
 
 
 _PHASES = [(re.compile(pattern), phase) for pattern, phase in read_toml("log_lines")["phases"]]
@@ -464,7 +468,7 @@ def _diagnose_exit(reported: int, summary: LogSummary) -> Diagnosis:
     meaning = explain_exit_code(code, host_full=bool(full))
     last = [line.strip() for lines in summary.last.values() for line in list(filter(_WORD.search, lines))[-1:]]
     last = [line for line in last if not exit.line or exit.line.strip() not in line]
-    evidence = dict.fromkeys(line[:_EVIDENCE_CHARS] for line in (exit.line, full, *last) if line)
+    evidence = dict.fromkeys(_cut(line) for line in (exit.line, full, *last) if line)
     return Diagnosis(
         kind=meaning.kind,
         tier=meaning.tier,
@@ -483,7 +487,7 @@ def _diagnose_divergence(line: str) -> Diagnosis:
     return Diagnosis(
         kind=row.kind,
         confidence=find_confidence(f"{row.weight} mentioned"),
-        evidence=(line[:_EVIDENCE_CHARS],),
+        evidence=(_cut(line),),
         action=row.action,
         advice=row.advice,
         signature=f"{row.file}/{row.name}",

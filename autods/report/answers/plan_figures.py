@@ -44,9 +44,12 @@ def explain_no_time(site: SiteForecast) -> str:
 
 def format_ranks_of_site(site_forecast: SiteForecast) -> str:
     """'2 × 8 bf16'."""
-    site = site_forecast.site
-    ranks = f"{site.nodes} × {site.ranks_per_node}" if site.nodes > 1 else str(site.world_size)
-    return f"{ranks} {site.precision}"
+    return f"{format_ranks_by_node(site_forecast.site)} {site_forecast.site.precision}"
+
+
+def format_ranks_by_node(site: Site) -> str:
+    """'2 × 8'; '8' on one node."""
+    return f"{site.nodes} × {site.ranks_per_node}" if site.nodes > 1 else str(site.world_size)
 
 
 def _format_interval(write: Callable[[float], str], value: float, low: float, high: float) -> str:

@@ -22,6 +22,7 @@ from .plan_figures import (
     format_cost,
     format_days,
     format_money,
+    format_ranks_by_node,
     format_ranks_of_site,
     format_speed,
 )
@@ -108,11 +109,11 @@ def tabulate_machines(plan: PlanReport) -> doc.Table:
 
 
 def describe_machines_answer(plan: PlanReport) -> str:
-    """'a100-80gb is the smallest that is enough: zero2 on 8 bf16; h100-80gb is the fastest: 70,100 tokens/s'."""
+    """'a100-80gb is the smallest that is enough: zero2 on 8 cards in bf16; h100-80gb is the fastest: 70,100 …'."""
     enough = plan.smallest_enough
     if enough is None:
         return "no machine of the list is surely enough"
-    rung = f"{enough.best_rung} on {format_ranks_of_site(enough)}"
+    rung = f"{enough.best_rung} on {format_ranks_by_node(enough.site)} cards in {enough.site.precision}"
     answer = f"{enough.site.machine.name} is the smallest that is enough: {rung}"
     fastest = next((site for site in plan.ranked_sites if site.rate), None)
     if fastest is None or fastest.best is None or fastest.best.speed is None:

@@ -693,3 +693,10 @@ def test_no_answer_over_the_network_counts_if_nobody_failed(beside: str, kind: s
     for log in (NO_ANSWER + beside, beside + NO_ANSWER, {"a.log": NO_ANSWER, "b.log": beside}):
         found = autods.diagnose(log)
         assert (found.kind, found.rank) == (kind, rank)
+
+
+def test_a_line_of_the_evidence_that_was_cut_ends_in_dots() -> None:
+    line = autods.diagnose(f"{OOM} {'x' * 500}\n").evidence[0]
+    assert line.startswith("torch.OutOfMemoryError")
+    assert line.endswith("x…")
+    assert len(line) == 400

@@ -161,7 +161,7 @@ def test_several_machines_name_the_smallest_that_is_enough() -> None:
     text = sentence(printed(comparison()))
     assert "l4-24gb" in text
     assert "none" in text
-    assert "a100-80gb is the smallest that is enough: zero2 on 8 bf16" in text
+    assert "a100-80gb is the smallest that is enough: zero2 on 8 cards in bf16" in text
 
 
 def test_json_keeps_the_contract() -> None:

@@ -39,7 +39,7 @@ def test_the_page_of_a_plan_has_each_rungs_time() -> None:
 
 def test_several_machines_have_a_section_each() -> None:
     words = check_page(to_page(make_plan_document(comparison()))).words
-    assert "a100-80gb is the smallest that is enough: zero2 on 8 bf16" in words
+    assert "a100-80gb is the smallest that is enough: zero2 on 8 cards in bf16" in words
     for machine in ("l4-24gb", "a100-80gb", "h200-141gb"):
         assert f"{machine}: " in words
 
