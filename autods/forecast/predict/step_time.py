@@ -103,11 +103,13 @@ def forecast_step(
 ) -> StepTime:
     """Return the time of a step of so many micro batches. Raises Unpriced where the machine's file lacks a rate.
 
-    Those that the schedule lacks take as long as its last but one, which has no optimizer step after it. `returned` is
-    how many pieces of memory torch's allocator gives back to the driver in the schedule's step, and takes again.
+    Those that the schedule lacks take as long as its last but one, which has no optimizer step after it. Of a schedule
+    that has more of them, the first ones and the last one count: a large micro batch of a global batch is simulated on
+    the engine of a small one. `returned` is how many pieces of memory torch's allocator gives back to the driver in the
+    schedule's step, and takes again.
     """
     clocks = StepClocks(schedule, prices)
-    step = clocks.run()
+    step = _leave_out(clocks.run(), clocks.micro_batches[accumulation - 1 :])
     more = max(0, accumulation - len(clocks.micro_batches) - 1)
     repeated = clocks.micro_batches[-1] if clocks.micro_batches else step
     total = step.seconds + more * repeated.seconds
@@ -152,6 +154,18 @@ class Span:
     spent: Mapping[Bound, float]
     issued_s: float
     guessed_s: float
+
+
+def _leave_out(step: Span, micro_batches: Sequence[Span]) -> Span:
+    """Return the step without these of its micro batches."""
+    for span in micro_batches:
+        step = Span(
+            seconds=step.seconds - span.seconds,
+            spent={cause: max(0.0, part - span.spent[cause]) for cause, part in step.spent.items()},
+            issued_s=max(0.0, step.issued_s - span.issued_s),
+            guessed_s=max(0.0, step.guessed_s - span.guessed_s),
+        )
+    return step
 
 
 class StepClocks:

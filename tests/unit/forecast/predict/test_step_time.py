@@ -156,6 +156,16 @@ def test_a_long_accumulation_repeats_the_last_micro_batch_but_one() -> None:
     assert step.spent["memory"] == pytest.approx(8)
 
 
+@pytest.mark.parametrize(("accumulation", "seconds"), [(3, 4), (2, 3), (1, 2)])
+def test_a_step_has_no_more_micro_batches_than_asked(accumulation: int, seconds: float) -> None:
+    """As where a micro batch that is a rank's whole share is simulated on the engine of a smaller one."""
+    micro_batch = (_run(_MATMUL), codes.HOST_WAITS_ALL, codes.MICRO_BATCH)
+    step = _replay(*micro_batch, *micro_batch, _run(_MATMUL), _run(_KERNEL), accumulation=accumulation)
+    assert step.seconds == pytest.approx(seconds)
+    assert (step.spent["compute"], step.spent["memory"]) == (pytest.approx(accumulation), pytest.approx(1))
+    assert sum(step.spent.values()) == pytest.approx(seconds)
+
+
 def test_the_optimizer_counts_once_in_what_a_step_spends() -> None:
     optimize = _OPTIMIZER << BITS | codes.HOST
     step = _replay(_run(_MATMUL), codes.MICRO_BATCH, _run(_MATMUL), optimize, accumulation=5)
