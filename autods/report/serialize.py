@@ -142,7 +142,8 @@ def _record_from_row(row: Mapping[str, Any]) -> dict[str, Any]:
     trial = {"purpose": row["phase"]} | {key: value for key, value in row.items() if key not in not_of_trial}
     outcome = dict(row["outcome"])
     if outcome["kind"] == "fit":  # JSON has no NaN: it was written as null
-        outcome["losses"] = [math.nan if loss is None else loss for loss in outcome["losses"]]
+        for name in ("losses", "gradient_norms"):
+            outcome[name] = [math.nan if value is None else value for value in outcome.get(name, ())]
         outcome["spread"] = math.nan if outcome["spread"] is None else outcome["spread"]
     return {"id": row["id"], "seconds": row["seconds"], "trial": trial, "outcome": outcome}
 

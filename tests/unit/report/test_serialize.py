@@ -71,6 +71,16 @@ def test_nan_becomes_null_because_json_has_none() -> None:
     assert math.isnan(outcome.losses[1])
 
 
+@pytest.mark.parametrize("norm", [math.nan, math.inf])
+def test_a_gradient_norm_that_is_no_number_can_be_read(norm: float) -> None:
+    compared = replace(fit(losses=(1.0, math.nan)), gradient_norms=(0.5, norm))
+    text = json.dumps(to_dict(replace(fitting_report(), trials=(record(1, "ddp", compared),))), allow_nan=False)
+    outcome = from_dict(json.loads(text)).trials[0].outcome
+    assert outcome.kind == "fit"
+    assert outcome.gradient_norms[0] == 0.5
+    assert math.isnan(outcome.gradient_norms[1])
+
+
 @pytest.mark.parametrize("data", [{}, {"status": "maybe"}, {**to_dict(hopeless_report()), "trials": [{"id": 1}]}])
 def test_what_is_no_report_is_refused(data: dict[str, object]) -> None:
     with pytest.raises(InputError, match="not the report"):
