@@ -69,10 +69,11 @@ def format_bytes(size: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """32638976 → '32.6M'."""
+    """32638976 → '32.6M', 999885952 → '1B'."""
+    rounded = float(f"{count:.3g}")
     for unit, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if count >= factor:
-            return f"{count / factor:.3g}{unit}"
+        if rounded >= factor:
+            return f"{rounded / factor:.10g}{unit}"
     return f"{count:.0f}"
 
 

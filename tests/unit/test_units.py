@@ -47,6 +47,14 @@ def test_parameters_are_shown_as_people_say_them() -> None:
 
 
 @pytest.mark.parametrize(
+    ("count", "text"),
+    [(999.6, "1K"), (999_499, "999K"), (999_999, "1M"), (999_885_952, "1B"), (1.5e15, "1500T")],
+)
+def test_a_count_is_rounded_before_its_unit_is_chosen(count: float, text: str) -> None:
+    assert format_count(count) == text
+
+
+@pytest.mark.parametrize(
     ("number", "name"),
     [(9, "SIGKILL"), (34, "SIGRTMIN"), (40, "SIGRTMIN+6"), (63, "SIGRTMAX-1"), (32, "signal 32"), (99, "signal 99")],
 )
