@@ -14,6 +14,7 @@ from ..config.rungs import unmet_need
 from ..forecast.largest_batch import Fills
 from ..forecast.partial_checkpointing import ShareEnd, rank_shares
 from ..forecast.predict.step_time import CLOSE
+from ..report.text import format_rate
 from ..types import Record
 from .batch_curve import BatchCurve, least_sample_s
 from .batch_size import Growth
@@ -176,7 +177,7 @@ class _Race:
         most_rate = max(prospect.most_rate, self._most_by_errors(rival, prospect))
         if most_rate >= self.context.settings.profile.tune.gain * leader.score:
             return None
-        most = f"at most {most_rate:.3g} samples/s, with micro batch {prospect.largest}"
+        most = f"at most {format_rate(most_rate)} samples/s, with micro batch {prospect.largest}"
         than = "is faster" if most_rate < leader.score else "is about as fast"
         return f"not tried: the forecast allows {most}, and {leader.name} {than}"
 

@@ -59,9 +59,14 @@ def _format_interval(write: Callable[[float], str], value: float, low: float, hi
     return f"{write(value)} ({write(low)}–{write(high)})"
 
 
+def format_step_figure(seconds: float) -> str:
+    """'0.0567', '2.13', '1,234': three digits, and no exponent for a step of many samples."""
+    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"
+
+
 def format_step(step: StepTime) -> str:
     """'2.13 (1.6–2.77) s'."""
-    return f"{_format_interval('{:.3g}'.format, step.seconds, step.low_seconds, step.high_seconds)} s"
+    return f"{_format_interval(format_step_figure, step.seconds, step.low_seconds, step.high_seconds)} s"
 
 
 def format_speed(speed: Speed) -> str:

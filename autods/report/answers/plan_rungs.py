@@ -16,7 +16,7 @@ from .. import document as doc
 from ..document import Cell, Column, Medium, Words, line, tabulate
 from ..results.plan import PlanReport, SiteForecast, Training
 from ..text import MARKS, Mark, format_predicted, format_rate
-from .plan_figures import MAY_FIT, format_cost, format_days, format_spent, format_step
+from .plan_figures import MAY_FIT, format_cost, format_days, format_spent, format_step, format_step_figure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ def list_columns(unit: str, factor: int) -> tuple[Column[PlanRow], ...]:
         Column(name="verdict", read=lambda row: mark(row).word, spare=5),
         *memory,
         Column(name="largest\nbatch", read=lambda row: str(row.rung.largest_micro_batch or ""), right=True),
-        Column(name="step\n(s)", read=read_speed(lambda speed: f"{speed.step.seconds:.3g}"), right=True),
+        Column(name="step\n(s)", read=read_speed(lambda speed: format_step_figure(speed.step.seconds)), right=True),
         Column(
             name="samples/s", read=read_speed(lambda speed: format_rate(speed.samples_per_second)), right=True, spare=6
         ),

@@ -421,3 +421,10 @@ def test_a_file_without_rates_is_named_with_all_that_it_lacks() -> None:
     text = sentence(printed(replace(plan, sites=(site,))))
     assert "× 80.0 GiB (box3)" in text
     assert "step time: –, because the file of the machine lacks rates, links, dram_gb_per_s" in text
+
+
+def test_a_step_of_many_samples_has_no_exponent() -> None:
+    slow = rung("zero3", 40, verdict="fits", speed=speed(0.8, seconds=1234.5))
+    text = printed(forecast((slow,)), verbose=True)
+    assert "1,234 (988–1,481) s" in text
+    assert "e+03" not in text
