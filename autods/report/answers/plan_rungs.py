@@ -33,7 +33,10 @@ def _name_rung(row: PlanRow) -> Words:
 
 
 def list_columns(unit: str, factor: int) -> tuple[Column[PlanRow], ...]:
-    """The columns of the table below the answer, bytes in one unit. A rung that does not fit has no speed there."""
+    """The columns of the table below the answer, bytes in one unit.
+
+    A rung that does not fit has no speed there, nor the days of a training at it.
+    """
 
     def read_peak(tier: Tier) -> Callable[[PlanRow], Cell]:
         return lambda row: f"{row.rung.memory[tier].peak_bytes / factor:,.1f}" if tier in row.rung.memory else ""
@@ -41,6 +44,10 @@ def list_columns(unit: str, factor: int) -> tuple[Column[PlanRow], ...]:
     def read_speed(read: Callable[[Speed], str]) -> Callable[[PlanRow], Cell]:
         read_cell = _read_speed(read)
         return lambda row: read_cell(row) if row.rung.verdict in MAY_FIT else "–"
+
+    def read_days(row: PlanRow) -> Cell:
+        trains = row.rung.verdict in MAY_FIT
+        return format_rate(row.training.days) if trains and row.training is not None else "–"
 
     def mark(row: PlanRow) -> Mark:
         return MARKS[row.rung.verdict]
@@ -61,9 +68,7 @@ def list_columns(unit: str, factor: int) -> tuple[Column[PlanRow], ...]:
             name="samples/s", read=read_speed(lambda speed: format_rate(speed.samples_per_second)), right=True, spare=6
         ),
         Column(name="tokens/s", read=read_speed(_format_tokens), right=True),
-        Column(
-            name="days", read=lambda row: "–" if row.training is None else format_rate(row.training.days), right=True
-        ),
+        Column(name="days", read=read_days, right=True),
         Column(name="bound by", read=read_speed(lambda speed: speed.step.bound), spare=1),
     )
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from autods.events import Note
 from autods.forecast.values import PartitionedBuild, RungFinished, SimulationStarted
 from autods.report.answers.plan import make_plan_document
+from autods.report.answers.plan_rungs import tabulate_answer
 from autods.report.document import MemoryStack
 from autods.report.live import PlanProgress
 from autods.report.render_terminal import draw_bar
@@ -428,3 +429,15 @@ def test_a_step_of_many_samples_has_no_exponent() -> None:
     text = printed(forecast((slow,)), verbose=True)
     assert "1,234 (988–1,481) s" in text
     assert "e+03" not in text
+
+
+def test_a_rung_that_cannot_fit_has_no_days_of_training() -> None:
+    rungs = (
+        rung("ddp", 131, verdict="cannot_fit", speed=speed(40)),
+        rung("zero2", 40, verdict="fits", speed=speed(20)),
+    )
+    plan = replace(forecast(rungs), tokens=3e11)
+    table = tabulate_answer(plan, plan.sites[0])
+    names = [column.name for column in table.columns]
+    days = [str(row.cells[names.index("days")]) for row in table.items]
+    assert days == ["–", f"{3e11 / 40_960 / 86_400:.3g}"]
