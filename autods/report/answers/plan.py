@@ -115,13 +115,13 @@ def describe_site(plan: PlanReport, site: Site) -> str:
     name = site.machine.title if site.machine.name == HERE else site.machine.name
     card = f" ({name})" if site.machine.links or site.machine.file else ""
     ranks = f"{format_ranks(site.world_size, plan.device)}{nodes} × {format_bytes(site.machine.device_bytes)}{card}"
-    links = "" if site.machine.links is None or site.ranks_per_node < 2 else f", {_describe_links(site)}"
-    return f"{describe_batch(plan, site, site.micro_batch)}, {site.precision}: {ranks}{links}"
+    return ", ".join((f"{describe_batch(plan, site, site.micro_batch)}, {site.precision}: {ranks}", *_list_links(site)))
 
 
-def _describe_links(site: Site) -> str:
-    """'NVLink 3', 'NVLink 3, 8 × HDR InfiniBand between nodes'."""
+def _list_links(site: Site) -> Iterator[str]:
+    """The links that the ranks use: 'NVLink 3', '8 × HDR InfiniBand between nodes'."""
     links = site.machine.links
-    assert links is not None
-    inside = links.between_gpus
-    return f"{inside}, {links.network} between nodes" if site.nodes > 1 and links.network else inside
+    if links is not None and site.ranks_per_node > 1:
+        yield links.between_gpus
+    if links is not None and site.nodes > 1 and links.network:
+        yield f"{links.network} between nodes"

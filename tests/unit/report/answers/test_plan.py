@@ -10,7 +10,7 @@ from rich.console import Console
 
 from autods.events import Note
 from autods.forecast.values import PartitionedBuild, RungFinished, SimulationStarted
-from autods.report.answers.plan import make_plan_document
+from autods.report.answers.plan import describe_site, make_plan_document
 from autods.report.answers.plan_rungs import tabulate_answer
 from autods.report.document import MemoryStack
 from autods.report.live import PlanProgress
@@ -21,8 +21,10 @@ from autods.report.text import format_predicted
 from tests.support import terminal
 from tests.support.plans import (
     GIB,
+    LAPTOP,
     LIMIT,
     RUNGS,
+    SOURCE,
     comparison,
     forecast,
     hopeless,
@@ -31,6 +33,7 @@ from tests.support.plans import (
     speed,
     with_rungs,
 )
+from tests.support.settings import plan_settings
 
 
 def printed(said: PlanReport, width: int = 160, *, verbose: bool = False) -> str:
@@ -50,6 +53,20 @@ def test_the_head_says_what_was_asked() -> None:
         " × accumulation 2 × 8 ranks = global batch 16, bf16: 8 cuda ranks on 1 node × 80.0 GiB"
         in sentence(printed(forecast()))
     )
+
+
+@pytest.mark.parametrize(
+    ("machine", "gpus", "links"),
+    [
+        ("gh200-96gb", 4, ("InfiniBand NDR, assumed between nodes",)),
+        ("gh200-96gb", 1, ()),
+        ("a100-80gb", 8, ("NVLink 3",)),
+    ],
+)
+def test_the_head_names_the_links_that_the_ranks_use(machine: str, gpus: int, links: tuple[str, ...]) -> None:
+    site = plan_settings(SOURCE, hardware=LAPTOP, gpus=gpus, on=machine).sites[0]
+    head = describe_site(forecast(), site)
+    assert head.partition(f"({machine})")[2] == "".join(f", {link}" for link in links)
 
 
 @pytest.mark.parametrize("width", [80, 100, 112, 125, 160, 200])
