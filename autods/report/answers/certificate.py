@@ -93,7 +93,9 @@ def _parity(parity: Parity) -> str:
         ("gradient norms", parity.gradient_difference, parity.gradient_tolerance),
     ):
         if apart is not None and tolerance is not None:
-            result += f"; {values} {_apart(apart, tolerance)} {reference}'s, tolerance {format_share(tolerance)}"
+            infinite = f"are not finite where {reference}'s are"
+            compared = infinite if math.isinf(apart) else f"{_apart(apart, tolerance)} {reference}'s"
+            result += f"; {values} {compared}, tolerance {format_share(tolerance)}"
     if parity.taken_back:
         return f"{result}, since {parity.taken_back}, which changed them, was taken back"
     return f"{result}; changed by {', '.join(parity.changed_by)}" if parity.changed_by else result

@@ -96,6 +96,12 @@ def test_a_loss_that_is_no_number_is_said() -> None:
     assert "a loss is not finite where ddp's is" in parity(within=False, largest_difference=math.inf)
 
 
+@pytest.mark.parametrize(("kind", "values"), [("update", "updates"), ("gradient", "gradient norms")])
+def test_what_is_no_number_beside_the_losses_is_said(kind: str, values: str) -> None:
+    text = parity(within=False, **{f"{kind}_difference": math.inf, f"{kind}_tolerance": 0.03})
+    assert text.endswith(f"; {values} are not finite where ddp's are, tolerance 3 %")
+
+
 def test_back_offs_failures_and_unchecked_parts_have_a_line_each() -> None:
     certificate = Certificate(backed_off=("a", "b"), failures=("c",), not_checked=("d", "e"))
     pairs = [(name, str(text)) for name, text in lines_of(certificate)]
