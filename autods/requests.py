@@ -319,7 +319,7 @@ class PlanRequest(_MachineOptions, _LongSequenceOptions, WorkloadRequest):
     DeepSpeed's own engine runs on a simulated GPU. A number is what a rank, or a node, must hold, with its interval.
     """
 
-    nvme_path: PathText | None = option("Machine", "As --nvme, without a size: a folder, which need not be here.", "DIR")
+    nvme_path: PathText | None = option("Machine", "As --nvme, without a size: a folder that need not be here.", "DIR")
     price_per_gpu_hour: Prices | None = option(
         "Machine",
         "What an hour of a GPU costs, such as 2.5; for several machines a100-80gb=1.8,h100-80gb=2.5. With --tokens.",
