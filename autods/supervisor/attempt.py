@@ -98,6 +98,7 @@ class StopRequest:
         self._order: RunOrder | None = None
         self._find_limit_s: Callable[[], float] = lambda: 0.0
         self._timer: threading.Timer | None = None
+        self._is_overdue = False
 
     @contextlib.contextmanager
     def listen(self) -> Iterator[None]:
@@ -130,13 +131,19 @@ class StopRequest:
         if self.number is None:
             self.number = number
             if self._order is not None and self._order.steps_file.exists() and _write_request(self._order):
-                self._timer = threading.Timer(self._find_limit_s(), os.kill, (os.getpid(), signal.SIGINT))
+                self._timer = threading.Timer(self._find_limit_s(), self._end_at_limit)
                 self._timer.daemon = True
                 self._timer.start()
                 return
-        elif number != signal.SIGINT:  # a scheduler repeats itself
+        elif number != signal.SIGINT and not self._is_overdue:  # a scheduler repeats itself
             return
         raise KeyboardInterrupt(format_signal(number))
+
+    def _end_at_limit(self) -> None:
+        """Interrupt the main thread, by the signal that has come: a shell starts its `command &` deaf to SIGINT."""
+        assert self.number is not None
+        self._is_overdue = True
+        os.kill(os.getpid(), self.number)
 
 
 def _write_request(order: RunOrder) -> bool:

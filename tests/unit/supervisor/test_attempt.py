@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -36,3 +37,23 @@ def test_a_signal_ends_a_run_whose_disk_has_no_room_for_the_request(
     with stopping.listen(), stopping.during(order, lambda: 60.0), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGTERM)
     assert stopping.number == signal.SIGTERM
+
+
+def test_the_limit_of_a_stop_holds_where_sigint_is_ignored(tmp_path: Path) -> None:
+    order = RunOrder(folder=str(tmp_path), attempt=1, steps=None, checkpoint_every=1)
+    order.steps_file.parent.mkdir(parents=True)
+    order.steps_file.touch()
+    stopping = StopRequest()
+
+    def wait_for_the_limit() -> None:
+        with stopping.listen(), stopping.during(order, lambda: 0.05):
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(30.0)
+
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell without job control starts `autods run … &`
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            wait_for_the_limit()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (stopping.number, order.stop_file.exists()) == (signal.SIGTERM, True)
