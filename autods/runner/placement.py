@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config.settings import Settings
-from ..devices import find_device
+from ..devices import Device, find_device
 from ..errors import AutodsError, EnvironmentBroken
 from ..system.host import Hardware, read_hardware
 from ..units import format_bytes
@@ -262,7 +262,7 @@ def weakest_of(address: str, *, gpus: int | None, nodes: int, device: str) -> Ha
     with session(cpus=1, address=address) as ray:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        task = ray.remote(num_cpus=0, max_retries=0)(read_hardware)
+        task = ray.remote(num_cpus=0, max_retries=0, **see_all_cards(kind))(read_hardware)
         alive = RayCluster(ray).nodes()
         references = [
             task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)).remote()
@@ -276,6 +276,17 @@ def weakest_of(address: str, *, gpus: int | None, nodes: int, device: str) -> Ha
                 "  `ray status` lists the nodes that are alive"
             ) from None
     return weakest(hardware, nodes=nodes, gpus_per_node=(gpus or 0) // nodes if kind.has_cards else 0)
+
+
+def see_all_cards(device: Device) -> dict[str, Any]:
+    """Return the options of a Ray task with which it sees the cards of its node, though it takes none.
+
+    Releases of Ray before April 2026 hide all cards from such a task (github.com/ray-project/ray/pull/62492), and so do
+    later ones where RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO is 1.
+    """
+    if device.visible_variable is None:
+        return {}
+    return {"runtime_env": {"env_vars": {f"RAY_EXPERIMENTAL_NOSET_{device.visible_variable}": "1"}}}
 
 
 def weakest(hardware: Sequence[Hardware], *, nodes: int, gpus_per_node: int) -> Hardware:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from autods.devices import CPU, CUDA
 from autods.errors import EnvironmentBroken, InputError
 from autods.runner import placement
 from autods.runner.placement import (
@@ -19,6 +20,7 @@ from autods.runner.placement import (
     count_ranks,
     describe_gpu_differences,
     reserve_nodes,
+    see_all_cards,
     weakest,
 )
 from tests.support.machines import a_machine, describe, settings_of
@@ -263,3 +265,9 @@ def test_too_few_nodes_with_enough_gpus_show_too_few_gpus() -> None:
 
 def test_a_cluster_without_gpus_shows_none() -> None:
     assert weakest([a_machine(0), a_machine(0)], nodes=2, gpus_per_node=4).cards == ()
+
+
+def test_a_look_at_a_node_takes_no_card_and_sees_all() -> None:
+    variables = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+    assert see_all_cards(CUDA) == {"runtime_env": {"env_vars": variables}}
+    assert see_all_cards(CPU) == {}
