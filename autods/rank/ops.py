@@ -14,7 +14,7 @@ import sysconfig
 import time
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ..devices.cpu import read_processor_field
 from ..errors import EnvironmentBroken
@@ -28,6 +28,8 @@ BUILDERS = {
 # Seconds on two cores with a cold cache, for the note that announces the wait. An op that only rungs by name load has
 # none: no card has built it here.
 USUAL_BUILD_S = {"cpu_adam": 45, "fused_adam": 40, "async_io": 180}
+
+_BUILT_S = 600.0  # within which a build ends; where files have no locks, another machine may be at one that is younger
 
 
 def ops_folder() -> Path:
@@ -114,12 +116,26 @@ def build(op: str) -> None:
 
 def _build(op: str, folder: Path) -> None:
     with open(folder / f"{op}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        is_alone = _take(lock, fcntl.LOCK_EX)
         builder = get_builder(op)
         for stale in (folder / builder.name).glob("lock"):
-            if not processes.is_open(stale):  # else a script builds it, and torch waits for that
+            if is_alone and not processes.is_open(stale):  # else a script builds it, and torch waits for that
                 stale.unlink()  # torch would wait for it for ever; our own lock excludes another build of ours
         builder.load(verbose=False)
+
+
+def _take(lock: IO[str], how: int) -> bool:
+    """Lock a file; False on a file system without locks, such as Lustre in its older default. Then torch's must do.
+
+    Raises BlockingIOError where `how` is not to wait, and another process has the lock.
+    """
+    try:
+        fcntl.flock(lock, how)
+    except BlockingIOError:
+        raise
+    except OSError:
+        return False
+    return True
 
 
 def clear_killed_builds(*, older_than_s: float = 0.0) -> None:
@@ -129,9 +145,9 @@ def clear_killed_builds(*, older_than_s: float = 0.0) -> None:
     this machine has open, as torch has it while it builds. Another machine's shows by its age alone.
     """
     for stale in ops_folder().glob("*/lock"):
-        with open(ops_folder() / f"{stale.parent.name}.lock", "w") as lock, contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if time.time() - stale.stat().st_mtime >= older_than_s and not processes.is_open(stale):
+        with contextlib.suppress(OSError), open(ops_folder() / f"{stale.parent.name}.lock", "w") as lock:
+            least_s = older_than_s if _take(lock, fcntl.LOCK_EX | fcntl.LOCK_NB) else max(older_than_s, _BUILT_S)
+            if time.time() - stale.stat().st_mtime >= least_s and not processes.is_open(stale):
                 stale.unlink()
 
 

@@ -1,6 +1,8 @@
+import errno
 import fcntl
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch.utils.file_baton import FileBaton
@@ -39,6 +41,49 @@ def test_a_young_lock_may_be_another_machines(tmp_path: Path, monkeypatch: pytes
     os.utime(lock, (0, 0))
     ops.clear_killed_builds(older_than_s=60.0)
     assert not lock.exists()
+
+
+def test_a_killed_builds_lock_goes_where_no_file_can_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(file: object, how: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(ops, "ops_folder", lambda: tmp_path)
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    ops.clear_killed_builds()
+    assert lock.exists()  # another machine may be at the build
+    os.utime(lock, (0, 0))
+    ops.clear_killed_builds()
+    assert not lock.exists()
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_an_op_is_built_where_no_file_can_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: bool):
+    def refuse(file: object, how: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    loaded: list[bool] = []
+    builder = SimpleNamespace(name="cpu_adam", load=lambda verbose: loaded.append(lock.exists()))
+    monkeypatch.setattr(ops, "ops_folder", lambda: tmp_path)
+    monkeypatch.setattr(ops, "get_builder", lambda op: builder)
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.parent.mkdir()
+    if others:
+        lock.touch()
+    ops.build("cpu_adam")
+    assert loaded == [others]  # the lock may be that of a build on another machine
+
+
+def test_a_cache_that_cannot_be_written_ends_no_zygote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ops, "ops_folder", lambda: tmp_path)
+    (tmp_path / "cpu_adam").mkdir()
+    (tmp_path / "cpu_adam" / "lock").touch()
+    (tmp_path / "cpu_adam.lock").mkdir()  # no file that can be opened, for root either
+    ops.clear_killed_builds()
+    assert (tmp_path / "cpu_adam" / "lock").exists()
 
 
 @pytest.mark.parametrize("place", ["torch_extensions", "cpu_adam", "cpu_adam/cpu_adam.so"])
