@@ -241,7 +241,7 @@ def _examine_card(api: Any, handle: Any) -> Iterator[Finding]:
         text = f"{name}: its power is limited to {limit // 1000} of {usual // 1000} W"
         yield Finding(text=text, remedy=f"nvidia-smi -i {api.nvmlDeviceGetIndex(handle)} -pl {usual // 1000}")
     width, most = (_query(api, f"nvmlDeviceGet{each}PcieLinkWidth", handle) or 0 for each in ("Curr", "Max"))
-    if width < most:  # the generation falls on an idle card, the width does not
+    if 0 < width < most:  # 0: not told, as in a MIG slice. The generation falls on an idle card, the width does not
         yield Finding(text=f"{name}: its PCIe link has {width} of {most} lanes", remedy="seat the card or riser anew")
     rates = _query(api, "nvmlDeviceGetUtilizationRates", handle)
     if rates is not None and rates.gpu >= _BUSY:

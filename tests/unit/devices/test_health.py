@@ -80,6 +80,10 @@ def test_drivers_before_535_tell_why_a_card_is_throttled() -> None:
     assert "too hot" in str(find_throttling(nvml, nvml.cards[0]))
 
 
+def test_a_link_whose_width_is_not_told_is_no_finding() -> None:
+    assert examine_cards(None, 1, FakeNvml([FakeCard(lanes=(0, 16))])).findings == ()
+
+
 def test_what_a_driver_does_not_tell_is_no_finding() -> None:
     silent = FakeCard(knows_health=False, remapped=(0, 9, 1, 1), lanes=(4, 16), busy=99, reasons=0x40)
     health = examine_cards(None, 2, FakeNvml([silent, FakeCard(knows_health=False)]))
