@@ -297,6 +297,7 @@ def weakest(hardware: Sequence[Hardware], *, nodes: int, gpus_per_node: int) -> 
     fewest = min(usable, key=lambda node: (len(node.cards), node.cpu))  # the same one whatever the order of the nodes
     cards = sorted((card for node in usable for card in node.cards), key=lambda card: (card.usable_bytes, card.name))
     bf16 = all(card.bf16 for card in cards)
+    problems = [node.unusable for node in usable if node.unusable is not None]
     return Hardware(
         cpu=fewest.cpu,
         cores=min(node.cores for node in usable),
@@ -305,6 +306,7 @@ def weakest(hardware: Sequence[Hardware], *, nodes: int, gpus_per_node: int) -> 
         cards=tuple(replace(card, bf16=bf16) for card in cards[:1]) * len(fewest.cards),
         driver=fewest.driver,
         cuda=fewest.cuda,
+        unusable=problems[0] if len(usable) - len(problems) < nodes and problems else None,
         numa_nodes=min(node.numa_nodes for node in usable),
         numactl=all(node.numactl for node in usable),
         process_bytes=min((node.process_bytes for node in usable if node.process_bytes is not None), default=None),

@@ -271,3 +271,9 @@ def test_a_look_at_a_node_takes_no_card_and_sees_all() -> None:
     variables = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
     assert see_all_cards(CUDA) == {"runtime_env": {"env_vars": variables}}
     assert see_all_cards(CPU) == {}
+
+
+@pytest.mark.parametrize(("sound", "problem"), [(1, "torch 2.13.0 is built without CUDA"), (2, None)])
+def test_cards_that_torch_cannot_use_are_said_of_a_cluster_too(sound: int, problem: str | None) -> None:
+    broken = replace(a_machine(8), unusable="torch 2.13.0 is built without CUDA")
+    assert weakest([broken, *[a_machine(8)] * sound], nodes=2, gpus_per_node=4).unusable == problem
