@@ -133,15 +133,18 @@ def format_ray_error(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def ray_internal(module: str, name: str) -> Any:
-    """A function or class that Ray does not document. Raises EnvironmentBroken where this release lacks it."""
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError):
-        version = getattr(sys.modules.get("ray"), "__version__", "?")
-        raise EnvironmentBroken(
-            f"Ray {version} has no {module}.{name}, which autods needs\n  install a release that has it: ray==2.60"
-        ) from None
+def ray_internal(module: str, name: str, *, formerly: str | None = None) -> Any:
+    """A function or class that Ray does not document, from the module where older releases have it else.
+
+    Raises EnvironmentBroken where this release lacks it.
+    """
+    for place in filter(None, (module, formerly)):
+        with contextlib.suppress(ImportError, AttributeError):
+            return getattr(importlib.import_module(place), name)
+    version = getattr(sys.modules.get("ray"), "__version__", "?")
+    raise EnvironmentBroken(
+        f"Ray {version} has no {module}.{name}, which autods needs\n  install a release that has it: ray==2.60"
+    )
 
 
 @contextlib.contextmanager
@@ -280,7 +283,8 @@ def read_last_address(origin: str) -> str:
     Ray notes it in a folder that every user may write to. Raises InputError where somebody else wrote the note: whoever
     leads us to a cluster of theirs runs code as us.
     """
-    path = ray_internal("ray._common.utils", "get_ray_address_file")(None)
+    # It moved in the middle of 2025 (github.com/ray-project/ray/pull/53287).
+    path = ray_internal("ray._common.utils", "get_ray_address_file", formerly="ray._private.utils")(None)
     hint = "give HOST:PORT of a cluster that you trust"
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:

@@ -278,6 +278,13 @@ def test_auto_is_the_cluster_that_this_machine_started_last(note: Path) -> None:
     assert find_cluster("auto") == ("10.0.0.1", 6379, "--address auto, which is 10.0.0.1:6379")
 
 
+def test_auto_finds_the_cluster_of_an_older_ray_too(note: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    note.write_text("10.0.0.1:6379\n")
+    monkeypatch.setitem(sys.modules, "ray._private.utils", sys.modules["ray._common.utils"])
+    monkeypatch.setitem(sys.modules, "ray._common.utils", None)  # type: ignore[arg-type]
+    assert find_cluster("auto")[:2] == ("10.0.0.1", 6379)
+
+
 @pytest.mark.parametrize("trap", ["a file of theirs", "a link", "a folder"])
 def test_auto_follows_nobody_elses_note(note: Path, trap: str) -> None:
     if trap == "a folder":
