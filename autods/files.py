@@ -129,6 +129,17 @@ class OutputFile(NamedTuple):
     begins: tuple[bytes, ...]
 
 
+def exists_now(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is there that another machine may have made.
+
+    On NFS a machine that has missed a file believes for up to a minute that it is still missing. To open its folder
+    asks the server (nfs_lookup_verify_inode of the kernel's fs/nfs/dir.c).
+    """
+    with contextlib.suppress(OSError):
+        os.close(os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+    return os.path.exists(path)
+
+
 def check_outputs(outputs: Iterable[OutputFile], taken: Iterable[Path] = ()) -> None:
     """Check files before the work whose results they will hold. `taken` are others that the command reads or writes.
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..config.settings import Settings
 from ..events import Listener, RunListener
+from ..files import exists_now
 from ..rank.job import RunOrder
 from ..rank.record import RunResult
 from ..runner.runner import RayRunner
@@ -130,7 +131,7 @@ class StopRequest:
     def _handle(self, number: int, frame: object) -> None:
         if self.number is None:
             self.number = number
-            if self._order is not None and self._order.steps_file.exists() and _write_request(self._order):
+            if self._order is not None and exists_now(self._order.steps_file) and _write_request(self._order):
                 self._timer = threading.Timer(self._find_limit_s(), self._end_at_limit)
                 self._timer.daemon = True
                 self._timer.start()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from autods.errors import EnvironmentBroken, InputError
-from autods.files import OutputFile, check_outputs, write_whole
+from autods.files import OutputFile, check_outputs, exists_now, write_whole
 
 PAGE = (b"<!doctype html",)
 
@@ -152,3 +152,20 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: p
         write_whole(Path("x"), "new")
     assert os.listdir() == ["x"]
     assert (tmp_path / "x").read_text() == "old"
+
+
+def test_the_folder_of_a_missing_file_is_opened_before_a_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    original = os.open
+
+    def note(path: str, flags: int, *more: int) -> int:
+        opened.append(os.fspath(path))
+        return original(path, flags, *more)
+
+    monkeypatch.setattr(os, "open", note)
+    assert not exists_now(tmp_path / "stop")
+    assert opened == [str(tmp_path)]
+    (tmp_path / "stop").write_bytes(b"")
+    assert exists_now(str(tmp_path / "stop"))
+    assert not exists_now(tmp_path / "no folder" / "stop")
+    assert not exists_now("")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import NO_ROOM
+from ...files import exists_now
 from ...system.host import installed_versions
 from ...system.limits import find_lack
 from ...types import Phase
@@ -140,7 +141,7 @@ class Session:
         self.consensus = Consensus(
             deliver=self._write_steps,
             start_copy=states.start_copy,
-            find_stop=lambda: os.path.exists(self._stop_file),
+            find_stop=lambda: exists_now(self._stop_file),
         )
         if order is not None:
             self.consensus.join()
