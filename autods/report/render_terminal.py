@@ -158,7 +158,7 @@ def _draw_table(table: doc.Table, columns: Sequence[Column[object]], *, wrap: bo
         texts = [column.name, *(row[number].plain for row in rows)]
         lines = [line for text in texts for line in (text.split() if breaks else text.split("\n"))]
         drawn.add_column(
-            column.name,
+            Text(column.name),  # no markup: an axis of a probe may have brackets
             justify="right" if column.right else "left",
             no_wrap=not breaks,
             min_width=column.least_width if column.wraps and not wrap else max(map(cell_len, lines), default=1),

@@ -10,6 +10,7 @@ from typing import Any
 
 from ...config.problems import Severity
 from ...diagnosis import Diagnosis
+from ...types import TIERS_OF_A_NODE, Tier
 from ...units import format_bytes
 from .. import document as doc
 from ..document import StyledLine, line, make_document, titled
@@ -91,19 +92,23 @@ def _explain_key(key: ExplainedKey) -> Iterator[StyledLine]:
 def _format_cost(cost: KeyCost) -> str:
     """'Here: device memory +1.2 GiB against 50,000,000.'"""
     changes = [
-        f"{TIER_NAMES[tier]} {'+' if grown > 0 else '−'}{format_bytes(abs(grown))}"
+        f"{TIER_NAMES[tier]} {'+' if grown > 0 else '−'}{format_bytes(abs(grown))}{_of_whom(tier)}"
         for tier, grown in cost.tiers.items()
     ]
     return f"Here: {', '.join(changes) or 'no memory'} against {_format_value(cost.instead)}."
 
 
+def _of_whom(tier: Tier) -> str:
+    return " a node" if tier in TIERS_OF_A_NODE else ""
+
+
 def _describe_memory(memory: NeededMemory) -> StyledLine:
-    """What a rank needs on each tier."""
+    """What a rank needs on its device, and what a node needs for all of its ranks."""
     parts = []
     for tier, size in memory.tiers.items():
         if size or tier == "device":
             limit = f" of {format_bytes(memory.limits[tier])}" if tier in memory.limits else ""
-            parts.append(f"{TIER_NAMES[tier]} {format_bytes(size)}{limit}")
+            parts.append(f"{TIER_NAMES[tier]} {format_bytes(size)}{limit}{_of_whom(tier)}")
     batch = f"micro batch {memory.micro_batch} × accumulation {memory.accumulation}"
     ranks = format_number_of(memory.ranks, "rank")
     return line(

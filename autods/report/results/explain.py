@@ -13,7 +13,10 @@ from .shown import Shown
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyCost:
-    """What a value costs: the bytes by which each tier of a rank grows beside `instead`, another value of the key."""
+    """What a value costs: the bytes by which each tier grows beside `instead`, another value of the key.
+
+    `host` and `nvme` are a node's, the others a rank's.
+    """
 
     instead: Any
     tiers: Mapping[Tier, int]
@@ -34,7 +37,9 @@ class ExplainedKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NeededMemory:
-    """The memory of a rank with this config: bytes by tier, `limits` where they are known, and the verdict.
+    """The memory with this config: bytes by tier, `limits` where they are known, and the verdict.
+
+    `host` and `nvme` are a node's, the others a rank's.
 
     It is that of a step of `accumulation` micro batches. `assumed` holds sentences about what the user left open, and
     about what is left out of the model.

@@ -45,6 +45,11 @@ def test_a_column_that_is_empty_in_each_row_is_left_out() -> None:
     assert [column.name for column in tabulate(columns, (1, 2)).columns] == ["a", "c"]
 
 
+def test_brackets_in_the_name_of_a_column_are_no_markup() -> None:
+    document = Document(title="", question="", parts=(tabulate((Column(name="x[/b]", read=str),), (1, 2)),))
+    assert "x[/b]" in printed(document, 60)
+
+
 def test_what_leaves_a_narrow_terminal_stands_below_or_is_named() -> None:
     columns = (
         Column(name="rung", read=lambda value: f"zero{value}"),
