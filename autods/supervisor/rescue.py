@@ -18,6 +18,7 @@ from .known_rungs import KnownRung
 from .run_journal import RunConfig
 
 MOST_REPEATS = 2  # of the same config in a row without a new checkpoint
+_NODE_COPY = "zero_optimization.zero_hpz_partition_size"  # DeepSpeed wants a divisor of all ranks
 NOTHING_LEFT, USERS_FAULT, MACHINES_FAULT = 1, 2, 3  # exit codes
 
 
@@ -236,7 +237,10 @@ def _shrink(situation: Situation, ranks: int) -> NextConfig | RunFailure:
             continue
         share = total // replicas
         micro_batch = max(size for size in range(1, config.knobs.micro_batch + 1) if share % size == 0)
-        knobs = replace(config.knobs, micro_batch=micro_batch, accumulation=share // micro_batch)
+        settings = dict(config.knobs.settings)
+        if world_size % min(int(settings.get(_NODE_COPY, 1)), world_size):
+            del settings[_NODE_COPY]  # the node's copy of the parameters saves time alone
+        knobs = replace(config.knobs, micro_batch=micro_batch, accumulation=share // micro_batch, settings=settings)
         smaller = replace(config, world_size=world_size, knobs=knobs)
         obstacle = situation.find_obstacle(smaller)
         if obstacle is None:

@@ -128,7 +128,7 @@ class _Ops(types.ModuleType):
         super().__init__(name)
         self._work = ledger.work
         self.aio_handle = self.gds_handle = self.pin_handle = functools.partial(_SwapFiles, ledger)
-        self.lamb = _lamb
+        self.lamb = functools.partial(_lamb, ledger.work)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -171,8 +171,9 @@ class _Quantizer(_Ops):
 _OPS: dict[str, type[_Ops]] = {"quantizer": _Quantizer}
 
 
-def _lamb(parameter: Any, *args: Any) -> Any:
+def _lamb(work: WorkLog, parameter: Any, *args: Any) -> Any:
     """FusedLamb's step on a tensor: it returns a coefficient and holds partial sums of two norms meanwhile."""
+    work.optimize((parameter, *args))
     partial_sums = [torch.empty(_LAMB_NORMS, dtype=parameter.dtype, device=parameter.device) for _ in range(2)]
     coefficient = torch.empty(1, dtype=parameter.dtype, device=parameter.device)
     del partial_sums
@@ -282,7 +283,10 @@ def _wait(work: WorkLog, real: Any, handle: Any, handle_dependency: bool = True)
     pieces: list[Any] = []
     for param in handle.params:
         pieces = [handle.partitions[0].as_strided((param.ds_numel,), (1,))]
-        others = math.ceil(param.ds_numel / param.ds_tensor.ds_numel) - 1
+        part = param.ds_tensor.ds_numel
+        if handle.use_secondary_tensor:  # hpZ gathers within a node, from larger parts
+            part *= param.ds_secondary_tensor_num_of_groups
+        others = math.ceil(param.ds_numel / part) - 1
         work.call_without_kernel(others)
         param.data = torch.cat(pieces).view(param.ds_shape).to(param.ds_tensor.dtype)
         param.ds_status = ZeroParamStatus.AVAILABLE

@@ -375,7 +375,7 @@ def _describe_kernel(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> 
     flops = _count_attention(name, args) if fused else float(count(*operands, **kwargs, out_val=out))
     first = _tensors(args)[0]
     dtype = str(first.dtype).removeprefix("torch.")
-    if dtype == "float32" and torch.backends.cuda.matmul.allow_tf32:
+    if dtype == "float32" and _takes_tf32(name):
         dtype = "tf32"
     if "attention" in name:
         names = [argument.name for argument in func._schema.arguments]
@@ -387,6 +387,16 @@ def _describe_kernel(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> 
     matrices = [leaf for leaf in tree_leaves((args, out)) if isinstance(leaf, torch.Tensor) and leaf.dim() > 1]
     aligned = name not in _PRODUCTS or all(map(_has_aligned_rows, matrices))
     return Work(kind="matmul", name=name, flops=flops, bytes=size, dtype=dtype, aligned=aligned)
+
+
+def _takes_tf32(name: str) -> bool:
+    """Whether tensor cores compute this call in fp32: convolutions do by default, matmuls where a script asks for it.
+
+    torch refuses to read its older switch, `allow_tf32`, where a script has set the newer one, as transformers does.
+    """
+    backends: Any = torch.backends  # its types lack cudnn.conv
+    owner = backends.cudnn.conv if "convolution" in name else backends.cuda.matmul
+    return bool(owner.fp32_precision == "tf32")
 
 
 def _has_aligned_rows(matrix: torch.Tensor) -> bool:

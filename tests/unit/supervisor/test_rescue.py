@@ -283,6 +283,16 @@ def test_fewer_ranks_on_each_node_may_divide_the_batch():
     assert chosen.world_size == 5
 
 
+@pytest.mark.parametrize(("ranks_left", "keeps"), [(12, False), (16, True)])
+def test_fewer_ranks_drop_a_copy_of_parameters_they_cannot_split(ranks_left, keeps):
+    key = "zero_optimization.zero_hpz_partition_size"
+    knobs = Knobs(micro_batch=1, accumulation=2, settings={key: 8})
+    config = RunConfig(rung="zero3", knobs=knobs, world_size=24)  # 48 samples
+    chosen = decide(failed(failure="infrastructure"), situation(*LADDER, config=config, ranks_left=ranks_left)).config
+    assert chosen.world_size == ranks_left
+    assert (key in chosen.knobs.settings) is keeps
+
+
 def test_no_node_that_is_left_ends_the_run_with_the_reason():
     stop = decide(failed(failure="infrastructure"), situation(*LADDER, ranks_left=0, ranks_per_node=1))
     assert stop == RunFailure(

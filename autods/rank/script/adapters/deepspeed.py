@@ -53,6 +53,7 @@ def watch_engine(engine: Any, policy: Policy) -> None:
         "step": functools.partial(_step, engine),
         "train": _train,
         "train_batch": _train_batch,
+        "eval_batch": _eval_batch,
         "save_checkpoint": _save,
         "save_16bit_model": _save,
         "load_checkpoint": load_checkpoint,
@@ -137,6 +138,13 @@ def _train(policy: Policy, original: Any, /, mode: bool = True) -> Any:
 def _save(policy: Policy, original: Any, /, *args: Any, **kwargs: Any) -> Any:
     policy.begin_other("save")
     return original(*args, **kwargs)
+
+
+def _eval_batch(policy: Policy, original: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """A pipeline evaluates in one call: it sets its module to evaluation, not itself."""
+    policy.begin_other("evaluate")
+    with policy.pause_hooks():
+        return original(*args, **kwargs)
 
 
 def load_checkpoint(policy: Policy, original: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -160,6 +160,18 @@ def test_a_single_row_and_a_convolution_count_as_aligned(log: WorkLog, fake: Fak
     assert _describe(log, _aten.convolution.default, *convolved).aligned
 
 
+@pytest.mark.parametrize(("precision", "product"), [("none", "float32"), ("tf32", "tf32")])
+def test_fp32_takes_tf32_where_torchs_newer_switch_says_so(
+    log: WorkLog, fake: FakeTensorMode, monkeypatch: pytest.MonkeyPatch, precision: str, product: str
+) -> None:
+    monkeypatch.setattr(torch.backends, "fp32_precision", precision)
+    square = torch.empty(64, 64, device="cuda")
+    assert _describe(log, _aten.mm.default, square, square).dtype == product
+    image, kernels = (torch.empty(size, device="cuda") for size in ((2, 3, 15, 15), (8, 3, 7, 7)))
+    convolved = (image, kernels, None, [2, 2], [3, 3], [1, 1], False, [0, 0], 1)
+    assert _describe(log, _aten.convolution.default, *convolved).dtype == "tf32"  # by default, too
+
+
 def test_a_norm_is_a_reduction_and_a_gelu_is_not(log: WorkLog, fake: FakeTensorMode) -> None:
     hidden = torch.empty(8, 64, device="cuda")
     assert _describe(log, _aten.native_layer_norm.default, hidden, [64], None, None, 1e-5).kind == "reduction"

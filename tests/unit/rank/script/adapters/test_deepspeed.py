@@ -97,6 +97,19 @@ def test_the_watched_optimizer_step_is_a_method():
     assert engine.optimizer.step.__self__ is engine.optimizer
 
 
+def test_an_evaluation_of_a_pipeline_is_no_training():
+    class Pipeline(Engine):
+        def eval_batch(self, batches):
+            return self.forward(batches)
+
+    engine, phases = Pipeline(), []
+    policy = watched(engine)
+    policy.begin_other = phases.append
+    policy.begin_forward = pytest.fail
+    assert engine.eval_batch(3) == 3
+    assert phases == ["evaluate"]
+
+
 def test_a_script_that_never_steps_is_an_error():
     engine = Engine()
     watched(engine, accumulation=2)
