@@ -86,7 +86,7 @@ RAISES: Misdeeds = {
     ),
     "ten megabytes": ("raise ValueError('x' * 10_000_000)", 0, "ValueError: xxx"),
     "NUL": ("raise ValueError('a\\0b')", 0, "ValueError: a\\x00b"),
-    "colours": ("raise ValueError('\\x1b[31mred\\x1b[0m \\x1b]0;title\\x07')", 0, "ValueError: red \\x1b]0;title\\x07"),
+    "colours": ("raise ValueError('\\x1b[31mred\\x1b[0m \\x1b]0;title\\x07!')", 0, "ValueError: red !"),
     "half a character": ("raise ValueError('a\\udc80b')", 0, "ValueError: a\\udc80b"),
     "another direction": ("raise ValueError('a\\u202eb')", 0, "ValueError: a\\u202eb"),
     "lines": ("raise ValueError('\\n\\na\\nb')", 0, "ValueError: a\n"),
