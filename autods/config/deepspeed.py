@@ -339,10 +339,10 @@ def required_ops(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 def find_broken_op(config: Mapping[str, Any], problems: Mapping[str, str]) -> str | None:
     """Return why an op of this config does not work; None where all do. `problems` maps an op to the reason."""
-    op = next((op for op in required_ops(config) if op in problems), None)
-    if op is None or op in problems[op]:
-        return None if op is None else problems[op]
-    return f"its op {op} cannot be built: {problems[op]}"
+    for op in required_ops(config):
+        if op in problems:
+            return problems[op] if op in problems[op] else f"its op {op} cannot be built: {problems[op]}"
+    return None
 
 
 def is_default_optimizer(optimizer: Any) -> bool:

@@ -30,6 +30,7 @@ from ..config.plan_settings import PlanSettings, list_but_batch, resolve_plan
 from ..config.problems import InstalledKeys, Problem, Question, find_problems, is_count, walk_keys
 from ..config.rungs import Rung, State
 from ..config.validator import EXPLAIN_RULES
+from ..devices import find_device
 from ..errors import InputError
 from ..forecast.values import BUILT_BY_SCRIPT, ForecastListener, RungForecast, StartSimulator
 from ..planner.plan import list_assumptions, plan
@@ -148,7 +149,7 @@ def explain(settings: ExplainSettings, listen: ForecastListener, start: StartSim
         answer = pool.submit(ask_deepspeed, settings.config)
         refusals = find_refusals(settings.config, settings.ranks)
         installed = answer.result()
-    on_cpu = settings.plan is not None and settings.plan.device == "cpu"
+    on_cpu = settings.plan is not None and not find_device(settings.plan.device).has_cards
     question = Question(config=settings.config, installed=installed, ranks=settings.ranks, on_cpu=on_cpu)
     problems = find_problems(question, EXPLAIN_RULES)
     if not any(problem.severity == "error" for problem in problems):  # they say it better

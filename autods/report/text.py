@@ -25,7 +25,7 @@ def format_outcome(outcome: Outcome, *, counts: bool = True) -> str:
             word = "fits" if counts else MARKS["no_headroom"].word
             return f"{word}: {peak}{format_rate(outcome.samples_per_second)} samples/s{retries}{examined}"
         case OutOfMemory():
-            lack = "out of disk space" if outcome.tier == "nvme" else f"out of memory on {outcome.tier}"
+            lack = f"out of {outcome.lacked}" if outcome.tier == "nvme" else f"out of memory on {outcome.tier}"
             return f"{lack}, {_format_place(outcome)}: {format_shortage(outcome)}"
         case Failed():
             kind = "" if outcome.failure == "unknown" else f" ({outcome.failure.replace('_', ' ')})"

@@ -103,10 +103,10 @@ def forecast_step(
 ) -> StepTime:
     """Return the time of a step of so many micro batches. Raises Unpriced where the machine's file lacks a rate.
 
-    Those that the schedule lacks take as long as its last but one, which has no optimizer step after it. Of a schedule
-    that has more of them, the first ones and the last one count: a large micro batch of a global batch is simulated on
-    the engine of a small one. `returned` is how many pieces of memory torch's allocator gives back to the driver in the
-    schedule's step, and takes again.
+    Those that the schedule lacks take as long as its last but one, which has no optimizer step after it. A schedule
+    may also have more of them: a large micro batch of a global batch is simulated on the engine of a small one. Then
+    its first ones and its last one count. `returned` is how many pieces of memory torch's allocator gives back to the
+    driver in the schedule's step, and takes again.
     """
     clocks = StepClocks(schedule, prices)
     step = _leave_out(clocks.run(), clocks.micro_batches[accumulation - 1 :])

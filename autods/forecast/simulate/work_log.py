@@ -390,9 +390,10 @@ def _describe_kernel(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> 
 
 
 def _takes_tf32(name: str) -> bool:
-    """Whether tensor cores compute this call in fp32: convolutions do by default, matmuls where a script asks for it.
+    """Whether tensor cores compute this call in fp32.
 
-    torch refuses to read its older switch, `allow_tf32`, where a script has set the newer one, as transformers does.
+    Convolutions take them by default, matmuls where a script asks for it. torch refuses
+    to read its older switch, `allow_tf32`, where a script has set the newer one, as transformers does.
     """
     backends: Any = torch.backends  # its types lack cudnn.conv
     owner = backends.cudnn.conv if "convolution" in name else backends.cuda.matmul

@@ -71,7 +71,7 @@ def test_without_a_workload_nothing_is_simulated() -> None:
     assert [key.key for key in explanation.keys][:2] == ["train_batch_size", "train_micro_batch_size_per_gpu"]
 
 
-def test_the_config_of_a_fit_on_cpu_ranks_is_not_told_to_train_in_bf16() -> None:
+def test_a_config_for_cpu_ranks_is_not_told_to_train_in_bf16() -> None:
     adam = {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}
     sizes = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4}
     config = {**sizes, "gradient_clipping": 1.0, "optimizer": adam}
