@@ -116,7 +116,7 @@ def certify(
 
 
 def find_tolerance(settings: Settings) -> float:
-    """The relative difference of losses that rounding explains: by the precision of the config or of one that may win.
+    """The relative difference of losses that rounding explains, in the lowest precision of the configs that may win.
 
     torch's autocast rounds as half precision does, although weights are in fp32.
     """

@@ -9,8 +9,8 @@ from ..events import Note
 from ..types import Failed, Fit, OutOfMemory, Record, Run, Steps
 from .batch_size import LONGER_STEPS, Growth, describe_misfit
 from .candidates import Candidate, config_name, first_trial
+from .forecaster import describe_own_batch, why_impossible
 from .prospects import Prospect, find_prospect
-from .trial_forecasts import describe_own_batch, why_impossible
 from .trials import FitContext, run_with_retry
 
 _WALK_TRIALS, _RACE_TRIALS = 2, 3  # at ever smaller micro batches, before the smallest

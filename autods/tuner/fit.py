@@ -34,11 +34,12 @@ from ..workload.script_source import describe_kind, find_early_variables
 from .candidates import idle_stages_warning, list_candidates
 from .certify import certify
 from .fit_report import FitResult, NothingFits, build_report
+from .forecaster import NO_FORECASTER, Forecaster
 from .ladder_walk import WalkResult, find_closest_rung, propose_partitioned_build, untried_rungs, walk_ladder
 from .optuna_search import tune
 from .prospects import offload_where_needed
 from .race import run_race
-from .trial_forecasts import NO_FORECASTER, Forecaster, open_forecaster
+from .trial_forecasts import open_forecaster
 from .trials import FitContext, open_journal
 
 # Variables that are read before a rank runs its script: the cards are in use then, and the threads are counted.

@@ -11,8 +11,8 @@ from ..report.results.fit import ClosestRung
 from ..types import Failed, Fit, Outcome, OutOfMemory, Record, Skipped, Tier, is_machines_fault
 from .candidates import Candidate, first_trial, without_checkpointing
 from .contestant import Contestant, make_contestant
+from .forecaster import lacking_bytes, why_impossible
 from .prospects import favours, has_choice, order_by_time
-from .trial_forecasts import lacking_bytes, why_impossible
 from .trials import FitContext, fits_well
 
 

@@ -18,7 +18,7 @@ from ..types import Failed, Fit, OutOfMemory, Record, Scalar, Trial
 from ..units import format_factor
 from .candidates import config_name, with_open_keys
 from .comparison import PRIOR_NOISE, TURNS_WITHOUT_BUDGET, confirm_gain, usual_score
-from .trial_forecasts import lacking_bytes
+from .forecaster import lacking_bytes
 from .trials import FitContext, fit_steps_to_budget, median_step_s, samples_per_second
 
 if TYPE_CHECKING:

@@ -28,8 +28,9 @@ from ..units import format_bytes
 from .certify import EXAM_STEPS, find_reference, make_exam, make_parity_steps, runs_losses_first, time_compared_steps
 from .fit import fit
 from .fit_report import FitResult, NothingFits
+from .forecaster import Forecaster
 from .loss_parity import is_same_maths
-from .trial_forecasts import Forecaster, TrialForecaster, make_limited_engine, start_processes
+from .trial_forecasts import TrialForecaster, make_limited_engine, start_processes
 from .trials import FitContext, median_step_s
 
 # Estimates of what a real trial takes besides its steps: CUDA contexts and NCCL's communicators of a node, random

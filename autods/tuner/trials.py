@@ -32,7 +32,7 @@ from ..types import (
     is_machines_fault,
 )
 from ..units import format_bytes
-from .trial_forecasts import Forecaster
+from .forecaster import Forecaster
 
 # Running the trial again changes nothing: the user has to repair the workload, the config or the machine first.
 PERMANENT_ACTIONS: tuple[Action, ...] = ("fix_code", "fix_config", "fix_environment")

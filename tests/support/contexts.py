@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from autods.config.profiles import MemoryLimits
-from autods.tuner.trial_forecasts import NO_FORECASTER, Forecaster
+from autods.tuner.forecaster import NO_FORECASTER, Forecaster
 from autods.tuner.trials import FitContext
 from autods.types import ModelFacts, Record, Run, Trial
 from tests.support.walks import FACTS, SETTINGS

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autods.forecast.values import PartitionedBuild, RungForecast, TierForecast, Verdict
-from autods.tuner.trial_forecasts import StepForecast
+from autods.tuner.forecaster import StepForecast
 from autods.types import Tier, Trial
 
 

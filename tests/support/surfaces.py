@@ -26,7 +26,7 @@ from autods.forecast.predict.prices import read_constants
 from autods.forecast.values import RungForecast, TierForecast
 from autods.journal import Journal, TrialStore, trial_key
 from autods.runner.testing import fit, out_of_memory
-from autods.tuner.trial_forecasts import NO_FORECASTER, Forecaster, StepForecast
+from autods.tuner.forecaster import NO_FORECASTER, Forecaster, StepForecast
 from autods.tuner.trials import FitContext
 from autods.types import Examined, Fit, ModelFacts, Outcome, Record, Steps, Trial, WorkloadSource
 from tests.support.machines import a_machine

@@ -392,8 +392,8 @@ def _describe_kernel(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> 
 def _takes_tf32(name: str) -> bool:
     """Whether tensor cores compute this call in fp32.
 
-    Convolutions take them by default, matmuls where a script asks for it. torch refuses
-    to read its older switch, `allow_tf32`, where a script has set the newer one, as transformers does.
+    Convolutions take them by default, and matmuls where a script asks for it.
+    The newer switch is read, since torch refuses `allow_tf32` where a script has set that one. transformers does.
     """
     backends: Any = torch.backends  # its types lack cudnn.conv
     owner = backends.cudnn.conv if "convolution" in name else backends.cuda.matmul

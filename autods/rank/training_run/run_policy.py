@@ -191,7 +191,7 @@ class LoopSession(sessions.Session):
             self.losses = [loss]
         ends = [step for step in (self.loop.last_step, self._order.steps) if step is not None]
         self.end_step = min(ends, default=None)
-        self._note_step(self._order)
+        self._note_step()
         self.observer("script", self.step)  # logging and callbacks of the user's take as long as they like
 
     def end_loop_step(self) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import math
 import os
 import shutil
@@ -18,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...errors import NO_ROOM
 from ...files import exists_now
 from ...system.host import installed_versions
 from ...system.limits import find_lack
@@ -46,6 +44,7 @@ from .checkpoints import (
 from .consensus import Consensus
 from .samples import SampleOrder, Share, deal_samples, deal_stream, derive_seed
 from .schedules import Schedules
+from .step_lines import StepLines
 
 NO_SESSION = (
     "the script calls no autods.session(engine): its steps are not counted, --steps does not end it, and nothing is "
@@ -157,8 +156,7 @@ class Session:
         self.unsaved: str | None = None  # why there was no room for the last one that was due
         self._seen_step = self.step
         self.end_step = self.steps  # the last step of the training, as far as that is known
-        self._steps_file: int | None = None
-        self._unwritten = b""  # of that file
+        self._lines = None if order is None else StepLines(order.steps_file)
         self._step_began_s = time.perf_counter()
         self._peak_read_s = 0.0
         self._peak_bytes: int | None = None
@@ -258,7 +256,7 @@ class Session:
             self._seen_step = self.step
             return
         self._seen_step = self.step
-        self._note_step(self.order)
+        self._note_step()
         if self.done or self.step % self.order.checkpoint_every == 0:
             self.save()
         if self.consensus.stop_agreed and not self.done:
@@ -328,8 +326,8 @@ class Session:
         self.unsaved = problem = self.consensus.broadcast(problem)
         if problem is not None:
             note(f"no checkpoint at step {self.step}: {problem}")
-            if first:
-                self._write_lines(order, [{"step": self.step, "unsaved": problem}])
+            if first and self._lines is not None:
+                self._lines.write([{"step": self.step, "unsaved": problem}])
             return False
         folder = checkpoint_folder(order.checkpoints, self.step)
         if first:
@@ -434,7 +432,7 @@ class Session:
 
     # The journal of steps.
 
-    def _note_step(self, order: RunOrder) -> None:
+    def _note_step(self) -> None:
         """Report the step to the other ranks. Rank 0 writes its line once all have: about a second later."""
         loss, self.losses = states.average(self.losses), []
         line = None
@@ -457,27 +455,14 @@ class Session:
             if line is not None:
                 is_number = loss is not None and math.isfinite(loss)  # JSON has no infinity
                 lines.append({**line, "loss": loss if is_number else None})
-        if self.order is not None and lines:
-            self._write_lines(self.order, lines)
+        if self._lines is not None and lines:
+            self._lines.write(lines)
 
     def _read_peak(self, now: float) -> int | None:
         if now - self._peak_read_s > _PEAK_EVERY_S:
             self._peak_read_s = now
             self._peak_bytes = self.observer.meter.device_peak()
         return self._peak_bytes
-
-    def _write_lines(self, order: RunOrder, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Append lines; those for which the disk has no room wait for the next ones."""
-        self._unwritten += "".join(json.dumps(line) + "\n" for line in lines).encode()
-        try:
-            if self._steps_file is None:  # it stays open until the rank ends
-                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-                self._steps_file = os.open(order.steps_file, flags, 0o644)
-            while self._unwritten:
-                self._unwritten = self._unwritten[os.write(self._steps_file, self._unwritten) :]
-        except OSError as error:
-            if error.errno not in NO_ROOM:
-                raise
 
     def _report_reading(self) -> Callable[[int], None]:
         """Return a function that tells how many samples of a stream were read that the run has trained on."""

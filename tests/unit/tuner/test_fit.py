@@ -23,8 +23,8 @@ from autods.report.answers.fit import list_ladder
 from autods.tuner.fit import fit
 from autods.tuner.fit import search as run_search
 from autods.tuner.fit_report import FitResult, NothingFits, build_report
+from autods.tuner.forecaster import NO_FORECASTER
 from autods.tuner.ladder_walk import WalkResult
-from autods.tuner.trial_forecasts import NO_FORECASTER
 from autods.tuner.trials import FitContext
 from autods.types import Fit, Record, Trial
 from autods.units import format_factor

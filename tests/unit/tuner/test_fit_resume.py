@@ -23,7 +23,7 @@ from autods.report.results.fit import FitReport
 from autods.report.serialize import REPORT
 from autods.system.host import Hardware
 from autods.tuner.fit import fit
-from autods.tuner.trial_forecasts import NO_FORECASTER
+from autods.tuner.forecaster import NO_FORECASTER
 from autods.types import ModelFacts, Record, Trial, WorkloadSource
 from tests.support.settings import fit_settings
 from tests.support.surfaces import Surface

@@ -15,8 +15,8 @@ from autods.forecast.values import RungForecast
 from autods.report.results.fit import ClosestRung
 from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
 from autods.tuner.candidates import Candidate, list_candidates
+from autods.tuner.forecaster import Forecaster, StepForecast
 from autods.tuner.ladder_walk import WalkResult, find_closest_rung, propose_partitioned_build, walk_ladder
-from autods.tuner.trial_forecasts import Forecaster, StepForecast
 from autods.types import Action, Outcome, Tier, Trial
 from tests.support.contexts import make_context
 from tests.support.forecasters import ScriptedForecaster, scripted_forecast

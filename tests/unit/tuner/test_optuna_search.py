@@ -23,6 +23,7 @@ from autods.forecast.values import RungForecast, TierForecast, Verdict
 from autods.journal import trial_key
 from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
 from autods.tuner.comparison import confirm_gain
+from autods.tuner.forecaster import Forecaster, StepForecast
 from autods.tuner.optuna_search import (
     STARTUP,
     WAIT,
@@ -33,7 +34,6 @@ from autods.tuner.optuna_search import (
     space_of,
     tune,
 )
-from autods.tuner.trial_forecasts import Forecaster, StepForecast
 from autods.tuner.trials import FitContext, memory_score
 from autods.types import Fit, Knobs, Outcome, OutOfMemory, Record, Run, Scalar, Steps, Trial
 from tests.support.contexts import make_context

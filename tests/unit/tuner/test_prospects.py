@@ -11,9 +11,9 @@ from autods.config.checkpointing import find_state
 from autods.forecast.values import RungForecast, TierForecast
 from autods.runner.testing import ScriptedRunner
 from autods.tuner.candidates import list_candidates
+from autods.tuner.forecaster import Forecaster, StepForecast
 from autods.tuner.ladder_walk import walk_ladder
 from autods.tuner.prospects import MOST_AT_FIRST, Prospect, find_prospect, offload_where_needed, order_by_time, rank
-from autods.tuner.trial_forecasts import Forecaster, StepForecast
 from autods.types import Trial
 from tests.support.contexts import make_context
 from tests.support.walks import FACTS, FITS, SETTINGS

@@ -22,7 +22,7 @@ from autods.report.answers.fit import list_ladder
 from autods.runner.testing import fit, out_of_memory
 from autods.tuner.fit import search
 from autods.tuner.fit_report import FitResult, build_report
-from autods.tuner.trial_forecasts import NO_FORECASTER, Forecaster, StepForecast
+from autods.tuner.forecaster import NO_FORECASTER, Forecaster, StepForecast
 from autods.tuner.trials import FitContext
 from autods.types import Fit, ModelFacts, Outcome, Record, Tier, TierUse, Trial
 from tests.support.contexts import make_context

@@ -18,9 +18,10 @@ from autods.journal import Journal, TrialStore
 from autods.runner.testing import ScriptedRunner, fit, surface
 from autods.tuner.batch_size import Growth
 from autods.tuner.candidates import list_candidates
+from autods.tuner.forecaster import StepForecast
 from autods.tuner.ladder_walk import WalkResult, walk_ladder
 from autods.tuner.optuna_search import TuneResult, tune
-from autods.tuner.trial_forecasts import StepForecast, TrialForecaster, open_forecaster
+from autods.tuner.trial_forecasts import TrialForecaster, open_forecaster
 from autods.types import Outcome, Trial
 from tests.support.contexts import make_context
 from tests.support.forecasters import ScriptedForecaster, scripted_forecast
