@@ -19,6 +19,7 @@ from ..config.releases import find_removed_keys
 from ..config.rungs import Rung
 from ..devices import DEVICES
 from ..errors import InputError
+from ..rank.launch_variables import RANK_VARIABLES
 from ..schema import check_name, read_toml_as
 from ..system.host import data_folder
 from ..types import Scalar
@@ -62,8 +63,8 @@ MOST_VALUES = 1000  # of one axis; a probe has at most as many cells
 Value = Scalar | None
 # Variables that autods sets for ranks on any device, or must not change.
 _RESERVED = (
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME",
-    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "THP_MEM_ALLOC_ENABLE", "PATH", "TORCH_EXTENSIONS_DIR",
+    *RANK_VARIABLES, "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "THP_MEM_ALLOC_ENABLE",
+    "PATH", "TORCH_EXTENSIONS_DIR",
 )  # fmt: skip
 _ALIASES = {"train_micro_batch_size_per_gpu": "micro_batch", "gradient_accumulation_steps": "accumulation"}
 _SWITCHES = {"on": True, "off": False, "true": True, "false": False}

@@ -14,14 +14,10 @@ from ..system.host import count_cores
 from ..workload.protocol import Workload
 from . import preload
 from .job import RankJob
+from .launch_variables import RANK_VARIABLES
 from .model_facts import is_moe, seed_all
 from .model_trial import drawing_weights
 from .pipeline import is_pipeline
-
-# By which a launcher tells a process its rank, as `runner.environment` sets them.
-RANK_VARIABLES = frozenset({
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
-})  # fmt: skip
 
 
 def build_for_ranks(job: RankJob, workload: Workload, connection: int, refuse: Callable[[str], NoReturn]) -> Any:

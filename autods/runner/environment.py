@@ -13,6 +13,7 @@ from ..config.deepspeed import find_offloads
 from ..devices import DEVICES, find_device
 from ..devices.base import EXPANDABLE
 from ..rank.job import RankJob
+from ..rank.launch_variables import tell_rank
 from ..rank.ops import ops_folder
 from ..system.host import cache_folder, find_interface, read_numa_cores, share_cores
 
@@ -78,17 +79,16 @@ def zygote_environment(device: str, environment: Mapping[str, str]) -> dict[str,
 
 
 def rank_environment(job: RankJob, slot: int, port: int) -> dict[str, str]:
-    """Return this process's environment with the variables of torchrun, of the rank's threads and of its allocator."""
-    variables = {
-        "RANK": str(job.local_ranks[slot]),
-        "LOCAL_RANK": str(slot),
-        "WORLD_SIZE": str(job.world_size),
-        "LOCAL_WORLD_SIZE": str(len(job.local_ranks)),
-        "NODE_RANK": str(job.node_rank),
-        "GROUP_RANK": str(job.node_rank),
-        "MASTER_ADDR": job.master_address,
-        "MASTER_PORT": str(port),
-    }
+    """Return this process's environment with a launcher's variables and those of the rank's threads and allocator."""
+    variables = tell_rank(
+        rank=job.local_ranks[slot],
+        local_rank=slot,
+        world_size=job.world_size,
+        local_world_size=len(job.local_ranks),
+        node_rank=job.node_rank,
+        address=job.master_address,
+        port=port,
+    )
     if job.master_address == "127.0.0.1":
         variables["GLOO_SOCKET_IFNAME"] = "lo"
     elif (interface := find_interface(job.node_address)) is not None:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from autods.rank.launch_variables import tell_rank
 from autods.rank.preload import preload
 from tests.support.fits import free_port
 from tests.support.launchers import cpu_env
@@ -59,8 +60,10 @@ def run_as_rank(rank: int, request: dict[str, Any]) -> None:
         os.dup2(file, number)
     sys.stdout = open(1, "w", buffering=1, closefd=False)
     ranks = request["ranks"]
-    world = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": request["port"]}
-    os.environ.update({name: str(value) for name, value in {"RANK": rank, "LOCAL_RANK": rank, **world}.items()})
+    os.environ |= tell_rank(
+        rank=rank, local_rank=rank, world_size=ranks, local_world_size=ranks,
+        node_rank=0, address="127.0.0.1", port=request["port"],
+    )  # fmt: skip
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
     sys.argv = [request["script"], *request["args"]]

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from ...plain_text import read_text
+from ...rank.launch_variables import tell_rank
 from ..predict.known_kernels import find_kernel
 from . import known_values
 from .kernel_buffers import BUFFERS, BUFFERS_ON_CPU
@@ -28,10 +29,12 @@ from .work_log import BUILT_IN, bind
 
 def join_world(world_size: int, ranks_per_node: int) -> None:
     """Make this process rank 0 of `world_size` ranks; the cost does not grow with their number."""
-    os.environ.update(
-        RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(min(world_size, ranks_per_node)),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", CROSS_RANK="0", CROSS_SIZE="1", LOCAL_SIZE=str(ranks_per_node),
+    local_world_size = min(world_size, ranks_per_node)
+    os.environ |= tell_rank(
+        rank=0, local_rank=0, world_size=world_size, local_world_size=local_world_size,
+        node_rank=0, address="127.0.0.1", port=29500,
     )  # fmt: skip
+    os.environ.update(CROSS_RANK="0", CROSS_SIZE="1", LOCAL_SIZE=str(ranks_per_node))
     import deepspeed
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from autods.rank import shared_build
-from autods.runner.environment import rank_environment
+from autods.rank.launch_variables import RANK_VARIABLES, tell_rank
 from autods.runner.rank_fork import may_share
 from autods.types import WorkloadSource
-from tests.support.ends import JOB
 
 MODEL = WorkloadSource(kind="file", path="/model.py", name="model", digest="0")
 CONFIG = replace(MODEL, kind="hf_config", task="causal-lm")
 
 
-def test_every_variable_of_a_rank_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in shared_build.RANK_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    set_for_ranks = rank_environment(JOB, 0, 29500).keys() - os.environ.keys()
-    assert {
-        name for name in set_for_ranks if not name.startswith(("GLOO", "OMP", "MKL"))
-    } == shared_build.RANK_VARIABLES
+def test_the_list_of_rank_variables_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    told = tell_rank(
+        rank=0, local_rank=0, world_size=1, local_world_size=1, node_rank=0, address="127.0.0.1", port=29500
+    )
+    assert tuple(told) == RANK_VARIABLES
 
 
 @pytest.mark.parametrize(

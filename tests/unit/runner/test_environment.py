@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -228,3 +229,17 @@ def test_nccl_finds_its_network_and_gloo_is_told(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib1")
     variables = rank_environment(part, 0, 1)
     assert (variables["NCCL_SOCKET_IFNAME"], variables["GLOO_SOCKET_IFNAME"]) == ("ib0", "ib1")
+
+
+def test_a_rank_in_a_job_of_slurm_has_what_srun_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = RankJob(
+        job="train", source=SOURCE, device="cpu", folder="/f", scratch="/s",
+        local_ranks=(4, 5), world_size=8, node_rank=2,
+    )  # fmt: skip
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert not [name for name in rank_environment(job, 1, 29500).keys() - os.environ.keys() if "SLURM" in name]
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_PROCID", "0")  # of the job's shell, or of the node's Ray
+    told = rank_environment(job, 1, 29500)
+    names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NPROCS")
+    assert [told[name] for name in names] == ["5", "1", "2", "8", "8"]
