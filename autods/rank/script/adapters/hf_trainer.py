@@ -238,6 +238,9 @@ class HfTrainerLoop(TrainerLoop):
             arguments.ignore_data_skip = False
             arguments.restore_callback_states_from_checkpoint = True
             resume_from_checkpoint = str(folder)
+        if arguments.save_total_limit == 1 and arguments.metric_for_best_model is not None:
+            # At its end the Trainer would remove all but the best one: then the run would have lost its last steps.
+            arguments.save_total_limit = 2
         return original(trainer, resume_from_checkpoint, *args, **kwargs)
 
     def clean(self) -> None:

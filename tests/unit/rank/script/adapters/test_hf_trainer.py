@@ -31,7 +31,11 @@ def test_a_run_follows_a_method_that_the_script_replaced(monkeypatch: pytest.Mon
     replaced = _call_ours(ours) if calls_ours else lambda trainer, loss: steps.append("logged")
     monkeypatch.setattr(Trainer, "_maybe_log_save_evaluate", replaced)
     trainer = Trainer.__new__(Trainer)
-    trainer.args, trainer.optimizer, trainer.lr_scheduler = SimpleNamespace(deepspeed="x"), None, None
+    trainer.args, trainer.optimizer, trainer.lr_scheduler = (
+        SimpleNamespace(deepspeed="x", save_total_limit=None),
+        None,
+        None,
+    )
     loop.train(lambda trainer, checkpoint: trainer._maybe_log_save_evaluate(torch.ones(())), trainer)
     assert steps == ["done", "logged"]
 
@@ -42,9 +46,26 @@ def test_an_optimizer_that_the_trainer_drops_is_reported(optimizer: Any, schedul
     loop = HfTrainerLoop(SimpleNamespace(note=noted.append, begin_loop=lambda loop: None))  # type: ignore[arg-type]
     loop._wrappers["_maybe_log_save_evaluate"] = lambda *call: None
     trainer = Trainer.__new__(Trainer)
-    trainer.args, trainer.optimizer, trainer.lr_scheduler = SimpleNamespace(deepspeed="x"), optimizer, schedule
+    trainer.args, trainer.optimizer, trainer.lr_scheduler = (
+        SimpleNamespace(deepspeed="x", save_total_limit=None),
+        optimizer,
+        schedule,
+    )
     loop.train(lambda trainer, checkpoint: None, trainer)
     assert len(noted) == notes
     told: list[str] = []  # to a fit
     train_from_start(told, lambda trainer, checkpoint: None, trainer, "last")
     assert [f"warning: {text}" for text in told] == noted
+
+
+@pytest.mark.parametrize(
+    ("limit", "metric", "kept"), [(1, "loss", 2), (1, None, 1), (3, "loss", 3), (None, "loss", None)]
+)
+def test_the_last_checkpoint_stays_beside_the_best(limit: int | None, metric: str | None, kept: int | None) -> None:
+    loop = HfTrainerLoop(SimpleNamespace(begin_loop=lambda loop: None))  # type: ignore[arg-type]
+    loop._wrappers["_maybe_log_save_evaluate"] = lambda *call: None
+    trainer = Trainer.__new__(Trainer)
+    trainer.args = SimpleNamespace(deepspeed="x", save_total_limit=limit, metric_for_best_model=metric)
+    trainer.optimizer = trainer.lr_scheduler = None
+    loop.train(lambda trainer, checkpoint: None, trainer)
+    assert trainer.args.save_total_limit == kept
