@@ -28,7 +28,16 @@ DEFAULT_OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.99
 _FUSED_ADAM = {"torch_adam": True, "fused": True}
 # Sections that log to the user's dashboards or profile a step; trials leave them out.
 _MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler")
-_NATIVE_ADAM = ("adam", "adamw")  # optimizers for which DeepSpeed takes `torch_adam`
+# The ops of DeepSpeed's own optimizers (`DeepSpeedEngine._configure_basic_optimizer`): on the device, and on the host
+# where their states are offloaded. None: torch's own class. Muon falls back to torch where the device has no op.
+_OPTIMIZER_OPS = {
+    "adam": ("fused_adam", "cpu_adam"),
+    "adamw": ("fused_adam", "cpu_adam"),
+    "muon": (None, "cpu_adam"),
+    "lion": ("fused_lion", "cpu_lion"),
+    "adagrad": (None, "cpu_adagrad"),
+    "lamb": ("fused_lamb", "fused_lamb"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,9 +336,10 @@ def find_offloads(config: Mapping[str, Any]) -> dict[str, str]:
 def required_ops(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the DeepSpeed ops that the engine loads with this config; ops that are not cached are built first."""
     offloads, ops = find_offloads(config), []
-    name = str(get_key(config, "optimizer.type")).lower()
-    if name in _NATIVE_ADAM and not get_key(config, "optimizer.params.torch_adam"):
-        ops.append("cpu_adam" if "optimizer" in offloads else "fused_adam")
+    on_device, on_host = _OPTIMIZER_OPS.get(str(get_key(config, "optimizer.type")).lower(), (None, None))
+    op = on_host if "optimizer" in offloads else on_device
+    if op is not None and not get_key(config, "optimizer.params.torch_adam"):
+        ops.append(op)
     if "nvme" in offloads.values():
         ops.append("async_io")
     if get_key(config, "zero_optimization.zero_quantized_weights") is True:

@@ -23,10 +23,11 @@ from ..system.host import cache_folder
 
 BUILDERS = {
     "cpu_adam": "CPUAdamBuilder", "fused_adam": "FusedAdamBuilder", "async_io": "AsyncIOBuilder",
-    "quantizer": "QuantizerBuilder",
+    "quantizer": "QuantizerBuilder", "fused_lion": "FusedLionBuilder", "cpu_lion": "CPULionBuilder",
+    "cpu_adagrad": "CPUAdagradBuilder", "fused_lamb": "FusedLambBuilder",
 }  # fmt: skip
-# Seconds on two cores with a cold cache, for the note that announces the wait. An op that only rungs by name load has
-# none: no card has built it here.
+# Seconds on two cores with a cold cache, for the note that announces the wait. Ops that only rungs by name or a user's
+# optimizer load have none: no card has built them here.
 USUAL_BUILD_S = {"cpu_adam": 45, "fused_adam": 40, "async_io": 180}
 
 _BUILT_S = 600.0  # within which a build ends; where files have no locks, another machine may be at one that is younger
@@ -56,7 +57,7 @@ def get_builder(op: str) -> Any:
 def find_problem(op: str) -> str | None:
     """Return why the op can neither be loaded nor built here, with a command that helps; None if it can."""
     builder = get_builder(op)
-    if builder is None:
+    if builder is None or type(builder).__name__ == "NotImplementedBuilder":
         return f"DeepSpeed has no {op} for this accelerator"
     if (danger := find_danger(op)) is not None:
         return f"{op} is not loaded: {danger} (chmod -R go-w {ops_folder()}, or remove it)"

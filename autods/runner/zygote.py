@@ -53,6 +53,7 @@ _POLL_MS = 20
 _RUN_POLL_MS = 250  # a run lasts for days, and ranks on the CPU need the cores; a rank's end is noticed at once anyway
 _BEAT_EVERY_S = 0.2
 _STRAYS_S = 2.0
+_FOR_A_PROCESSOR = {"cpu_adam", "cpu_lion", "cpu_adagrad", "async_io"}  # ops whose builders ask for its features
 _OTHERS_BUILD_S = 60.0  # where nodes share a home, another one's ranks may have begun a build since this job's start
 ABORTED = "aborted"
 UNFIT_EXIT = 75  # the workload's import changed this process so that it must not go on
@@ -182,7 +183,7 @@ class Zygote:
         device = find_device(job.device)
         hazard = None if device.survives_fork or self.spawn else preload.find_fork_hazard()
         used_before, host = (device.read_used_bytes() or ())[: len(job.local_ranks)], HostMonitor.begin()
-        if {"cpu_adam", "async_io"} & {*(job.ops if job.job == "ops" else required_ops(job.ds_config))}:
+        if _FOR_A_PROCESSOR & {*(job.ops if job.job == "ops" else required_ops(job.ds_config))}:
             preload.remember_processor()  # the ranks will ask for it
         _make_folders(job)
         ops.clear_killed_builds(older_than_s=0.0 if job.is_whole else _OTHERS_BUILD_S)

@@ -213,6 +213,24 @@ def test_the_users_adamw_is_deepspeeds_fused_one(name: str) -> None:
     assert required_ops(composed(name, base=PRETRAINING)) == ("fused_adam", *OTHER_OPS.get(name, ()))
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "on_device", "on_host"),
+    [
+        ("Lion", "fused_lion", "cpu_lion"),
+        ("Adagrad", None, "cpu_adagrad"),
+        ("Lamb", "fused_lamb", "fused_lamb"),
+        ("Muon", None, "cpu_adam"),
+        ("SGD", None, None),
+    ],
+)
+def test_the_ops_of_deepspeeds_other_optimizers_are_known(
+    optimizer: str, on_device: str | None, on_host: str | None
+) -> None:
+    base = {"optimizer": {"type": optimizer, "params": {"lr": 1e-4}}}
+    assert required_ops(composed("zero2", base=base)) == ((on_device,) if on_device else ())
+    assert required_ops(composed("zero2-offload", base=base)) == ((on_host,) if on_host else ())
+
+
 @pytest.mark.parametrize("name", RUNGS)
 def test_a_config_names_no_optimizer_if_the_workload_has_one(name: str) -> None:
     config = composed(name, base=PRETRAINING, own_optimizer=True)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from torch.utils.file_baton import FileBaton
 
+from autods.config import deepspeed
 from autods.errors import EnvironmentBroken, InputError
 from autods.rank import ops
 
@@ -118,3 +119,8 @@ def test_each_processor_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch)
         folders.append(ops.ops_folder())
     assert len(set(folders)) == 2
     assert len({folder.parent for folder in folders}) == 1
+
+
+def test_an_op_that_the_accelerator_lacks_is_told_before_it_loads():
+    assert ops.find_problem("fused_lamb") == "DeepSpeed has no fused_lamb for this accelerator"
+    assert ops.BUILDERS.keys() >= {op for pair in deepspeed._OPTIMIZER_OPS.values() for op in pair if op is not None}
