@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from ..config.catalogue import Machine
 from ..devices.cpu import read_processor_field
 from ..errors import AutodsError
 from ..system import private
@@ -129,8 +130,9 @@ class StoredSimulator(Simulator):
     def __exit__(self, *raised: object) -> None:
         self.processes.__exit__(*raised)
 
-    def facts(self, device: str = "cuda", *, ranks: int = 1) -> ModelFacts:
-        return self.answer(f"{device} facts {ranks}", device, lambda: self.processes.facts(device, ranks=ranks))
+    def facts(self, device: str = "cuda", *, ranks: int = 1, machine: Machine | None = None) -> ModelFacts:
+        question = f"{device} facts {ranks} {machine and machine.capability}"
+        return self.answer(question, device, lambda: self.processes.facts(device, ranks=ranks, machine=machine))
 
     @contextlib.contextmanager
     def engine(self, spec: EngineSpec) -> Iterator[StoredEngine]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import cast
 
+from ..config.catalogue import Machine
 from ..types import ModelFacts
 from .simulate.protocol import SimulationFailed
 from .values import Engine, EngineSpec, ForecastPhase, Simulation, Simulator, Trace
@@ -42,7 +43,7 @@ class ScriptedSimulator(Simulator):
     engines: list[EngineSpec] = field(default_factory=list)
     measured: list[tuple[str, int]] = field(default_factory=list)
 
-    def facts(self, device: str = "cuda", *, ranks: int = 1) -> ModelFacts:
+    def facts(self, device: str = "cuda", *, ranks: int = 1, machine: Machine | None = None) -> ModelFacts:
         return self.known
 
     @contextmanager

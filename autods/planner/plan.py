@@ -119,14 +119,14 @@ def plan(settings: PlanSettings, *, listen: PlanListener, start: StartSimulator 
 
 
 def _read_facts(simulator: Simulator, settings: PlanSettings, listen: PlanListener) -> ModelFacts:
-    """Read the model's facts. A script that does not run alone is run as one of all of its ranks."""
-    ranks = max(site.world_size for site in settings.sites)
+    """Read the model's facts, on the first machine. A script that does not run alone is one of all of its ranks."""
+    ranks, machine = max(site.world_size for site in settings.sites), settings.sites[0].machine
     try:
-        return simulator.facts(settings.device)
+        return simulator.facts(settings.device, machine=machine)
     except SimulationFailed:
         if not settings.source.form.runs_as_main or ranks == 1:
             raise
-    facts = simulator.facts(settings.device, ranks=ranks)  # it may fail for another reason
+    facts = simulator.facts(settings.device, ranks=ranks, machine=machine)  # it may fail for another reason
     listen(Note(text=f"the script does not run on one rank alone, so its model is read on {ranks}"))
     return facts
 

@@ -170,7 +170,7 @@ class _ProbeRun:
                 facts, problems = self.bench.survey(conditions)
             else:
                 simulator = self.simulators.get(source_under_conditions(self.question, conditions))
-                facts, problems = simulator.facts(settings.device), {}
+                facts, problems = simulator.facts(settings.device, machine=self.question.machine), {}
             self.surveys[digest] = facts, problems
             self.store.journal.write_survey(digest, {"facts": asdict(facts), "op_problems": dict(problems)})
         return self.surveys[digest]

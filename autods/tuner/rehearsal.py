@@ -58,7 +58,7 @@ def rehearse(settings: Settings, *, listen: Listener, start: StartSimulator | No
     allocator = read_alloc_conf(os.environ, settings.device)
     with (start or start_processes(settings, listen))(settings.source) as simulator:
         cache = SimulationCache(simulator, allocator.expandable)
-        runner = RehearsalRunner(settings, cache, lambda: simulator.facts("cuda", ranks=settings.gpus))
+        runner = RehearsalRunner(settings, cache, lambda: simulator.facts("cuda", ranks=settings.gpus, machine=machine))
 
         def make_forecaster(
             settings: Settings, facts: ModelFacts, memory: TrialStore, listen: Listener

@@ -77,6 +77,23 @@ while True:
         print(torch.cuda.max_memory_allocated() / 2**20, file=open("log.txt", "a"))
 """
 
+# Chooses its precision by the card, and insists on it.
+BY_CARD = """
+import sys
+import deepspeed
+import torch
+
+is_recent = torch.cuda.get_device_capability() >= (8, 0)
+assert torch.cuda.is_bf16_supported(including_emulation=False) == is_recent
+model = torch.nn.Linear(64, 64)
+config = {"fp16": {"enabled": not is_recent}, "bf16": {"enabled": is_recent}, "train_micro_batch_size_per_gpu": 4}
+optimizer = torch.optim.AdamW(model.parameters())
+engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+while True:
+    engine.backward(engine(torch.randn(4, 64, device=engine.device, dtype=next(model.parameters()).dtype)).mean())
+    engine.step()
+"""
+
 LOST = """
 import deepspeed
 import torch
@@ -91,7 +108,7 @@ def users(tmp_path):
     """The folder of somebody's scripts; it has to be the same at the end."""
     folder = tmp_path / "project"
     shutil.copytree(SCRIPTS, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for name, text in (("curious", CURIOUS), ("lost", LOST), ("twin", TWIN)):
+    for name, text in (("by_card", BY_CARD), ("curious", CURIOUS), ("lost", LOST), ("twin", TWIN)):
         (folder / f"{name}.py").write_text(text)
     weights = {"weight": numpy.zeros((64, 64), "float32"), "bias": numpy.zeros(64, "float32")}
     save_file(weights, folder / "weights.safetensors")
@@ -162,6 +179,13 @@ def test_a_batch_that_a_script_fixes_is_forecast_as_it_is(users):
     assert "micro batch 3, which the script fixes" in said
     assert "a mask as index" in said
     assert "upper bounds" in said
+
+
+def test_a_script_that_asks_for_bf16_sees_the_plans_card(users):
+    old = api.plan("by_card.py", ladder="zero2", on="v100-32gb", gpus=2, largest=False)
+    new = api.plan("by_card.py", ladder="zero2", on="h100-80gb", gpus=2, largest=False)
+    assert [found.sites[0].site.precision for found in (old, new)] == ["fp16", "bf16"]
+    assert [found.sites[0].rungs[0].verdict for found in (old, new)] == ["fits", "fits"]
 
 
 def test_a_script_s_config_is_used_on_cpu_ranks(users):

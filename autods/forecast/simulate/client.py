@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import IO, TypeVar
 
+from ...config.catalogue import Machine
 from ...diagnosis.trial_outcome import LARGEST_SURVEY_BATCH, wants_larger_batch
 from ...plain_text import clean
 from ...system import private, processes, stacks
@@ -132,15 +133,18 @@ class ProcessSimulator(values.Simulator):
         with self._lock:
             return dict(self._files.get(device, {}))
 
-    def facts(self, device: str = "cuda", *, ranks: int = 1) -> ModelFacts:
+    def facts(self, device: str = "cuda", *, ranks: int = 1, machine: Machine | None = None) -> ModelFacts:
         """Facts of the model, without allocating weights; a script sees itself on `ranks` ranks.
 
+        `machine` has the card that the model sees: it may compute in bf16 where that can.
         A script that refuses so few samples is asked with more of them. Raises SimulationFailed.
         """
         micro_batch = 1
         while True:
             try:
-                with self._process(ModelRequest(ranks=ranks, micro_batch=micro_batch), device) as process:
+                with self._process(
+                    ModelRequest(ranks=ranks, micro_batch=micro_batch, machine=machine), device
+                ) as process:
                     return process.receive(ModelFacts)
             except SimulationFailed as failed:
                 if not wants_larger_batch(failed.problem) or micro_batch >= LARGEST_SURVEY_BATCH:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ...config.catalogue import Machine
 from ...devices import Device
 from ...rank.model_facts import check_batch, describe_model, place
 from ...rank.model_trial import build, initialize, optimizer_step, share_sequences
@@ -17,7 +18,7 @@ from ...rank.pipeline import build_whole
 from ...rank.zero_init import partition_at_build
 from ...types import ModelFacts, Phase
 from ...workload.protocol import Workload
-from ..attention import UNKNOWN_FAMILY
+from ..attention import UNKNOWN_FAMILY, find_family
 from ..predict.memory_model import estimate_outside_bytes
 from ..values import EngineSpec, ForecastPhase, Simulation
 from . import (
@@ -67,8 +68,13 @@ class SimulationContext:
     def take_card(self, spec: EngineSpec) -> None:
         """Simulate the card of `spec`."""
         self.ledger.device_bytes = spec.device_bytes
-        self.ledger.capability, self.ledger.family = spec.capability or UNKNOWN_FAMILY, spec.family
+        self.show_card(spec.machine)
         self.ledger.outside_bytes = estimate_outside_bytes(spec)
+
+    def show_card(self, machine: Machine | None) -> None:
+        """Let the model see which card it is: one of `machine`."""
+        capability = None if machine is None else machine.capability
+        self.ledger.capability, self.ledger.family = capability or UNKNOWN_FAMILY, find_family(capability)
 
     def begin(self, phase: Phase, step: int) -> None:
         """Begin a phase of an optimizer step. The ledger leaves out what no forecast has."""
@@ -156,8 +162,9 @@ def read_ledger(ledger: Ledger, engine: Any, micro_batch: int, seconds: float) -
     )
 
 
-def look_at_model(context: SimulationContext, workload: Workload) -> ModelFacts:
-    """Facts of the model, built of fake tensors."""
+def look_at_model(context: SimulationContext, workload: Workload, machine: Machine | None) -> ModelFacts:
+    """Facts of the model, built of fake tensors on the card of `machine`."""
+    context.show_card(machine)
     with context.active():
         batch = check_batch(workload.build_batch(1), 1)
         return describe_model(workload, build_whole(workload.build), batch)

@@ -23,7 +23,7 @@ _KERNELS = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call
 _NO_GPU = "there is no GPU to ask"
 _CONSTANTS: dict[str, Any] = {
     "is_available": True, "is_initialized": True, "can_device_access_peer": True, "current_device": 0,
-    "initial_seed": 0, "_exchange_device": 0, "_maybe_exchange_device": 0, "is_bf16_supported": True,
+    "initial_seed": 0, "_exchange_device": 0, "_maybe_exchange_device": 0,
     "is_current_stream_capturing": False,
 }  # fmt: skip
 _NO_OPS = (
@@ -37,6 +37,7 @@ _STREAM_PATCHES = declare_all(
     ("Stream", "Event", "stream", "current_stream", "default_stream", "synchronize", "nvtx"),
     "streams need a GPU",
 )
+_BF16 = declare("torch.cuda.is_bf16_supported", "it makes a tensor on a card before Ampere")
 _COUNT = declare("torch.cuda.device_count", "a rank sees the cards of its node")
 _RANDOM_STATE = declare("torch.cuda.get_rng_state", "random states need a GPU")
 _MEMORY_PATCHES = declare_all(
@@ -153,6 +154,7 @@ def install(ledger: Ledger) -> None:
         "empty_cache": ledger.empty_cache,
         "get_device_properties": properties,
     }
+    _BF16.install(lambda including_emulation=True: including_emulation or ledger.capability[0] >= 8)
     _COUNT.install(lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")), everywhere=True)
     for name, value in _CONSTANTS.items():
         _CONSTANT_PATCHES[name].install(_always(value))

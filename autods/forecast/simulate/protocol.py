@@ -10,6 +10,7 @@ from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...config.catalogue import Machine
 from ...errors import AutodsError
 from ...plain_text import clean, read_text
 from ...rank.patching import SymbolMissing
@@ -26,10 +27,14 @@ _SIZE_BYTES = 8  # that announce the length of a request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRequest:
-    """Build the model and report its facts; a script sees itself on `ranks` ranks, with this micro batch."""
+    """Build the model and report its facts; a script sees itself on `ranks` ranks, with this micro batch.
+
+    Both see the card of `machine`; without one, a recent card.
+    """
 
     ranks: int
     micro_batch: int = 1
+    machine: Machine | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

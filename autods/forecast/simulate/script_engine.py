@@ -63,7 +63,7 @@ def answer_requests(
     if isinstance(request, EngineSpec):
         runs = ((request, micro_batch) for micro_batch in receive(connection))
     else:
-        runs = [(_unsharded(context, source, request.ranks), request.micro_batch)]
+        runs = [(_unsharded(context, source, request), request.micro_batch)]
     for spec, micro_batch in runs:
         parent = os.getpid()
         pid = os.fork()
@@ -79,13 +79,13 @@ def answer_requests(
             send(connection, SimulationFailed(kind="crashed", problem=problem, place=source.path, hint=_HINT))
 
 
-def _unsharded(context: SimulationContext, source: WorkloadSource, ranks: int) -> EngineSpec:
+def _unsharded(context: SimulationContext, source: WorkloadSource, request: ModelRequest) -> EngineSpec:
     """An engine without any sharding, as the survey of a fit has it."""
     base = source.base_config if isinstance(source.base_config, Mapping) else {}
     config = merge({"zero_optimization": {"stage": 0}, "optimizer": DEFAULT_OPTIMIZER}, strip_rung_keys(base))
     return EngineSpec(
-        rung="", ds_config=config, world_size=ranks, ranks_per_node=ranks, device_bytes=1 << 40,
-        device=context.device.name,
+        rung="", ds_config=config, world_size=request.ranks, ranks_per_node=request.ranks, device_bytes=1 << 40,
+        device=context.device.name, machine=request.machine,
     )  # fmt: skip
 
 

@@ -198,7 +198,7 @@ def _answer_requests(connection: socket.socket, request: Request, prepared: _Pre
                     if not _answer_in_fork(connection, prepared, functools.partial(engine.measure, micro_batch)):
                         break
             else:
-                _answer(connection, prepared, lambda: look_at_model(context, workload))
+                _answer(connection, prepared, lambda: look_at_model(context, workload, request.machine))
         except BaseException:
             traceback.print_exc()
     with contextlib.suppress(Exception):  # the workload may have replaced the stream

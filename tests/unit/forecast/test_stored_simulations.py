@@ -33,7 +33,7 @@ class Processes(ScriptedSimulator):
     read: tuple[Path, ...] = ()
     asked: list[str] = field(default_factory=list)
 
-    def facts(self, device: str = "cuda", *, ranks: int = 1) -> ModelFacts:
+    def facts(self, device: str = "cuda", *, ranks: int = 1, machine: Machine | None = None) -> ModelFacts:
         self.asked.append(device)
         return self.known
 
@@ -120,7 +120,8 @@ def test_another_card_of_the_same_kernels_is_asked_for_itself(model: Path) -> No
     processes: Any = Processes(FACTS, grow, read=(model,))
     for spec in (a6000, l40, a6000):
         store_answers(processes, SOURCE).simulate(spec, [4])
-    assert len(processes.measured) == 2
+        store_answers(processes, SOURCE).facts(machine=spec.machine)
+    assert (len(processes.measured), len(processes.asked)) == (2, 2)
 
 
 def test_a_cache_that_can_only_be_read_answers(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from autods.config.catalogue import Machine
 from autods.config.checkpointing import offloads_inputs
 from autods.config.deepspeed import get_key
 from autods.errors import EnvironmentBroken, InputError, Interrupted
@@ -674,7 +675,7 @@ def test_as_written_keeps_the_configs_own_buckets() -> None:
 class Crowd(ScriptedSimulator):
     """Of a script that insists on its number of ranks."""
 
-    def facts(self, device: str = "cuda", *, ranks: int = 1) -> ModelFacts:
+    def facts(self, device: str = "cuda", *, ranks: int = 1, machine: Machine | None = None) -> ModelFacts:
         if ranks == 1:
             raise SimulationFailed(kind="user_code", problem="ValueError: devices=8 does not match the world size (1)")
         return self.known
@@ -691,7 +692,7 @@ def test_a_script_may_be_read_on_all_of_its_ranks() -> None:
 class Broken(Crowd):
     """Of a script that fails on any number of ranks."""
 
-    def facts(self, device: str = "cuda", *, ranks: int = 1) -> ModelFacts:
+    def facts(self, device: str = "cuda", *, ranks: int = 1, machine: Machine | None = None) -> ModelFacts:
         return super().facts(device)
 
 
