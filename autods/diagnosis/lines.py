@@ -232,13 +232,12 @@ _CODES = re.compile(
     rf"{TERMINAL_CODES}|(?:\^\[|#033|\\(?:x1b|u001b|033|e))\[[0-9;]*m|\[(?:[01]?\d;)?(?:[014]|22|[39]\d|38;5;\d+)m"
 )
 PROGRESS = re.compile(
-    r"(?:\bsteps?|\biter(?:ation)?s?|global_step|\bepochs?|num_updates)\W{0,6}(\d+)|(\d+)/\d+ ?\[\d"
+    r"(?:\bsteps?|\biter(?:ation)?s?|global_step|\bepochs?|num_updates)\W{0,6}(\d+)|(?<!\d)(\d+)/\d+ ?\[\d"
     r"|\bloss['\"]?\s*[:=]\s*\d|\d\s?(?:it/s|s/it)\b",
     re.IGNORECASE,
 )
-_BAR = re.compile(
-    r"\d\w*(?:/\S+)? \[\d+:\d\d[^\n]{0,300}?\](?![,\]'\"])"
-)  # tqdm's: 5/10 [00:02<00:02, lr=[0.1], loss=2]
+# tqdm's: 5/10 [00:02<00:02, lr=[0.1], loss=2]. Without limits, a line of hexadecimal digits takes minutes.
+_BAR = re.compile(r"\d\w{0,20}(?:/\S{1,20})? \[\d+:\d\d[^\n]{0,300}?\](?![,\]'\"])")
 # The header of one file in a log that joins several, as `tail -n 50 *.log` writes it.
 _HEADER = re.compile(
     rb"(?:={2,}>?|#{2,}|-{2,}|\*{2,}|>{2,})\s*(?:(?:file|log|output of|contents? of|stderr of|stdout of):? )?"
@@ -263,6 +262,7 @@ _NAN_GRADIENTS = 3  # in a row: fp16 skips single steps whose gradient is no num
 _LOSS_BYTES = 1 << 16  # of a block, at its end, in which the last loss is looked for
 _SUMMARY = b"train_runtime"  # the Trainer's last line, whose loss is the mean of all steps
 _HEADS = (b"==", b"##", b"--", b"**", b">>")
+_LONGEST_HEADER = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +342,7 @@ class Reader:
             if shape in worn and not needs_all:
                 continue
             self.number = number
-            if raw[:2] in _HEADS and (header := _HEADER.match(raw)):
+            if raw[:2] in _HEADS and len(raw) <= _LONGEST_HEADER and (header := _HEADER.match(raw)):
                 self._begin_part(header[1].decode(errors="replace"))
                 continue
             keeps = self._filter.keeps(raw, shape, needed=self.waiting())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -172,6 +173,15 @@ def test_a_log_whose_lines_all_differ_is_read_in_part() -> None:
     lines = "".join(f"error {n:032x} while reading {n * 7919:x}\n" for n in range(30_000))
     taken = sum(1 for _ in Reader("").read([lines.encode()]))
     assert taken < 10_000
+
+
+@pytest.mark.parametrize(
+    "log", [f"error: bad payload {'ab12' * 15_000}\n", f"ValueError: bad\n{'1' * 60_000}\n", f"=={'a' * 60_000}\n"]
+)
+def test_a_line_of_60_kb_without_a_space_is_read_in_seconds(log: str) -> None:
+    began_s = time.process_time()
+    autods.diagnose(log)
+    assert time.process_time() - began_s < 8
 
 
 def test_repeated_lines_are_kept_while_a_traceback_is_open() -> None:
