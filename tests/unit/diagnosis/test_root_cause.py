@@ -700,3 +700,27 @@ def test_a_line_of_the_evidence_that_was_cut_ends_in_dots() -> None:
     assert line.startswith("torch.OutOfMemoryError")
     assert line.endswith("x…")
     assert len(line) == 400
+
+
+AUTOTUNE = "E1122 10:00:00.000000 139 torch/_inductor/select_algorithm.py:5067] [0/0] "
+
+
+@pytest.mark.parametrize(("end", "kind"), [(f"{OOM}\n", "out_of_memory"), ("", "none")])
+def test_a_kernel_that_autotuning_rejects_is_no_failure(end: str, kind: str) -> None:
+    said = (
+        "Runtime error during autotuning: ",
+        "No valid triton configs. OutOfMemoryError: out of resource: triton_mm",
+    )
+    log = "".join(f"{AUTOTUNE}{line}\n" for line in (*said, "Ignoring this choice."))
+    assert autods.diagnose(log + end).kind == kind
+
+
+@pytest.mark.parametrize(("ooms", "retries", "kind"), [(0, 0, "none"), (0, 3, "memory_pressure")])
+def test_torchs_memory_summary_shows_retries_as_pressure(ooms: int, retries: int, kind: str) -> None:
+    row = f"|            CUDA OOMs: {ooms}            |        cudaMalloc retries: {retries}         |\n"
+    assert autods.diagnose(row).kind == kind
+
+
+def test_a_row_of_a_gpu_that_was_remapped_is_not_the_cause() -> None:
+    noted = "NVRM: Xid (PCI:0000:1a:00): 63, pid=9, name=python, Row Remapper: New row (0x1) marked for remapping\n"
+    assert autods.diagnose(f"{noted}{OOM}\n").tier == "device"
