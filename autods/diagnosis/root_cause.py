@@ -187,7 +187,7 @@ def _weigh(summary: LogSummary, exit_code: int | None) -> Diagnosis:
     alive = [symptom for symptom in alive if not _repeats_user(symptom, summary)]
     of_run = [cause for cause in alive if cause.row.weight in _STRENGTH]
     of_run = [cause for cause in of_run if not _is_about_other_program(cause, of_run, summary, exit_code)]
-    of_run = [cause for cause in of_run if not _follows_lost_peer(cause, alive)]
+    of_run = [cause for cause in of_run if not _follows_lost_peer(cause, alive, summary)]
     if causes := [cause for cause in of_run if not _is_incidental_mention(cause, of_run)]:
         diagnosis = _diagnose_cause(causes, summary)
         return _diagnose_caught_shortage(diagnosis, causes, alive) or diagnosis
@@ -274,8 +274,14 @@ def _is_about_other_program(
     return any(other.message.manner == "raised" for other in causes)
 
 
-def _follows_lost_peer(cause: Symptom, alive: Sequence[Symptom]) -> bool:
-    """torch's rendezvous or store failed after a peer was gone, or srun cancelled the step: neither is the cause."""
+def _follows_lost_peer(cause: Symptom, alive: Sequence[Symptom], summary: LogSummary) -> bool:
+    """torch's rendezvous or store failed after a peer was gone, or srun cancelled the step: neither is the cause.
+
+    No failure of the network is one either, where torchrun names another rank, which a signal ended, as the first.
+    """
+    first, is_of_network = summary.first_exit, (cause.row.kind, cause.row.action) == ("communication", "retry")
+    if is_of_network and first.root and first.code in _SILENT_SIGNALS and summary.rank(cause) != first.rank:
+        return True
     return ((cause.row.file == "communication" and cause.row.emitter == "torch") or cause.row.name == "cancelled") and (
         any(
             other.row.weight == "secondary"
