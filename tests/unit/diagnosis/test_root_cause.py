@@ -724,3 +724,29 @@ def test_torchs_memory_summary_shows_retries_as_pressure(ooms: int, retries: int
 def test_a_row_of_a_gpu_that_was_remapped_is_not_the_cause() -> None:
     noted = "NVRM: Xid (PCI:0000:1a:00): 63, pid=9, name=python, Row Remapper: New row (0x1) marked for remapping\n"
     assert autods.diagnose(f"{noted}{OOM}\n").tier == "device"
+
+
+TORCHRUN = (
+    "Root Cause (first observed failure):\n[0]:\n  rank      : 5 (local_rank: 5)\n  exitcode  : -9 (pid: 4121)\n"
+    "  traceback : Signal 9 (SIGKILL) received by PID 4121\n"
+)
+
+
+@pytest.mark.parametrize(
+    "follower",
+    [
+        "[rank1]: torch.distributed.DistNetworkError: The client socket has timed out\n",
+        "RendezvousConnectionError: The connection to the C10d store has failed\n",
+    ],
+)
+def test_a_killed_rank_outweighs_a_network_that_failed_then(follower: str) -> None:
+    said = autods.diagnose(follower + TORCHRUN)
+    assert (said.signature, said.rank) == ("exit code -9", 5)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["Worker process exited with code -9", "The replica workerpool0-0 exited with a non-zero status of 137."],
+)
+def test_the_sign_of_an_exit_code_is_read(line: str) -> None:
+    assert autods.diagnose(f"{line}\n").signature == "exit code -9"
