@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from autods.arguments import Option, list_options
-from autods.cli.synopsis import COMMANDS
+from autods.cli.synopsis import COMMANDS, Module
+from autods.requests import WorkloadRequest
 
 PAGE = Path(__file__).with_name("cli.md")
 INTRODUCTION = """# Command line
 
 <!-- Written by docs/reference.py: change the requests in autods/requests.py instead. -->
 
-`autods COMMAND --help` shows the same. From Python each command is a function with the same names:
-`--gpu-memory 16GiB` is `gpu_memory="16GiB"`.
+`autods COMMAND --help` shows the same. From Python each command but `report` is a [function](api.md).
+Its names are the same: `--gpu-memory 16GiB` is `gpu_memory="16GiB"`. Two differ: `fit` is `find_best_config`, and
+`--with` is `with_rungs`.
 """
 
 
@@ -35,19 +37,23 @@ def _render_command(name: str) -> Iterator[str]:
     synopsis = COMMANDS[name]
     request = synopsis.request
     options = [(each, each.metadata["option"]) for each in list_options(request)]
-    positional = " ".join(
-        option.metavar for _, option in options if option.positional and not option.metavar.startswith("--")
-    )
+    positional = [
+        option.metavar if each.default is MISSING else f"[{option.metavar}]"
+        for each, option in options
+        if option.positional
+    ]
+    usage = sorted([*positional, "[OPTIONS]"], key=lambda word: word.startswith("[--"))
     yield f"## autods {name}\n"
-    yield f"```\nautods {name} {positional} [OPTIONS]\n```\n"
+    yield f"```\n{' '.join(['autods', name, *usage])}\n```\n"
     yield f"{inspect.getdoc(request)}\n"
     panels: dict[str, list[str]] = {}
     for each, option in options:
         panels.setdefault(option.panel, []).append(_render_row(each, option))
-    for annotation in synopsis.flags.values():
+    flags = [Module] if issubclass(request, WorkloadRequest) else []
+    for annotation in [*flags, *synopsis.flags.values()]:
         flag = annotation.__metadata__[0]
-        spelling = ", ".join(f"`{text}`" for text in (flag.default, *flag.param_decls))
-        panels.setdefault("Output", []).append(f"| {spelling} | {flag.help} | |")
+        spelling = ", ".join(f"`{text} {flag.metavar}".rstrip() + "`" for text in (flag.default, *flag.param_decls))
+        panels.setdefault(flag.rich_help_panel, []).append(f"| {spelling} | {flag.help} | |")
     for panel, rows in panels.items():
         yield f"**{panel}**\n\n| option | meaning | default |\n|---|---|---|"
         yield "\n".join(rows) + "\n"
