@@ -98,6 +98,9 @@ def check_memory(hardware: Hardware, *, shared: Path = Path("/dev/shm"), quota: 
         result = f"{limit:g} of {cores} processors by the container's quota"
         remedy = "CPU offload steps the optimizer on them: raise the limit (docker --cpus)"
         yield Check.warning("Memory", "processors", result, remedy)
+    elif hardware.cores < len(hardware.cards):
+        result = f"{hardware.cores} for {len(hardware.cards)} cards, and each rank wants one at least"
+        yield Check.warning("Memory", "processors", result, "ask for more, as by Slurm's --cpus-per-gpu")
     else:
         yield Check.ok("Memory", "processors", f"{hardware.cores} cores")
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))

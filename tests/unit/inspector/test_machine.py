@@ -58,6 +58,12 @@ def test_cards_that_differ_or_are_shared_are_warned_of() -> None:
     assert {name for name, status in checks.items() if status == "warning"} == {"equal cards", "shared", "bf16"}
 
 
+def test_fewer_cores_than_cards_are_a_warning() -> None:
+    shared = by_name(machine.check_memory(replace(NODE, cores=1), quota=1e9))["processors"]
+    assert (shared.status, shared.result) == ("warning", "1 for 2 cards, and each rank wants one at least")
+    assert states(machine.check_memory(replace(NODE, cores=2), quota=1e9))["processors"] == "ok"
+
+
 def test_a_quota_of_processors_is_a_warning() -> None:
     assert states(machine.check_memory(NODE, quota=0.5))["processors"] == "warning"
     assert states(machine.check_memory(replace(NODE, host_bytes=100 * GIB)))["host"] == "warning"
