@@ -52,7 +52,8 @@ def __getattr__(name: str) -> Any:
 
         return version("autods")
     if name not in _HOMES:
-        raise AttributeError(f"module 'autods' has no attribute {name!r}")
+        meant = ": did you mean 'find_best_config'?" if name == "fit" else ""
+        raise AttributeError(f"module 'autods' has no attribute {name!r}{meant}")
     return getattr(import_module(f".{_HOMES[name]}", __name__), name)
 
 

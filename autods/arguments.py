@@ -244,6 +244,7 @@ def check_count(name: str, value: Any) -> int:
 
 
 def describe_arguments(request: Callable[..., Any]) -> str:
-    """The docstring of a function of the Python API that takes these arguments."""
-    lines = [f"{each.name}: {each.metadata['option'].help}" for each in fields(cast(Any, request))]
+    """The docstring of a function of the Python API that takes these arguments, in the order of its signature."""
+    arguments = sorted(fields(cast(Any, request)), key=lambda each: each.kw_only is True)
+    lines = [f"{each.name}: {each.metadata['option'].help}" for each in arguments]
     return "\n".join([inspect.cleandoc(request.__doc__ or ""), "", *lines])

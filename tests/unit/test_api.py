@@ -107,7 +107,9 @@ def test_numbers_of_numpy_are_numbers(model: str) -> None:
 def test_arguments_and_help_come_from_the_request(function: Callable[..., Any]) -> None:
     arguments = inspect.signature(function).parameters
     assert list(arguments)[:2] == ["workload", "script_args"]
-    assert all(f"\n{name}: " in str(function.__doc__) for name in arguments)
+    places = [str(function.__doc__).find(f"\n{name}: ") for name in arguments]
+    assert min(places) > 0
+    assert places[0] == min(places), "the workload comes first, as in the signature"
     with pytest.raises(TypeError, match=rf"{function.__name__}\(\) has no argument 'gpu': did you mean 'gpus'\?"):
         function("model.py", gpu=1)
 
@@ -130,6 +132,11 @@ def test_signatures_have_plain_types_and_the_result() -> None:
     assert signature.parameters["gpus"].annotation == int | None
     assert signature.return_annotation is autods.FitReport
     assert all("Argument" not in str(each.annotation) for each in signature.parameters.values())
+
+
+def test_who_looks_for_fit_is_told_its_name_in_python() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'fit': did you mean 'find_best_config'\?"):
+        autods.fit  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_dir_lists_what_is_public_and_no_more() -> None:
