@@ -413,7 +413,7 @@ def parse_time(time: str | float, option: str) -> float:
     try:
         return parse_seconds(str(time))
     except ValueError as error:
-        raise InputError(f"{option} {error}", hint="give a time such as 90s, 20m or 2h") from None
+        raise InputError(f"{option} {error}") from None
 
 
 def select_ladder(request: WorkloadRequest, otherwise: tuple[str, ...] = ()) -> tuple[Rung, ...]:
