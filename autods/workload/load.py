@@ -10,8 +10,8 @@ import signal
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from os import _exit  # the workload may replace it
 from pathlib import Path
 from typing import Any
@@ -131,9 +131,12 @@ def keep_own_checkpointing(source: WorkloadSource) -> WorkloadSource:
 def _check_form(workload: object, kind: str | None) -> None:
     """Raises InputError for what is neither a path nor a `Workload` of functions, and for an unknown kind."""
     if isinstance(workload, Workload):
-        for name in FUNCTIONS:
-            if not callable(value := getattr(workload, name)):
-                raise InputError(f"the Workload's {name} is {type(value).__name__}, not a function")
+        for each in fields(Workload):
+            value, is_config = getattr(workload, each.name), each.name == "deepspeed_config"
+            fits = isinstance(value, Mapping) if is_config else callable(value)
+            if not fits and (value is not None or each.name in FUNCTIONS):
+                wanted = "a dict" if is_config else "a function"
+                raise InputError(f"the Workload's {each.name} is {type(value).__name__}, not {wanted}")
     elif not isinstance(workload, Path):  # a module, a model, a function
         raise InputError(
             f"a workload is a path or an autods.Workload, not {type(workload).__name__}",

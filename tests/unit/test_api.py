@@ -92,9 +92,19 @@ def test_what_is_no_workload_is_told(workload: object) -> None:
         autods.find_best_config(workload, device="cpu", gpus=1)  # type: ignore[arg-type]
 
 
-def test_a_workload_without_functions_is_told(tmp_path: Path) -> None:
-    with pytest.raises(autods.InputError, match="the Workload's build_model is int, not a function"):
-        autods.find_best_config(autods.Workload(build_model=3, build_batch=4), out=tmp_path)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"build_model": 3}, "build_model is int, not a function"),
+        ({"build_batch": None}, "build_batch is NoneType, not a function"),
+        ({"loss": "mean"}, "loss is str, not a function"),
+        ({"deepspeed_config": 5}, "deepspeed_config is int, not a dict"),
+    ],
+)
+def test_a_part_of_a_workload_of_another_type_is_told(tmp_path: Path, wrong: dict[str, object], said: str) -> None:
+    parts = {"build_model": lambda: None, "build_batch": lambda samples: None, **wrong}
+    with pytest.raises(autods.InputError, match=f"the Workload's {said}"):
+        autods.find_best_config(autods.Workload(**parts), out=tmp_path)  # type: ignore[arg-type]
 
 
 def test_numbers_of_numpy_are_numbers(model: str) -> None:
