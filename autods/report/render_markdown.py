@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 
+from ..units import escape_controls
 from . import document as doc
 from .document import Cell, Medium, Words, list_pieces
+
+# What Markdown reads as its own: code, emphasis, links, columns, strikes. An underscore within a word is a letter.
+_MARKS = re.compile(r"[\\`*\[\]|~]|(?<![^\W_])_|_(?![^\W_])")
 
 
 def to_markdown(document: doc.Document) -> str:
@@ -18,8 +23,8 @@ def to_markdown(document: doc.Document) -> str:
 
 def escape(words: Words) -> str:
     """Text in one line, in which what Markdown or HTML would read as its own is escaped."""
-    text = str(words)
-    for mark, instead in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|"), ("`", "\\`")):
+    text = _MARKS.sub(r"\\\g<0>", escape_controls(str(words)))
+    for mark, instead in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;")):
         text = text.replace(mark, instead)
     return " ".join(text.split())
 

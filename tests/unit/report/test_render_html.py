@@ -10,10 +10,9 @@ import pytest
 
 from autods.forecast.values import RungForecast, TierForecast
 from autods.report import FitReport
-from autods.report.answers.fit import make_comparison, make_fit_document
+from autods.report.answers.fit import make_fit_document
 from autods.report.document import Chart, Column, Gauge, tabulate
 from autods.report.render_html import PAGE, draw_chart, find_reach, place_on_bar, to_page, write_page
-from autods.report.render_markdown import to_markdown
 from autods.report.results.fit import Certificate
 from autods.types import Failed, Knobs, Tier
 from autods.units import format_bytes
@@ -69,15 +68,6 @@ def test_a_failed_certificate_is_shown() -> None:
     text = Parsed(to_page(make_fit_document(replace(fitting_report(), certificate=certificate)))).text
     assert "Certificate: not passed" in text
     assert "another loss" in text
-
-
-def test_markdown_escapes_what_users_wrote() -> None:
-    report = replace(fitting_report(), out="a|b<script>")
-    text = to_markdown(make_comparison([report, hopeless_report()]))
-    assert "<script>" not in text
-    tables = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
-    assert [len({line.count("|") - line.count("\\|") for line in lines}) for lines in tables] == [1, 1, 1]
-    assert "nothing fits" in text
 
 
 def test_a_rungs_bar_is_its_forecast_by_kind_and_the_measured_mark() -> None:
