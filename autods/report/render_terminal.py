@@ -114,8 +114,13 @@ def _print_words(words: Text, console: Console, *, whole: bool = False) -> None:
 
 
 def _print_table(table: doc.Table, console: Console, *, verbose: bool) -> bool:
-    drawn, left = fit_table(table, console, Medium.VERBOSE if verbose else Medium.BRIEF)
-    console.print(drawn)
+    medium = Medium.VERBOSE if verbose else Medium.BRIEF
+    drawn, left = fit_table(table, console, medium)
+    if _find_least_width(drawn, console) <= console.width:
+        console.print(drawn)
+    else:  # its lines would be cut, and a number that lost digits is another one
+        left = [column for column in table.columns if medium in column.on and column.below]
+        _print_rows(table, [column for column in table.columns if medium in column.on and not column.below], console)
     names = [column.name.replace("\n", " ") for column in left if not column.below]
     if names and table.also_in:
         hint = Text(f"  {', '.join(names)}: on a wider terminal, and in {table.also_in}\n", style="dim")
@@ -132,13 +137,28 @@ def _print_table(table: doc.Table, console: Console, *, verbose: bool) -> bool:
     return True
 
 
+def _print_rows(table: doc.Table, columns: Sequence[Column[object]], console: Console) -> None:
+    """Print each row by itself: its first cell, and below that the others by the names of their columns."""
+    first, *others = ((column.name.replace("\n", " "), table.columns.index(column)) for column in columns)
+    console.print()
+    for row in table.items:
+        console.print(Group(_make_cell(row.cells[first[1]])), style=row.style or None)
+        console.print(make_grid((name, cell) for name, place in others if (cell := _make_cell(row.cells[place]))))
+    console.print()
+
+
+def _find_least_width(drawn: RichTable, console: Console) -> int:
+    """The columns that a table takes at least."""
+    return Measurement.get(console, console.options.update(max_width=_WIDEST), drawn).minimum
+
+
 def fit_table(table: doc.Table, console: Console, medium: Medium) -> tuple[RichTable, list[Column[object]]]:
     """The table as far as it fits the terminal, and the columns that left it."""
     shown = [column for column in table.columns if medium in column.on]
     left: list[Column[object]] = []
     while True:
         drawn = _draw_table(table, shown)
-        fits = Measurement.get(console, console.options.update(max_width=_WIDEST), drawn).minimum <= console.width
+        fits = _find_least_width(drawn, console) <= console.width
         spare = max((column for column in shown if column.spare), key=lambda column: column.spare, default=None)
         if fits:
             return drawn, left
@@ -156,7 +176,9 @@ def _draw_table(table: doc.Table, columns: Sequence[Column[object]], *, wrap: bo
     for number, column in enumerate(columns):
         breaks = column.wraps or (wrap and number > 0)
         texts = [column.name, *(row[number].plain for row in rows)]
-        lines = [line for text in texts for line in (text.split() if breaks else text.split("\n"))]
+        lines = [
+            line for text in texts for line in (BOUND.sub(_BOUND_SPACE, text).split() if breaks else text.split("\n"))
+        ]
         drawn.add_column(
             Text(column.name),  # no markup: an axis of a probe may have brackets
             justify="right" if column.right else "left",

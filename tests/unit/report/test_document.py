@@ -68,6 +68,12 @@ def test_what_leaves_a_narrow_terminal_stands_below_or_is_named() -> None:
     assert "size: on a wider terminal, and in x.csv" in narrow
 
 
+@pytest.mark.parametrize("width", [24, 32, 40, 48, 60])
+def test_a_table_on_a_narrow_terminal_loses_no_digit(width: int) -> None:
+    text = printed(make_fit_document(fitting_report()), width)
+    assert "41.7" in text[text.index("✓ fits") : text.index("skipped")]
+
+
 def test_a_part_is_shown_where_it_belongs() -> None:
     page = check_page(to_page(make_fit_document(fitting_report()))).words
     assert "Every trial" in page
