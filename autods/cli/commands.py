@@ -6,7 +6,6 @@ each function, with its request and flags.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -55,8 +54,9 @@ from ..report.serialize import (
     to_dict,
     write_csv,
 )
+from ..report.serialize import as_json as format_json
 from ..report.serialize import read as read_report
-from ..report.text import format_ranks
+from ..report.text import format_number_of, format_ranks
 from ..supervisor.run_settings import RunSettings
 from ..units import format_bytes
 from .ending import Call, end_with_error, resuming_command
@@ -133,7 +133,7 @@ def run_report(
         reports = [read_report(Path(each)) for each in (request.folder, request.compare) if each is not None]
         document = make_fit_document(reports[0], folder)
         if as_json:
-            print(json.dumps([to_dict(report) for report in reports], indent=2))
+            print(format_json([to_dict(report) for report in reports]), end="")
         elif markdown or len(reports) > 1:
             print(to_markdown(make_comparison(reports)))
         else:
@@ -183,7 +183,8 @@ def run_probe(
     def begin(probe: ProbeSettings) -> str:
         call.out = probe.settings.out
         check_outputs(outputs, (call.out / name for name in (JOURNAL, *RESULTS) if name != PROBE_CSV))
-        subject = f"{'the largest micro batch of ' if probe.capacity else ''}{sum(1 for _ in probe.cells())} cells"
+        cells = format_number_of(sum(1 for _ in probe.cells()), "cell")
+        subject = f"{'the largest micro batch of ' if probe.capacity else ''}{cells}"
         manner = f"each {probe.repeats} times, in turns" if probe.repeats > 1 else "each once"
         if probe.capacity:
             manner = "by the forecast" if probe.machine is not None else "by the forecast and by trials"
@@ -277,6 +278,6 @@ def _show(
 ) -> None:
     """Print a result to standard output, as JSON or as the document that is made of it."""
     if as_json:
-        print(json.dumps(to_json(result), indent=2))
+        print(format_json(to_json(result)), end="")
     else:
         print_document(make(result), Console(), verbose=verbose)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -120,6 +121,11 @@ def test_json_prints_the_contract_and_nothing_else(capsys: pytest.CaptureFixture
     out, err = capsys.readouterr()
     assert len(json.loads(out)["rungs"]) == 5
     assert err == ""
+
+
+def test_json_has_null_for_what_is_not_finite(capsys: pytest.CaptureFixture[str]) -> None:
+    assert Fake(lambda: replace(forecast(), seconds=math.inf))(*ASKED, "--json", "--quiet") == 0
+    assert json.loads(capsys.readouterr().out)["seconds"] is None
 
 
 def test_every_option_reaches_the_plan() -> None:
