@@ -128,7 +128,7 @@ def resuming_command(argv: Sequence[str], *options: str) -> str:
 
 def keep_traceback(error: BaseException, out: Path | None) -> Path | None:
     """Write the traceback into the fit's logs, or else into a new temporary file. None where no file can be written."""
-    text = "".join(traceback.format_exception(error))
+    text = escape_controls("".join(traceback.format_exception(error)))  # halves of characters cannot be written
     with contextlib.suppress(OSError):
         if out is not None:
             path = out / "logs" / "internal-error.txt"

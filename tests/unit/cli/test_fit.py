@@ -282,6 +282,12 @@ def test_a_traceback_is_kept_where_the_folder_is_read_only(tmp_path: Path) -> No
     kept.unlink()
 
 
+def test_a_traceback_with_half_a_character_is_kept(tmp_path: Path) -> None:
+    kept = ending.keep_traceback(RuntimeError("no such file: \udcff.py"), tmp_path)
+    assert kept is not None
+    assert kept.read_text() == "RuntimeError: no such file: \\udcff.py\n"
+
+
 @pytest.mark.parametrize(
     ("error", "kind", "code"),
     [
