@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -57,9 +58,10 @@ def describe_machine(hardware: Hardware | None, versions: Mapping[str, str]) -> 
     """The machine, where it is known, and the versions."""
     machine: list[tuple[str, str]] = []
     if hardware is not None:
-        cards = ", ".join(f"{card.name} ({format_bytes(card.total_bytes)})" for card in hardware.cards)
+        kinds = Counter(f"{card.name} ({format_bytes(card.total_bytes)})" for card in hardware.cards)
+        cards = ", ".join(f"{count} × {kind}" if count > 1 else kind for kind, count in kinds.items())
         machine = [
-            ("processor", f"{hardware.cpu}, {hardware.cores} cores"),
+            ("processor", f"{hardware.cpu}, {format_number_of(hardware.cores, 'core')}"),
             ("host memory", format_bytes(hardware.host_bytes)),
             ("cards", cards or "none"),
             ("driver", hardware.driver or "none"),

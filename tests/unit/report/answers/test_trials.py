@@ -7,15 +7,17 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from autods.devices import Card
 from autods.journal import read_record
 from autods.report.answers.trials import describe_communication as lines_of
+from autods.report.answers.trials import describe_machine
 from autods.report.serialize import from_dict, to_dict
 from autods.runner.node_messages import RankExit
 from autods.types import Collective, Communication, Fit
 from tests.support.ends import outcome, rank_exit
 from tests.support.journaled import FIT
 from tests.support.journaled import record as journaled
-from tests.support.reports import WINNING, fit, fitting_report, oom, record
+from tests.support.reports import HARDWARE, WINNING, fit, fitting_report, oom, record
 from tests.support.terminal import shown
 
 MIB = 2**20
@@ -90,3 +92,11 @@ def test_the_terminal_shows_communication_where_there_is_any() -> None:
     told = replace(fit(), communication=gathering(10, 0.5))
     assert "sends 10.0 MiB" in shown(replace(fitting_report(), trials=(record(5, "zero3", told),)), 100)
     assert "ommunication of a rank" not in shown(fitting_report(), 100)
+
+
+def test_equal_cards_of_a_machine_are_counted() -> None:
+    card = Card(index=0, name="NVIDIA H100", total_bytes=80 * 2**30, free_bytes=0)
+    other = Card(index=8, name="NVIDIA L4", total_bytes=24 * 2**30, free_bytes=0)
+    cards = (*(replace(card, index=index) for index in range(8)), other)
+    facts = dict(describe_machine(replace(HARDWARE, cards=cards), {}).items)
+    assert facts["cards"] == "8 × NVIDIA H100 (80.0 GiB), NVIDIA L4 (24.0 GiB)"
