@@ -20,7 +20,8 @@ def format_outcome(outcome: Outcome, *, counts: bool = True) -> str:
         case Fit():
             device = outcome.memory.get("device")
             peak = f"{format_use(device)}, " if device else ""
-            retries = f", its allocator ran full {outcome.alloc_retries} times" if outcome.alloc_retries else ""
+            times = format_number_of(outcome.alloc_retries, "time")
+            retries = f", its allocator ran full {times}" if outcome.alloc_retries else ""
             examined = ", examined" if outcome.examined is not None else ""
             word = "fits" if counts else MARKS["no_headroom"].word
             return f"{word}: {peak}{format_rate(outcome.samples_per_second)} samples/s{retries}{examined}"
@@ -101,8 +102,8 @@ def format_share(share: float) -> str:
 
 
 def format_number_of(number: int, noun: str) -> str:
-    """'1 step', '3 steps'."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    """'1 step', '3 steps', '10,000 trials'."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def format_value(value: Scalar | None) -> str:

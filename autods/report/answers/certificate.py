@@ -41,12 +41,15 @@ def describe_verdict(certificate: Certificate) -> Words:
 def list_checks(certificate: Certificate) -> Iterator[tuple[str, Words]]:
     """The checks by name, each with its result; a check that was never reached is left out."""
     if shape := certificate.batch_shape:
-        draws = certificate.draws
-        origin = f"the longest of {draws:,} draws" if draws else "by the workload's own build_longest_batch"
+        origin = "by the workload's own build_longest_batch"
+        if certificate.draws:
+            origin = f"the longest of {format_number_of(certificate.draws, 'draw')}"
         yield "longest batch", f"{' × '.join(f'{size:,}' for size in shape)}, {origin}"
     if steps := certificate.optimizer_steps:
         retries = certificate.alloc_retries
-        full = f", the allocator ran full {retries} times" if retries else " without an allocation retry"
+        full = " without an allocation retry"
+        if retries:
+            full = f", the allocator ran full {format_number_of(retries, 'time')}"
         level = ", memory does not grow" if certificate.growth_bytes == 0 else ""
         skips = f", {certificate.skipped_steps} more skipped as fp16 overflowed" if certificate.skipped_steps else ""
         yield "steps", format_number_of(steps, "optimizer step") + ("" if retries is None else full) + level + skips

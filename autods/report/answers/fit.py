@@ -30,6 +30,7 @@ from ..text import (
     TIER_NAMES,
     Mark,
     format_batch,
+    format_number_of,
     format_outcome,
     format_ranks,
     format_rate,
@@ -317,12 +318,13 @@ def describe_question(report: FitReport) -> str:
     if question.lora:
         facts.append(f"LoRA {question.lora}")
     if question.pipeline_stages:
-        facts.append(f"a pipeline of {question.pipeline_stages} stages")
+        facts.append(f"a pipeline of {format_number_of(question.pipeline_stages, 'stage')}")
     if question.experts:
-        facts.append(f"{question.experts} experts")
+        facts.append(format_number_of(question.experts, "expert"))
     workload = ", ".join((question.workload, *facts)) + ("," if facts else "")
     memory = f" × {format_bytes(question.device_bytes)}" if question.device_bytes else ""
-    return f"{workload} on {format_ranks(question.gpus, question.device)}{memory}"
+    nodes = f" of {question.nodes} nodes" if question.nodes > 1 else ""
+    return f"{workload} on {format_ranks(question.gpus, question.device)}{nodes}{memory}"
 
 
 def describe_effort(report: FitReport) -> str:
@@ -330,7 +332,8 @@ def describe_effort(report: FitReport) -> str:
 
     A fit that took longer than asked says why.
     """
-    effort, seconds = f"{len(report.trials)} trials, {format_seconds(report.seconds)}", report.seconds
+    trials, seconds = format_number_of(len(report.trials), "trial"), report.seconds
+    effort = f"{trials}, {format_seconds(seconds)}"
     if report.question.rehearsed_on is not None:
         effort, seconds = f"{effort}, not proven: a rehearsal", report.real_fit_seconds or 0.0
         if seconds:

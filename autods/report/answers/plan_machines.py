@@ -113,7 +113,8 @@ def describe_machines_answer(plan: PlanReport) -> str:
     enough = plan.smallest_enough
     if enough is None:
         return "no machine of the list is surely enough"
-    rung = f"{enough.best_rung} on {format_ranks_by_node(enough.site)} cards in {enough.site.precision}"
+    noun = "card" if enough.site.world_size == 1 else "cards"
+    rung = f"{enough.best_rung} on {format_ranks_by_node(enough.site)} {noun} in {enough.site.precision}"
     answer = f"{enough.site.machine.name} is the smallest that is enough: {rung}"
     fastest = next((site for site in plan.ranked_sites if site.rate), None)
     if fastest is None or fastest.best is None or fastest.best.speed is None:

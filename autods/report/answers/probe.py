@@ -14,7 +14,7 @@ from .. import document as doc
 from ..document import Cell, Column, Medium, Words, line, make_document, tabulate, titled
 from ..results.probe import CellResult, ProbeReport
 from ..serialize import PROBE_CSV
-from ..text import MARKS, format_ranks, format_rate, format_seconds, format_value
+from ..text import MARKS, format_number_of, format_ranks, format_rate, format_seconds, format_value
 from .trials import describe_machine, list_trials
 
 _MOST_LINES = 8  # of a chart
@@ -51,16 +51,16 @@ def describe_question(report: ProbeReport) -> str:
     question = report.question
     varies_ranks = len(report.axes.get("gpus", ())) > 1
     ranks = "ranks" if varies_ranks else format_ranks(question.gpus, question.device)
-    nodes = f" of {question.nodes} nodes" if (question.nodes) > 1 else ""
-    details = [_describe_value(name, values[0]) for name, values in report.axes.items() if len(values) == 1]
+    nodes = f" of {question.nodes} nodes" if question.nodes > 1 else ""
+    machine = "" if question.machine in (None, ASKED, HERE) else f" ({question.machine})"
+    details = [f"{format_bytes(question.device_bytes)}{machine}"]
+    details += [_describe_value(name, values[0]) for name, values in report.axes.items() if len(values) == 1]
     if "precision" not in report.axes:
         details.append(str(question.precision))
     if not question.capacity:
         repeats = question.repeats
         details.append(f"each cell {'once' if repeats == 1 else f'{repeats} times'}")
-    memory = format_bytes(question.device_bytes)
-    machine = "" if question.machine in (None, ASKED, HERE) else f" ({question.machine})"
-    return f"{question.workload} on {ranks}{nodes} × {memory}{machine}, {', '.join(details)}"
+    return f"{question.workload} on {ranks}{nodes} × {', '.join(details)}"
 
 
 def _describe_value(name: str, value: Scalar | None) -> str:
@@ -168,7 +168,7 @@ def _format_ranges(numbers: Iterable[int]) -> str:
 
 def list_conclusions(report: ProbeReport) -> Iterator[doc.Part]:
     """The answer of a probe first, then what its marks mean."""
-    effort = f"{len(report.trials)} trials, {format_seconds(report.seconds)}"
+    effort = f"{format_number_of(len(report.trials), 'trial')}, {format_seconds(report.seconds)}"
     if report.status == "nothing_fits":
         yield doc.Headline(words=line(("no cell fits", "bold red")), effort=effort)
         return

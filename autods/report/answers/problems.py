@@ -41,7 +41,7 @@ def _list_explained(explanation: Explanation) -> Iterator[doc.Part]:
         yield doc.Paragraph(words=line(severity, f": {_cut(finding.key)}: {finding.problem}"))
         if finding.hint:
             yield doc.Paragraph(words=line((finding.hint, "dim")), indent=2)
-    yield from _count_others(len(explanation.findings), "findings")
+    yield from _count_others(len(explanation.findings), "finding")
     if explanation.memory is not None:
         yield doc.Paragraph(words=_describe_memory(explanation.memory), gap=True)
     sections: dict[str, list[ExplainedKey]] = {"": []}  # keys at the top come first
@@ -49,12 +49,12 @@ def _list_explained(explanation: Explanation) -> Iterator[doc.Part]:
         sections.setdefault(key.key.rpartition(".")[0], []).append(key)
     for section, keys in sections.items():
         if section:
-            yield doc.Heading(words=section)
+            yield doc.Heading(words=_cut(section))
         for number, key in enumerate(keys[:_MOST_SHOWN]):
             words = line(f"{_cut(key.key.rpartition('.')[2])} = ", (_format_value(key.value), "cyan"))
             yield doc.Paragraph(words=words, indent=2, gap=not section and not number)
             yield from (doc.Paragraph(words=words, indent=4) for words in _explain_key(key))
-        yield from _count_others(len(keys), "keys")
+        yield from _count_others(len(keys), "key")
     if explanation.memory is not None:
         sentences = tuple(line((sentence, "dim")) for sentence in explanation.memory.assumed)
         yield from titled("Assumed", doc.Bullets(items=sentences))
@@ -62,9 +62,8 @@ def _list_explained(explanation: Explanation) -> Iterator[doc.Part]:
 
 def _count_others(count: int, noun: str) -> Iterator[doc.Part]:
     if count > _MOST_SHOWN:
-        yield doc.Paragraph(
-            words=line((f"… {count - _MOST_SHOWN:,} more {noun}: --json has them all", "dim")), indent=2
-        )
+        more = format_number_of(count - _MOST_SHOWN, f"more {noun}")
+        yield doc.Paragraph(words=line((f"… {more}: --json has them all", "dim")), indent=2)
 
 
 def _cut(text: str) -> str:
@@ -74,7 +73,7 @@ def _cut(text: str) -> str:
 
 
 def _format_value(value: Any) -> str:
-    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) >= 10_000:
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) >= 10_000 and value == value // 1:
         return _cut(f"{value:,.0f}" if isinstance(value, float) else f"{value:,}")
     return _cut(json.dumps(value))
 

@@ -31,8 +31,8 @@ def describe_shortage(report: FitReport) -> str:
         return f"no rung could be {'run to its end' if failed else 'tried'}"
     if closest.missing_bytes is None:
         return f"{closest.rung} comes closest"
-    missing = f"{'' if closest.exact else 'at least '}{format_bytes(closest.missing_bytes)} of {closest.tier} memory"
-    return f"{closest.rung} comes closest, {missing} are missing"
+    bound, size = "" if closest.exact else "at least ", format_bytes(closest.missing_bytes)
+    return f"{closest.rung} comes closest, {bound}{size} of {TIER_NAMES[closest.tier]} are missing"
 
 
 def describe_partitioned_build(build: PartitionedBuild) -> str:
@@ -40,7 +40,8 @@ def describe_partitioned_build(build: PartitionedBuild) -> str:
     holder = "a node" if build.tier in TIERS_OF_A_NODE else "a rank"
     whole = f"{format_bytes(build.whole_bytes)} of {TIER_NAMES[build.tier]}"
     limit = "" if build.limit_bytes is None else f", has {format_bytes(build.limit_bytes)}"
-    why = f"each of the {build.ranks} ranks of a node builds the whole model first"
+    ranks = f"each of the {build.ranks} ranks" if build.ranks > 1 else "the rank"
+    why = f"{ranks} of a node builds the whole model first"
     if build.split_bytes is None:
         return f"{build.rung} needs {whole} on {holder}, because {why}: {build.obstacle}"
     with_it = f"with it {holder} needs {format_bytes(build.split_bytes)} for {build.rung}{limit}"
@@ -100,7 +101,7 @@ def _lacks_memory(report: FitReport) -> bool:
 def _more_memory(report: FitReport, closest: ClosestRung, missing: int) -> str:
     limit = report.question.device_bytes
     if closest.tier != "device" or limit is None:
-        return f"{format_bytes(missing)} more {closest.tier} memory"
+        return f"{format_bytes(missing)} more {TIER_NAMES[closest.tier]}"
     enough_mib = -(-int((limit + missing) * _PEAK_VARIATION) // (16 * _MIB)) * 16
     size = f"{enough_mib}MiB" if enough_mib < 10240 else f"{-(-enough_mib // 1024)}GiB"
     if report.device.has_cards:

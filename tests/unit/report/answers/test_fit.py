@@ -11,12 +11,12 @@ from autods.config.profiles import Budget
 from autods.devices import Card
 from autods.events import Event, Note, TrialFinished, TrialMoved, TrialStarted
 from autods.report import FitReport, text
-from autods.report.answers.fit import find_telling_trials, make_fit_document
+from autods.report.answers.fit import describe_effort, describe_question, find_telling_trials, make_fit_document
 from autods.report.answers.remedies import describe_shortage, list_remedies
 from autods.report.live import TrialProgress
 from autods.report.render_html import to_page
 from autods.report.render_markdown import to_markdown
-from autods.report.results.fit import Certificate, Spread
+from autods.report.results.fit import Certificate, ClosestRung, Spread
 from autods.types import Examined, Failed, Knobs, Record, Skipped, TierUse
 from autods.workload.script_source import ScriptLaunch
 from tests.support.reports import HARDWARE, fit, fitting_report, hopeless_report, memory, oom, record
@@ -162,6 +162,10 @@ def test_rungs_stand_in_the_order_of_the_ladder() -> None:
 def test_nothing_fits_names_closest_rung_and_missing_bytes() -> None:
     assert describe_shortage(hopeless_report()) == "zero3 comes closest, 64.0 MiB of device memory are missing"
     assert "at least 64.0 MiB" in describe_shortage(hopeless_report(exact=False))
+    disk = ClosestRung(rung="zero3-nvme", missing_bytes=2**30, tier="nvme")
+    on_disk = replace(hopeless_report(), closest=disk)
+    assert describe_shortage(on_disk).endswith("at least 1.0 GiB of disk space (NVMe) are missing")
+    assert "1.0 GiB more disk space (NVMe)" in [*list_remedies(on_disk)]
 
 
 def test_when_nothing_fits_every_way_out_is_offered() -> None:
@@ -368,3 +372,18 @@ def test_a_winner_that_is_held_below_its_card_says_so() -> None:
     )
     assert limit == "416.0 MiB"
     assert "may take no more" not in printed(make_fit_document(report), width=200)
+
+
+def test_the_question_names_the_nodes() -> None:
+    report = fitting_report()
+    assert describe_question(report) == "gpt, 32.6M parameters, on 2 cpu ranks × 416.0 MiB"
+    question = replace(report.question, gpus=16, nodes=2)
+    assert "on 16 cpu ranks of 2 nodes × 416.0 MiB" in describe_question(replace(report, question=question))
+
+
+def test_a_single_trial_and_a_single_retry_are_singular() -> None:
+    report = fitting_report()
+    assert describe_effort(replace(report, trials=report.trials[:1])).startswith("1 trial, ")
+    once = replace(fit(380.0, 12.34), alloc_retries=1)
+    assert "its allocator ran full 1 time" in text.format_outcome(once)
+    assert "1 times" not in text.format_outcome(once)

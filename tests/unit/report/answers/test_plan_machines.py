@@ -6,6 +6,7 @@ import pytest
 
 from autods.planner.plan import list_assumptions
 from autods.report.answers.plan import make_plan_document
+from autods.report.answers.plan_machines import describe_machines_answer
 from autods.report.results.plan import PlanReport
 from tests.support import terminal
 from tests.support.plans import FACTS, SOURCE, comparison, speed, with_rungs
@@ -88,3 +89,12 @@ def test_the_least_cost_is_of_the_machines_with_a_price() -> None:
     text = terminal.printed(make_plan_document(replace(plan, sites=sites)), 300)
     assert len(fitting) == 2
     assert f"cost least on {fitting[1].site.machine.name}, of 1 machine with a price: " in text
+
+
+def test_a_machine_with_a_single_card_has_one_card() -> None:
+    plan = comparison()
+    sites = tuple(
+        replace(each, site=replace(each.site, world_size=1, ranks_per_node=1)) for each in plan.sites
+    )
+    assert " on 1 card in bf16" in describe_machines_answer(replace(plan, sites=sites))
+    assert " on 8 cards in bf16" in describe_machines_answer(plan)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from autods.errors import InputError
-from autods.report.answers.probe import make_probe_document
+from autods.report.answers.probe import describe_question, make_probe_document
 from autods.report.document import Chart
 from autods.report.render_html import to_page
 from autods.report.results.probe import Capacity, ProbeReport
@@ -81,3 +81,10 @@ def test_a_probe_for_another_machine_names_it(tmp_path: Path, machine: str | Non
     report = measured(tmp_path)
     named = replace(report, question=replace(report.question, machine=machine))
     assert said in make_probe_document(named).question
+
+
+def test_a_question_without_fixed_values_ends_with_the_memory(tmp_path: Path) -> None:
+    report = measured(tmp_path)
+    axes = {**report.axes, "precision": ("bf16", "fp32")}
+    varied = replace(report, axes=axes, question=replace(report.question, capacity=True))
+    assert describe_question(varied).endswith(" MiB")

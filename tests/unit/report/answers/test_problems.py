@@ -11,8 +11,10 @@ from rich.console import Console
 
 import autods
 from autods.diagnosis import Diagnosis
-from autods.report.answers.problems import make_diagnosis_document
+from autods.report.answers.problems import make_diagnosis_document, make_explain_document
+from autods.report.document import Paragraph
 from autods.report.render_terminal import print_document
+from autods.report.results.explain import ExplainedKey, Explanation
 
 OOM = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU {0} has a total capacity of 79.15 GiB"
@@ -88,3 +90,10 @@ def test_the_documented_keys_are_those_of_the_json() -> None:
 
 def test_control_characters_of_a_log_are_shown_and_not_obeyed() -> None:
     assert "\x07" not in "".join(shown(autods.diagnose(f"\x07{OOM.format(0)}\n")))
+
+
+def test_a_large_value_keeps_its_fraction() -> None:
+    keys = tuple(ExplainedKey(key="size", value=value) for value in (12345.5, 5e8, 10**6))
+    document = make_explain_document(Explanation(config="ds.json", deepspeed="0.19.8", keys=keys, findings=()))
+    shown = [str(part.words) for part in document.parts if isinstance(part, Paragraph) and part.indent == 2]
+    assert shown == ["size = 12345.5", "size = 500,000,000", "size = 1,000,000"]
