@@ -30,7 +30,7 @@ from .answers.fit import LADDER, LadderRow, find_telling_trials, gauge_use, list
 from .document import Gauge, Medium, tabulate
 from .render_terminal import fit_table
 from .results.fit import FitQuestion, FitReport
-from .results.measured import Measured, measure_configs
+from .results.measured import Measured, has_headroom, measure_configs
 from .text import MARKS, Mark, format_about, format_number_of, format_phase, format_rate, format_seconds
 
 LabelTrial = Callable[[Trial], str]
@@ -169,14 +169,8 @@ def _count_spent(state: FitState, now_s: float) -> float:
 
 
 def leaves_headroom(record: Record, search: SearchStarted | None) -> bool:
-    """Whether the memory of a trial lets it count: False for one that ran and left no headroom.
-
-    Exams and trials without a limit are not asked for headroom, nor is any trial of a probe, which has no search.
-    """
-    fit, trial = record.outcome, record.trial
-    if search is None or not isinstance(fit, Fit) or trial.exam is not None or not trial.limited:
-        return True
-    return fit.leaves_headroom(search.usable_bytes, trial.knobs)
+    """What `has_headroom` tells. No trial of a probe, which has no search, is asked for headroom."""
+    return search is None or has_headroom(record, search.usable_bytes)
 
 
 def find_best(state: FitState) -> Measured | None:

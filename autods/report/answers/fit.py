@@ -114,6 +114,8 @@ def _make_row(report: FitReport, rung: str, trial: Record | str) -> LadderRow:
             uses, rate = measured.memory, measured.samples_per_second
             if wins and report.throughput is not None:  # the answer's, where only its walk was timed
                 uses, rate = report.memory, report.throughput.samples_per_second
+            elif not measured.leaves_headroom(_find_usable(report)):
+                mark = MARKS["no_headroom"]
             memory = [gauge_use(tier, uses[tier].peak_bytes, uses[tier].limit_bytes) for tier in _used_tiers(uses)]
         case OutOfMemory(tier=tier, limit_bytes=int(limit), missing_bytes=int(missing)):
             memory = [gauge_use(tier, limit + missing, limit, "≥")]
@@ -126,7 +128,8 @@ def _make_row(report: FitReport, rung: str, trial: Record | str) -> LadderRow:
         wins=wins,
         mark=mark,
         reason=_join(
-            None if wins else _compare_with_answer(report, rate), report.reasons.get(rung) or _describe_end(trial)
+            None if wins else _compare_with_answer(report, rate, counts=mark != MARKS["no_headroom"]),
+            report.reasons.get(rung) or _describe_end(trial),
         ),
         memory=tuple(memory),
         rate=rate,
@@ -135,12 +138,15 @@ def _make_row(report: FitReport, rung: str, trial: Record | str) -> LadderRow:
     )
 
 
-def _compare_with_answer(report: FitReport, rate: float | None) -> str | None:
-    """'0.81 times as fast as zero3', of a rung that fitted but is not the answer; None before there is an answer."""
+def _compare_with_answer(report: FitReport, rate: float | None, *, counts: bool) -> str | None:
+    """'0.81 times as fast as zero3', of a rung that fitted but is not the answer; None before there is an answer.
+
+    One that `counts` is no faster than the answer, but for noise.
+    """
     if rate is None or report.throughput is None or report.question.objective == "memory":
         return None
     ratio = rate / report.throughput.samples_per_second
-    return f"{format_factor(ratio)} times as fast as {report.rung}{', within noise' if ratio > 1 else ''}"
+    return f"{format_factor(ratio)} times as fast as {report.rung}{', within noise' if counts and ratio > 1 else ''}"
 
 
 def _join(*sentences: str | None) -> str:
@@ -176,12 +182,17 @@ def find_fastest(report: FitReport, rung: str) -> Measured | None:
     if rung == report.rung and report.knobs is not None:
         answer = find_measured(report.trials, rung, report.knobs)
         configs = configs if answer is None else [answer]
-    usable_bytes, by_memory = report.question.usable_bytes or math.inf, report.question.objective == "memory"
+    usable_bytes, by_memory = _find_usable(report), report.question.objective == "memory"
 
     def rank(config: Measured) -> tuple[bool, bool, float]:
         return config.leaves_headroom(usable_bytes), config.is_finalist, config.score(by_memory=by_memory)
 
     return max(configs, key=rank, default=None)
+
+
+def _find_usable(report: FitReport) -> float:
+    """A rank's device memory without the headroom of the search; infinite where it is not known."""
+    return report.question.usable_bytes or math.inf
 
 
 def find_telling_trials(report: FitReport) -> dict[str, Record | str]:
@@ -290,7 +301,7 @@ def _list_parts(report: FitReport, folder: Path | None, columns: Sequence[Column
             configs = DS_CONFIG_REHEARSED
         files = ("files", f"{configs} and {REPORT} in {Path(report.out)}")
         yield from titled("Next", doc.Pairs(items=(*launch, files), whole=True, on=Medium.VERBOSE))
-    yield from titled("Every trial", list_trials(report.trials, folder))
+    yield from titled("Every trial", list_trials(report.trials, folder, usable_bytes=_find_usable(report)))
     yield from titled("Machine and versions", describe_machine(report.hardware, report.versions))
 
 
@@ -396,7 +407,7 @@ def _name_next(report: FitReport) -> str | None:
     """
     by_memory = report.question.objective == "memory"
     others = [find_fastest(report, rung) for rung in report.question.ladder if rung != report.rung]
-    measured = [config for config in others if config is not None]
+    measured = [config for config in others if config is not None and config.leaves_headroom(_find_usable(report))]
     if not measured or by_memory:
         return None
     best = max(measured, key=lambda config: config.samples_per_second)

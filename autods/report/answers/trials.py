@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from ...units import format_bytes
 from .. import document as doc
 from ..document import Medium, Words, line
 from ..results.fit import FitReport
-from ..results.measured import measure_configs
+from ..results.measured import has_headroom, measure_configs
 from ..text import MARKS, format_number_of, format_outcome, format_rate, format_seconds
 
 _TAIL_BYTES = 4000  # of each log; a page stays small whatever a script prints
@@ -26,10 +27,10 @@ _LEAST_SHARE = 0.01  # of the bytes sent, from which a collective is named
 Row = TypeVar("Row")
 
 
-def list_trials(records: Sequence[Record], folder: Path | None) -> doc.Details:
+def list_trials(records: Sequence[Record], folder: Path | None, *, usable_bytes: float = math.inf) -> doc.Details:
     """Each trial with its knobs, its outcome, and the end of the log of a trial that failed.
 
-    `folder` is that of the fit or the probe; None leaves out the logs.
+    `folder` is that of the fit or the probe; None leaves out the logs. `usable_bytes` are those of a fit's question.
     """
     unfit = [record.id for record in records if not isinstance(record.outcome, Fit)]
     quoted = set(unfit[:_MOST_LOGS]) if folder is not None else set()
@@ -43,9 +44,10 @@ def list_trials(records: Sequence[Record], folder: Path | None) -> doc.Details:
         if folder is not None and not isinstance(outcome, Fit) and record.id in quoted:
             name = f"{record.id:03d}-{record.trial.rung}"
             log = read_tail(folder / "logs" / name / f"rank{max(0, outcome.rank)}.log", _TAIL_BYTES)
+        counts = has_headroom(record, usable_bytes)
         summary = line(
             f"{record.id}: {record.trial.rung}, micro batch {knobs.micro_batch} ({record.trial.purpose}): ",
-            (format_outcome(outcome), MARKS[outcome.kind].style),
+            (format_outcome(outcome, counts=counts), MARKS[outcome.kind if counts else "no_headroom"].style),
             (f" [{format_seconds(record.seconds)}]", "dim"),
         )
         sentences = [", ".join(f"{key} {value}" for key, value in {**settings, **record.trial.conditions}.items())]

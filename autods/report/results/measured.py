@@ -62,6 +62,17 @@ class Measured:
         return -self.device_peak_bytes if by_memory else self.samples_per_second
 
 
+def has_headroom(record: Record, usable_bytes: float) -> bool:
+    """Whether the memory of a trial lets it count: False for one that ran and left no headroom.
+
+    Exams and trials without a limit are not asked for headroom.
+    """
+    fit, trial = record.outcome, record.trial
+    if not isinstance(fit, Fit) or trial.exam is not None or not trial.limited:
+        return True
+    return fit.leaves_headroom(usable_bytes, trial.knobs)
+
+
 def measure_configs(records: Iterable[Record]) -> list[Measured]:
     """Each config that fitted within the limit, in the order of its first trial.
 

@@ -387,3 +387,15 @@ def test_a_single_trial_and_a_single_retry_are_singular() -> None:
     once = replace(fit(380.0, 12.34), alloc_retries=1)
     assert "its allocator ran full 1 time" in text.format_outcome(once)
     assert "1 times" not in text.format_outcome(once)
+
+
+def test_a_faster_rung_without_headroom_is_not_called_noise() -> None:
+    report = fitting_report()
+    question = replace(report.question, usable_bytes=400 * 2**20)
+    report = replace(report, question=question, trials=(*report.trials, record(8, "zero1", fit(410.0, 99.0))))
+    text, page = printed(make_fit_document(report), 160), to_page(make_fit_document(report))
+    row = next(line for line in text.splitlines() if line.startswith(" zero1 "))
+    assert "~ no headroom" in row
+    assert "2.4 times as fast as zero3" in row
+    assert "within noise" not in text
+    assert "no headroom: 410.0 / 416.0" in page.replace("\N{NO-BREAK SPACE}", " ")

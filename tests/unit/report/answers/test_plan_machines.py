@@ -93,8 +93,6 @@ def test_the_least_cost_is_of_the_machines_with_a_price() -> None:
 
 def test_a_machine_with_a_single_card_has_one_card() -> None:
     plan = comparison()
-    sites = tuple(
-        replace(each, site=replace(each.site, world_size=1, ranks_per_node=1)) for each in plan.sites
-    )
+    sites = tuple(replace(each, site=replace(each.site, world_size=1, ranks_per_node=1)) for each in plan.sites)
     assert " on 1 card in bf16" in describe_machines_answer(replace(plan, sites=sites))
     assert " on 8 cards in bf16" in describe_machines_answer(plan)
