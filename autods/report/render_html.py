@@ -15,6 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from ..files import write_whole
+from ..plain_text import clean
 from ..units import choose_unit, format_bytes
 from . import document as doc
 from .document import BOUND, MEMORY_KINDS, Chart, Medium, MemoryStack, Words, list_pieces, list_spans
@@ -101,10 +102,10 @@ def _bind(text: str) -> str:
 
 
 def _make_printable(value: object) -> object:
-    """A value of the template; text loses its control characters other than line ends and tabs."""
+    """A value of the template; text as `plain_text.clean` has it."""
     if isinstance(value, Markup) or not isinstance(value, str) or value.isprintable():
         return value  # Markup comes from macros, whose values were made printable there
-    return "".join(letter for letter in value if letter in "\n\t\N{NO-BREAK SPACE}" or letter.isprintable())
+    return clean(value)
 
 
 # Drawings.

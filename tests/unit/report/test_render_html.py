@@ -57,6 +57,14 @@ def test_what_users_wrote_is_escaped(tmp_path: Path) -> None:
     assert isinstance(outcome, Failed)
 
 
+def test_a_page_keeps_letters_of_names_and_shows_controls() -> None:
+    persian, japanese = "می\N{ZERO WIDTH NON-JOINER}خواهم", "全角\N{IDEOGRAPHIC SPACE}空白"
+    workload = f"{persian} {japanese} \x1b[31mred\x1b[0m\x00"
+    report = fitting_report()
+    page = to_page(make_fit_document(replace(report, question=replace(report.question, workload=workload))))
+    assert f"{persian} {japanese} red\\x00" in page
+
+
 def test_a_page_that_is_written_replaces_the_former(tmp_path: Path) -> None:
     (tmp_path / PAGE).write_text("old")
     assert write_page(make_fit_document(fitting_report()), tmp_path / PAGE) == tmp_path / PAGE
