@@ -25,6 +25,8 @@ PAGE_BEGINS = (b"<!doctype html",)
 _CLASSES = {"green": "good", "yellow": "fair", "red": "bad", "dim": "dim", "bold": "strong"}  # by style of a line
 _LEFT, _RIGHT, _TOP, _BOTTOM = 110, 940, 14, 250  # where the axes of a chart lie in its 960 × 300 units
 _Y_TICKS, _X_TICKS, _X_APART = 5, 12, 40  # at most; and the least distance of two places of measurements
+_LETTER = 12  # units of a chart, of a letter on a phone and some room
+_COLOURS = 8  # of lines; those after them are dashed
 _BEYOND, _FARTHEST = 1.2, 6.0  # a bar's whole length as a multiple of the limit: at least, and at most
 
 
@@ -50,6 +52,7 @@ def to_page(document: doc.Document) -> str:
             kinds=MEMORY_KINDS,
             axes={"left": _LEFT, "right": _RIGHT, "bottom": _BOTTOM},
             least_reach=_BEYOND,
+            colours=_COLOURS,
         )
     )
     return page
@@ -195,10 +198,15 @@ def draw_chart(chart: Chart) -> Drawing:
 def _choose_x_ticks(places: Sequence[int], x: Callable[[int], float], *, round_ones: bool) -> list[int]:
     """Round numbers, or the places of measurements that do not lie too close to the one before."""
     if round_ones:
-        step = max(1, int(choose_step(places[-1] - places[0], _X_TICKS)))
+        most = min(_X_TICKS, int((_RIGHT - _LEFT) / _find_width(places[-1])))
+        step = max(1, int(choose_step(places[-1] - places[0], most)))
         return list(range(-(-places[0] // step) * step, places[-1] + 1, step))
     shown = [places[0]]
     for place in places[1:]:
-        if x(place) - x(shown[-1]) >= _X_APART:
+        if x(place) - x(shown[-1]) >= max(_X_APART, _find_width(place)):
             shown.append(place)
     return shown
+
+
+def _find_width(place: int) -> float:
+    return _LETTER * len(f"{place:,}")

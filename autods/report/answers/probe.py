@@ -227,7 +227,8 @@ def list_charts(report: ProbeReport) -> Iterator[doc.Chart]:
                     name = _distinction(report, cell, besides=axis) or report.question.workload
                     lines.setdefault(name, {})[place] = float(value)
             drawn = dict(list(lines.items())[:_MOST_LINES])
+            left_out = f", the first {_MOST_LINES} of {len(lines)} lines" if len(lines) > _MOST_LINES else ""
             limit = report.question.device_bytes if format_measure is format_bytes else None
             yield doc.Chart(
-                title=f"{title} by {axis}", lines=drawn, format_value=format_measure, x_name=axis, limit=limit
+                title=f"{title} by {axis}{left_out}", lines=drawn, format_value=format_measure, x_name=axis, limit=limit
             )

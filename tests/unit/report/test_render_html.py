@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from autods.forecast.values import RungForecast, TierForecast
 from autods.report import FitReport
 from autods.report.answers.fit import make_fit_document
-from autods.report.document import Chart, Column, Gauge, tabulate
+from autods.report.document import Chart, Column, Gauge, make_document, tabulate
 from autods.report.render_html import PAGE, draw_chart, find_reach, place_on_bar, to_page, write_page
 from autods.report.results.fit import Certificate
 from autods.types import Failed, Knobs, Tier
@@ -178,6 +179,23 @@ def test_steps_have_round_ticks_and_sizes_do_not_overlap() -> None:
     assert [words for _, words in draw_chart(steps).x_ticks] == [str(20 * number) for number in range(1, 12)]
     sizes = Chart(title="", lines={"a": dict.fromkeys((1, 2, 4, 8, 60, 62, 64), 1.0)}, format_value=str)
     assert [words for _, words in draw_chart(sizes).x_ticks] == ["1", "2", "4", "8", "60"]
+
+
+@pytest.mark.parametrize("last", [999, 100_000, 1_000_000, 123_456_789])
+def test_ticks_of_a_long_run_do_not_overlap(last: int) -> None:
+    steps = Chart(title="", lines={"loss": {1: 1.0, last: 2.0}}, format_value=str, logarithmic=False)
+    ticks = draw_chart(steps).x_ticks
+    assert len(ticks) > 1
+    assert ticks[1][0] - ticks[0][0] > 10.6 * len(ticks[-1][1])  # a digit at 19 pixels
+
+
+def test_lines_of_one_colour_differ_by_their_dashes() -> None:
+    lines = {f"config {number}": {1: 1.0, 2: float(number)} for number in range(10)}
+    document = make_document(title="", question="", parts=(Chart(title="speed", lines=lines, format_value=str),))
+    drawn = re.findall(r'<polyline [^>]*stroke="([^"]+)"[^>]*?( stroke-dasharray="[^"]+")?/>', to_page(document))
+    assert len(set(drawn)) == len(drawn) == 10
+    keys = re.findall(r'class="key" style="([^"]+)"', to_page(document))
+    assert len(set(keys)) == 10
 
 
 def test_the_memory_chart_of_a_fit_has_the_limit() -> None:

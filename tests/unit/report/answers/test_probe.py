@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from autods.errors import InputError
-from autods.report.answers.probe import describe_question, make_probe_document
+from autods.report.answers.probe import describe_question, list_charts, make_probe_document
 from autods.report.document import Chart
 from autods.report.render_html import to_page
 from autods.report.results.probe import Capacity, ProbeReport
@@ -88,3 +88,15 @@ def test_a_question_without_fixed_values_ends_with_the_memory(tmp_path: Path) ->
     axes = {**report.axes, "precision": ("bf16", "fp32")}
     varied = replace(report, axes=axes, question=replace(report.question, capacity=True))
     assert describe_question(varied).endswith(" MiB")
+
+
+def test_a_chart_with_too_many_lines_says_so(tmp_path: Path) -> None:
+    report = measured(tmp_path)
+    values = tuple(f"rung{number}" for number in range(10))
+    cells = tuple(
+        replace(report.cells[0], values={**report.cells[0].values, "rung": name, "micro_batch": size})
+        for name in values
+        for size in (1, 2)
+    )
+    chart, *_ = list_charts(replace(report, axes={**report.axes, "rung": values}, cells=cells))
+    assert chart.title == "samples/s by micro_batch, the first 8 of 10 lines"
