@@ -28,8 +28,8 @@ class Medium(enum.Flag):
 
 # Text.
 
-# The space between a number and its unit, at which no line breaks.
-BOUND = re.compile(r"(?<=\d) (?=(?:[KMGT]i?)?B\b|(?:ms|s|min|h|samples/s|tokens/s)\b|%)")
+# The space between a number, or its interval in brackets, and its unit, at which no line breaks.
+BOUND = re.compile(r"(?<=[\d)]) (?=(?:[KMGT]i?)?B\b|(?:ms|s|min|h|samples/s|tokens/s)\b|%)")
 
 
 @dataclass(frozen=True, slots=True)

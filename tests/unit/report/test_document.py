@@ -85,7 +85,7 @@ def test_a_part_is_shown_where_it_belongs() -> None:
 
 @pytest.mark.parametrize("width", range(24, 60))
 def test_no_number_is_parted_from_its_unit(width: int) -> None:
-    sentence = "needs 677.0 MiB (639.6 to 730.7) of 416.0 MiB, 4.05 samples/s in 3 min 24 s, a headroom of 5 %"
+    sentence = "needs 677.0 MiB of 416.0 MiB, 4.05 samples/s in 3 (2.5 to 3.5) min, a headroom of 5 %"
     parts = (Paragraph(words=sentence), Pairs(items=(("why", sentence),)), Bullets(items=(sentence,)))
     text = printed(make_document(title="", question="", parts=parts), width)
     assert " ".join(text.split()).count("677.0 MiB") == 3
