@@ -21,6 +21,7 @@ from .results.fit import FitReport
 DS_CONFIG_REHEARSED = "ds_config_rehearsed.json"  # of a rehearsal: no launcher takes it for a proven one
 ACCELERATE = "accelerate.yaml"
 _OWN_SCRIPT = "YOUR_SCRIPT.py"
+_PLAIN_TEXT = re.compile(r"[\w./][\w./-]*")
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", None: "float32"}
 _TRAINER_SIZES = {
@@ -93,8 +94,7 @@ def launch_lines(report: FitReport) -> Iterator[tuple[str, str]]:
         if not takes_config:
             set_there = {"deepspeed": values["ds_config"], **set_there}
         for name, value in set_there.items():
-            text = value if isinstance(value, str) else json.dumps(value)
-            yield "settings", f"{name}: {text}  # in {settings_file}, as the Trainer names it"
+            yield "settings", f"{name}: {_as_yaml(value)}  # in {settings_file}, as the Trainer names it"
     else:
         if not takes_config and library.config_place is not None:
             yield "code", f"{library.config_place}={values['ds_config']!r})"
@@ -119,6 +119,13 @@ def launch_lines(report: FitReport) -> Iterator[tuple[str, str]]:
 def _as_arguments(values: Mapping[str, Any]) -> str:
     """'r=16, lora_alpha=32': the values as keyword arguments of a call."""
     return ", ".join(f"{name}={value!r}" for name, value in values.items())
+
+
+def _as_yaml(value: object, *, quoted: bool = False) -> str:
+    """The value as YAML reads it. Text of plain letters needs no quotes."""
+    if isinstance(value, str) and not quoted and _PLAIN_TEXT.fullmatch(value):
+        return value
+    return json.dumps(value, ensure_ascii=False)  # YAML makes two characters of JSON's pairs, as of an emoji
 
 
 def launch_commands(report: FitReport) -> dict[str, str]:
@@ -297,7 +304,7 @@ def accelerate_yaml(report: FitReport, config_path: str) -> str:
 compute_environment: LOCAL_MACHINE
 distributed_type: DEEPSPEED
 deepspeed_config:
-  deepspeed_config_file: {json.dumps(config_path)}
+  deepspeed_config_file: {_as_yaml(config_path, quoted=True)}
 {launcher}num_machines: {report.question.nodes}
 machine_rank: 0
 num_processes: {report.question.gpus}

@@ -157,6 +157,13 @@ def test_arguments_in_a_trainer_script_get_the_sizes_by_code_lines():
     ]
 
 
+def test_a_setting_for_a_yaml_file_is_read_as_the_path():
+    yaml = pytest.importorskip("yaml")
+    report = replace(scripted("train", "sft.yaml", kind="hf_trainer"), out="/out/it's: #1 😀")
+    said = next(text for name, text in launch_lines(report) if name == "settings")
+    assert yaml.safe_load(said) == {"deepspeed": "/out/it's: #1 😀/ds_config_hf.json"}
+
+
 def test_arguments_in_a_yaml_file_get_lines_of_that_file():
     report = scripted("train", "sft.yaml", kind="hf_trainer")
     report = replace(report, question=replace(report.question, recomputes=not report.knobs.checkpointing))
@@ -230,6 +237,8 @@ def test_a_learning_rate_that_nobody_asked_for_is_not_handed_on():
 
 def test_accelerate_file_repeats_nothing_of_the_config():
     yaml = pytest.importorskip("yaml")
+    path = "/out/ds config 😀: #1.json"
+    assert yaml.safe_load(accelerate_yaml(scripted(), path))["deepspeed_config"]["deepspeed_config_file"] == path
     said = yaml.safe_load(accelerate_yaml(scripted(device="cpu"), "/out/ds config.json"))
     assert said["deepspeed_config"] == {"deepspeed_config_file": "/out/ds config.json"}
     assert (said["distributed_type"], said["num_processes"], said["use_cpu"]) == ("DEEPSPEED", 2, True)
