@@ -58,6 +58,17 @@ def test_what_users_wrote_is_escaped(tmp_path: Path) -> None:
     assert isinstance(outcome, Failed)
 
 
+def test_each_button_is_named_by_what_it_copies() -> None:
+    page = to_page(make_fit_document(fitting_report()))
+    names = dict(re.findall(r'<(?:span|button)[^>]* id="([^"]+)"[^>]*>([^<]*)<', page))
+    labels = [each.split() for each in re.findall(r'aria-labelledby="([^"]+)"', page)]
+    assert [" ".join(names[each] for each in label).strip() for label in labels][:3] == [
+        "copy model",
+        "copy code",
+        "copy launch",
+    ]
+
+
 def test_a_page_keeps_letters_of_names_and_shows_controls() -> None:
     persian, japanese = "می\N{ZERO WIDTH NON-JOINER}خواهم", "全角\N{IDEOGRAPHIC SPACE}空白"
     workload = f"{persian} {japanese} \x1b[31mred\x1b[0m\x00"
