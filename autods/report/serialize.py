@@ -28,7 +28,7 @@ from .launch import (
     launch_commands,
     trainer_arguments,
 )
-from .results.fit import FitReport
+from .results.fit import FitReport, Parity
 from .results.measured import find_measured
 from .results.plan import PlanReport, SiteForecast
 from .results.probe import Capacity, CellResult, ProbeReport, Ratio
@@ -62,8 +62,11 @@ def from_dict(data: Mapping[str, Any]) -> FitReport:
         memory = {tier: use for tier, use in data["memory"].items() if use}
         trials = [_record_from_row(row) for row in data["trials"]]
         certificate = dict(data["certificate"])
-        if (parity := certificate.get("parity")) and parity["largest_difference"] is None:  # JSON has no infinity
-            certificate["parity"] = {**parity, "largest_difference": math.inf}
+        if parity := certificate.get("parity"):
+            infinite = ["largest_difference"] if parity["largest_difference"] is None else []  # it is never unknown
+            infinite += parity.get("infinite", ())  # older reports have none
+            known = {name: value for name, value in parity.items() if name != "infinite"}
+            certificate["parity"] = known | dict.fromkeys(infinite, math.inf)
         values = {"memory": memory, "trials": trials, "certificate": certificate or None, "forecast": ()}
         report = read_known(FitReport, {**data, **values, "hardware": data["hardware"] or None})
         report = replace(report, forecast=tuple(_rung_from_row(row) for row in data["forecast"]))
@@ -163,6 +166,10 @@ def _plain(value: Any) -> Any:
         case Capacity():
             row = _fields(value)
             return row | {"said": row.pop("explanation")}  # the key that readers of probe.json know
+        case Parity():  # JSON has no infinity: null alone would read as unknown
+            row = _fields(value)
+            infinite = [name for name, size in row.items() if isinstance(size, float) and math.isinf(size)]
+            return _plain(row) | {"infinite": infinite}
         case _ if is_dataclass(value):
             return _plain(_fields(value))
         case Mapping():

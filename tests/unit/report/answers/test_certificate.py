@@ -141,7 +141,8 @@ def test_markup_in_a_sentence_is_not_interpreted() -> None:
 
 def test_a_certificate_read_back_from_the_report_shows_the_same() -> None:
     infinite = replace(CERTIFICATE, parity=replace(PARITY, largest_difference=math.inf, within=False))
-    for certificate in (CERTIFICATE, infinite):
+    gradients = replace(PARITY, gradient_difference=math.inf, gradient_tolerance=0.05, within=False)
+    for certificate in (CERTIFICATE, infinite, replace(CERTIFICATE, parity=gradients)):
         written = to_dict(replace(fitting_report(), certificate=certificate))
         read = from_dict(json.loads(json.dumps(written, allow_nan=False))).certificate
         assert shown(read) == shown(certificate)
