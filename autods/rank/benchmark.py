@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -282,7 +281,7 @@ class Benchmark:
         buffer = handle.new_cpu_locked_tensor(_FILE_MIB * _MIB, torch.empty(0, dtype=torch.uint8))
         path, size = str(self.nvme / "benchmark"), _FILE_MIB * _MIB
         for name, call in (("write", handle.sync_pwrite), ("read", handle.sync_pread)):
-            seconds = self._round(partial(call, buffer, path, 0), 1, self._idle)
+            seconds = self._round(partial(move_file, call, buffer, path), 1, self._idle)
             self._note("nvme", name, size, seconds, bytes=size)
 
     @staticmethod
@@ -294,7 +293,14 @@ class Benchmark:
         """That of most of a step's kernels."""
         if not self.has_cards:
             return torch.float32
-        return torch.bfloat16 if get_accelerator().is_bf16_supported() else torch.float16
+        # DeepSpeed's accelerator also counts cards that only emulate bf16, such as V100 and T4.
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+
+
+def move_file(call: Callable[[Any, str, int], int], buffer: Any, path: str) -> None:
+    """Write or read a file by async_io, which tells by a negative number alone that it did not."""
+    if call(buffer, path, 0) < 0:
+        raise OSError(f"DeepSpeed's async_io cannot open {path} for direct I/O")
 
 
 def _dtype(name: str) -> Any:
