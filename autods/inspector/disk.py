@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..report.results.doctor import Check
@@ -17,15 +18,36 @@ from ..units import format_bytes
 _BLOCK_BYTES = 8 * 2**20
 _FILE_BYTES = 512 * 2**20
 _SLOW_BYTES_S = 10**9  # an NVMe disk reads 3 GB/s and more; a trial on a slower one takes minutes a step
+_IN_MEMORY = ("tmpfs", "ramfs")
+_NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
-def check_nvme(folder: Path, *, file_bytes: int = _FILE_BYTES) -> Iterator[Check]:
+def find_file_system(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
+    """Return the type of the file system that a folder is on, such as 'ext4'; '' where the kernel does not tell."""
+    device = os.stat(folder).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with contextlib.suppress(OSError):
+        for line in mounts.read_text(errors="replace").splitlines():
+            place, _, kind = line.partition(" - ")  # '36 35 98:0 /a /mnt rw … - ext4 /dev/sda rw'
+            if place.split()[2] == number:
+                return kind.split()[0]
+    return ""
+
+
+def check_nvme(
+    folder: Path, *, file_bytes: int = _FILE_BYTES, file_system: Callable[[Path], str] = find_file_system
+) -> Iterator[Check]:
     """Free space of the folder, and how fast it is written and read past the page cache."""
     if folder.exists() and not folder.is_dir():
         yield Check.broken("NVMe", str(folder), "it is a file", "name a folder on the disk")
         return
     if not folder.is_dir():
         yield Check.broken("NVMe", str(folder), "there is no such folder", f"mkdir -p {folder}")
+        return
+    # Since Linux 6.6 tmpfs accepts direct I/O, so a measurement does not show it.
+    if (kind := file_system(folder)) in _IN_MEMORY:
+        result = f"it is host memory ({kind}), so offloading to it saves none"
+        yield Check.broken("NVMe", str(folder), result, "name a folder on a local disk")
         return
     free = shutil.disk_usage(folder).free
     if free < 2 * file_bytes:
@@ -35,8 +57,10 @@ def check_nvme(folder: Path, *, file_bytes: int = _FILE_BYTES) -> Iterator[Check
     try:
         written, read = measure_bandwidth(folder, file_bytes)
     except OSError as error:
-        result = f"direct I/O fails: {error.strerror}"
-        remedy = "take a local disk: network and memory file systems have no direct I/O"
+        if error.errno in _NO_DIRECT_IO:
+            result, remedy = f"direct I/O fails: {error.strerror}", "take a local disk: not all file systems have it"
+        else:
+            result, remedy = f"it cannot be measured: {error.strerror}", f"make {folder} writable, or name another one"
         yield Check.broken("NVMe", "bandwidth", result, remedy)
         return
     speeds = f"writes {format_bytes(int(written))}/s, reads {format_bytes(int(read))}/s"

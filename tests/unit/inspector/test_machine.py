@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import resource
 import socket
 from collections.abc import Iterable
@@ -12,8 +14,8 @@ import pytest
 
 from autods.devices import Card, Finding
 from autods.errors import EnvironmentBroken
-from autods.inspector import machine
-from autods.inspector.disk import check_nvme
+from autods.inspector import disk, machine
+from autods.inspector.disk import check_nvme, find_file_system
 from autods.report.results.doctor import Check
 from autods.runner.health import Preflight
 from autods.system.host import Hardware
@@ -110,12 +112,39 @@ def test_a_folder_that_need_not_exist_yet_is_checked(tmp_path: Path) -> None:
 
 
 def test_nvme_is_measured_and_leaves_no_file(tmp_path: Path) -> None:
-    checks = by_name(check_nvme(tmp_path, file_bytes=16 * 2**20))
+    checks = by_name(check_nvme(tmp_path, file_bytes=16 * 2**20, file_system=lambda folder: "ext4"))
     assert checks[str(tmp_path)].status == "ok"
     bandwidth = checks["bandwidth"]
     assert "writes" in bandwidth.result or "direct I/O fails" in bandwidth.result
     assert list(tmp_path.iterdir()) == []
     assert states(check_nvme(tmp_path / "absent"))[str(tmp_path / "absent")] == "broken"
+
+
+def test_a_folder_in_memory_is_no_nvme(tmp_path: Path) -> None:
+    (check,) = check_nvme(tmp_path, file_system=lambda folder: "tmpfs")
+    assert (check.status, check.result) == ("broken", "it is host memory (tmpfs), so offloading to it saves none")
+
+
+def test_the_kernel_tells_the_file_system_of_a_folder(tmp_path: Path) -> None:
+    device = tmp_path.stat().st_dev
+    mounts = tmp_path / "mountinfo"
+    line = "36 35 {} / /mnt rw,noatime master:1 - {} /dev/x rw\n"
+    number = f"{os.major(device)}:{os.minor(device)}"
+    mounts.write_text(line.format("7:77777", "ext4") + line.format(number, "tmpfs"))
+    assert find_file_system(tmp_path, mounts) == "tmpfs"
+    assert find_file_system(tmp_path, tmp_path / "absent") == ""
+
+
+def test_a_folder_that_cannot_be_written_is_no_lack_of_direct_io(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(folder: Path, file_bytes: int) -> tuple[float, float]:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(disk, "measure_bandwidth", refuse)
+    check = by_name(check_nvme(tmp_path, file_bytes=0, file_system=lambda folder: "ext4"))["bandwidth"]
+    assert (check.status, check.result) == ("broken", "it cannot be measured: Permission denied")
+    assert check.remedy == f"make {tmp_path} writable, or name another one"
 
 
 def test_a_file_as_nvme_is_not_made_a_folder(tmp_path: Path) -> None:
