@@ -23,6 +23,10 @@ from .base import Card, CardReading, Device, Finding, Health, Link, describe_sha
 # Below this only the driver uses the card; a process with a CUDA context holds more.
 _IDLE_BYTES = 64 * 2**20
 _LOST, _NOT_SUPPORTED = 15, 3  # NVML_ERROR_GPU_IS_LOST, NVML_ERROR_NOT_SUPPORTED
+# NVML_ERROR_INVALID_ARGUMENT, _NO_PERMISSION and _NOT_FOUND: what a name that shows no card to this user is answered
+# with. A card that is there and does not work has others: lost, without power, an unknown error.
+_NO_PERMISSION = 4
+_NOT_SHOWN = (2, _NO_PERMISSION, 6)
 # From this compute capability on, cards compute in bf16; torch.cuda.is_bf16_supported: it is emulated on older ones.
 _COMPUTES_BF16 = (8, 0)
 
@@ -202,9 +206,9 @@ def examine_cards(visible: str | None, ranks: int, nvml: Any = None) -> Health:
         try:
             handles = list(_visible_handles(api, visible))[:ranks]
             cards = [_read_card(api, handle) for handle in handles]
+            findings = [finding for handle in handles for finding in _examine_card(api, handle)]
         except api.NVMLError as error:
             return Health(findings=(Finding(text=f"a card is gone: {error}", remedy=_LOST_REMEDY, is_fatal=True),))
-        findings = [finding for handle in handles for finding in _examine_card(api, handle)]
         if len(handles) < ranks:
             text = f"{ranks} ranks need a card each, and {len(handles)} are there"
             findings.append(Finding(text=text, remedy=_LOST_REMEDY, is_fatal=True))
@@ -314,8 +318,10 @@ def _visible_handles(api: Any, visible: str | None) -> Iterator[Any]:
         try:
             handle = api.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else _find_by_uuid(api, name)
         except api.NVMLError as error:
-            if error.value == _LOST:
+            if error.value not in _NOT_SHOWN:
                 raise
+            if visible is None:  # NVML counts cards of others, too, where this user may not use them
+                continue
             break
         if name.startswith("MIG-"):
             return iter([handle])

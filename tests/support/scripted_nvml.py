@@ -15,7 +15,7 @@ class FakeCard:
     """total_bytes: what CUDA says, reserved_bytes: beside it, the driver's. slices: MIG devices; None: no MIG mode.
 
     capability: None where the driver does not answer. shares_memory: that of the host, whose size NVML does not tell.
-    knows_health: it answers the questions of the last fields.
+    knows_health: it answers the questions of the last fields. fault: NVML's error in place of its handle.
     """
 
     name: str = "A Card"
@@ -28,6 +28,7 @@ class FakeCard:
     slices: list[FakeCard | None] | None = None
     knows_mig: bool = True
     lost: bool = False
+    fault: int | None = None
     shares_memory: bool = False
     capability: tuple[int, int] | None = (9, 0)
     knows_health: bool = True
@@ -84,6 +85,8 @@ class FakeNvml:
             raise NVMLError("Invalid Argument", 2)
         if self.cards[index].lost:
             raise NVMLError("GPU is lost", 15)
+        if (fault := self.cards[index].fault) is not None:
+            raise NVMLError(f"error {fault}", fault)
         return self.cards[index]
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> FakeCard:

@@ -67,6 +67,20 @@ def test_a_lost_card_is_a_problem_and_no_end_of_the_list() -> None:
     assert [card.uuid for card in read_nvml("1", nvml).cards] == ["GPU-b"]
 
 
+@pytest.mark.parametrize("fault", [8, 11, 999])  # without power, without interrupts, unknown
+def test_a_card_that_does_not_work_is_no_end_of_the_list(fault: int) -> None:
+    nvml = FakeNvml([FakeCard(uuid="GPU-a"), FakeCard(uuid="GPU-b", fault=fault), FakeCard(uuid="GPU-c")])
+    for visible in (None, "0,1,2"):
+        assert (read_nvml(visible, nvml).unusable or "").startswith(f"NVML: error {fault}\n")
+    assert [card.uuid for card in read_nvml("0,2", nvml).cards] == ["GPU-a", "GPU-c"]
+
+
+def test_cards_that_this_user_may_not_use_are_not_shown() -> None:
+    nvml = FakeNvml([FakeCard(uuid="GPU-a", fault=4), FakeCard(uuid="GPU-b")])
+    assert [card.uuid for card in read_nvml(None, nvml).cards] == ["GPU-b"]
+    assert read_nvml("0,1", nvml).cards == ()
+
+
 def test_a_card_that_shares_host_memory_is_said() -> None:
     seen = read_nvml(None, FakeNvml([FakeCard(name="NVIDIA GB10", shares_memory=True)]))
     assert (seen.unusable or "").startswith("NVML tells no memory size: the card shares the host's memory")
