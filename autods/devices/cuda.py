@@ -29,6 +29,9 @@ _NO_PERMISSION = 4
 _NOT_SHOWN = (2, _NO_PERMISSION, 6)
 # From this compute capability on, cards compute in bf16; torch.cuda.is_bf16_supported: it is emulated on older ones.
 _COMPUTES_BF16 = (8, 0)
+# The oldest capability for which a major version of CUDA compiles; its release notes have it under "Deprecated
+# Architectures". Version 13 left out Maxwell, Pascal and Volta, as torch's builds for CUDA 12.8 and 12.9 do in part.
+_OLDEST_CAPABILITY = {13: (7, 5)}
 
 
 class CudaDevice(Device):
@@ -440,6 +443,15 @@ def _explain_unusable(seen: CardReading, torch: TorchBuild | None) -> str | None
             f"torch {torch.version} needs CUDA {needs}, and the driver {seen.driver} runs {seen.cuda} at most\n"
             f"  update the driver, or install a build of torch for CUDA {driver_major}"
         )
+    oldest = _OLDEST_CAPABILITY.get(torch.cuda[0], (0, 0))
+    for card in seen.cards:
+        if card.capability is not None and card.capability < oldest:
+            has, needs = (".".join(map(str, version)) for version in (card.capability, oldest))
+            return (
+                f"torch {torch.version} has no kernels for the {card.name}: its CUDA needs compute capability {needs} "
+                f"or later, and the card has {has}\n"
+                f"  install a build of torch for CUDA 12.6, or leave the card out: {VISIBLE}"
+            )
     return None
 
 

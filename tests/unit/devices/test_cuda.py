@@ -217,6 +217,19 @@ def test_a_driver_too_old_for_torch_is_named_with_versions(monkeypatch: pytest.M
     assert "torch 2.11.0+cu130 needs CUDA 13.0, and the driver 535.54.03 runs 12.2 at most" in here.unusable
 
 
+@pytest.mark.parametrize(("capability", "is_too_old"), [((7, 0), True), ((7, 5), False), (None, False)])
+def test_a_card_too_old_for_torchs_cuda_cannot_be_used(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, is_too_old: bool
+) -> None:
+    nvml = FakeNvml([FakeCard(), FakeCard(name="Tesla V100", uuid="GPU-b", capability=capability)])
+    unusable = looked(monkeypatch, nvml, TorchBuild(version="2.11.0+cu130", cuda=(13, 0))).unusable or ""
+    assert bool(unusable) is is_too_old
+    if is_too_old:
+        assert "needs compute capability 7.5 or later, and the card has 7.0" in unusable
+        assert "a build of torch for CUDA 12.6" in unusable
+    assert looked(monkeypatch, nvml, TorchBuild(version="2.9.1+cu126", cuda=(12, 6))).unusable is None
+
+
 def test_a_torch_without_cuda_beside_a_card_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     build = TorchBuild(version="2.13.0+cpu", cuda=None)
     assert "built without CUDA" in str(looked(monkeypatch, FakeNvml([FakeCard()]), build).unusable)
