@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Set
 from pathlib import Path
@@ -81,8 +82,15 @@ def examine_processors(
 
 
 def _sum_numbers(processors: Path, name: str) -> int:
-    """Return the sum of a file's numbers over all processors; 0 where /sys has no such file."""
-    return sum(int(path.read_text()) for path in processors.glob(f"cpu[0-9]*/{name}"))
+    """Return the sum of a file's numbers over all processors; 0 where /sys has no such file.
+
+    The kernel refuses to read the clocks of a processor that is off, as half of them are where hyper-threading is.
+    """
+    total = 0
+    for path in processors.glob(f"cpu[0-9]*/{name}"):
+        with contextlib.suppress(OSError, ValueError):
+            total += int(path.read_text())
+    return total
 
 
 CPU = CpuDevice(

@@ -111,6 +111,12 @@ def test_idle_processors_have_no_findings(tmp_path: Path) -> None:
         assert not list(examine_processors(1, measure_load=lambda: 0.1, processors=processors))
 
 
+def test_a_processor_that_is_off_tells_no_clock(tmp_path: Path) -> None:
+    make_processors(tmp_path)
+    (tmp_path / "cpu1/cpufreq/scaling_max_freq").mkdir(parents=True)  # as unreadable as one that answers "busy"
+    assert not list(examine_processors(1, measure_load=lambda: 0.1, processors=tmp_path))
+
+
 def test_load_slow_clocks_and_too_many_ranks_are_found(tmp_path: Path) -> None:
     def measure_load() -> float:
         make_processors(tmp_path, throttled=8, allowed=2_000_000)  # it became too hot meanwhile
