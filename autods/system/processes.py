@@ -389,7 +389,7 @@ def ask_module(
     """
     try:
         ended = subprocess.run(
-            [sys.executable, "-m", module, *words],
+            [*python_command(module), *words],
             input=stdin,
             env={**os.environ, **(variables or {})},
             capture_output=True,

@@ -248,3 +248,9 @@ def test_a_name_that_the_kernel_cut_amid_a_character_is_read() -> None:
         assert processes.status_bytes(child.pid, "RssAnon", "NoSuchField").keys() == {"RssAnon"}
         assert processes.measure_work(child.pid).moved_bytes > 0
         assert not processes.is_compiling(child.pid)
+
+
+def test_a_file_of_the_users_hides_no_module_from_a_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "psutil.py").write_text("raise SystemExit('the wrong one')")
+    monkeypatch.chdir(tmp_path)
+    assert processes.ask_module("autods.rank.ops", "state", limit_s=60.0) == {}
