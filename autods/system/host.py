@@ -9,7 +9,7 @@ import resource
 import shutil
 import socket
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -130,14 +130,28 @@ def _read_number(path: Path, name: str | None = None) -> int | None:
     return int(value) if value.isdigit() else None
 
 
-def count_cores() -> int:
+_DEVICES = Path("/sys/devices/system")
+Core = tuple[int, ...]  # the processors of a core: hyper-threads
+
+
+def count_cores(devices: Path = _DEVICES) -> int:
     """Return the cores that ranks can share here: within the affinity and the CPU quota of this process.
 
-    Hyper-threads of a core count once, as in torch.
+    Hyper-threads of a core count once, as in torch; a job of Slurm often gets both threads of a part of the cores.
     """
-    usable = len(os.sched_getaffinity(0))
+    usable = os.sched_getaffinity(0)
+    count = len({_read_core(cpu, usable, devices) for cpu in usable})
     cores, quota = psutil.cpu_count(logical=False), read_cpu_quota()
-    return max(1, min(usable, cores or usable, usable if quota is None else int(quota)))
+    return max(1, min(count, cores or count, count if quota is None else int(quota)))
+
+
+def _read_core(cpu: int, usable: Set[int], devices: Path) -> Core:
+    """Return the usable processors of a processor's core; itself alone where the kernel does not tell."""
+    try:
+        siblings = _parse_cpus((devices / f"cpu/cpu{cpu}/topology/thread_siblings_list").read_text())
+    except OSError:
+        siblings = [cpu]
+    return tuple(each for each in siblings if each in usable)
 
 
 def threads_per_rank(ranks: int, cores: int) -> int:
@@ -145,21 +159,14 @@ def threads_per_rank(ranks: int, cores: int) -> int:
     return max(1, cores // ranks)
 
 
-Core = tuple[int, ...]  # the processors of a core: hyper-threads
-
-
-def read_numa_cores(devices: Path = Path("/sys/devices/system")) -> dict[int, list[Core]]:
+def read_numa_cores(devices: Path = _DEVICES) -> dict[int, list[Core]]:
     """Return the cores of each NUMA node that this process may use. Empty where a quota leaves it fewer than all."""
     usable = os.sched_getaffinity(0)
     nodes: dict[int, list[Core]] = {}
     with contextlib.suppress(OSError, ValueError):
         for folder in sorted(devices.glob("node/node[0-9]*"), key=lambda path: int(path.name[4:])):
-            cores: dict[Core, None] = {}
-            for cpu in _parse_cpus((folder / "cpulist").read_text()):
-                siblings = (devices / f"cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
-                if core := tuple(each for each in _parse_cpus(siblings) if each in usable):
-                    cores[core] = None
-            if cores:
+            cpus = (cpu for cpu in _parse_cpus((folder / "cpulist").read_text()) if cpu in usable)
+            if cores := dict.fromkeys(_read_core(cpu, usable, devices) for cpu in cpus):
                 nodes[int(folder.name[4:])] = list(cores)
     quota, count = read_cpu_quota(), sum(map(len, nodes.values()))
     return {} if quota is not None and quota < count else nodes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import psutil
 import pytest
@@ -18,8 +19,11 @@ def a_node_of_eight(monkeypatch):
     monkeypatch.setattr(host, "read_cpu_quota", lambda: None)
 
 
+NO_SYSFS = Path("/no/such/folder")
+
+
 def test_ranks_share_the_processors_of_their_node():
-    assert [threads_per_rank(ranks, count_cores()) for ranks in (1, 2, 3, 8)] == [8, 4, 2, 1]
+    assert [threads_per_rank(ranks, count_cores(NO_SYSFS)) for ranks in (1, 2, 3, 8)] == [8, 4, 2, 1]
 
 
 def test_a_rank_has_at_least_one_thread():
@@ -28,13 +32,13 @@ def test_a_rank_has_at_least_one_thread():
 
 def test_processors_that_share_a_core_count_once(monkeypatch):
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: 4)
-    assert count_cores() == 4
+    assert count_cores(NO_SYSFS) == 4
 
 
 @pytest.mark.parametrize(("quota", "cores"), [(2.0, 2), (3.9, 3), (0.5, 1), (64.0, 8)])
 def test_a_cpu_quota_leaves_fewer_cores_than_are_seen(monkeypatch, quota, cores):
     monkeypatch.setattr(host, "read_cpu_quota", lambda: quota)
-    assert count_cores() == cores
+    assert count_cores(NO_SYSFS) == cores
 
 
 @pytest.mark.parametrize(("said", "threads"), [("4", 4), ("4,2", 4), ("", None), ("0", None), ("many", None)])
@@ -57,6 +61,12 @@ def write_sysfs(folder, nodes, siblings):
 def test_cores_of_numa_nodes_are_read_with_their_hyper_threads(tmp_path):
     write_sysfs(tmp_path, {0: "0-1,4-5", 1: "2-3,6-7,8", 2: ""}, [(0, 4), (1, 5), (2, 6), (3, 7), (8,)])
     assert read_numa_cores(tmp_path) == {0: [(0, 4), (1, 5)], 1: [(2, 6), (3, 7)]}  # processor 8 may not be used
+
+
+def test_both_threads_of_a_part_of_the_cores_count_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 64)  # of the machine; a job has four of them
+    write_sysfs(tmp_path, {}, [(cpu, cpu + 4) for cpu in range(4)])
+    assert count_cores(tmp_path) == 4
 
 
 def test_a_cpu_quota_leaves_no_cores_to_bind_to(tmp_path, monkeypatch):
