@@ -24,6 +24,11 @@ def read_cards() -> CardReading:
     return max(readings, key=lambda reading: (bool(reading.cards or reading.unusable), reading.driver is not None))
 
 
+def find_memory_nodes() -> frozenset[int]:
+    """Return the NUMA nodes that the kernel has made of the memory of this machine's cards, as on GH200 and GB200."""
+    return frozenset().union(*(device.find_memory_nodes() for device in DEVICES.values()))
+
+
 __all__ = [
     "CPU",
     "CUDA",
@@ -36,5 +41,6 @@ __all__ = [
     "Link",
     "describe_shared_cards",
     "find_device",
+    "find_memory_nodes",
     "read_cards",
 ]

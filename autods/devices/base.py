@@ -177,6 +177,10 @@ class Device:
         """Return the NUMA node of each card that this process sees; None for one that does not tell."""
         return ()
 
+    def find_memory_nodes(self) -> frozenset[int]:
+        """Return the NUMA nodes that the kernel has made of cards' memory; they count as the host's, but are not."""
+        return frozenset()
+
     def read_used_bytes(self) -> tuple[int, ...] | None:
         """Return the used bytes of each visible card, by all processes; None where the driver does not tell."""
         return None

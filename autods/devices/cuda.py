@@ -53,6 +53,10 @@ class CudaDevice(Device):
     def find_numa_nodes(self) -> tuple[int | None, ...]:
         return _read_each_card(os.environ.get(VISIBLE), None, find_numa_node) or ()
 
+    def find_memory_nodes(self) -> frozenset[int]:
+        nodes = _read_each_card(None, None, lambda api, card: _query(api, "nvmlDeviceGetNumaNodeId", card)) or ()
+        return frozenset(node for node in nodes if node is not None)
+
     def read_used_bytes(self) -> tuple[int, ...] | None:
         return read_used_bytes(os.environ.get(VISIBLE))
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
 import resource
 import shutil
 import socket
 import stat
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 import psutil
 
-from ..devices import Card, read_cards
+from ..devices import Card, find_memory_nodes, read_cards
 from ..devices.cpu import read_processor_field
 from ..errors import EnvironmentBroken, InputError
 
@@ -282,12 +283,53 @@ def read_hardware() -> Hardware:
     )
 
 
-def read_host_memory(groups: Sequence[MemoryGroup]) -> HostMemory:
-    """Return the memory of the machine, or less where a cgroup of this process, such as a container's, has a limit."""
+_MEMINFO = Path("/proc/meminfo")
+
+
+def read_host_memory(
+    groups: Sequence[MemoryGroup], meminfo: Path = _MEMINFO, card_nodes: Sequence[Path] | None = None
+) -> HostMemory:
+    """Return the memory of the machine, or less where a cgroup of this process, such as a container's, has a limit.
+
+    Pages that are reserved as huge ones, and `card_nodes`, see `find_card_nodes`, are no memory for programs.
+    """
     memory = psutil.virtual_memory()
+    nodes = [read_meminfo(node / "meminfo") for node in (find_card_nodes() if card_nodes is None else card_nodes)]
+    total = memory.total - read_meminfo(meminfo).get("Hugetlb", 0) - sum(node.get("MemTotal", 0) for node in nodes)
+    available = max(0, memory.available - sum(node.get("MemFree", 0) for node in nodes))
     limits = [limit for group in groups if (limit := group.limit_bytes()) is not None]
     free = [left for group in groups if (left := group.free_bytes()) is not None]
-    return HostMemory(total_bytes=min([memory.total, *limits]), free_bytes=min([memory.available, *free]))
+    return HostMemory(total_bytes=min([total, *limits]), free_bytes=min([available, *free]))
+
+
+@functools.cache
+def find_card_nodes(
+    devices: Path = _DEVICES, find: Callable[[], frozenset[int]] = find_memory_nodes
+) -> tuple[Path, ...]:
+    """Return the folders of the NUMA nodes that are memory of cards; the driver of GH200 and GB200 makes such.
+
+    They have no processors. Where a container shows a part of the cards, the nodes of the others are there as well.
+    """
+    folders = {int(folder.name[4:]): folder for folder in devices.glob("node/node[0-9]*")}
+    bare = {node: folder for node, folder in folders.items() if not _has_processors(folder)}
+    bare = {node: folder for node, folder in bare.items() if read_meminfo(folder / "meminfo").get("MemTotal")}
+    return tuple(bare.values()) if bare and not bare.keys().isdisjoint(find()) else ()
+
+
+def _has_processors(node: Path) -> bool:
+    try:
+        return bool((node / "cpulist").read_text().strip())
+    except OSError:
+        return True
+
+
+def read_meminfo(path: Path) -> dict[str, int]:
+    """Return the sizes in /proc/meminfo, or in that of a NUMA node ('Node 1 MemFree: 8 kB'), in bytes by name."""
+    try:
+        lines = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {line[-3].rstrip(":"): int(line[-2]) * 1024 for line in lines if line[-1:] == ["kB"] and len(line) > 2}
 
 
 def find_interface(address: str) -> str | None:

@@ -40,6 +40,7 @@ class FakeCard:
     lanes: tuple[int, int] = (16, 16)  # now, at most
     busy: int = 0  # percent
     address: str | None = None  # on the PCI bus
+    memory_node: int | None = None  # the NUMA node that its memory is
 
 
 class NVMLError(Exception):
@@ -131,6 +132,11 @@ class FakeNvml:
         if card.address is None:
             raise NVMLError("Not Supported", 3)
         return SimpleNamespace(busId=card.address.encode())
+
+    def nvmlDeviceGetNumaNodeId(self, card: FakeCard) -> int:
+        if card.memory_node is None:
+            raise NVMLError("Not Supported", 3)
+        return card.memory_node
 
     def nvmlDeviceGetUUID(self, card: FakeCard) -> str:
         return card.uuid

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from autods.devices import describe_shared_cards
+from autods.devices import describe_shared_cards, find_memory_nodes
 from autods.devices.cuda import (
     TorchBuild,
     describe_card_names,
@@ -234,6 +234,13 @@ def test_a_torch_without_cuda_beside_a_card_is_said(monkeypatch: pytest.MonkeyPa
     build = TorchBuild(version="2.13.0+cpu", cuda=None)
     assert "built without CUDA" in str(looked(monkeypatch, FakeNvml([FakeCard()]), build).unusable)
     assert looked(monkeypatch, FakeNvml(problem=NVMLError("none", 12)), build).unusable is None
+
+
+def test_the_driver_tells_which_numa_nodes_are_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # the memory of the other card is no host memory, either
+    cards = [FakeCard(memory_node=1), FakeCard(uuid="GPU-b", memory_node=9), FakeCard(uuid="GPU-c")]
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(cards))  # type: ignore[arg-type]
+    assert find_memory_nodes() == {1, 9}
 
 
 @dataclass

@@ -1,12 +1,14 @@
 import os
 from pathlib import Path
 
+import psutil
 import pytest
 
 from autods.errors import EnvironmentBroken
 from autods.system.host import (
     MemoryGroup,
     cache_folder,
+    find_card_nodes,
     find_interface,
     installed_versions,
     read_hardware,
@@ -42,6 +44,32 @@ def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
         (tmp_path / name).write_text(str(said))
     memory = read_host_memory((MemoryGroup(folder=tmp_path, version=2),))
     assert (memory.total_bytes, memory.free_bytes) == (2**20, 2**20 - 2**18)
+
+
+def test_reserved_huge_pages_are_no_memory_for_programs(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 99 kB\nHugePages_Total:       4\nHugetlb:            8192 kB\n")
+    here = read_host_memory((), card_nodes=())
+    assert read_host_memory((), tmp_path / "meminfo", ()).total_bytes == psutil.virtual_memory().total - 2**23
+    assert here.total_bytes <= psutil.virtual_memory().total
+
+
+def write_node(devices: Path, number: int, cpus: str, total_kb: int, free_kb: int) -> Path:
+    """A NUMA node as /sys shows it."""
+    (folder := devices / f"node/node{number}").mkdir(parents=True)
+    (folder / "cpulist").write_text(f"{cpus}\n")
+    lines = f"Node {number} MemTotal:  {total_kb} kB\nNode {number} MemFree:  {free_kb} kB\n"
+    (folder / "meminfo").write_text(f"{lines}Node {number} HugePages_Total: 0\n")
+    return folder
+
+
+def test_memory_of_cards_that_is_a_numa_node_is_not_the_hosts(tmp_path: Path) -> None:
+    write_node(tmp_path, 0, "0-71", 400 * 2**20, 300 * 2**20)
+    cards = [write_node(tmp_path, number, "", 4096, 1024) for number in (1, 9)]
+    write_node(tmp_path, 2, "", 0, 0)  # kept for slices of a card
+    assert set(find_card_nodes(tmp_path, lambda: frozenset({1}))) == set(cards)
+    assert find_card_nodes(tmp_path, lambda: frozenset({0})) == ()  # other drivers tell the node beside the card
+    whole, less = (read_host_memory((), card_nodes=nodes) for nodes in ((), cards))
+    assert whole.total_bytes - less.total_bytes == 2 * 2**22
 
 
 @pytest.mark.parametrize("home", ["/etc/passwd", "/proc/1", "/proc/no/such"])
