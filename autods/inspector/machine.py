@@ -103,11 +103,10 @@ def check_memory(hardware: Hardware, *, shared: Path = Path("/dev/shm"), quota: 
         yield Check.warning("Memory", "processors", result, "ask for more, as by Slurm's --cpus-per-gpu")
     else:
         yield Check.ok("Memory", "processors", f"{hardware.cores} cores")
-    nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
-    if nodes > 1:
-        result = f"{nodes} nodes"
-        remedy = "bind ranks to the node of their card: deepspeed --bind_cores_to_rank"
-        yield Check.ok("Memory", "NUMA", result, remedy)
+    if hardware.numa_nodes > 1:
+        install = "" if hardware.numactl else "apt-get install numactl, then "
+        remedy = f"bind ranks to the node of their card: {install}deepspeed --bind_cores_to_rank"
+        yield Check.ok("Memory", "NUMA", f"{hardware.numa_nodes} nodes", remedy)
     yield from check_shared_memory(shared)
 
 
@@ -128,10 +127,17 @@ def check_shared_memory(folder: Path) -> Iterator[Check]:
         yield judge("Memory", name, f"{result}; NCCL, Ray and DataLoader workers share memory there", remedy)
 
 
-def may_lock_memory() -> bool:
-    """Whether this process may lock any amount of memory: it has CAP_IPC_LOCK, as root usually does."""
+def may_lock_memory(users: Path = Path("/proc/self/uid_map")) -> bool:
+    """Whether this process may lock any amount of memory: it has CAP_IPC_LOCK, as root usually does.
+
+    The kernel asks for that of the machine's own user namespace. Root in a rootless container has it of another one.
+    """
     held = int(processes.read_status("self").get("CapEff", "0"), 16)
-    return bool(held >> _CAP_IPC_LOCK & 1)
+    try:
+        is_machines_own = users.read_text().split() == ["0", "0", str(2**32 - 1)]
+    except OSError:
+        is_machines_own = True
+    return is_machines_own and bool(held >> _CAP_IPC_LOCK & 1)
 
 
 def check_limits(

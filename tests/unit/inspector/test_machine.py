@@ -159,6 +159,18 @@ def test_who_may_lock_any_memory_is_not_warned_of_its_limit() -> None:
     assert list(machine.check_limits(lambda number: low.get(number, infinite), lambda: True)) == []
 
 
+def test_root_of_a_rootless_container_may_not_lock_any_memory(tmp_path: Path) -> None:
+    (tmp_path / "uid_map").write_text("         0       1000          1\n")
+    assert not machine.may_lock_memory(tmp_path / "uid_map")
+
+
+def test_numa_nodes_are_those_to_which_ranks_can_be_bound() -> None:
+    assert "NUMA" not in by_name(machine.check_memory(NODE))
+    numa = by_name(machine.check_memory(replace(NODE, numa_nodes=2)))["NUMA"]
+    assert (numa.status, numa.result) == ("ok", "2 nodes")
+    assert numa.remedy.endswith("apt-get install numactl, then deepspeed --bind_cores_to_rank")
+
+
 def test_ranks_that_are_healthy_show_their_links_and_rate() -> None:
     slow = Finding(text="card 1 (H100) is throttled: too hot", remedy="look at the fans")
     preflight = Preflight(findings=(slow,), links="NVLink between 28 of 28 pairs of cards", reduced_per_s=300 * GIB)
