@@ -136,18 +136,19 @@ def measure_machine(settings: DoctorSettings, listen: Listener) -> Iterator[Chec
     began = time.monotonic()
     try:
         with open_ranks(hardware, settings.nvme_path, listen) as runner:
-            links, began = runner.preflight().links, time.monotonic()
+            preflight, began = runner.preflight(), time.monotonic()
             result = runner.measure()
-    except EnvironmentBroken as error:
+    except (EnvironmentBroken, InputError) as error:  # InputError: the folder for NVMe, or a limit of the shell
         problem, _, remedy = str(error).partition("\n")
         yield Check.broken("Measured", "ranks", problem, remedy.strip())
         return
     seconds = time.monotonic() - began
     readings = Readings(result.readings, len(hardware.cards) or CPU_RANKS)
     software = f"torch {installed_versions()['torch']}"
-    machine = describe_measured(readings, hardware, has_nvlink="NVLink" in links, software=software)
+    machine = describe_measured(readings, hardware, has_nvlink="NVLink" in preflight.links, software=software)
     rows = list(list_readings(readings))
-    text = format_machine(machine, [*map(": ".join, rows), *(f"not measured: {reason}" for reason in result.left_out)])
+    notes = [*map(": ".join, rows), *(f"not measured: {reason}" for reason in result.left_out)]
+    text = format_machine(machine, [*notes, *(f"although {finding.text}" for finding in preflight.findings)])
     path = measured_path(hardware.cards[0].name if hardware.cards else "", hardware)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, text)
@@ -157,6 +158,8 @@ def measure_machine(settings: DoctorSettings, listen: Listener) -> Iterator[Chec
         yield Check.ok("Measured", name, line)
     for reason in result.left_out:
         yield Check.warning("Measured", *reason.split(": ", 1))
+    for finding in preflight.findings:
+        yield Check.warning("Measured", "although", finding.text, f"{finding.remedy}; then measure again")
     yield Check.ok("Measured", "kept", f"{path}, after {seconds:.0f} s")
     if settings.machine_file is not None:
         yield Check.ok("Measured", "machine file", f"{settings.machine_file}, for autods plan … --on")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from ..devices import CPU, CUDA, describe_shared_cards
-from ..errors import EnvironmentBroken
+from ..errors import EnvironmentBroken, InputError
 from ..files import find_existing
 from ..report.results.doctor import Check
 from ..runner.health import Preflight
@@ -71,7 +71,7 @@ def check_ranks(measure: Callable[[], Preflight]) -> Iterator[Check]:
     """What a fit looks at before its first trial. `measure` starts the ranks."""
     try:
         preflight = measure()
-    except EnvironmentBroken as error:
+    except (EnvironmentBroken, InputError) as error:  # InputError: a limit of the shell is too low for a rank
         problem, _, remedy = str(error).partition("\n")
         yield Check.broken("GPUs", "ranks", problem, remedy.strip())
         return

@@ -27,6 +27,7 @@ _STOPPED: Mapping[str, tuple[Use, ...]] = {
     "Disk": _TRIALS,
     "Settings": _TRIALS,
     "NVMe": ("NVMe",),
+    "Measured": _TRIALS,
 }
 
 

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import resource
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from autods import api
-from autods.events import Event, Note
+from autods.devices import Finding
+from autods.errors import AutodsError, InputError
+from autods.events import Event, Listener, Note
 from autods.inspector import examine
 from autods.inspector.examine import check_ladder, format_warning
+from autods.rank.record import MeasureResult
 from autods.report.results.doctor import Check
+from autods.runner.health import Preflight
+from autods.system.host import Hardware
 from tests.support.machines import SOURCE, a_machine
 from tests.support.settings import fit_settings
 
@@ -106,3 +112,46 @@ def test_a_fit_says_it_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None
     assert Note(text="CUDA_LAUNCH_BLOCKING=1: the CPU waits for every kernel (unset CUDA_LAUNCH_BLOCKING)") in (
         api.FIT.run(settings, heard.append)
     )
+
+
+class Ranks:
+    """Ranks that find this before they measure nothing, or that cannot start."""
+
+    def __init__(self, finding: Finding, error: AutodsError | None = None) -> None:
+        self.finding, self.error = finding, error
+
+    @contextmanager
+    def open(self, hardware: Hardware, nvme_path: Path | None, listen: Listener) -> Iterator[Ranks]:
+        if self.error is not None:
+            raise self.error
+        yield self
+
+    def preflight(self) -> Preflight:
+        return Preflight(findings=(self.finding,))
+
+    def measure(self) -> MeasureResult:
+        return MeasureResult(readings=(), left_out=("NVMe: no folder was named",))
+
+
+HOT = Finding(text="card 1 (H100) is throttled: too hot", remedy="see the fans")
+
+
+def test_what_slowed_the_ranks_stands_beside_what_they_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTODS_CACHE", str(tmp_path))
+    monkeypatch.setattr(examine, "open_ranks", Ranks(HOT).open)
+    settings = examine.DoctorSettings(hardware=a_machine(gpus=2), machine_file=tmp_path / "mine.toml")
+    checks = {check.name: check for check in examine.measure_machine(settings, lambda event: None)}
+    assert (checks["although"].status, checks["although"].result) == ("warning", HOT.text)
+    assert f"# although {HOT.text}\n" in (tmp_path / "mine.toml").read_text()
+
+
+def test_a_folder_that_is_not_there_leaves_the_other_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = InputError("is not a folder that can be written", place="--nvme-path /x", hint="create it first")
+    monkeypatch.setattr(examine, "open_ranks", Ranks(HOT, error).open)
+    settings = examine.DoctorSettings(hardware=a_machine(gpus=2))
+    (check,) = examine.measure_machine(settings, lambda event: None)
+    assert (check.status, check.remedy) == ("broken", "create it first")
+    assert check.result == "--nvme-path /x: is not a folder that can be written"
+    assert "plan" not in check.stops
