@@ -61,6 +61,13 @@ def find_problem(op: str) -> str | None:
         return f"DeepSpeed has no {op} for this accelerator"
     if (danger := find_danger(op)) is not None:
         return f"{op} is not loaded: {danger} (chmod -R go-w {ops_folder()}, or remove it)"
+    if is_installed(builder):
+        return None
+    if lacks_nvcc(builder):
+        import torch
+
+        toolkit = f"install the CUDA toolkit {torch.version.cuda}, or set CUDA_HOME to it"
+        return f"{op} can be neither built nor loaded: nvcc is not installed ({toolkit})"
     if is_cached(op):
         return None
     compiler = os.environ.get("CXX", "g++")
@@ -72,6 +79,26 @@ def find_problem(op: str) -> str | None:
         hint = " (apt-get install libaio-dev)" if op == "async_io" else ""
         return f"{op} cannot be built on this machine{hint}"
     return None
+
+
+def is_installed(builder: Any) -> bool:
+    """Whether DeepSpeed was installed with this op built (DS_BUILD_OPS=1), as in NVIDIA's containers."""
+    from deepspeed.git_version_info import installed_ops
+
+    return bool(installed_ops.get(builder.name, False))
+
+
+def lacks_nvcc(builder: Any) -> bool:
+    """Whether the op is compiled by CUDA's compiler, and that is not there: torch's wheels bring none.
+
+    DeepSpeed asks it for its version when it builds or loads an op for cards, also one without kernels (async_io).
+    """
+    from deepspeed.ops.op_builder.builder import CUDAOpBuilder
+    from torch.utils import cpp_extension
+
+    if not isinstance(builder, CUDAOpBuilder) or builder.is_rocm_pytorch():
+        return False
+    return cpp_extension.CUDA_HOME is None or not Path(cpp_extension.CUDA_HOME, "bin", "nvcc").exists()
 
 
 def is_cached(op: str) -> bool:
@@ -162,7 +189,9 @@ def main(words: list[str]) -> None:
             build(name)
             answer[name] = {"seconds": time.monotonic() - began}
         else:
-            answer[name] = {"built": is_cached(name), "problem": find_problem(name)}
+            problem, builder = find_problem(name), get_builder(name)
+            is_built = is_cached(name) or (builder is not None and is_installed(builder))
+            answer[name] = {"built": is_built, "problem": problem}
     print(json.dumps(answer))
 
 

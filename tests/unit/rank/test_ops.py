@@ -5,6 +5,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from deepspeed.git_version_info import installed_ops
+from deepspeed.ops.op_builder.fused_adam import FusedAdamBuilder
+from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
 from autods.config import deepspeed
@@ -124,3 +127,20 @@ def test_each_processor_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch)
 def test_an_op_that_the_accelerator_lacks_is_told_before_it_loads():
     assert ops.find_problem("fused_lamb") == "DeepSpeed has no fused_lamb for this accelerator"
     assert ops.BUILDERS.keys() >= {op for pair in deepspeed._OPTIMIZER_OPS.values() for op in pair if op is not None}
+
+
+@pytest.mark.parametrize("home", [None, "a runtime alone", "a toolkit"])
+def test_an_op_for_cards_is_not_loaded_without_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str | None):
+    monkeypatch.setattr(ops, "ops_folder", lambda: tmp_path / "ops")
+    monkeypatch.setattr(ops, "get_builder", lambda op: FusedAdamBuilder())
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None if home is None else str(tmp_path))
+    (tmp_path / "ops" / "fused_adam").mkdir(parents=True)
+    (tmp_path / "ops" / "fused_adam" / "fused_adam.so").touch()
+    if home == "a toolkit":
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin" / "nvcc").touch()
+        assert ops.find_problem("fused_adam") is None
+    else:
+        assert "nvcc is not installed (install the CUDA toolkit" in str(ops.find_problem("fused_adam"))
+        monkeypatch.setitem(installed_ops, "fused_adam", True)  # as NVIDIA's containers have it
+        assert ops.find_problem("fused_adam") is None
