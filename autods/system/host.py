@@ -45,9 +45,14 @@ class MemoryGroup:
     version: int
 
     def limit_bytes(self) -> int | None:
-        """Return the limit of its processes together; None where there is none."""
-        limit = _read_number(self.folder / _FILES[self.version][0])
-        return limit if limit is not None and limit < _NO_LIMIT else None
+        """Return the limit of its processes together; None where there is none.
+
+        Above memory.high of version 2 nothing is killed, but the kernel makes each allocation wait, so that a rank
+        stands still. systemd (MemoryHigh), Slurm and Kubernetes set it.
+        """
+        names = (_FILES[self.version][0], *(("memory.high",) if self.version == 2 else ()))
+        limits = (_read_number(self.folder / name) for name in names)
+        return min((limit for limit in limits if limit is not None and limit < _NO_LIMIT), default=None)
 
     def free_bytes(self) -> int | None:
         """Return the bytes left of the limit; what the kernel can drop counts as free, the cache of files above all."""

@@ -30,6 +30,12 @@ def test_cgroup_v2_has_limit_free_bytes_and_oom_kills(tmp_path):
     assert (group.limit_bytes(), group.free_bytes(), group.oom_kills()) == (4 * GIB, 2 * GIB, 2)
 
 
+def test_what_makes_processes_wait_is_a_limit_too(tmp_path):
+    folder = write(tmp_path, memory__max="max\n", memory__high=f"{4 * GIB}\n", memory__current=f"{GIB}\n")
+    group = MemoryGroup(folder=folder, version=2)
+    assert (group.limit_bytes(), group.free_bytes()) == (4 * GIB, 3 * GIB)
+
+
 def test_version_1_says_the_same_under_other_names(tmp_path):
     folder = write(
         tmp_path,
