@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..plain_text import read_text
 from .distributed import Ranks
-from .ops import build, get_builder, is_cached
+from .ops import build, get_builder, is_built
 from .record import MeasureResult, Reading, ReadingKind
 
 _MIB = 2**20
@@ -256,7 +256,7 @@ class Benchmark:
             torch.set_num_threads(threads)
 
     def _step_on_host(self) -> None:
-        if not is_cached("cpu_adam"):
+        if not is_built("cpu_adam"):
             raise RuntimeError("DeepSpeed's op is not built (autods doctor --fix)")
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -271,7 +271,7 @@ class Benchmark:
         """Rank 0 writes and reads a file as DeepSpeed swaps, with the first values of the rung that swaps to NVMe."""
         if self.nvme is None:
             raise RuntimeError("no folder was named (--nvme-path)")
-        if not is_cached("async_io"):
+        if not is_built("async_io"):
             raise RuntimeError("DeepSpeed's async_io is not built (autods doctor --fix; apt-get install libaio-dev)")
         if self.ranks.rank != 0:
             return

@@ -101,6 +101,12 @@ def lacks_nvcc(builder: Any) -> bool:
     return cpp_extension.CUDA_HOME is None or not Path(cpp_extension.CUDA_HOME, "bin", "nvcc").exists()
 
 
+def is_built(op: str) -> bool:
+    """Whether the op needs no build: it is cached, or was installed with DeepSpeed."""
+    builder = get_builder(op)
+    return is_cached(op) or (builder is not None and is_installed(builder))
+
+
 def is_cached(op: str) -> bool:
     """Whether the op is built: torch writes the library last. Imports neither torch nor DeepSpeed."""
     return any((ops_folder() / op).glob("*.so"))
@@ -189,9 +195,7 @@ def main(words: list[str]) -> None:
             build(name)
             answer[name] = {"seconds": time.monotonic() - began}
         else:
-            problem, builder = find_problem(name), get_builder(name)
-            is_built = is_cached(name) or (builder is not None and is_installed(builder))
-            answer[name] = {"built": is_built, "problem": problem}
+            answer[name] = {"built": is_built(name), "problem": find_problem(name)}
     print(json.dumps(answer))
 
 

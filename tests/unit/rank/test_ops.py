@@ -144,3 +144,4 @@ def test_an_op_for_cards_is_not_loaded_without_nvcc(tmp_path: Path, monkeypatch:
         assert "nvcc is not installed (install the CUDA toolkit" in str(ops.find_problem("fused_adam"))
         monkeypatch.setitem(installed_ops, "fused_adam", True)  # as NVIDIA's containers have it
         assert ops.find_problem("fused_adam") is None
+        assert ops.is_built("fused_adam")
