@@ -12,7 +12,7 @@ import psutil
 from .base import Card, Device, Finding, Health
 
 _LOOK_S = 0.25
-_BUSY = 0.25  # of all processors: with less, two ranks on two cores lose no more than other noise takes
+_BUSY = 0.25  # of the processors: with less, two ranks on two cores lose no more than other noise takes
 _CAPPED = 0.9  # of the highest clock
 _PROCESSORS, _CPUINFO = Path("/sys/devices/system/cpu"), Path("/proc/cpuinfo")
 
@@ -55,15 +55,26 @@ def read_processor_field(name: str, path: Path = _CPUINFO) -> str:
     return next(values, "")
 
 
+def measure_load(measure: Callable[[], list[float]] = lambda: psutil.cpu_percent(_LOOK_S, percpu=True)) -> float:
+    """Return the share of the processors that this process may use which was busy, for a moment.
+
+    Those of other jobs on the machine do not count. `measure` returns the percentage of each processor.
+    """
+    usable = os.sched_getaffinity(0)
+    loads = measure()
+    ours = [load for number, load in enumerate(loads) if number in usable] or loads
+    return sum(ours) / max(1, len(ours)) / 100
+
+
 def examine_processors(
     ranks: int,
     *,
-    measure_load: Callable[[], float] = lambda: psutil.cpu_percent(_LOOK_S) / 100,
+    measure_load: Callable[[], float] = measure_load,
     processors: Path = _PROCESSORS,
 ) -> Iterator[Finding]:
     """Yield what slows the ranks: too few processors, other load on them (before the ranks start), and slow clocks.
 
-    `measure_load` takes a moment, and returns the share of the machine's processors that was busy.
+    `measure_load` takes a moment, and returns the share of the processors that was busy.
     """
     usable = len(os.sched_getaffinity(0))
     if ranks > usable:

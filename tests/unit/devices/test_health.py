@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autods.devices import Finding
-from autods.devices.cpu import examine_processors
+from autods.devices.cpu import examine_processors, measure_load
 from autods.devices.cuda import examine_cards, find_throttling
 from tests.support.scripted_nvml import GIB, FakeCard, FakeNvml, NVMLError, four
 
@@ -109,6 +109,12 @@ def make_processors(folder: Path, *, throttled: int = 0, allowed: int = 4_000_00
 def test_idle_processors_have_no_findings(tmp_path: Path) -> None:
     for processors in (tmp_path, make_processors(tmp_path, throttled=7)):  # without such files, and with them
         assert not list(examine_processors(1, measure_load=lambda: 0.1, processors=processors))
+
+
+def test_load_on_processors_of_other_jobs_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 2})
+    assert measure_load(lambda: [10.0, 100.0, 30.0, 100.0]) == pytest.approx(0.2)
+    assert measure_load(lambda: [0.0, 100.0, 0.0]) == 0
 
 
 def test_a_processor_that_is_off_tells_no_clock(tmp_path: Path) -> None:
