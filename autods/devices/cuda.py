@@ -27,6 +27,11 @@ _LOST, _NOT_SUPPORTED = 15, 3  # NVML_ERROR_GPU_IS_LOST, NVML_ERROR_NOT_SUPPORTE
 # with. A card that is there and does not work has others: lost, without power, an unknown error.
 _NO_PERMISSION = 4
 _NOT_SHOWN = (2, _NO_PERMISSION, 6)
+_NO_LIBRARY = 12  # NVML_ERROR_LIBRARY_NOT_FOUND
+_NO_LIBCUDA = (
+    "the driver's libcuda.so.1 is not there, though NVML is: no program can use the cards\n"
+    "  in a container set NVIDIA_DRIVER_CAPABILITIES=compute,utility; else install the driver's library for computing"
+)
 # From this compute capability on, cards compute in bf16; torch.cuda.is_bf16_supported: it is emulated on older ones.
 _COMPUTES_BF16 = (8, 0)
 # The oldest capability for which a major version of CUDA compiles; its release notes have it under "Deprecated
@@ -130,9 +135,15 @@ def read_nvml(visible: str | None, nvml: Any = None) -> CardReading:
             cards = tuple(_read_card(api, handle) for handle in _visible_handles(api, visible))
         except api.NVMLError as error:
             return CardReading(unusable=_explain_nvml(error))
-        version = _query(api, "nvmlSystemGetCudaDriverVersion_v2")  # 13020
+        version, problem = None, None
+        try:
+            version = api.nvmlSystemGetCudaDriverVersion_v2()  # 13020
+        except api.NVMLError as error:
+            if cards and error.value == _NO_LIBRARY:
+                problem = _NO_LIBCUDA
         return CardReading(
             cards=cards,
+            unusable=problem,
             driver=_text(_query(api, "nvmlSystemGetDriverVersion")),
             cuda=None if version is None else f"{int(version) // 1000}.{int(version) % 1000 // 10}",
         )

@@ -57,7 +57,7 @@ class FakeNvml:
     problem: NVMLError | None = None
     new: bool = True
     driver: str | bytes = "580.95.05"
-    cuda: int = 13000
+    cuda: int | None = 13000  # None where there is no libcuda.so.1
     open: int = 0
     asked: list[str] = field(default_factory=list)
     links: str = "NVLink"  # between all cards
@@ -203,6 +203,8 @@ class FakeNvml:
         return self.driver
 
     def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
+        if self.cuda is None:
+            raise NVMLError("NVML Shared Library Not Found", 12)
         return self.cuda
 
 

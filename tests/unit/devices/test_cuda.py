@@ -217,6 +217,13 @@ def test_a_driver_too_old_for_torch_is_named_with_versions(monkeypatch: pytest.M
     assert "torch 2.11.0+cu130 needs CUDA 13.0, and the driver 535.54.03 runs 12.2 at most" in here.unusable
 
 
+def test_a_container_that_may_only_look_at_its_cards_cannot_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = TorchBuild(version="2.13.0", cuda=(13, 2))
+    here = looked(monkeypatch, FakeNvml([FakeCard()], cuda=None), build)
+    assert (here.unusable or "").startswith("the driver's libcuda.so.1 is not there")
+    assert looked(monkeypatch, FakeNvml([], cuda=None), build).unusable is None
+
+
 @pytest.mark.parametrize(("capability", "is_too_old"), [((7, 0), True), ((7, 5), False), (None, False)])
 def test_a_card_too_old_for_torchs_cuda_cannot_be_used(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, is_too_old: bool
