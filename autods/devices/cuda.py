@@ -266,7 +266,10 @@ def _examine_card(api: Any, handle: Any) -> Iterator[Finding]:
     if 0 < width < most:  # 0: not told, as in a MIG slice. The generation falls on an idle card, the width does not
         yield Finding(text=f"{name}: its PCIe link has {width} of {most} lanes", remedy="seat the card or riser anew")
     rates = _query(api, "nvmlDeviceGetUtilizationRates", handle)
-    if rates is not None and rates.gpu >= _BUSY:
+    # NVML's manual: a card whose driver was just loaded scrubs its memory, and counts as busy. Without persistence
+    # mode, our own question loads the driver of a card that nobody uses.
+    is_just_loaded = _query(api, "nvmlDeviceGetPersistenceMode", handle) == 0 and _memory(api, handle)[2] < _IDLE_BYTES
+    if rates is not None and rates.gpu >= _BUSY and not is_just_loaded:
         text = f"{name}: something else keeps it busy, {rates.gpu} % of the time"
         yield Finding(text=text, remedy="nvidia-smi pmon -c 1 shows what")
 
@@ -327,10 +330,12 @@ def _open(nvml: Any) -> Iterator[tuple[Any, str | None]]:
 def _visible_handles(api: Any, visible: str | None) -> Iterator[Any]:
     """Return handles as CUDA enumerates them: one MIG slice at most, and an unnamed one only without whole cards.
 
+    A card that is named twice hides all.
+
     Source: NVIDIA's MIG user guide, "CUDA device enumeration".
     """
     names = map(str, range(api.nvmlDeviceGetCount())) if visible is None else visible.split(",")
-    whole: list[Any] = []
+    whole: dict[int, Any] = {}
     slices: list[Any] = []
     for name in (part.strip() for part in names):
         try:
@@ -347,9 +352,11 @@ def _visible_handles(api: Any, visible: str | None) -> Iterator[Any]:
             places = range(_query(api, "nvmlDeviceGetMaxMigDeviceCount", handle) or 0)
             parts = (_query(api, "nvmlDeviceGetMigDeviceHandleByIndex", handle, place) for place in places)
             slices += [part for part in parts if part is not None]  # places may be empty
+        elif (number := api.nvmlDeviceGetIndex(handle)) in whole:
+            return iter(())
         else:
-            whole.append(handle)
-    return iter(whole or slices[:1])
+            whole[number] = handle
+    return iter(whole.values() or slices[:1])
 
 
 def _find_by_uuid(api: Any, name: str) -> Any:

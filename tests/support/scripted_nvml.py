@@ -39,6 +39,7 @@ class FakeCard:
     watts: tuple[int, int] = (700, 700)  # enforced, by default
     lanes: tuple[int, int] = (16, 16)  # now, at most
     busy: int = 0  # percent
+    persistent: int = 1  # the driver stays loaded
     address: str | None = None  # on the PCI bus
     memory_node: int | None = None  # the NUMA node that its memory is
 
@@ -188,6 +189,9 @@ class FakeNvml:
 
     def nvmlDeviceGetUtilizationRates(self, card: FakeCard) -> SimpleNamespace:
         return self._tell(card, SimpleNamespace(gpu=card.busy, memory=0))
+
+    def nvmlDeviceGetPersistenceMode(self, card: FakeCard) -> int:
+        return self._tell(card, card.persistent)
 
     def nvmlDeviceGetP2PStatus(self, card: FakeCard, other: FakeCard, capability: int) -> int:
         """0: OK; 5: not supported. capability: 0 to read the other's memory, 2 NVLink."""

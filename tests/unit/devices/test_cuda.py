@@ -45,6 +45,8 @@ def slices() -> FakeNvml:
         ("1,-1,2", [1]),
         ("0,9,1", [0]),
         ("GPU-z", []),
+        ("1,0,1", []),
+        ("GPU-b,1", []),
     ],
 )
 def test_cuda_visible_devices_is_honoured_as_cuda_does(visible: str | None, indices: list[int]) -> None:

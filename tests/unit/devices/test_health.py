@@ -75,6 +75,12 @@ def test_reaching_the_power_limit_or_idling_is_no_throttling() -> None:
     assert [find_throttling(nvml, card) for card in nvml.cards] == [None] * 3
 
 
+def test_a_card_whose_driver_was_just_loaded_is_not_busy() -> None:
+    assert examine_cards("0", 1, FakeNvml([FakeCard(busy=99, persistent=0)])).findings == ()
+    used = FakeCard(busy=99, persistent=0, used_bytes=3 * GIB)  # somebody else's process had loaded it
+    assert "keeps it busy" in examine_cards("0", 1, FakeNvml([used])).findings[0].text
+
+
 def test_drivers_before_535_tell_why_a_card_is_throttled() -> None:
     nvml = FakeNvml([FakeCard(reasons=0x20)], old_names=True)
     assert "too hot" in str(find_throttling(nvml, nvml.cards[0]))
