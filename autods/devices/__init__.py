@@ -26,7 +26,7 @@ def read_cards() -> CardReading:
 
 def find_memory_nodes() -> frozenset[int]:
     """Return the NUMA nodes that the kernel has made of the memory of this machine's cards, as on GH200 and GB200."""
-    return frozenset().union(*(device.find_memory_nodes() for device in DEVICES.values()))
+    return frozenset[int]().union(*(device.find_memory_nodes() for device in DEVICES.values()))
 
 
 __all__ = [

@@ -135,7 +135,7 @@ def read_nvml(visible: str | None, nvml: Any = None) -> CardReading:
             cards = tuple(_read_card(api, handle) for handle in _visible_handles(api, visible))
         except api.NVMLError as error:
             return CardReading(unusable=_explain_nvml(error))
-        version, problem = None, None
+        version: int | None = None
         try:
             version = api.nvmlSystemGetCudaDriverVersion_v2()  # 13020
         except api.NVMLError as error:
