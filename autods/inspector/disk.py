@@ -24,14 +24,25 @@ _NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP)
 
 def find_file_system(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
     """Return the type of the file system that a folder is on, such as 'ext4'; '' where the kernel does not tell."""
-    device = os.stat(folder).st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
     with contextlib.suppress(OSError):
+        device = os.stat(folder).st_dev
+        number = f"{os.major(device)}:{os.minor(device)}"
         for line in mounts.read_text(errors="replace").splitlines():
             place, _, kind = line.partition(" - ")  # '36 35 98:0 /a /mnt rw … - ext4 /dev/sda rw'
             if place.split()[2] == number:
                 return kind.split()[0]
     return ""
+
+
+def find_memory_folder(folder: Path, file_system: Callable[[Path], str] = find_file_system) -> Check | None:
+    """Return a check that is broken where the folder is in host memory, such as /dev/shm; None for one on a disk.
+
+    Since Linux 6.6 tmpfs accepts direct I/O, so that neither a trial nor a measurement shows it.
+    """
+    if (kind := file_system(folder)) not in _IN_MEMORY:
+        return None
+    result = f"it is host memory ({kind}), so offloading to it saves none"
+    return Check.broken("NVMe", str(folder), result, "name a folder on a local disk")
 
 
 def check_nvme(
@@ -44,10 +55,8 @@ def check_nvme(
     if not folder.is_dir():
         yield Check.broken("NVMe", str(folder), "there is no such folder", f"mkdir -p {folder}")
         return
-    # Since Linux 6.6 tmpfs accepts direct I/O, so a measurement does not show it.
-    if (kind := file_system(folder)) in _IN_MEMORY:
-        result = f"it is host memory ({kind}), so offloading to it saves none"
-        yield Check.broken("NVMe", str(folder), result, "name a folder on a local disk")
+    if (check := find_memory_folder(folder, file_system)) is not None:
+        yield check
         return
     free = shutil.disk_usage(folder).free
     if free < 2 * file_bytes:

@@ -30,7 +30,7 @@ from ..runner.health import Preflight
 from ..system.host import Hardware, cache_folder, installed_versions, read_hardware
 from ..types import Knobs, WorkloadSource
 from . import machine, toolchain
-from .disk import check_nvme
+from .disk import check_nvme, find_file_system, find_memory_folder
 from .measurement import Readings, describe_measured, list_readings
 
 if TYPE_CHECKING:
@@ -197,6 +197,7 @@ def check_ladder(
     shared: Path = Path("/dev/shm"),
     read_limit: machine.ReadLimit = resource.getrlimit,
     may_lock: Callable[[], bool] = machine.may_lock_memory,
+    file_system: Callable[[Path], str] = find_file_system,
 ) -> Iterator[Check]:
     """Only the checks that are not ok and concern a rung of this ladder, these ranks and this device.
 
@@ -208,6 +209,9 @@ def check_ladder(
         yield from (check for check in machine.check_shared_memory(shared) if check.status != "ok")
         if "async_io" in _list_ops(settings):
             yield from (check for check in machine.check_limits(read_limit, may_lock) if check.name == "locked memory")
+            path = settings.nvme_path
+            if path is not None and (in_memory := find_memory_folder(path, file_system)) is not None:
+                yield in_memory
     yield from _check_release(settings)
     for check in machine.check_environment(variables):
         name = check.name

@@ -35,6 +35,7 @@ def warnings(
     compiler: bool = True,
     locked: int = resource.RLIM_INFINITY,
     shared: Path = Path("/"),
+    file_system: str = "ext4",
 ) -> dict[str, Check]:
     settings = fit_settings(SOURCE, hardware=a_machine(gpus=4), **(options or {}))
     checks = check_ladder(
@@ -45,6 +46,7 @@ def warnings(
         shared=shared,
         read_limit=lambda number: (locked, locked) if number == resource.RLIMIT_MEMLOCK else UNLIMITED,
         may_lock=lambda: False,
+        file_system=lambda folder: file_system,
     )
     return {check.name: check for check in checks}
 
@@ -81,6 +83,11 @@ def test_libaio_and_locked_memory_matter_with_nvme_only(
         assert "cannot be built for zero3-nvme" in found["libaio"].result
         (tmp_path / "libaio.h").write_text("")
         assert "libaio" not in warnings(options, {"CPATH": f"/gone:{tmp_path}"}, built=False)
+
+
+def test_a_folder_for_nvme_in_memory_is_a_line(tmp_path: Path) -> None:
+    (check,) = warnings({"nvme_path": str(tmp_path)}, file_system="tmpfs").values()
+    assert format_warning(check).startswith(f"{tmp_path}: it is host memory (tmpfs), so offloading to it saves none")
 
 
 def test_variables_of_nccl_matter_to_several_cards_only() -> None:
