@@ -22,6 +22,7 @@ ReadLimit = Callable[[int], tuple[int, int]]  # a resource → its soft and its 
 _GIB = 2**30
 _MIB = 2**20
 _LEAST_SHARED = _GIB  # NCCL takes some MiB a pair of ranks, DataLoader workers a batch each
+_TOO_LITTLE_SHARED = 32 * _MIB  # half of what docker gives, so that a small file there decides nothing
 _LEAST_FREE = 2 * _GIB
 _LEAST_LOCKED = 64 * _MIB  # DeepSpeed's async_io locks its buffers
 _CAP_IPC_LOCK = 14
@@ -123,7 +124,7 @@ def check_shared_memory(folder: Path) -> Iterator[Check]:
     if free >= _LEAST_SHARED:
         yield Check.ok("Memory", name, result)
     else:
-        judge = Check.broken if free < 64 * _MIB else Check.warning
+        judge = Check.broken if free < _TOO_LITTLE_SHARED else Check.warning
         yield judge("Memory", name, f"{result}; NCCL, Ray and DataLoader workers share memory there", remedy)
 
 

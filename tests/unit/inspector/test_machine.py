@@ -71,7 +71,7 @@ def test_a_quota_of_processors_is_a_warning() -> None:
     assert states(machine.check_memory(replace(NODE, host_bytes=100 * GIB)))["host"] == "warning"
 
 
-@pytest.mark.parametrize(("free", "status"), [(GIB // 32, "broken"), (GIB // 2, "warning"), (8 * GIB, "ok")])
+@pytest.mark.parametrize(("free", "status"), [(GIB // 64, "broken"), (GIB // 16 - 4096, "warning"), (8 * GIB, "ok")])
 def test_shared_memory_that_is_small_is_told(monkeypatch: pytest.MonkeyPatch, free: int, status: str) -> None:
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: machine.shutil._ntuple_diskusage(free, 0, free))  # type: ignore[attr-defined]
     check = by_name(machine.check_memory(NODE))["/dev/shm"]
