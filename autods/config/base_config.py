@@ -24,6 +24,7 @@ from .deepspeed import (
     count_sharers,
     enabled_half_precision,
     get_key,
+    leave_out_auto,
     merge,
     names_precision,
     use_documented_names,
@@ -136,7 +137,7 @@ def resolve_base_config(
 
     The precision is the one that the config enables, else `precision`. For "auto" it is bf16, or fp16 where not `bf16`:
     the device cannot compute in it. For a script the config holds only the keys that win over the script's own; its
-    precision stays unless one is asked for.
+    precision stays unless one is asked for, which also decides what is "auto" there.
     """
     users = source.base_config if given is None else given
     place = str(users) if isinstance(users, (str, os.PathLike)) else "base config"
@@ -147,14 +148,14 @@ def resolve_base_config(
     base = use_documented_names(base)
     if precision != "auto":
         _check_precision(precision)
-    enabled = enabled_half_precision(base)
+    enabled = enabled_half_precision(leave_out_auto(base))
     if precision == "auto":
         is_open = not source.form.chooses_precision and not names_precision(base)
         return {**base, "bf16" if bf16 else "fp16": {"enabled": True}} if is_open else base
     if enabled and enabled != precision:
         problem = f"--precision {precision}, but {enabled} is enabled there"
         raise InputError(problem, place=place, hint="drop one of the two")
-    config = base if enabled or precision == "fp32" else {**base, precision: {"enabled": True}}
+    config = base if enabled or precision == "fp32" else merge(base, {precision: {"enabled": True}})
     if not source.form.chooses_precision:
         return config
     return merge(config, {half: {"enabled": False} for half in ("bf16", "fp16") if half != precision})

@@ -438,6 +438,15 @@ def test_a_scripts_precision_stays_unless_one_is_given() -> None:
         of_script({"fp16": {"enabled": True}, "bf16": {"enabled": True}})
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_a_precision_decides_what_the_base_config_leaves_auto(precision: str) -> None:
+    script = WorkloadSource(kind="script", path="/train.py", name="train", digest="", script_kind="hf_trainer")
+    base = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "loss_scale_window": 100}}
+    settings = fit_settings(script, hardware=NO_CARDS, gpus=2, device="cpu", base_config=base, precision=precision)
+    assert {half: settings.base[half]["enabled"] for half in base} == {half: half == precision for half in base}
+    assert settings.base["fp16"]["loss_scale_window"] == 100
+
+
 def test_a_script_s_config_is_checked_and_its_global_batch_is_kept() -> None:
     assert of_script({"train_batch_size": 64}).global_batch == 64
     assert of_script({"train_batch_size": 64}, global_batch=32).global_batch == 32
