@@ -38,6 +38,8 @@ _OPTIMIZER_OPS = {
     "adagrad": (None, "cpu_adagrad"),
     "lamb": ("fused_lamb", "fused_lamb"),
 }
+# Switches of ZeRO++ that load DeepSpeed's quantizer (partition_parameters.py, coalesced_collectives.py).
+_QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -342,7 +344,8 @@ def required_ops(config: Mapping[str, Any]) -> tuple[str, ...]:
         ops.append(op)
     if "nvme" in offloads.values():
         ops.append("async_io")
-    if get_key(config, "zero_optimization.zero_quantized_weights") is True:
+    zero = config.get("zero_optimization") or {}
+    if zero.get("stage") == 3 and any(zero.get(key) is True for key in _QUANTIZED):  # no other stage quantizes
         ops.append("quantizer")
     return tuple(ops)
 

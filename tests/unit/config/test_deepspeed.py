@@ -231,6 +231,15 @@ def test_the_ops_of_deepspeeds_other_optimizers_are_known(
     assert required_ops(composed("zero2-offload", base=base)) == ((on_host,) if on_host else ())
 
 
+@pytest.mark.parametrize(
+    "key", ["zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"]
+)
+def test_what_zero_plus_plus_quantizes_needs_its_op_at_stage_3(key: str) -> None:
+    base = {"zero_optimization": {key: True}}
+    assert "quantizer" in required_ops(composed("zero3", base=base))
+    assert "quantizer" not in required_ops(composed("zero2", base=base))
+
+
 @pytest.mark.parametrize("name", RUNGS)
 def test_a_config_names_no_optimizer_if_the_workload_has_one(name: str) -> None:
     config = composed(name, base=PRETRAINING, own_optimizer=True)
