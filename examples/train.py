@@ -218,11 +218,11 @@ def load_hugging_face(asked: argparse.Namespace):
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(asked.model)
-    config.use_cache = False
+    text = config.get_text_config()
+    config.use_cache = text.use_cache = False
     for name in ("pad_token_id", "decoder_start_token_id") if asked.task == "seq2seq" else ():
         if getattr(config, name, None) is None:
             setattr(config, name, 0)
-    text = config.get_text_config()
 
     def build_model():
         auto = getattr(transformers, AUTO[asked.task])

@@ -149,7 +149,8 @@ def load_config(source: WorkloadSource) -> Workload:
     path = Path(source.path)
     changes = {name.removeprefix("build_model."): value for name, value in source.arguments.items()}
     config = _make_config({**read_config(path), **changes}, path)
-    config.use_cache = False  # the cache serves generation
+    for each in (config, config.get_text_config()):  # that of a model with more senses makes one by itself
+        each.use_cache = False  # the cache serves generation
     if source.task == "seq2seq":  # labels are shifted right with these tokens
         for name in ("pad_token_id", "decoder_start_token_id"):
             if getattr(config, name, None) is None:

@@ -11,7 +11,7 @@ import pytest
 
 from autods.errors import InputError
 from autods.types import WorkloadSource
-from autods.workload import make_source
+from autods.workload import load, make_source
 from autods.workload.hf_config import describe_omissions, read_config
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
@@ -180,3 +180,12 @@ def test_zero_init_changes_the_digest_of_every_model(tmp_path: Path) -> None:
             != make_source(path).digest
             == make_source(path, zero_init=False).digest
         )
+
+
+def test_no_part_of_a_vision_language_model_keeps_a_cache(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    text = {"model_type": "llama", "vocab_size": 300, **sizes}
+    vision = {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14, **sizes}
+    llava = {"model_type": "llava", "text_config": text, "vision_config": vision}
+    workload = load(make_source(config(tmp_path, llava), seq_len=8))
+    assert workload.build()(**workload.build_batch(1)).past_key_values is None
