@@ -109,6 +109,11 @@ def is_of_accelerate(content: Mapping[str, Any]) -> bool:
 def make_accelerates_config(content: Mapping[str, Any], path: Path, read_json: ReadConfig) -> dict[str, Any]:
     """Return the config that accelerate makes of its file. Raises InputError where accelerate refuses the file."""
     plugin = content.get("deepspeed_config") or {}
+    if not isinstance(plugin, Mapping):
+        hint = "name DeepSpeed's file in a field of that section: deepspeed_config_file: ds_config.json"
+        raise InputError(
+            "accelerate reads fields there, and these are none", place=f"{path}: deepspeed_config", hint=hint
+        )
     _refuse_misplaced(content, plugin, path)
     if unread := [name for name in plugin if name in read_known_keys().top and name not in FIELDS_OF_ACCELERATE]:
         hint = "write DeepSpeed's keys into a JSON file, and name it: deepspeed_config_file"

@@ -109,6 +109,10 @@ def test_accelerate_refuses_what_the_named_file_decides(tmp_path: Path) -> None:
         ("deepspeed: &a {b: *a}", "acc.yaml: is not YAML: "),
         ("- 1", "has neither a deepspeed_config of accelerate nor keys of DeepSpeed"),
         ("deepspeed_config: {zero_optimization: {stage: 2}}", "accelerate does not read zero_optimization there"),
+        (
+            "distributed_type: DEEPSPEED\ndeepspeed_config: ds.json",
+            "acc.yaml: deepspeed_config: accelerate reads fields",
+        ),
         ("deepspeed_config: {deepspeed_config_file: acc.yaml}", "deepspeed_config_file: is YAML"),
         (
             "deepspeed_config: {deepspeed_config_file: no.json}",
