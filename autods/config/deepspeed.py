@@ -194,6 +194,8 @@ def compose(rung: Rung, knobs: Knobs, site: Site, facts: ModelFacts | None) -> d
     replicas = count_replicas(site.base, site.world_size, facts)
     own_optimizer = facts is not None and facts.has_optimizer
     config = merge(strip_rung_keys(site.base), fill_in(rung, site, _count_largest_part(site, facts, replicas)))
+    if "aio" in site.base:
+        config = merge(config, {"aio": site.base["aio"]})  # what its user knows of the disk wins over the rung's
     for key, value in knobs.settings.items():
         config = merge(config, nest_key(key, value))
     config = merge(config, _optimizer(config, rung, own_optimizer))

@@ -240,6 +240,12 @@ def test_what_zero_plus_plus_quantizes_needs_its_op_at_stage_3(key: str) -> None
     assert "quantizer" not in required_ops(composed("zero2", base=base))
 
 
+def test_how_the_users_disk_is_read_wins_over_the_rung() -> None:
+    read = composed("zero3-nvme", base={"aio": {"queue_depth": 32, "intra_op_parallelism": 4}})["aio"]
+    assert (read["queue_depth"], read["intra_op_parallelism"]) == (32, 4)
+    assert read["block_size"] == composed("zero3-nvme")["aio"]["block_size"]
+
+
 @pytest.mark.parametrize("name", RUNGS)
 def test_a_config_names_no_optimizer_if_the_workload_has_one(name: str) -> None:
     config = composed(name, base=PRETRAINING, own_optimizer=True)
