@@ -63,7 +63,7 @@ _ROWS = (
     ScriptKind(
         name="lightning",
         description="a Lightning script",
-        packages=("lightning", "pytorch_lightning"),
+        packages=("lightning", "pytorch_lightning", "lightning_fabric"),
         names=".*",
         preloaded=("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"),
         sets=("gradient_clipping",),

@@ -54,6 +54,7 @@ def write(tmp_path):
         ("from transformers import *\nclass Trainer: ...\nTrainer()\nimport deepspeed\n", "deepspeed"),
         ("from sentence_transformers import SentenceTransformerTrainer\n", "hf_trainer"),
         ("from lightning.fabric import Fabric\n", "lightning"),
+        ("from lightning_fabric import Fabric\n", "lightning"),
         ("from accelerate import Accelerator\nfrom transformers import AutoModel\n", "accelerate"),
         ("import lightning as L\n", "lightning"),
         ("import pytorch_lightning as pl\nimport deepspeed\n", "lightning"),
