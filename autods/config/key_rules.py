@@ -179,6 +179,9 @@ def find_ill_typed(question: Question) -> Iterator[Problem]:
         yield error(key, problem, _mend_number(question, key))
     for key, least in _LEAST.items():
         number = question.get(key)
+        if number is None and question.has(key) and key != "steps_per_print":  # DeepSpeed compares it in a step
+            hint = "write 0 to turn clipping off" if key == "gradient_clipping" else _LEAVE_OUT
+            yield error(key, f'"{key}" is null; it must be a number', hint)
         if number not in (None, "auto") and not (is_number(number) and number >= least):
             bound = f", at least {least}" if least >= 0 else ""
             # Some optimizers refuse a number below 0, and some train with it: the engine tells. DeepSpeed divides by
@@ -351,7 +354,5 @@ def find_deprecated(question: Question) -> Iterator[Problem]:
 def find_removed(question: Question) -> Iterator[Problem]:
     """Keys that the installed release refuses because their feature is gone. `explain` has DeepSpeed's own words."""
     for key, hint in find_removed_keys().items():
-        section, _, name = key.rpartition(".")
-        holder = question.get(section) if section else question.config
-        if isinstance(holder, Mapping) and name in holder:
+        if question.has(key):
             yield error(key, f'"{key}": DeepSpeed has removed it, and refuses the config', hint)

@@ -68,6 +68,12 @@ class Question:
         """The value at a dotted key; None where there is none."""
         return get_key(self.config, dotted)
 
+    def has(self, dotted: str) -> bool:
+        """Whether the config has the dotted key, whatever its value."""
+        section, _, name = dotted.rpartition(".")
+        holder = self.get(section) if section else self.config
+        return isinstance(holder, Mapping) and name in holder
+
     @property
     def zero(self) -> Mapping[str, Any]:
         """The section of ZeRO."""

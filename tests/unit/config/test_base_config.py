@@ -77,6 +77,11 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, name: str) -> Non
         ({"optimizer": "AdamW"}, '"optimizer" must be an object'),
         ({"expert_parallel": "1e6"}, '"expert_parallel" must be an object'),
         ({"bf16": {"enabled": "false"}}, '"bf16.enabled" is "false"; it must be true or false'),
+        (
+            {"gradient_clipping": None},
+            '"gradient_clipping" is null; it must be a number\n  write 0 to turn clipping off',
+        ),
+        ({"optimizer": {"params": {"lr": None}}}, '"optimizer.params.lr" is null; it must be a number\n  leave it out'),
         ({"train_batch_size": 0}, '"train_batch_size" is 0'),
         ({"train_micro_batch_size_per_gpu": "eight"}, "must be a whole number above 0"),
         ({"gradient_accumulation_steps": True}, "must be a whole number above 0"),
