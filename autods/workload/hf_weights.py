@@ -96,8 +96,11 @@ def _read_header(path: Path) -> bytes:
     if not header:
         raise InputError("is no safetensors file", place=str(path), hint=_HINT)
     tensors = parse_json(header.decode("utf-8", "replace"), place=str(path), hint=_HINT)
-    ends = [tensor["data_offsets"][1] for name, tensor in tensors.items() if name != "__metadata__"]
-    whole = 8 + length + max(ends, default=0)
+    try:
+        ends = [tensor["data_offsets"][1] for name, tensor in tensors.items() if name != "__metadata__"]
+        whole = 8 + length + max(ends, default=0)
+    except (AttributeError, LookupError, TypeError):  # JSON of another form
+        raise InputError("is no safetensors file", place=str(path), hint=_HINT) from None
     if size < whole:
         raise InputError(f"is cut short: {size:,} bytes of {whole:,}", place=str(path), hint="copy it again")
     return b"%d\0%b" % (size, header)

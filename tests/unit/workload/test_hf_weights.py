@@ -47,6 +47,12 @@ def test_weights_are_a_file_or_the_shards_of_an_index(folder: Path) -> None:
     assert make_source(folder) == plain
 
 
+@pytest.mark.parametrize("header", [b"[]", b'{"a": 1}', b'{"a": {}}', b'{"a": {"data_offsets": [0]}}'])
+def test_json_that_is_no_header_is_no_safetensors_file(folder: Path, header: bytes) -> None:
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert "model.safetensors: is no safetensors file" in refusal(folder)
+
+
 def test_a_folder_without_whole_weights_is_refused(folder: Path) -> None:
     assert "has no model.safetensors and no model.safetensors.index.json" in refusal(folder)
     (folder / "pytorch_model.bin").touch()
