@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ..errors import InputError
 from ..files import LARGEST_CODE, read_file
@@ -190,12 +190,7 @@ def read_base_config(tree: ast.Module, path: Path) -> dict[str, Any] | str | Non
     """
     if _CONFIG not in bound_names(tree):
         return None
-    writes = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Name | ast.Subscript) and isinstance(node.ctx, ast.Store)
-        if getattr(node.value if isinstance(node, ast.Subscript) else node, "id", None) == _CONFIG
-    ]
+    writes = [node for node in ast.walk(tree) if _is_written(node, _CONFIG)]
     value = None
     for statement in tree.body if len(writes) == 1 else ():
         if isinstance(statement, ast.Assign | ast.AnnAssign) and writes[0] in ast.walk(statement):
@@ -211,3 +206,21 @@ def read_base_config(tree: ast.Module, path: Path) -> dict[str, Any] | str | Non
         place=f"{path}:{writes[-1].lineno}" if writes else str(path),
         hint="assign one of these in one place, or give the config with --base-config",
     )
+
+
+_CHANGES = ("clear", "pop", "popitem", "setdefault", "update")  # methods of a dict
+
+
+def _is_written(node: ast.AST, name: str) -> TypeGuard[ast.expr]:
+    """Whether this node binds the name, or changes the dict that it holds, or one inside."""
+    holder: ast.AST
+    match node:
+        case ast.Name(ctx=ast.Store() | ast.Del()) | ast.Subscript(ctx=ast.Store() | ast.Del()):
+            holder = node
+        case ast.Call(ast.Attribute(changed, method)) if method in _CHANGES:
+            holder = changed
+        case _:
+            return False
+    while isinstance(holder, ast.Subscript):
+        holder = holder.value
+    return isinstance(holder, ast.Name) and holder.id == name

@@ -50,6 +50,9 @@ def test_a_config_may_be_annotated(tmp_path: Path) -> None:
     [
         "from conf import DEEPSPEED_CONFIG\n",
         'DEEPSPEED_CONFIG = {"a": 1}\nDEEPSPEED_CONFIG["b"] = 2\n',
+        'DEEPSPEED_CONFIG = {"a": {"b": 1}}\nDEEPSPEED_CONFIG["a"]["b"] = 2\n',
+        'DEEPSPEED_CONFIG = {"a": 1}\nDEEPSPEED_CONFIG.update(b=2)\n',
+        'DEEPSPEED_CONFIG = {"a": {}}\nDEEPSPEED_CONFIG["a"].setdefault("b", 2)\n',
         'if fast:\n    DEEPSPEED_CONFIG = {"a": 1}\n',
         "DEEPSPEED_CONFIG = {[1]: 2}\n",
     ],
