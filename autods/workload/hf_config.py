@@ -125,7 +125,8 @@ def find_quantization(config: Mapping[str, Any]) -> str | None:
     """Return the method that the config's weights were quantized with ("fp8", "gptq"); None for whole weights."""
     section = config.get("quantization_config") or config.get("compression_config")  # the second: compressed-tensors
     if not isinstance(section, Mapping):
-        return None
+        text = config.get("text_config")  # of a model with more senses, whose other parts stay whole
+        return find_quantization(text) if isinstance(text, Mapping) else None
     packed = any(section.get(name) for name in ("load_in_4bit", "load_in_8bit"))  # bitsandbytes alone, once unnamed
     return str(section.get("quant_method") or ("bitsandbytes" if packed else "unnamed"))
 

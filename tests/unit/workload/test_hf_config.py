@@ -78,6 +78,7 @@ def test_a_model_for_none_of_the_tasks_is_named(tmp_path: Path, name: str, other
         ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
         ({"quantization_config": {"load_in_4bit": True}}, "bitsandbytes"),
         ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
+        ({"text_config": {"quantization_config": {"quant_method": "awq"}}}, "awq"),
         ({"quantization_config": None}, None),
     ],
 )
