@@ -46,11 +46,12 @@ IMPORTED_LATE = (
     "transformers.integrations.deepspeed",
 )
 
+# The first class that has a model of the config makes it; older transformers lack the second.
 AUTO = {
-    "causal-lm": "AutoModelForCausalLM",
-    "seq2seq": "AutoModelForSeq2SeqLM",
-    "masked-lm": "AutoModelForMaskedLM",
-    "image-classification": "AutoModelForImageClassification",
+    "causal-lm": ("AutoModelForCausalLM", "AutoModelForMultimodalLM", "AutoModelForImageTextToText"),
+    "seq2seq": ("AutoModelForSeq2SeqLM",),
+    "masked-lm": ("AutoModelForMaskedLM",),
+    "image-classification": ("AutoModelForImageClassification",),
 }
 
 
@@ -225,7 +226,8 @@ def load_hugging_face(asked: argparse.Namespace):
             setattr(config, name, 0)
 
     def build_model():
-        auto = getattr(transformers, AUTO[asked.task])
+        autos = [getattr(transformers, name) for name in AUTO[asked.task] if hasattr(transformers, name)]
+        auto = next((each for each in autos if type(config) in each._model_mapping), autos[0])
         if not asked.weights:
             return auto.from_config(config, dtype=torch.float32)
         folder = asked.model if asked.model.is_dir() else asked.model.parent

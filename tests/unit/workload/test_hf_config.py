@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from autods.errors import InputError
+from autods.system.host import data_folder
 from autods.types import WorkloadSource
 from autods.workload import load, make_source
 from autods.workload.hf_config import describe_omissions, read_config
@@ -183,10 +186,24 @@ def test_zero_init_changes_the_digest_of_every_model(tmp_path: Path) -> None:
         )
 
 
-def test_no_part_of_a_vision_language_model_keeps_a_cache(tmp_path: Path) -> None:
+@pytest.fixture
+def llava(tmp_path: Path) -> Path:
+    """A small model that reads images, too."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     text = {"model_type": "llama", "vocab_size": 300, **sizes}
     vision = {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14, **sizes}
-    llava = {"model_type": "llava", "text_config": text, "vision_config": vision}
-    workload = load(make_source(config(tmp_path, llava), seq_len=8))
+    return config(tmp_path, {"model_type": "llava", "text_config": text, "vision_config": vision})
+
+
+def test_no_part_of_a_vision_language_model_keeps_a_cache(llava: Path) -> None:
+    workload = load(make_source(llava, seq_len=8))
     assert workload.build()(**workload.build_batch(1)).past_key_values is None
+
+
+def test_the_script_of_a_launch_trains_the_same_class(llava: Path) -> None:
+    train = runpy.run_path(str(data_folder("examples") / "train.py"))
+    asked = argparse.Namespace(model=llava, task="causal-lm", weights=False, seq_len=8)
+    trained, workload = train["load_hugging_face"](asked), load(make_source(llava, seq_len=8))
+    model = trained.build_model()
+    assert type(model) is type(workload.build())
+    assert model(**trained.build_batch(1)).past_key_values is None
