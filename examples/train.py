@@ -239,7 +239,12 @@ def load_hugging_face(asked: argparse.Namespace):
             side = getattr(config, "image_size", None) or 224
             sides = (side, side) if isinstance(side, int) else tuple(side)[-2:]
             images = torch.rand(size, getattr(config, "num_channels", 3), *sides)
-            return {"pixel_values": images, "labels": torch.randint(config.num_labels, (size,))}
+            labels = torch.randint(config.num_labels, (size,))
+            if config.problem_type == "multi_label_classification":
+                labels = torch.randint(2, (size, config.num_labels)).float()
+            elif config.problem_type == "regression" or config.num_labels == 1:
+                labels = torch.rand(size, config.num_labels)
+            return {"pixel_values": images, "labels": labels}
         tokens = torch.randint(text.vocab_size, (size, asked.seq_len or 2048))
         if asked.task == "seq2seq":
             labels = torch.randint(text.vocab_size, (size, asked.target_len or tokens.shape[1]))

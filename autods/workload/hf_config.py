@@ -260,7 +260,7 @@ def _batch_builder(config: Any, source: WorkloadSource, auto: Any) -> Callable[[
 
         def build_images(micro_batch_size: int) -> Batch:
             images = torch.rand(micro_batch_size, channels, height, width)
-            return {"pixel_values": images, "labels": torch.randint(config.num_labels, (micro_batch_size,))}
+            return {"pixel_values": images, "labels": _draw_labels(config, micro_batch_size)}
 
         return build_images
     text = config.get_text_config()
@@ -283,3 +283,14 @@ def _batch_builder(config: Any, source: WorkloadSource, auto: Any) -> Callable[[
         return {"input_ids": tokens, "labels": tokens.clone()}
 
     return build_tokens
+
+
+def _draw_labels(config: Any, samples: int) -> Any:
+    """Return random labels as the loss of the config's `problem_type` takes them: a class, many of them, or numbers."""
+    import torch
+
+    if config.problem_type == "multi_label_classification":
+        return torch.randint(2, (samples, config.num_labels)).float()
+    if config.problem_type == "regression" or config.num_labels == 1:
+        return torch.rand(samples, config.num_labels)
+    return torch.randint(config.num_labels, (samples,))

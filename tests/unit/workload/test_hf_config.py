@@ -207,3 +207,13 @@ def test_the_script_of_a_launch_trains_the_same_class(llava: Path) -> None:
     model = trained.build_model()
     assert type(model) is type(workload.build())
     assert model(**trained.build_batch(1)).past_key_values is None
+
+
+@pytest.mark.parametrize(
+    "kind", [{}, {"problem_type": "multi_label_classification"}, {"problem_type": "regression"}, {"num_labels": 1}]
+)
+def test_images_have_labels_that_the_configs_loss_takes(tmp_path: Path, kind: dict[str, Any]) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    vit = {"model_type": "vit", "image_size": 32, "num_labels": 3, **sizes, **kind}
+    workload = load(make_source(config(tmp_path, vit), task="image-classification"))
+    workload.build()(**workload.build_batch(2)).loss.backward()
