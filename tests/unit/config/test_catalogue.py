@@ -71,6 +71,12 @@ def test_peaks_are_those_of_the_data_sheets() -> None:
     assert (t4.rates.tflops.bf16, t4.rates.tflops.fp16) == (None, 65)
 
 
+def test_a_b200_has_the_bandwidth_that_its_driver_says() -> None:
+    (b200,) = find_machines("b200-192gb")
+    assert b200.rates is not None
+    assert b200.rates.memory_gb_per_s == round(7680 / 8 * 2 * 3.996)
+
+
 def test_a_card_without_a_link_of_its_own_has_no_nvlink() -> None:
     catalogue = read_catalogue()
     links = {name: machine.links.nvlink_gb_per_s for name, machine in catalogue.items() if machine.links}
