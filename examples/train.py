@@ -46,7 +46,8 @@ IMPORTED_LATE = (
     "transformers.integrations.deepspeed",
 )
 
-# The first class that has a model of the config makes it; older transformers lack the second.
+# The first class that has the config's own model makes it, else the first that has one; older transformers lack the
+# second.
 AUTO = {
     "causal-lm": ("AutoModelForCausalLM", "AutoModelForMultimodalLM", "AutoModelForImageTextToText"),
     "seq2seq": ("AutoModelForSeq2SeqLM",),
@@ -227,7 +228,10 @@ def load_hugging_face(asked: argparse.Namespace):
 
     def build_model():
         autos = [getattr(transformers, name) for name in AUTO[asked.task] if hasattr(transformers, name)]
-        auto = next((each for each in autos if type(config) in each._model_mapping), autos[0])
+        found = [each for each in autos if type(config) in each._model_mapping] or autos[:1]
+        named = config.architectures or ()
+        own = (each for each in found if len(found) > 1 and each._model_mapping[type(config)].__name__ in named)
+        auto = next(own, found[0])
         if not asked.weights:
             return auto.from_config(config, dtype=torch.float32)
         folder = asked.model if asked.model.is_dir() else asked.model.parent

@@ -24,7 +24,8 @@ from .protocol import FETCH, Batch, Workload, WorkloadError
 
 TASKS: tuple[Task, ...] = get_args(Task)
 DEFAULT_LENGTH = 2048  # tokens; the longest sequence without --seq-len
-# The first class that has a model of the config makes it; older transformers lack the second.
+# The first class that has the config's own model makes it, else the first that has one; older transformers lack the
+# second.
 _AUTO: Mapping[Task, tuple[str, ...]] = {
     "causal-lm": ("AutoModelForCausalLM", "AutoModelForMultimodalLM", "AutoModelForImageTextToText"),
     "seq2seq": ("AutoModelForSeq2SeqLM",),
@@ -214,11 +215,22 @@ def _auto_class(config: Any, task: Task, path: Path) -> Any:
 
 
 def _find_auto_class(config: Any, task: Task) -> Any:
-    """The first Auto class of the task that has a model for the config, or None."""
+    """The Auto class of the task that has the config's own model, else the first that has one for it, or None.
+
+    Of a config with more senses, the first may have the language model alone.
+    """
     import transformers
 
-    autos = (getattr(transformers, name, None) for name in _AUTO[task])
-    return next((auto for auto in autos if auto is not None and type(config) in auto._model_mapping), None)
+    autos = [auto for name in _AUTO[task] if (auto := getattr(transformers, name, None)) is not None]
+    found = [auto for auto in autos if type(config) in auto._model_mapping]
+    own = (auto for auto in found if len(found) > 1 and _names_model(config, auto._model_mapping[type(config)]))
+    return next(own, next(iter(found), None))
+
+
+def _names_model(config: Any, model: Any) -> bool:
+    """Whether the config's `architectures` name this class, or one of several."""
+    classes = model if isinstance(model, (list, tuple)) else (model,)
+    return any(each.__name__ in (config.architectures or ()) for each in classes)
 
 
 def _count_positions(auto: Any, config: Any, longest: int) -> int | None:

@@ -209,6 +209,19 @@ def test_the_script_of_a_launch_trains_the_same_class(llava: Path) -> None:
     assert model(**trained.build_batch(1)).past_key_values is None
 
 
+@pytest.mark.parametrize("name", ["Llama4ForConditionalGeneration", "Llama4ForCausalLM"])
+def test_a_config_that_names_one_of_two_models_gets_that_one(tmp_path: Path, name: str) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    text = {**sizes, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 300, "num_local_experts": 2}
+    vision = {**sizes, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
+    llama4 = {"model_type": "llama4", "architectures": [name], "text_config": text, "vision_config": vision}
+    folder = config(tmp_path, llama4)
+    train = runpy.run_path(str(data_folder("examples") / "train.py"))
+    asked = argparse.Namespace(model=folder, task="causal-lm", weights=False, seq_len=8)
+    for model in (load(make_source(folder)).build(), train["load_hugging_face"](asked).build_model()):
+        assert type(model).__name__ == name
+
+
 @pytest.mark.parametrize(
     "kind", [{}, {"problem_type": "multi_label_classification"}, {"problem_type": "regression"}, {"num_labels": 1}]
 )
