@@ -42,7 +42,6 @@ _STRENGTH = {"decisive": 0, "cause": 1, "likely": 2}  # of a row's weight; the s
 _NO_VALUE = re.compile(
     r"NoneType|not associated with a value|referenced before assignment|^NameError: .* is not defined"
 )
-_SILENT_SIGNALS = (-9, -11, -7, -4, -8)  # they leave no message; a watchdog ends its own process by −6
 _LEAVE_HEADROOM = (
     "memory ran out on the way and the run continued: leave headroom with a smaller micro batch or a leaner rung"
 )
@@ -191,7 +190,7 @@ def _weigh(summary: LogSummary, exit_code: int | None) -> Diagnosis:
     if causes := [cause for cause in of_run if not _is_incidental_mention(cause, of_run)]:
         diagnosis = _diagnose_cause(causes, summary)
         return _diagnose_caught_shortage(diagnosis, causes, alive) or diagnosis
-    silent_end = summary.first_exit.code in _SILENT_SIGNALS
+    silent_end = summary.first_exit.is_silent
     if noticed := [symptom for symptom in alive if symptom.row.weight == "secondary"]:
         if silent_end:
             return _diagnose_exit(summary.first_exit.code, summary)
@@ -280,7 +279,7 @@ def _follows_lost_peer(cause: Symptom, alive: Sequence[Symptom], summary: LogSum
     No failure of the network is one either, where torchrun names another rank, which a signal ended, as the first.
     """
     first, is_of_network = summary.first_exit, (cause.row.kind, cause.row.action) == ("communication", "retry")
-    if is_of_network and first.root and first.code in _SILENT_SIGNALS and summary.rank(cause) != first.rank:
+    if is_of_network and first.root and first.is_silent and summary.rank(cause) != first.rank:
         return True
     return ((cause.row.file == "communication" and cause.row.emitter == "torch") or cause.row.name == "cancelled") and (
         any(
@@ -465,7 +464,7 @@ def _phase(message: Message) -> str | None:
 def _diagnose_exit(reported: int, summary: LogSummary) -> Diagnosis:
     """The diagnosis by an exit code alone, as a shell or `subprocess` reports it."""
     code = normalize_exit_code(reported)
-    exits = (exit for exit in summary.exits.exits if normalize_exit_code(exit.code) == code)
+    exits = (exit for exit in (summary.first_exit, *summary.exits.exits) if normalize_exit_code(exit.code) == code)
     signal_name = f" ({format_signal(-code)})" if code < 0 else ""
     exit = next(exits, Exit(code, line=f"exit code {reported}{signal_name}"))
     full = (

@@ -15,6 +15,7 @@ from .signatures import Kind, Weight, expand, read_toml
 # How a process ended: exit codes as launchers, shells and schedulers report them.
 
 MOST_SIGNAL = 64  # signals of Linux are 1 to 64
+_SILENT_SIGNALS = (-9, -11, -7, -4, -8)  # they leave no message; a watchdog ends its own process by −6
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +23,19 @@ class Exit:
     """The end of one process as a log reports it.
 
     `code` is negative for a signal, as in `subprocess`. `root` is true if the launcher names this process as the first
-    that failed.
+    that failed, and `time` is then what the launcher says of its time.
     """
 
     code: int
     rank: int | None = None
     root: bool = False
     line: str = ""
+    time: str = ""
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether a signal ended the process that leaves no message."""
+        return self.code in _SILENT_SIGNALS
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,29 +72,45 @@ _REPORTS = tuple(re.compile(expand(pattern), re.IGNORECASE) for pattern in read_
 _ROOT_CAUSE = re.compile(r"Root Cause \(first observed failure\)", re.IGNORECASE)
 _MPI_RANK = re.compile(r"noticed that process rank (\d+) with PID \d+ on node .* exited on$")
 _ROOT_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
+_ROOT_TIME = re.compile(r"^\s*time\s*: (\d{4}-\S+)")
 
 
 @dataclass(slots=True)
 class ReportedExits:
-    """Collects the exit codes that the lines of a log report. `root_rank` is torchrun's root cause."""
+    """Collects the exit codes that the lines of a log report."""
 
     exits: list[Exit] = field(default_factory=list)
-    root_rank: int | None = None
+    _root_ranks: list[int] = field(default_factory=list)  # one a node: each torchrun names a root cause of its own
     _in_root: int = 0  # lines left of torchrun's paragraph on the root cause
+    _root_time: str = ""
     _mpi_rank: int | None = None  # from mpirun's sentence, which continues on the next line
     _listed: int | None = None  # the rank of the entry of torchrun's summary that is being read
 
     @property
     def first(self) -> Exit | None:
-        """The exit that counts: torchrun's root cause, else the first that is no clean-up by the launcher (SIGTERM)."""
+        """The exit that counts: torchrun's root cause, else the first that is no clean-up by the launcher (SIGTERM).
+
+        Of the root causes of several nodes it is one that a silent signal ended, then the earliest.
+        """
         failed = [exit for exit in self.exits if exit.code != 0]
         candidates = [exit for exit in failed if exit.code not in (-15, 143)] or failed
-        return next((exit for exit in candidates if exit.root), candidates[0] if candidates else None)
+        roots = [exit for exit in candidates if exit.root]
+        timed = all(exit.time for exit in roots)
+        first_root = min(roots, key=lambda exit: (not exit.is_silent, exit.time if timed else ""), default=None)
+        return first_root or next(iter(candidates), None)
+
+    @property
+    def root_rank(self) -> int | None:
+        """The rank of torchrun's root cause, or of the one that counts."""
+        first = self.first
+        if first is not None and first.root and first.rank is not None:
+            return first.rank
+        return next(iter(self._root_ranks), None)
 
     def read(self, text: str) -> bool:
         """Whether the line reports an exit; if so, it is kept."""
         if _ROOT_CAUSE.search(text):
-            self._in_root = 8
+            self._in_root, self._root_time, self._listed = 8, "", None
             return True
         if mpi_rank := _MPI_RANK.search(text.rstrip()):
             self._mpi_rank = int(mpi_rank[1])
@@ -95,8 +118,10 @@ class ReportedExits:
             self._listed = int(root_rank[1])
         if self._in_root:
             self._in_root -= 1
-            if root_rank and self.root_rank is None:
-                self.root_rank = self._listed
+            if time := _ROOT_TIME.match(text):
+                self._root_time = time[1]
+            if root_rank:
+                self._root_ranks.append(int(root_rank[1]))
                 return True
         match = next((match for pattern in _REPORTS if (match := pattern.search(text))), None)
         if match is not None:
@@ -111,14 +136,15 @@ class ReportedExits:
             code = -int(number)
         else:
             code = normalize_exit_code(int(groups.get("code") or 1))
-        rank = self.root_rank if self._in_root else None
+        rank = self._listed if self._in_root else None
         if named := groups.get("rank"):
             rank = int(named)
         elif rank is None and text.lstrip().startswith(("exitcode", "traceback :")):
             rank = self._listed
         elif rank is None and text.startswith("signal "):
             rank, self._mpi_rank = self._mpi_rank, None
-        return Exit(code, rank, bool(self._in_root), text.strip()[:300])
+        time = self._root_time if self._in_root else ""
+        return Exit(code, rank, bool(self._in_root), text.strip()[:300], time)
 
 
 # Which rank a message belongs to: by prefix, text or file name, by process id, or by GPU.

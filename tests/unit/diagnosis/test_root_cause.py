@@ -744,6 +744,27 @@ def test_a_killed_rank_outweighs_a_network_that_failed_then(follower: str) -> No
     assert (said.signature, said.rank) == ("exit code -9", 5)
 
 
+def name_root(rank: int, code: int, time: str) -> str:
+    """What torchrun of one node says at its end."""
+    return (
+        f"Root Cause (first observed failure):\n[0]:\n  time      : 2026-03-01_{time}\n  host      : node\n"
+        f"  rank      : {rank} (local_rank: 4)\n  exitcode  : {code} (pid: {4000 + rank})\n  error_file: <N/A>\n"
+    )
+
+
+FAILED, KILLED = name_root(12, 1, "12:00:05"), name_root(5, -9, "12:00:06")
+
+
+@pytest.mark.parametrize("log", [FAILED + KILLED, KILLED + FAILED])
+def test_a_killed_root_of_two_nodes_is_the_first(log: str) -> None:
+    said = autods.diagnose(f"[rank12]: torch.distributed.DistNetworkError: The client socket has timed out\n{log}")
+    assert (said.signature, said.rank) == ("exit code -9", 5)
+
+
+def test_of_two_killed_roots_the_earlier_is_the_first() -> None:
+    assert autods.diagnose(KILLED + name_root(9, -9, "12:00:02")).rank == 9
+
+
 @pytest.mark.parametrize(
     "line",
     ["Worker process exited with code -9", "The replica workerpool0-0 exited with a non-zero status of 137."],
