@@ -17,13 +17,9 @@ TRACEBACK = re.compile(r"(?:Original |Remote )?Traceback \(most recent call last
 FRAME = re.compile(r"\s*File \"[^\"]+\", line \d+, in \S+")
 BOXED_FRAME = re.compile(r"[│|] (?:\S+\.py:\d+(?: in\b|\s*[│|]?$)|❱)")  # rich's
 IPYTHON_FRAME = re.compile(r"Cell In ?\[\d+\], line \d+|File \S+\.py:\d+, in |-+> \d+ ")
-_FOLDED_FRAME = re.compile(r"\s*(?=File \"[^\"]+\", line \d+)")
-_FOLDED_END = re.compile(
-    expand(
-        r"(?P<frame>File \"[^\"]+\", line \d+(?:, in \S+)?)\s*(?P<code>.*?)\s*"
-        r"(?P<end>(?:\b\w+\.)*\b[A-Z]\w*{exception_suffix}: .*)"
-    )
-)
+_FOLDED_FRAME = re.compile(r"(?=File \"[^\"]+\", line \d+)")
+_FOLDED_PLACE = re.compile(r"File \"[^\"]+\", line \d+(?:, in \S+)?")
+_FOLDED_END = re.compile(expand(r"(?<!\w)(?<!\w\.)(?:\w+\.)*[A-Z]\w*{exception_suffix}: .*"))
 HANDLING = re.compile(r"During handling of the above exception, another exception occurred:")
 IGNORED = re.compile(r"Exception ignored in|Error in atexit|Error in sys\.excepthook|Exception in thread .*daemon")
 # "torch.OutOfMemoryError: CUDA out of memory…", "RayTaskError(OutOfMemoryError): …", pytest's "E   ValueError: …".
@@ -86,13 +82,15 @@ def _type_name(match: re.Match[str] | None) -> str:
 def _unfold(text: str) -> list[str]:
     """The lines of a traceback that a logger has folded into one line; empty for another line."""
     rest = text.partition("(most recent call last):")[2]
-    frames = [frame for frame in _FOLDED_FRAME.split(rest) if frame.startswith('File "')]
-    end = _FOLDED_END.match(frames[-1]) if frames else None
-    if end is None:
+    frames = [frame.strip() for frame in _FOLDED_FRAME.split(rest) if frame.startswith('File "')]
+    place = _FOLDED_PLACE.match(frames[-1]) if frames else None
+    end = _FOLDED_END.search(frames[-1], place.end()) if place is not None else None
+    if place is None or end is None:
         return []
     calls = (line for frame in frames[:-1] for line in _split_frame(frame))
-    code = [f"    {end['code']}"] if end["code"] else []
-    return ["Traceback (most recent call last):", *calls, f"  {end['frame']}", *code, end["end"]]
+    text = frames[-1][place.end() : end.start()].strip()
+    code = [f"    {text}"] if text else []
+    return ["Traceback (most recent call last):", *calls, f"  {place[0]}", *code, end[0]]
 
 
 def _split_frame(frame: str) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -344,6 +345,13 @@ def test_a_traceback_in_one_line_is_unfolded() -> None:
     log = f"Traceback (most recent call last): {frames} {end}"
     said = autods.diagnose(log, 1)
     assert (said.kind, said.evidence[0]) == ("user_code", "ValueError: buffer_size is 3")
+
+
+def test_blanks_after_a_tracebacks_header_cost_no_time() -> None:
+    began = time.process_time()
+    for text in ("", 'File "train.py", line 9, in main', 'File "train.py", line 9, in main ' + "Aa." * 2000):
+        autods.diagnose(f"Traceback (most recent call last): {text}{' ' * 20_000}x\n")
+    assert time.process_time() - began < 1
 
 
 @pytest.mark.parametrize("place", ["Cell In[4], line 3, in check(x)", "File /work/data.py:3, in check(x)"])
