@@ -8,6 +8,7 @@ failure: see `find_loss`. Only the standard library is imported here.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
 import io
@@ -20,6 +21,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 _CAN_PRINT_ALL = "utf-8"
+_PLAIN = "autods.plain"  # how a stream treats what its encoding lacks; see `_replace_by_plain`
+_PLAIN_SIGNS = {
+    "✓": "+", "✗": "x", "×": "x", "–": "-", "−": "-", "·": "-", "…": "...", "→": "->", "≥": ">=", "≈": "~", "±": "+-",
+}  # fmt: skip
 
 
 def prepare_process() -> None:
@@ -95,6 +100,17 @@ class Output(io.FileIO):
         return size
 
 
+def _replace_by_plain(error: UnicodeError) -> tuple[str, int]:
+    """The handler of `_PLAIN`: autods's own signs become letters that say the same, and other characters ?."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lacking = error.object[error.start : error.end]
+    return "".join(_PLAIN_SIGNS.get(sign, "?") for sign in lacking), error.end
+
+
+codecs.register_error(_PLAIN, _replace_by_plain)
+
+
 def open_standard_streams() -> None:
     """Make the descriptors 0 to 2 and `sys.stdout` and `sys.stderr` fit for use. Call it before any file is opened.
 
@@ -127,7 +143,7 @@ def _wrap(number: int, stream: TextIO | None, name: str) -> io.TextIOWrapper:
     return io.TextIOWrapper(
         io.BufferedWriter(raw),
         encoding=getattr(stream, "encoding", None) or _CAN_PRINT_ALL,
-        errors="replace",  # a terminal without × or ≥ is no reason to die
+        errors=_PLAIN,  # a terminal without × or ≥ is no reason to die
         line_buffering=name == "stderr" or raw.isatty(),
         write_through=name == "stderr",
     )

@@ -96,6 +96,13 @@ def test_what_can_be_written_is_written_whole(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text(encoding="utf-8") == "é" * 100_000 + "\n"
 
 
+def test_signs_stay_apart_where_the_output_is_ascii() -> None:
+    code = "from autods.cli.startup import open_standard_streams as o; o(); print('✓ ✗ ≥3 4×2 λ')"
+    environ = os.environ | {"PYTHONIOENCODING": "ascii"}
+    output = subprocess.check_output([sys.executable, "-c", code], env=environ, text=True, timeout=60)
+    assert output == "+ x >=3 4x2 ?\n"
+
+
 def test_a_reader_that_left_is_no_loss() -> None:
     reader, writer = os.pipe()
     os.close(reader)
