@@ -73,6 +73,9 @@ def _print_part(part: doc.Part, console: Console, *, verbose: bool) -> bool:
             _print_words(_Sentence.assemble(make_text(part.words), effort), console, whole=part.whole)
         case doc.Paragraph(indent=0):
             _print_words(make_text(part.words), console, whole=part.whole)
+        case doc.Paragraph(whole=True):
+            for row in make_text(part.words).split("\n"):
+                _print_words(_Sentence.assemble(" " * part.indent, row), console, whole=True)
         case doc.Paragraph():
             console.print(_indent(make_text(part.words), part.indent, hang=part.hang))
         case doc.Bullets(numbered=True):

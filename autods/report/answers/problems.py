@@ -134,7 +134,8 @@ def make_doctor_document(checkup: Checkup) -> doc.Document:
         for check in checks:
             words = line(_CHECK_MARKS[check.status], f" {check.name}: {check.result}")
             parts.append(doc.Paragraph(words=words, indent=2, hang=2))
-            parts += [doc.Paragraph(words=line((check.remedy, "dim")), indent=6)] if check.remedy else []
+            remedy = doc.Paragraph(words=line((check.remedy, "dim")), indent=6, whole=True)  # it may be a command
+            parts += [remedy] if check.remedy else []
     counts = {status: sum(check.status == status for check in checkup.checks) for status in _CHECK_MARKS}
     counted = f"{counts['broken']} broken, {format_number_of(counts['warning'], 'warning')}, {counts['ok']} ok"
     ready = (f"ready for {', '.join(checkup.ready_for) or 'nothing'}", "red" if checkup.is_broken else "green")

@@ -89,6 +89,14 @@ def test_a_checkup_counts_its_lines() -> None:
     assert "      ulimit -n 65536" in lines
 
 
+def test_a_long_remedy_can_be_copied_as_one_line() -> None:
+    remedy = "apt-get install --yes libaio-dev ninja-build && DS_BUILD_AIO=1 pip install --force-reinstall deepspeed"
+    checkup = Checkup(checks=(Check.warning("Software", "libaio", "missing", f"{remedy}\nor use the CPU"),))
+    lines = printed(make_doctor_document(checkup), 60).splitlines()
+    assert f"      {remedy}" in lines
+    assert "      or use the CPU" in lines
+
+
 @pytest.mark.parametrize(
     ("group", "name", "ready", "obstacles", "is_broken"),
     [
