@@ -112,13 +112,13 @@ def summarize_steps(steps: Mapping[int, StepDone], attempts: Sequence[AttemptRow
 def parse_steps(lines: Iterable[str]) -> Iterator[StepDone]:
     """Yield the optimizer steps in lines that rank 0 wrote to steps.jsonl; others and torn ones are left out."""
     for text in lines:
-        with contextlib.suppress(ValueError, RecursionError):
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             line = json.loads(text)
             if "loss" in line:
                 yield StepDone(
                     step=int(line["step"]),
                     loss=line["loss"],
-                    seconds=line["seconds"],
+                    seconds=float(line["seconds"]),
                     device_peak_bytes=line.get("device_peak_bytes"),
                     steps=line.get("steps"),
                 )
