@@ -232,7 +232,7 @@ class Legend(Part):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart(Part):
-    """Values by their x, from 0 up, by the name of their line; nothing where all have one x.
+    """Values by their x, on a scale that has 0, by the name of their line; nothing where all have one x.
 
     x is above 0 if `logarithmic`. The line `dots` has points alone. `limit` is a value that the lines must not exceed.
     """

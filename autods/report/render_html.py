@@ -146,9 +146,10 @@ def describe_stack(stack: MemoryStack) -> str:
 class Drawing:
     """A chart in its own units: (x, y, words) of each point, in the order of x, and (place, words) along both axes.
 
-    `limit` is the (y, words) of a limit, if there is one.
+    `limit` is the (y, words) of a limit, if there is one. `summary` is for those who do not see the chart.
     """
 
+    summary: str
     points: Mapping[str, tuple[tuple[float, float, str], ...]]
     x_ticks: tuple[tuple[float, str], ...]
     y_ticks: tuple[tuple[float, str], ...]
@@ -161,14 +162,26 @@ def choose_step(span: float, most: int) -> float:
     return next(step * power for step in (1, 2, 5, 10) if span <= most * step * power * (1 + 1e-9))
 
 
+def summarize_chart(chart: Chart) -> str:
+    """'loss: 0.31 to 2.5, optimizer step 1 to 400': the range of each line, which has its name if there are several."""
+    ranges = []
+    for name, line in ((name, line) for name, line in chart.lines.items() if line):
+        low, high = chart.format_value(min(line.values())), chart.format_value(max(line.values()))
+        named = f"{name} " if len(chart.lines) > 1 else ""
+        ranges.append(f"{named}{low} to {high}, {chart.x_name} {min(line):,} to {max(line):,}")
+    limit = [] if chart.limit is None else [f"limit {chart.format_value(chart.limit)}"]
+    return f"{chart.title}: {'; '.join(ranges + limit)}"
+
+
 def draw_chart(chart: Chart) -> Drawing:
     """Place the lines of a chart, which have two places or more. The ticks are round, those of bytes in their unit."""
     places = sorted({place for points in chart.lines.values() for place in points})
-    highest = max((value for points in chart.lines.values() for value in points.values()), default=0.0)
-    highest = max(highest, chart.limit or 0.0) or 1.0
+    values = [value for points in chart.lines.values() for value in points.values()]
+    lowest, highest = min(0.0, *values), max(0.0, *values, chart.limit or 0.0)
+    highest = highest if lowest or highest else 1.0
     unit = choose_unit(highest)[1] if chart.format_value is format_bytes else 1
-    height = choose_step(highest / unit, _Y_TICKS) * unit
-    rows = math.ceil(highest / height - 1e-9)
+    height = choose_step((highest - lowest) / unit, _Y_TICKS) * unit
+    rows = range(math.floor(lowest / height + 1e-9), math.ceil(highest / height - 1e-9) + 1)
     scale: Callable[[float], float] = math.log2 if chart.logarithmic else float
     low, high = scale(places[0]), scale(places[-1])
 
@@ -176,7 +189,7 @@ def draw_chart(chart: Chart) -> Drawing:
         return round(_LEFT + (_RIGHT - _LEFT) * (scale(place) - low) / (high - low), 1)
 
     def y(value: float) -> float:
-        return round(_BOTTOM - (_BOTTOM - _TOP) * value / (rows * height), 1)
+        return round(_BOTTOM - (_BOTTOM - _TOP) * (value / height - rows[0]) / (rows[-1] - rows[0]), 1)
 
     points = {
         name: tuple(
@@ -186,11 +199,12 @@ def draw_chart(chart: Chart) -> Drawing:
         for name, line in chart.lines.items()
     }
     return Drawing(
+        summary=summarize_chart(chart),
         points=points,
         x_ticks=tuple(
             (x(place), f"{place:,}") for place in _choose_x_ticks(places, x, round_ones=not chart.logarithmic)
         ),
-        y_ticks=tuple((y(row * height), chart.format_value(row * height) if row else "0") for row in range(rows + 1)),
+        y_ticks=tuple((y(row * height), chart.format_value(row * height) if row else "0") for row in rows),
         limit=None if chart.limit is None else (y(chart.limit), f"limit {chart.format_value(chart.limit)}"),
     )
 

@@ -135,11 +135,9 @@ def _list_charts(folder: Path, device_bytes: int | None) -> Iterator[doc.Chart]:
 
 
 def _choose_points(values: Mapping[int, Any]) -> dict[int, float]:
-    """The values that a chart from 0 up can show: all, or evenly spread ones where there are many."""
+    """The values that a chart can show: all, or evenly spread ones where there are many."""
     shown = {
-        step: float(value)
-        for step, value in values.items()
-        if isinstance(value, int | float) and math.isfinite(value) and value >= 0
+        step: float(value) for step, value in values.items() if isinstance(value, int | float) and math.isfinite(value)
     }
     every = math.ceil(len(shown) / _MOST_POINTS) or 1
     last = max(shown, default=0)

@@ -13,7 +13,7 @@ from autods.forecast.values import RungForecast, TierForecast
 from autods.report import FitReport
 from autods.report.answers.fit import make_fit_document
 from autods.report.document import Chart, Column, Gauge, make_document, tabulate
-from autods.report.render_html import PAGE, draw_chart, find_reach, place_on_bar, to_page, write_page
+from autods.report.render_html import PAGE, draw_chart, find_reach, place_on_bar, summarize_chart, to_page, write_page
 from autods.report.results.fit import Certificate
 from autods.types import Failed, Knobs, Tier
 from autods.units import format_bytes
@@ -172,6 +172,24 @@ def test_the_scale_of_bars_has_an_end() -> None:
 def test_ticks_are_round(highest: float, ticks: list[str]) -> None:
     chart = Chart(title="", lines={"a": {1: highest, 4: 0.0}}, format_value=lambda value: f"{value:g}")
     assert [words for _, words in draw_chart(chart).y_ticks] == ticks
+
+
+def test_values_below_0_have_ticks_and_places() -> None:
+    chart = Chart(title="", lines={"loss": {1: -0.9, 2: 0.3}}, format_value=lambda value: f"{value:g}")
+    drawing = draw_chart(chart)
+    assert [words for _, words in drawing.y_ticks] == ["-1", "-0.5", "0", "0.5"]
+    (_, lower, _), (_, upper, _) = drawing.points["loss"]
+    assert drawing.y_ticks[0][0] > lower > drawing.y_ticks[2][0] > upper > drawing.y_ticks[3][0]
+
+
+def test_a_charts_name_tells_the_range_of_its_values() -> None:
+    loss = Chart(title="loss", lines={"loss": {1: 2.5, 1200: 0.3}}, format_value=str, x_name="optimizer step")
+    assert summarize_chart(loss) == "loss: 0.3 to 2.5, optimizer step 1 to 1,200"
+    sizes = Chart(title="memory", lines={"a": {1: 1.0, 2: 2.0}, "b": {1: 3.0, 4: 4.0}}, format_value=str, limit=5.0)
+    both = "memory: a 1.0 to 2.0, micro batch 1 to 2; b 3.0 to 4.0, micro batch 1 to 4; limit 5.0"
+    assert summarize_chart(sizes) == both
+    parsed = check_page(to_page(make_document(title="", question="", parts=(sizes,))))
+    assert [dict(attributes)["aria-label"] for tag, attributes in parsed.tags if tag == "svg"] == [both]
 
 
 def test_ticks_of_memory_are_round_in_its_unit_and_hold_the_limit() -> None:

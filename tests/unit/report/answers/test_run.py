@@ -106,6 +106,20 @@ def test_torn_lines_and_infinite_losses_are_left_out(report: RunReport, tmp_path
     check_page(to_page(make_run_document(report, tmp_path)))
 
 
+def test_a_loss_below_0_is_in_the_chart(report: RunReport, tmp_path: Path) -> None:
+    rows = ({"step": n, "loss": n - 3, "seconds": 0.5, "device_peak_bytes": 2**30} for n in (1, 2, 3, 4))
+    (tmp_path / "attempts" / "2" / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = to_page(make_run_document(report, tmp_path))
+    assert "loss: -2 to 1, optimizer step 1 to 4" in page
+
+
+def test_lines_that_are_no_steps_are_left_out(report: RunReport, tmp_path: Path) -> None:
+    others = ("12", '"loss"', "null", '["loss"]', '{"step": 7, "loss": 1}', '{"step": null, "loss": 1, "seconds": 1}')
+    with open(tmp_path / "attempts" / "2" / "steps.jsonl", "a") as file:
+        file.write("\n".join((*others, '{"step": 8, "loss": 1, "seconds": "fast"}', "")))
+    assert list(read_steps(tmp_path)) == [1, 2, 3, 4]
+
+
 def test_many_steps_make_a_small_page(report: RunReport, tmp_path: Path) -> None:
     rows = ({"step": n, "loss": 1 / n, "seconds": 0.5, "device_peak_bytes": 2**30} for n in range(1, 5001))
     (tmp_path / "attempts" / "2" / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
