@@ -30,7 +30,8 @@ Row = TypeVar("Row")
 def list_trials(records: Sequence[Record], folder: Path | None, *, usable_bytes: float = math.inf) -> doc.Details:
     """Each trial with its knobs, its outcome, and the end of the log of a trial that failed.
 
-    `folder` is that of the fit or the probe; None leaves out the logs. `usable_bytes` are those of a fit's question.
+    `folder` is that of the fit or the probe; None leaves out the logs. Of many failed trials the first have their logs
+    there, and the others say where theirs are. `usable_bytes` are those of a fit's question.
     """
     unfit = [record.id for record in records if not isinstance(record.outcome, Fit)]
     quoted = set(unfit[:_MOST_LOGS]) if folder is not None else set()
@@ -40,10 +41,13 @@ def list_trials(records: Sequence[Record], folder: Path | None, *, usable_bytes:
         settings = {"checkpointing": knobs.checkpointing, "accumulation": knobs.accumulation, **knobs.settings}
         settings |= {"expandable_segments": True} if knobs.expandable else {}
         settings |= {"keeps_headroom": True} if knobs.keeps_headroom else {}
-        log = ""
-        if folder is not None and not isinstance(outcome, Fit) and record.id in quoted:
-            name = f"{record.id:03d}-{record.trial.rung}"
-            log = read_tail(folder / "logs" / name / f"rank{max(0, outcome.rank)}.log", _TAIL_BYTES)
+        log = elsewhere = ""
+        if folder is not None and not isinstance(outcome, Fit):
+            place = f"logs/{record.id:03d}-{record.trial.rung}/rank{max(0, outcome.rank)}.log"
+            if record.id in quoted:
+                log = read_tail(folder / place, _TAIL_BYTES)
+            else:
+                elsewhere = f"Its log is {place}: this page quotes those of the first {_MOST_LOGS} failed trials."
         counts = has_headroom(record, usable_bytes)
         summary = line(
             f"{record.id}: {record.trial.rung}, micro batch {knobs.micro_batch} ({record.trial.purpose}): ",
@@ -51,7 +55,7 @@ def list_trials(records: Sequence[Record], folder: Path | None, *, usable_bytes:
             (f" [{format_seconds(record.seconds)}]", "dim"),
         )
         sentences = [", ".join(f"{key} {value}" for key, value in {**settings, **record.trial.conditions}.items())]
-        sentences += [] if isinstance(outcome, Fit) else [outcome.evidence, outcome.advice]
+        sentences += [] if isinstance(outcome, Fit) else [outcome.evidence, outcome.advice, elsewhere]
         details.append(doc.Detail(summary=summary, sentences=tuple(filter(None, sentences)), text=log))
     return doc.Details(items=tuple(details))
 

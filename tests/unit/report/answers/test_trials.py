@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
 from autods.devices import Card
 from autods.journal import read_record
 from autods.report.answers.trials import describe_communication as lines_of
-from autods.report.answers.trials import describe_machine
+from autods.report.answers.trials import describe_machine, list_trials
 from autods.report.serialize import from_dict, to_dict
 from autods.runner.node_messages import RankExit
 from autods.types import Collective, Communication, Fit
@@ -53,6 +54,18 @@ def test_the_rank_that_did_most_counts_and_the_one_that_waited_least() -> None:
         },
         step_s=1.1,
     )
+
+
+def test_a_failed_trial_whose_log_is_not_quoted_names_it(tmp_path: Path) -> None:
+    records = [record(number, "zero3", oom(rank=0)) for number in range(1, 42)]
+    for number in (1, 41):
+        folder = tmp_path / "logs" / f"{number:03d}-zero3"
+        folder.mkdir(parents=True)
+        (folder / "rank0.log").write_text("its last line")
+    first, *_, last = list_trials(records, tmp_path).items
+    assert (first.text, last.text) == ("its last line", "")
+    assert not [sentence for sentence in first.sentences if "quotes" in sentence]
+    assert last.sentences[-1].startswith("Its log is logs/041-zero3/rank0.log: this page quotes")
 
 
 def test_a_share_is_known_only_where_every_collective_was_timed() -> None:
