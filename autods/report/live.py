@@ -38,7 +38,7 @@ from .answers.plan_rungs import tabulate_rungs
 from .document import Medium
 from .fit_progress import FitState, advance, describe_progress, describe_status, leaves_headroom, render_search
 from .rank_logs import RankLogs
-from .render_terminal import fit_table
+from .render_terminal import fit_table, is_whole
 from .results.plan import AnswerSoFar, PlanEvent
 from .text import MARKS, Mark, format_number_of, format_record, format_seconds, format_step_seconds
 
@@ -297,13 +297,13 @@ class PlanProgress(LiveView):
         return Text.assemble((doing, ""), (f" · {share} · {elapsed}" if share else f" · {elapsed}", "dim"))
 
     def _current(self) -> RenderableType:
-        """The rows of the machine that is being simulated, and a line with the current simulation."""
+        """The rows of the machine that is being simulated, where they have room, and a line with the simulation."""
         with self._lock:
             rows = dict(self._rows)
         if len({machine for machine, _ in rows}) != 1:
             return super()._current()
         table, _ = fit_table(tabulate_rungs(rows.values()), self._console, Medium.BRIEF)
-        return Group(table, super()._current())
+        return Group(table, super()._current()) if is_whole(table, self._console) else super()._current()
 
 
 class RunProgress(TrialProgress):

@@ -119,7 +119,7 @@ def _print_words(words: Text, console: Console, *, whole: bool = False) -> None:
 def _print_table(table: doc.Table, console: Console, *, verbose: bool) -> bool:
     medium = Medium.VERBOSE if verbose else Medium.BRIEF
     drawn, left = fit_table(table, console, medium)
-    if _find_least_width(drawn, console) <= console.width:
+    if is_whole(drawn, console):
         console.print(drawn)
     else:  # its lines would be cut, and a number that lost digits is another one
         left = [column for column in table.columns if medium in column.on and column.below]
@@ -150,20 +150,19 @@ def _print_rows(table: doc.Table, columns: Sequence[Column[object]], console: Co
     console.print()
 
 
-def _find_least_width(drawn: RichTable, console: Console) -> int:
-    """The columns that a table takes at least."""
-    return Measurement.get(console, console.options.update(max_width=_WIDEST), drawn).minimum
+def is_whole(drawn: RichTable, console: Console) -> bool:
+    """Whether the terminal has the columns that a table takes at least, so that no line of it is cut."""
+    return Measurement.get(console, console.options.update(max_width=_WIDEST), drawn).minimum <= console.width
 
 
 def fit_table(table: doc.Table, console: Console, medium: Medium) -> tuple[RichTable, list[Column[object]]]:
-    """The table as far as it fits the terminal, and the columns that left it."""
+    """The table as far as it fits the terminal, and the columns that left it. A very narrow one cuts it: `is_whole`."""
     shown = [column for column in table.columns if medium in column.on]
     left: list[Column[object]] = []
     while True:
         drawn = _draw_table(table, shown)
-        fits = _find_least_width(drawn, console) <= console.width
         spare = max((column for column in shown if column.spare), key=lambda column: column.spare, default=None)
-        if fits:
+        if is_whole(drawn, console):
             return drawn, left
         if spare is None:
             return _draw_table(table, shown, wrap=True), left

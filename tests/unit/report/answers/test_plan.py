@@ -256,6 +256,18 @@ def test_plan_progress_shows_rows_and_leaves_nothing_behind() -> None:
     assert "2 of at most 5" in shown.file.getvalue()  # type: ignore[attr-defined]
 
 
+def test_on_a_narrow_terminal_plan_progress_cuts_no_row() -> None:
+    console = Console(file=io.StringIO(), width=20, force_terminal=True)
+    with PlanProgress(console) as listen:
+        for event in events():
+            listen(event)
+        shown = Console(file=io.StringIO(), width=20)
+        shown.print(listen._current())
+    text = shown.file.getvalue()  # type: ignore[attr-defined]
+    assert "──" not in text
+    assert "2 of at most 5" in " ".join(text.split())
+
+
 def test_the_answer_so_far_stays_above_what_is_redrawn() -> None:
     for redraws in (True, False):
         console = Console(file=io.StringIO(), width=200, force_terminal=redraws)
