@@ -103,6 +103,8 @@ def resolve_plan(request: PlanRequest, source: WorkloadSource, *, hardware: Hard
         raise InputError("--checkpointing and --keep-checkpointing contradict each other", hint="drop one of the two")
     if request.micro_batch is not None and request.micro_batch < 1:
         raise InputError(f"--micro-batch {request.micro_batch}: at least one sample is needed")
+    if request.gpus is not None:
+        check_ranks(request.gpus)  # before the machine is looked at, which may lack a card
     nvme_bytes = parse_size(request.nvme, "--nvme")
     tokens = _parse_tokens(request.tokens)
     machines = choose_machines(request, device, hardware)

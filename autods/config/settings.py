@@ -336,6 +336,8 @@ def resolve_fit(request: SearchRequest, source: WorkloadSource, *, hardware: Har
         stall_s = parse_time(request.stall_limit, "--stall-limit")
         profile = replace(profile, limits=profile.limits.allow_silence(stall_s))
     rungs = select_ladder(request, profile.ladder)
+    if request.gpus is not None:
+        check_ranks(request.gpus)  # before the machine is looked at, which may lack a card
     device = resolve_device(request.device, hardware)
     nodes = check_nodes(request.nodes, request.address)
     ranks = resolve_ranks(request.gpus, device, hardware, nodes)

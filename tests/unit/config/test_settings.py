@@ -87,6 +87,7 @@ def test_cpu_ranks_share_the_free_host_memory_when_no_budget_is_given() -> None:
 @pytest.mark.parametrize("gpus", [0, -1])
 def test_fewer_than_one_rank_is_refused(gpus: int) -> None:
     assert f"--gpus {gpus}: at least one rank is needed" in refusal(gpus=gpus)
+    assert f"--gpus {gpus}: at least one rank is needed" in refusal(gpus=gpus, hardware=NO_CARDS)
 
 
 def test_more_ranks_than_cards_are_refused_with_the_number_there_is() -> None:
