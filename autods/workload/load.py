@@ -37,7 +37,15 @@ from .hf_config import (
 )
 from .hf_weights import describe_weights, make_quantized_error
 from .lora import NOT_IN_PARTS, parse_lora, require_packages
-from .protocol import FUNCTIONS, Workload, WorkloadError, check_model_py, load_model_py, read_base_config
+from .protocol import (
+    FUNCTIONS,
+    Workload,
+    WorkloadError,
+    check_model_py,
+    check_signatures,
+    load_model_py,
+    read_base_config,
+)
 from .script_source import find_module, is_script, local_files, make_script_source, module_name
 
 
@@ -137,6 +145,7 @@ def _check_form(workload: object, kind: str | None) -> None:
             if not fits and (value is not None or each.name in FUNCTIONS):
                 wanted = "a dict" if is_config else "a function"
                 raise InputError(f"the Workload's {each.name} is {type(value).__name__}, not {wanted}")
+        check_signatures(workload, complete=False)
     elif not isinstance(workload, Path):  # a module, a model, a function
         raise InputError(
             f"a workload is a path or an autods.Workload, not {type(workload).__name__}",
@@ -183,6 +192,7 @@ def load(source: WorkloadSource) -> Workload:
     match source.kind:
         case "file":
             workload = bind_arguments(load_model_py(Path(source.path)), source)
+            check_signatures(workload)
         case "hf_config":
             workload = load_config(source)
         case "pickle":
@@ -195,6 +205,7 @@ def load(source: WorkloadSource) -> Workload:
             if not isinstance(unpickled, Workload):
                 raise WorkloadError("is not a pickled Workload", place=source.path)
             workload = bind_arguments(unpickled, source)
+            check_signatures(workload)
         case "script":
             raise WorkloadError("is a training script, and cannot be loaded as a model", place=source.path)
     return workload
@@ -260,7 +271,8 @@ def _pickle_source(workload: Workload, folder: Path) -> WorkloadSource:
         packed = {"path": [os.path.abspath(entry) for entry in sys.path], "workload": data}
         private.write(path, pickle.dumps(packed))
     except OSError as error:
-        raise make_write_error(path, error) from None
+        place = Path(error.filename or path)
+        raise make_write_error(place, error, hint="give another folder with --out") from None
     name = getattr(workload.build_model, "__name__", "workload")
     base = dict(workload.deepspeed_config) if workload.deepspeed_config is not None else None
     return WorkloadSource(kind="pickle", path=str(path), name=name, digest=digest, base_config=base)

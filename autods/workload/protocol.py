@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib.util
+import inspect
 import json
 import os
 import sys
@@ -99,6 +100,43 @@ class Workload:
         """Build the model that trains."""
         model = self.build_model()
         return model if self.adapt_model is None else self.adapt_model(model)
+
+
+# What each function of a Workload is called with.
+_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
+    "build_model": (),
+    "build_batch": ("micro_batch_size",),
+    "build_optimizer": ("parameters",),
+    "loss": ("model", "batch"),
+    "build_longest_batch": ("micro_batch_size",),
+    "build_dataset": ("path",),
+    "collate": ("samples",),
+    "adapt_model": ("model",),
+    "load_model": (),
+    "share_sequences": ("workload", "ranks"),
+    "join_ranks": ("model",),
+}
+
+
+def check_signatures(workload: Workload, *, complete: bool = True) -> None:
+    """Raises WorkloadError for a function that does not take the arguments with which it is called.
+
+    Where the workload is not `complete`, options may still give arguments that have no default.
+    """
+    for name, arguments in _ARGUMENTS.items():
+        try:
+            signature = inspect.signature(getattr(workload, name), follow_wrapped=False)
+        except (TypeError, ValueError):  # it is None, or native code that does not tell
+            continue
+        try:
+            (signature.bind if complete else signature.bind_partial)(*arguments)
+        except TypeError as error:
+            call, code = f"{name}({', '.join(arguments)})", getattr(getattr(workload, name), "__code__", None)
+            raise WorkloadError(
+                f"{name} cannot be called as {call}: {error}",
+                place=f"{code.co_filename}:{code.co_firstlineno}" if code else None,
+                hint=f"write def {call}: …",
+            ) from None
 
 
 def load_model_py(path: Path) -> Workload:

@@ -53,6 +53,37 @@ def test_a_builtin_of_python_is_pickled_by_its_name(tmp_path: Path) -> None:
     assert load(source).build_model() == 0
 
 
+@pytest.mark.parametrize(
+    ("functions", "said"),
+    [
+        ({"build_batch": lambda: 1}, "build_batch cannot be called as build_batch(micro_batch_size): too many"),
+        ({"build_model": lambda: 1, "loss": lambda model: 1}, "loss cannot be called as loss(model, batch): too many"),
+    ],
+)
+def test_a_function_of_another_signature_is_refused(functions: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        make_source(Workload(**{"build_model": int, "build_batch": tuple} | functions), folder=tmp_path)
+    place, _, rest = str(caught.value).partition(": ")
+    assert place.startswith(f"{__file__}:")
+    assert rest.startswith(said)
+    assert "\n  write def " in rest
+
+
+def test_an_argument_that_nothing_gives_is_refused_in_a_rank(tmp_path: Path) -> None:
+    workload = Workload(build_model=int, build_batch=lambda n, seq_len: (n, seq_len))  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="missing a required argument: 'seq_len'"):
+        load(make_source(workload, folder=tmp_path))
+    assert load(make_source(workload, folder=tmp_path, seq_len=8)).build_batch(2) == (2, 8)
+
+
+def test_a_file_as_the_output_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "out").touch()
+    with pytest.raises(InputError) as caught:
+        make_source(Workload(build_model=int, build_batch=tuple), folder=tmp_path / "out")  # type: ignore[arg-type]
+    assert str(caught.value).startswith(f"{tmp_path / 'out'}: cannot be written: ")
+    assert caught.value.hint == "give another folder with --out"
+
+
 def test_a_workload_that_cannot_be_pickled_is_refused(tmp_path: Path) -> None:
     import threading
 
