@@ -9,11 +9,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, get_type_hints
 
-from .arguments import PathText, describe_arguments, find_by_other_name
+from .arguments import PathText, check_call, describe_arguments
 from .config.base_config import check_ranks
 from .config.plan_settings import PlanSettings, resolve_plan, resolve_rehearsal
 from .config.settings import Settings, check_exported, check_nodes, refuse_shared_sequences, resolve_fit
@@ -251,15 +250,7 @@ def _make_function(
     signature = _sign(request, result)
 
     def function(*args: P.args, **kwargs: P.kwargs) -> Result:
-        if unknown := next((each for each in kwargs if each not in signature.parameters), None):
-            other = find_by_other_name(unknown, request)
-            near = get_close_matches(unknown, signature.parameters, n=1) if other is None else [other.name]
-            meant = f": did you mean {near[0]!r}?" if near else f", see help(autods.{name})"
-            raise TypeError(f"{name}() has no argument {unknown!r}{meant}")
-        try:
-            signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(f"{name}(): {error}") from None
+        check_call(name, signature, args, kwargs, request)
         checked = request(*args, **kwargs)
         listener = getattr(checked, "on_event", None)
         try:

@@ -9,12 +9,17 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
+from difflib import get_close_matches
+from functools import wraps
 from itertools import islice
 from numbers import Integral, Real
-from typing import Annotated, Any, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ParamSpec, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from .errors import InputError
 from .files import check_path
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +246,34 @@ def _spell(name: str) -> str:
 def check_count(name: str, value: Any) -> int:
     """Return a whole number. Raises InputError for a value of another type."""
     return cast(int, check_value(name, value, _WHOLE))
+
+
+def check_call(name: str, signature: inspect.Signature, args: Any, kwargs: Any, request: Any = None) -> None:
+    """Raises TypeError for a call of autods.`name` with other arguments. It says which one may have been meant.
+
+    The fields of the `request` have other names, too.
+    """
+    if unknown := next((each for each in kwargs if each not in signature.parameters), None):
+        other = None if request is None else find_by_other_name(unknown, request)
+        near = get_close_matches(unknown, signature.parameters, n=1) if other is None else [other.name]
+        meant = f": did you mean {near[0]!r}?" if near else f", see help(autods.{name})"
+        raise TypeError(f"{name}() has no argument {unknown!r}{meant}")
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}(): {error}") from None
+
+
+def checks_call(function: Callable[P, Result]) -> Callable[P, Result]:
+    """The function of the Python API, whose calls are checked by `check_call`."""
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> Result:
+        check_call(function.__name__, signature, args, kwargs)
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def describe_arguments(request: Callable[..., Any]) -> str:

@@ -12,7 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from ..arguments import check_count, show_value
+from ..arguments import check_count, checks_call, show_value
 from ..errors import InputError
 from ..types import Action, Tier
 from ..units import format_signal
@@ -95,6 +95,7 @@ class Diagnosis:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
 
+@checks_call
 def diagnose(log: Logs, exit_code: int | None = None) -> Diagnosis:
     """Find out why a run died.
 

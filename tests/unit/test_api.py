@@ -132,6 +132,13 @@ def test_other_tools_names_of_arguments_are_known() -> None:
         assert not own & {name for names in OTHER_NAMES.values() for name in names}
 
 
+def test_a_misspelt_argument_of_diagnose_is_named() -> None:
+    with pytest.raises(TypeError, match=r"diagnose\(\) has no argument 'exitcode': did you mean 'exit_code'\?"):
+        autods.diagnose("", exitcode=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"diagnose\(\): missing a required argument: 'log'"):
+        autods.diagnose()  # type: ignore[call-arg]
+
+
 def test_a_name_of_other_tools_stands_for_one_argument() -> None:
     names = [name for names in OTHER_NAMES.values() for name in names]
     assert len(names) == len(set(names))
