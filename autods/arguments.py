@@ -84,7 +84,7 @@ class Option:
 
     `panel` is the group in which help shows the option; an option of the Python API alone has none. Help shows
     `shown_default` where the real default depends on something. `flags` are spellings other than --name. `most` is the
-    largest value of a number.
+    largest value of a number, and `counts` what it counts, where at least one is needed.
     """
 
     panel: str
@@ -94,6 +94,7 @@ class Option:
     flags: tuple[str, ...] = ()
     positional: bool = False
     most: int = MOST_COUNT
+    counts: str = ""
 
 
 def option(panel: str, help: str, metavar: str | None = None, *, default: Any = None, **more: Any) -> Any:
@@ -130,6 +131,9 @@ class Request:
             if kind is None or (value is None and type(None) in get_args(hints[name])):
                 continue
             value = check_value(name, value, kind)
+            if kind is _WHOLE and option.counts and value < 1:
+                problem = f"{_spell(name)} {show_value(value)}: at least one {option.counts} is needed"
+                raise InputError(problem, hint=f"give {_spell(name)} 1 or more")
             if kind is _WHOLE and abs(value) > option.most:
                 raise InputError(f"{_spell(name)} {show_value(value)}: {option.most:,} is the most")
             object.__setattr__(self, name, value)

@@ -112,7 +112,12 @@ class _MachineOptions(Request):
     """What describes a machine that need not be here."""
 
     gpus: Count | None = option(
-        "Machine", "Ranks, of all nodes together.", "N", shown_default="a node's", most=MOST_RANKS
+        "Machine",
+        "Ranks, of all nodes together.",
+        "N",
+        shown_default="a node's",
+        most=MOST_RANKS,
+        counts="rank",
     )
     nodes: Count | None = option(
         "Machine",
@@ -120,6 +125,7 @@ class _MachineOptions(Request):
         "N",
         shown_default="1; nodes of 8 beyond 16 ranks",
         most=MOST_RANKS,
+        counts="node",
     )
     on: Text | None = option(
         "Machine", "Machines of the catalogue, such as a100-80gb, or FILE.toml; all: which do I need?", "NAME,…|all"
@@ -211,6 +217,7 @@ class TrialRequest(WorkloadRequest):
         "N",
         shown_default="1",
         most=MOST_RANKS,
+        counts="node",
     )
     address: Text | None = option(
         "Machine",
@@ -253,7 +260,12 @@ class SearchRequest(TrialRequest):
     """The further options of a command that searches for the fastest config."""
 
     gpus: Count | None = option(
-        "Machine", "Ranks, of all nodes together.", "N", shown_default="all visible cards", most=MOST_RANKS
+        "Machine",
+        "Ranks, of all nodes together.",
+        "N",
+        shown_default="all visible cards",
+        most=MOST_RANKS,
+        counts="rank",
     )
     objective: Text = option(
         "Search", "samples or tokens (the most a second), memory (the least of the device).", "NAME", default="samples"
@@ -269,6 +281,7 @@ class SearchRequest(TrialRequest):
         "End within N trials, with those of the certificate; an answer takes 3.",
         "N",
         shown_default="the config's",
+        counts="trial",
     )
     max_time: Duration | None = option(
         "Search", "End within so much time, with what was found and proven: 90s, 20m, 2h.", "TIME", shown_default="none"
@@ -325,7 +338,9 @@ class PlanRequest(_MachineOptions, _LongSequenceOptions, WorkloadRequest):
         "What an hour of a GPU costs, such as 2.5; for several machines a100-80gb=1.8,h100-80gb=2.5. With --tokens.",
         "PRICE",
     )
-    micro_batch: Count | None = option("Search", "Samples of a rank at a time.", "N", shown_default="1", most=10**6)
+    micro_batch: Count | None = option(
+        "Search", "Samples of a rank at a time.", "N", shown_default="1", most=10**6, counts="sample"
+    )
     checkpointing: Checkpointing | None = option(
         "Search",
         "Recompute activations; every-2 of one in 2 layers; offload also keeps the inputs of layers on the host.",
@@ -444,5 +459,10 @@ class ExplainRequest(_MachineOptions, _WorkloadOptions):
     )
     on: Text | None = option("Machine", "A machine of the catalogue, such as a100-80gb, or FILE.toml.", "NAME")
     micro_batch: Count | None = option(
-        "Workload", "Samples of a rank at a time.", "N", shown_default="the config's, else 1", most=10**6
+        "Workload",
+        "Samples of a rank at a time.",
+        "N",
+        shown_default="the config's, else 1",
+        most=10**6,
+        counts="sample",
     )

@@ -101,10 +101,6 @@ def resolve_plan(request: PlanRequest, source: WorkloadSource, *, hardware: Hard
         raise InputError(problem, place=source.path, hint="give --checkpointing on")
     if checkpointing is not None and source.keeps_checkpointing:
         raise InputError("--checkpointing and --keep-checkpointing contradict each other", hint="drop one of the two")
-    if request.micro_batch is not None and request.micro_batch < 1:
-        raise InputError(f"--micro-batch {request.micro_batch}: at least one sample is needed")
-    if request.gpus is not None:
-        check_ranks(request.gpus)  # before the machine is looked at, which may lack a card
     nvme_bytes = parse_size(request.nvme, "--nvme")
     tokens = _parse_tokens(request.tokens)
     machines = choose_machines(request, device, hardware)
@@ -290,8 +286,6 @@ def _check_only_site(sites: Sequence[Site]) -> None:
 
 def spread_ranks(gpus: int | None, nodes: int | None, machine: Machine, device: Device) -> tuple[int, int]:
     """Return world size and ranks of a node. Nodes share the ranks evenly, as those of a fit have to."""
-    if nodes is not None and nodes < 1:
-        raise InputError(f"--nodes {nodes}: at least one node is needed")
     if gpus is None:
         if machine.gpus is None:
             raise InputError("say how many ranks to forecast for", hint="give --gpus 8, say")

@@ -61,8 +61,6 @@ def resolve_device(name: str, hardware: Hardware) -> Device:
 
 def check_nodes(nodes: int | None, address: str | None) -> int:
     """Return the number of nodes. Raises InputError for several nodes without a cluster."""
-    if nodes is not None and nodes < 1:
-        raise InputError(f"--nodes {nodes}: at least one node is needed")
     if nodes is not None and nodes > 1 and address is None:
         raise InputError(
             f"--nodes {nodes} needs a Ray cluster",
@@ -336,8 +334,6 @@ def resolve_fit(request: SearchRequest, source: WorkloadSource, *, hardware: Har
         stall_s = parse_time(request.stall_limit, "--stall-limit")
         profile = replace(profile, limits=profile.limits.allow_silence(stall_s))
     rungs = select_ladder(request, profile.ladder)
-    if request.gpus is not None:
-        check_ranks(request.gpus)  # before the machine is looked at, which may lack a card
     device = resolve_device(request.device, hardware)
     nodes = check_nodes(request.nodes, request.address)
     ranks = resolve_ranks(request.gpus, device, hardware, nodes)
@@ -404,8 +400,6 @@ def choose_folder(request: TrialRequest, name: str) -> Path:
 
 def _resolve_budget(budget: Budget, trials: int | None, time: str | float | None) -> Budget:
     """Return the profile's budget, with the limits that the request gives."""
-    if trials is not None and trials < 1:
-        raise InputError(f"--max-trials {trials}: at least one trial is needed", hint="give --max-trials 25, say")
     seconds = budget.seconds if time is None else parse_time(time, "--max-time")
     return Budget(trials=budget.trials if trials is None else trials, seconds=seconds)
 

@@ -246,6 +246,7 @@ def test_a_batch_that_a_script_fixes_asks_for_a_global_batch() -> None:
     [
         ({"gpus": 0, "gpu_memory": "1GiB"}, "at least one rank"),
         ({"gpus": -1, "device": "cpu"}, "at least one rank"),
+        ({"nodes": 0, "device": "cpu"}, "at least one node"),
         ({"gpus": 1, "gpu_memory": "banana"}, "--gpu-memory 'banana' is not a size"),
         ({"gpus": 1, "gpu_memory": "80"}, "give a unit: --gpu-memory 80GiB"),
         ({"gpus": 1, "gpu_memory": 80}, "--gpu-memory 80 is 80 B"),
