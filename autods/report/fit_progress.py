@@ -28,7 +28,7 @@ from ..types import Fit, Phase, Record, Skipped, Trial
 from ..units import escape_controls
 from .answers.fit import LADDER, LadderRow, find_telling_trials, gauge_use, list_ladder
 from .document import Gauge, Medium, tabulate
-from .render_terminal import fit_table
+from .render_terminal import fit_table, is_whole
 from .results.fit import FitQuestion, FitReport
 from .results.measured import Measured, has_headroom, measure_configs
 from .text import MARKS, Mark, format_about, format_number_of, format_phase, format_rate, format_seconds
@@ -265,6 +265,8 @@ def render_search(state: FitState, now_s: float, console: Console) -> Renderable
     if console.height < len(state.search.ladder) + len(state.running) + _OTHER_LINES:
         return None
     table, _ = fit_table(tabulate(_COLUMNS, list_rows(state)), console, Medium.BRIEF)
+    if not is_whole(table, console):
+        return None
     progress = describe_progress(state, now_s)
     parts = [Text(progress, style="bold")] if progress else []
     return Group(table, _describe_best(state, state.search), *parts, _describe_budget(state, state.search, now_s))

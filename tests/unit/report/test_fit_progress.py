@@ -92,6 +92,12 @@ MIDWAY = (
 )
 
 
+def test_a_table_that_a_terminal_would_cut_is_not_drawn() -> None:
+    state = state_after(replace(SEARCH, ladder=("zero3-" + "x" * 80, "zero3")))
+    assert any("zero3-x" in row for row in draw(state, 9.0, width=140))
+    assert not any("zero3-x" in row for row in draw(state, 9.0, width=78))
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_rung_has_a_row_with_its_state_and_its_memory(width: int) -> None:
     lines = draw(state_after(*MIDWAY), 19.0, width)
