@@ -52,7 +52,10 @@ def __getattr__(name: str) -> Any:
 
         return version("autods")
     if name not in _HOMES:
-        meant = ": did you mean 'find_best_config'?" if name == "fit" else ""
+        from difflib import get_close_matches
+
+        near = ["find_best_config"] if name == "fit" else get_close_matches(name, _HOMES, n=1)
+        meant = f": did you mean {near[0]!r}?" if near else ""
         raise AttributeError(f"module 'autods' has no attribute {name!r}{meant}")
     return getattr(import_module(f".{_HOMES[name]}", __name__), name)
 

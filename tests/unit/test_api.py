@@ -154,6 +154,8 @@ def test_signatures_have_plain_types_and_the_result() -> None:
 def test_who_looks_for_fit_is_told_its_name_in_python() -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'fit': did you mean 'find_best_config'\?"):
         autods.fit  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute 'dignose': did you mean 'diagnose'\?"):
+        autods.dignose  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_dir_lists_what_is_public_and_no_more() -> None:
