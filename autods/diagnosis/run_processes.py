@@ -90,7 +90,7 @@ class ReportedExits:
     def first(self) -> Exit | None:
         """The exit that counts: torchrun's root cause, else the first that is no clean-up by the launcher (SIGTERM).
 
-        Of the root causes of several nodes it is one that a silent signal ended, then the earliest.
+        Several nodes have a root cause each: one that a silent signal ended comes first, then the earliest.
         """
         failed = [exit for exit in self.exits if exit.code != 0]
         candidates = [exit for exit in failed if exit.code not in (-15, 143)] or failed

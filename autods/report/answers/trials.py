@@ -30,8 +30,8 @@ Row = TypeVar("Row")
 def list_trials(records: Sequence[Record], folder: Path | None, *, usable_bytes: float = math.inf) -> doc.Details:
     """Each trial with its knobs, its outcome, and the end of the log of a trial that failed.
 
-    `folder` is that of the fit or the probe; None leaves out the logs. Of many failed trials the first have their logs
-    there, and the others say where theirs are. `usable_bytes` are those of a fit's question.
+    `folder` is that of the fit or the probe; None leaves out the logs. Where many trials failed, the later ones only
+    say where their log is. `usable_bytes` are those of a fit's question.
     """
     unfit = [record.id for record in records if not isinstance(record.outcome, Fit)]
     quoted = set(unfit[:_MOST_LOGS]) if folder is not None else set()
