@@ -124,14 +124,16 @@ def check_signatures(workload: Workload, *, complete: bool = True) -> None:
     Where the workload is not `complete`, options may still give arguments that have no default.
     """
     for name, arguments in _ARGUMENTS.items():
+        function = getattr(workload, name)
         try:
-            signature = inspect.signature(getattr(workload, name), follow_wrapped=False)
+            signature = inspect.signature(function, follow_wrapped=False)
         except (TypeError, ValueError):  # it is None, or native code that does not tell
             continue
         try:
             (signature.bind if complete else signature.bind_partial)(*arguments)
         except TypeError as error:
-            call, code = f"{name}({', '.join(arguments)})", getattr(getattr(workload, name), "__code__", None)
+            call = f"{name}({', '.join(arguments)})"
+            code = getattr(getattr(function, "func", function), "__code__", None)  # of a partial, too
             raise WorkloadError(
                 f"{name} cannot be called as {call}: {error}",
                 place=f"{code.co_filename}:{code.co_firstlineno}" if code else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -71,7 +72,7 @@ def test_a_function_of_another_signature_is_refused(functions: dict[str, Any], s
 
 def test_an_argument_that_nothing_gives_is_refused_in_a_rank(tmp_path: Path) -> None:
     workload = Workload(build_model=int, build_batch=lambda n, seq_len: (n, seq_len))  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="missing a required argument: 'seq_len'"):
+    with pytest.raises(InputError, match=rf"{re.escape(__file__)}:\d+: .*missing a required argument: 'seq_len'"):
         load(make_source(workload, folder=tmp_path))
     assert load(make_source(workload, folder=tmp_path, seq_len=8)).build_batch(2) == (2, 8)
 
