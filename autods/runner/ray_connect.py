@@ -66,6 +66,7 @@ _UNUSED = declare_all(
     "no trial needs them; they take two seconds of a processor, memory and ports",
     optional=True,
 )
+_TOKENS = "ray._private.authentication.authentication_token_setup"
 _SPT_NOENV = {"SPT_NOENV": "1"}  # Ray's processes keep their environment when they change their title
 
 
@@ -215,11 +216,13 @@ def _own_token() -> Iterator[None]:
 
 
 def _read_authentication() -> None:
-    """Have Ray read the variables with its token and with the mode again, which it keeps from the first use on."""
-    raylet: Any = importlib.import_module("ray._raylet")
-    if hasattr(raylet, "AuthenticationTokenLoader"):  # else this release of Ray has no tokens
-        raylet.Config.initialize("")
-        raylet.AuthenticationTokenLoader.instance().reset_cache()
+    """Have Ray read the variables with its token and with the mode again, which it keeps from the first use on.
+
+    Raises EnvironmentBroken where this release cannot: the Ray that starts would ask for another token, or for none.
+    """
+    loader = ray_internal("ray._raylet", "AuthenticationTokenLoader")
+    ray_internal("ray._raylet", "Config").initialize("")
+    loader.instance().reset_cache()
 
 
 @contextlib.contextmanager
@@ -299,16 +302,14 @@ def read_last_address(origin: str) -> str:
 
 def use_token() -> None:
     """Use the token that `ray start` made, which its cluster wants; Ray does not look for it by itself here."""
+    enable = ray_internal(_TOKENS, "maybe_enable_token_auth_if_token_available")
+    logger = logging.getLogger(_TOKENS)
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it warns of what we want
     try:
-        from ray._private.authentication import authentication_token_setup as setup
-    except ImportError:
-        return  # this release of Ray has no tokens
-    level = setup.logger.level
-    setup.logger.setLevel(logging.ERROR)  # it warns of what we want
-    try:
-        setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+        enable(warn_if_disabled=False)
     finally:
-        setup.logger.setLevel(level)
+        logger.setLevel(level)
 
 
 def init_ray(ray: Any, host: str, **options: Any) -> None:

@@ -216,12 +216,27 @@ def test_a_missing_internal_of_ray_is_reported_with_its_version(
     assert ray.options == []
 
 
+@pytest.mark.parametrize("name", ["AuthenticationTokenLoader", "Config"])
+def test_a_ray_that_does_not_read_our_token_is_not_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    monkeypatch.delattr(sys.modules["ray._raylet"], name)
+    ray = FakeRay()
+    missing = rf"Ray {version('ray')} has no ray\._raylet\.{name}, which autods needs"
+    with pytest.raises(EnvironmentBroken, match=missing), start_local(ray, 2, tmp_path):
+        pass
+    assert ray.options == []
+
+
 def test_the_installed_ray_has_the_internals_that_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     ray_connect.import_ray()  # it sets variables that Ray reads once a process
     for module, name in (
         ("ray._common.utils", "get_ray_address_file"),
         ("ray._private.state", "available_resources_per_node"),
+        ("ray._raylet", "AuthenticationTokenLoader"),
+        ("ray._raylet", "Config"),
+        ("ray._private.authentication.authentication_token_setup", "maybe_enable_token_auth_if_token_available"),
     ):
         assert callable(ray_internal(module, name))
 
