@@ -17,7 +17,7 @@ from typing import Any
 
 from ..config.deepspeed import BATCH_KEYS, count_replicas
 from ..config.settings import Settings, apply_survey, count_nodes
-from ..errors import EnvironmentBroken, InputError
+from ..errors import DiskFull, EnvironmentBroken, InputError
 from ..events import AttemptStarted, Note, RunListener
 from ..forecast.simulation_cache import read_alloc_conf
 from ..journal import RUN_JOURNAL, check_disk_space, is_journal, record_warnings, workspace
@@ -117,8 +117,13 @@ def run(
             )
             with stopping.listen(), contextlib.closing(session):  # signals are heard until the ranks are gone
                 result = supervisor.run()
-                room.await_for(lambda: write_run(result))
-                room.await_for(lambda: write_page(make_run_document(result, out), out / RUN_PAGE))
+                try:
+                    room.await_for(lambda: write_run(result))
+                    room.await_for(lambda: write_page(make_run_document(result, out), out / RUN_PAGE))
+                except DiskFull as error:
+                    if result.status != "stopped":
+                        raise
+                    listen(Note(text=f"{str(error).splitlines()[0]}: the run stops without a report", warns=True))
             return result
 
 
@@ -181,8 +186,11 @@ class Supervisor:
                 # One that failed while it was to stop has left its last checkpoint.
                 if end.ending == "stopped" or self.stopping.number is not None:
                     return self._summarize("stopped", 128 + (self.stopping.number or signal.SIGINT))
-        except KeyboardInterrupt:
-            self._close_interrupted()
+        except (KeyboardInterrupt, DiskFull) as ended:
+            if isinstance(ended, DiskFull) and self.stopping.number is None:
+                raise
+            with contextlib.suppress(DiskFull):  # the next call closes the attempt
+                self._close_interrupted()
             return self._summarize("stopped", 128 + (self.stopping.number or signal.SIGINT))
 
     def _close_interrupted(self) -> None:
