@@ -75,6 +75,8 @@ def live_as_rank(
         os.setsid()
         processes.die_with_parent(parent)
         processes.prefer_for_oom_kill()
+        if job.job != "run":  # a trial may crash: its core would be as large as its memory, and lie beside the script
+            processes.forbid_core_dump()
         rank = job.local_ranks[slot]
         os.environ.update(rank_environment(job, slot, port))
         if cores := choose_cores(job, slot):

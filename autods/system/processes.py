@@ -10,6 +10,7 @@ import glob
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -202,6 +203,12 @@ def prefer_for_oom_kill() -> None:
     """
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")
+
+
+def forbid_core_dump() -> None:
+    """Have the kernel write no core file of this process and its children, unless they ask for one themselves."""
+    _, most = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, most))
 
 
 def kill_children(limit_s: float, *, spared: int | None = None) -> list[int]:

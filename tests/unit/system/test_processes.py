@@ -254,3 +254,9 @@ def test_a_file_of_the_users_hides_no_module_from_a_question(tmp_path: Path, mon
     (tmp_path / "psutil.py").write_text("raise SystemExit('the wrong one')")
     monkeypatch.chdir(tmp_path)
     assert processes.ask_module("autods.rank.ops", "state", limit_s=60.0) == {}
+
+
+def test_a_process_that_may_crash_writes_no_core():
+    code = "import resource as r; from autods.system import processes; processes.forbid_core_dump(); "
+    limits = subprocess.check_output([sys.executable, "-c", code + "print(*r.getrlimit(r.RLIMIT_CORE))"], text=True)
+    assert limits.split() == ["0", str(resource.getrlimit(resource.RLIMIT_CORE)[1])]
