@@ -12,6 +12,7 @@ from pathlib import Path
 from ..config.deepspeed import find_offloads
 from ..devices import DEVICES, find_device
 from ..devices.base import EXPANDABLE
+from ..errors import InputError
 from ..rank.job import RankJob
 from ..rank.launch_variables import tell_rank
 from ..rank.ops import ops_folder
@@ -55,6 +56,18 @@ _ALWAYS = {
 
 GROUP_TIMEOUT = "DEEPSPEED_TIMEOUT"  # minutes, which DeepSpeed reads when it is imported
 _GROUP_MINUTES = str(4 * 60)
+
+
+def check_group_timeout(variables: Mapping[str, str]) -> None:
+    """Raise InputError where DeepSpeed could not read its timeout: it does so when it is imported, on each node."""
+    minutes = variables.get(GROUP_TIMEOUT, _GROUP_MINUTES)
+    try:
+        is_wrong = int(minutes) <= 0
+    except ValueError:
+        is_wrong = True
+    if is_wrong:
+        hint = "give the minutes for which ranks wait for each other, or unset it"
+        raise InputError("is no whole number above 0", place=f"{GROUP_TIMEOUT}={minutes}", hint=hint)
 
 
 def zygote_environment(device: str, environment: Mapping[str, str]) -> dict[str, str]:

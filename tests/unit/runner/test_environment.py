@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from autods.devices.cuda import CudaDevice
+from autods.errors import InputError
 from autods.rank.job import RankJob
 from autods.runner import agent, environment
 from autods.runner.environment import (
+    check_group_timeout,
     choose_cores,
     choose_exported,
     join_node_environment,
@@ -107,6 +109,14 @@ def test_groups_wait_longer_than_a_trials_limits(
     monkeypatch: pytest.MonkeyPatch, users: dict[str, str], minutes: int
 ) -> None:
     assert start_environment("cpu", monkeypatch, **users)["DEEPSPEED_TIMEOUT"] == str(minutes)
+
+
+@pytest.mark.parametrize("minutes", ["30m", "", "1.5", "0", "-5"])
+def test_a_timeout_that_deepspeed_cannot_read_is_wrong_input(minutes: str) -> None:
+    with pytest.raises(InputError, match=rf"DEEPSPEED_TIMEOUT={minutes}: is no whole number above 0\n  give the min"):
+        check_group_timeout({"DEEPSPEED_TIMEOUT": minutes})
+    check_group_timeout({"DEEPSPEED_TIMEOUT": "90"})
+    check_group_timeout({})
 
 
 def test_a_cuda_zygote_numbers_cards_like_nvml_and_logs_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
