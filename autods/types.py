@@ -256,6 +256,11 @@ def is_machines_fault(outcome: Outcome) -> bool:
     return not isinstance(outcome, Fit) and outcome.action == "fix_environment"
 
 
+def may_have_lost_device(outcome: Outcome) -> bool:
+    """Whether a card, a link or a node that is gone could explain it."""
+    return isinstance(outcome, Failed) and outcome.failure in ("infrastructure", "communication", "unknown")
+
+
 def name_lack(tier: Tier) -> str:
     """What a full tier lacks, after "out of": 'device memory'; of a disk, NVMe or a checkpoint's, 'disk space'."""
     return _LACKS.get(tier, f"{tier} memory")

@@ -25,8 +25,21 @@ from ..rank.job import JobKind, RankJob, RunOrder
 from ..rank.ops import USUAL_BUILD_S, check_caches
 from ..rank.record import MeasureResult, PreflightResult, RunResult, SurveyResult
 from ..system.processes import read_tail
-from ..types import PHASES, Exam, Failed, Fit, Knobs, ModelFacts, Outcome, OutOfMemory, Record, Steps, Trial
-from .environment import choose_exported
+from ..types import (
+    PHASES,
+    Exam,
+    Failed,
+    Fit,
+    Knobs,
+    ModelFacts,
+    Outcome,
+    OutOfMemory,
+    Record,
+    Steps,
+    Trial,
+    may_have_lost_device,
+)
+from .environment import check_group_timeout, choose_exported
 from .health import Preflight, Watch, describe_cards, judge_nodes, judge_rate
 from .node_messages import Heartbeat, LoadFailed, NodeReport, NodeResult, Ready, ZygoteDied
 from .outcome import find_failure, judge_trial, result_of_rank_0
@@ -84,6 +97,7 @@ class RayRunner:
         self.sample_s = 0.0  # that a rank's sample took in the slowest trial so far
 
     def __enter__(self) -> RayRunner:
+        check_group_timeout(self.workers.environment)
         if not self.number:
             check_caches()
             address = self.settings.address
@@ -175,14 +189,21 @@ class RayRunner:
             on_progress(heartbeat)
 
         results = self.workers.run(job, hear)
-        return find_failure(results, job) or result_of_rank_0(results, RunResult)
+        failure = find_failure(results, job)
+        if failure is not None and may_have_lost_device(failure):
+            self.checked = None
+        return failure or result_of_rank_0(results, RunResult)
 
     def check_machine(self) -> None:
         """Look at devices and links before the first training on these nodes, and warn of what slows it.
 
-        Raises EnvironmentBroken for what makes it senseless. A runner beside others has their nodes.
+        An attempt that the machine may have ended has them looked at again, and so has a node that takes a lost one's
+        place. Raises EnvironmentBroken for what makes training senseless. A runner beside others has their nodes.
         """
-        if self.number or self.checked is self.workers.nodes:
+        if self.number:
+            return
+        self.workers.replace_lost()
+        if self.checked is self.workers.nodes:
             return
         preflight = self.preflight()
         self.checked = self.workers.nodes

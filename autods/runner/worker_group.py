@@ -138,7 +138,7 @@ class WorkerGroup:
         With `everywhere` every node does the whole job by itself, else its ranks are split over the nodes.
         Raises EnvironmentBroken when the cluster's head or our only node is gone.
         """
-        self._replace_lost()
+        self.replace_lost()
         self.check_head()
         if everywhere:
             parts = repeat_job(job, self.nodes)
@@ -210,7 +210,7 @@ class WorkerGroup:
 
     def examine(self) -> list[tuple[str, Health]]:
         """Return the address of each node, '' for a single one, and the health of its devices."""
-        self._replace_lost()
+        self.replace_lost()
         ranks = self.settings.ranks_per_node
         healths = self._call(lambda node: node.agent.examine.remote(ranks), "looking at the devices")
         return [
@@ -220,7 +220,7 @@ class WorkerGroup:
 
     def needs_build(self, ops: Sequence[str]) -> bool:
         """Whether one of these DeepSpeed ops has to be built on any node."""
-        self._replace_lost()
+        self.replace_lost()
         if not ops:
             return False
         looking = "looking for DeepSpeed's ops"
@@ -361,7 +361,7 @@ class WorkerGroup:
     def _find_lost(self) -> Node | None:
         return next((node for node in self.nodes if node.lost is not None), None)
 
-    def _replace_lost(self) -> None:
+    def replace_lost(self) -> None:
         """Choose nodes again where one was lost. Raises EnvironmentBroken where too few are left."""
         if (lost := self._find_lost()) is not None:
             self._note(f"node {lost.address} was lost ({lost.lost}); the ranks are placed on the remaining nodes")

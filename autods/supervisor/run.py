@@ -44,7 +44,7 @@ from ..runner.placement import count_ranks
 from ..runner.runner import RayRunner
 from ..tuner.candidates import list_candidates
 from ..tuner.fit import fit
-from ..types import Failed, ModelFacts, OutOfMemory
+from ..types import Failed, ModelFacts, OutOfMemory, may_have_lost_device
 from ..workload.protocol import WorkloadError
 from .attempt import (
     RunnerSession,
@@ -430,7 +430,7 @@ class Supervisor:
 
     def _count_ranks_left(self, cause: OutOfMemory | Failed, config: RunConfig) -> int | None:
         """The ranks that the machines still hold after a failure that a lost card or node could explain; None: all."""
-        if isinstance(cause, OutOfMemory) or cause.failure not in ("infrastructure", "communication", "unknown"):
+        if not may_have_lost_device(cause):
             return None
         room = self.count_ranks(self.settings.fit)
         return room if room is not None and room < config.world_size else None

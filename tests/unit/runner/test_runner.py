@@ -189,6 +189,42 @@ def test_a_healthy_machine_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) ->
     assert warnings == []
 
 
+@pytest.mark.parametrize(
+    ("end", "looks"),
+    [
+        (ZygoteDied(how="killed by SIGKILL"), 2),
+        (report_of(rank_exit(0, error={"types": ["KeyError"], "message": "'labels'"})), 1),
+    ],
+)
+def test_a_machine_that_may_have_failed_is_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch, end: NodeReport | ZygoteDied, looks: int
+) -> None:
+    runner, _ = preflight(monkeypatch, *meeting(350))
+    looked: list[str] = []
+    monkeypatch.setattr(runner.workers, "examine", lambda: looked.append("looked") or [("", Health())])
+    monkeypatch.setattr(runner, "_build_ops", lambda job: None)
+    monkeypatch.setattr(runner.workers, "run", lambda job, *rest: [report_of(*meeting(350)) if not rest else end])
+    runner.check_machine()
+    assert isinstance(runner.run_attempt(JOB, lambda beat: None), Failed)
+    runner.check_machine()
+    assert len(looked) == looks
+
+
+def test_nodes_are_replaced_before_they_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, _ = preflight(monkeypatch, *meeting(350))
+    runner.check_machine()
+    events: list[str] = []
+
+    def replace_lost() -> None:
+        events.append("replaced")
+        runner.workers.nodes = []
+
+    monkeypatch.setattr(runner.workers, "replace_lost", replace_lost)
+    monkeypatch.setattr(runner.workers, "examine", lambda: events.append("looked at") or [("", Health())])
+    runner.check_machine()
+    assert events == ["replaced", "looked at"]
+
+
 def test_what_slows_the_ranks_is_a_warning_before_they_train(monkeypatch: pytest.MonkeyPatch) -> None:
     throttled = Finding(text="card 1 (H100) is throttled: too hot", remedy="look at the fans")
     runner, warnings = preflight(monkeypatch, *meeting(40), health=Health(findings=(throttled,)))
