@@ -130,14 +130,19 @@ class OutputFile(NamedTuple):
 
 
 def exists_now(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is there that another machine may have made.
+    """Whether a file is there that another machine may have made."""
+    ask_anew(os.path.dirname(path))
+    return os.path.exists(path)
+
+
+def ask_anew(folder: str | os.PathLike[str]) -> None:
+    """Have what is in a folder be as other machines have left it.
 
     On NFS a machine that has missed a file believes for up to a minute that it is still missing. To open its folder
     asks the server (nfs_lookup_verify_inode of the kernel's fs/nfs/dir.c).
     """
     with contextlib.suppress(OSError):
-        os.close(os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-    return os.path.exists(path)
+        os.close(os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
 
 def check_outputs(outputs: Iterable[OutputFile], taken: Iterable[Path] = ()) -> None:

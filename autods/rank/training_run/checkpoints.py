@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...config.deepspeed import enabled_half_precision, get_key
+from ...files import ask_anew
 from ...schema import read_as
 
 STATE, RANKS = "state", "ranks"
@@ -111,10 +112,11 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class Torn:
-    """A checkpoint that is not whole, and why."""
+    """A checkpoint that is not whole, and why. One that the file system does not let us read `may_be_whole`."""
 
     path: Path
     reason: str
+    may_be_whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,18 +167,24 @@ def read_checkpoint(folder: Path) -> SavedCheckpoint:
 
 
 def _inspect(folder: Path) -> SavedCheckpoint | Torn:
-    """Read a checkpoint, which the ranks may remove meanwhile: it counts as torn then."""
+    """Read a checkpoint, which the ranks may remove meanwhile: it counts as torn then.
+
+    A rank of another machine may have marked it a moment ago, and `list_marked_steps` has missed the mark since it
+    began: on NFS it would be missed for longer, and the checkpoint removed.
+    """
+    ask_anew(folder)
     try:
         checkpoint = read_checkpoint(folder)
     except FileNotFoundError:
         return Torn(folder, f"it has no {MARK}: it was not saved to its end")
     except (OSError, ValueError) as error:
-        return Torn(folder, f"its {MARK} cannot be read: {error}")
+        return Torn(folder, f"its {MARK} cannot be read: {error}", may_be_whole=isinstance(error, OSError))
     for name, size in checkpoint.manifest.files.items():
         try:
             actual = (folder / name).stat().st_size
         except OSError as error:
-            return Torn(folder, f"{name} cannot be read: {error.strerror}")
+            is_gone = isinstance(error, FileNotFoundError)
+            return Torn(folder, f"{name} cannot be read: {error.strerror}", may_be_whole=not is_gone)
         if actual != size:
             return Torn(folder, f"{name} has {actual} bytes instead of {size}")
     return checkpoint
@@ -236,11 +244,17 @@ def remove_checkpoint(folder: Path) -> None:
 
 
 def remove_torn(checkpoints: Path) -> list[Torn]:
-    """Remove the checkpoints that are not whole, and return them. Call it while no rank saves."""
-    listed = list_checkpoints(checkpoints)
-    for torn in listed.torn:
-        remove_checkpoint(torn.path)
-    return list(listed.torn)
+    """Remove the checkpoints that are not whole, and return them. Call it while no rank saves.
+
+    One that cannot be read now is left, for it may be whole; so is one that cannot be removed.
+    """
+    removed = []
+    for torn in list_checkpoints(checkpoints).torn:
+        if not torn.may_be_whole:
+            with contextlib.suppress(OSError):
+                remove_checkpoint(torn.path)
+                removed.append(torn)
+    return removed
 
 
 def remove_old(checkpoints: Path, keep: int) -> None:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 import zipfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -127,6 +130,47 @@ def test_torn_checkpoints_are_removed_and_whole_ones_stay(tmp_path):
     save(tmp_path, 10, complete=False)
     assert [torn.path.name for torn in remove_torn(tmp_path)] == ["step-00000010"]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
+
+
+def test_a_mark_that_another_machine_just_made_is_seen(tmp_path, monkeypatch):
+    """On NFS the mark is missing for a while to whoever has missed it, until its folder is opened."""
+    folder, opened, exists, read = save(tmp_path, 10), set(), os.path.exists, Path.read_text
+    open_folder = os.open
+
+    def note(path, *more, **options):
+        opened.add(str(path))
+        return open_folder(path, *more, **options)
+
+    def check(original):
+        def see(path, *more):
+            if str(path).endswith(MARK) and str(folder) not in opened:
+                raise FileNotFoundError(path)
+            return original(path, *more)
+
+        return see
+
+    monkeypatch.setattr(os, "open", note)
+    monkeypatch.setattr(os.path, "exists", check(exists))
+    monkeypatch.setattr(Path, "read_text", check(read))
+    assert remove_torn(tmp_path) == []
+    assert list_checkpoints(tmp_path).latest.step == 10
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
+def test_a_checkpoint_that_cannot_be_read_now_is_not_removed(tmp_path, monkeypatch, number):
+    folder, read = save(tmp_path, 10), checkpoints.read_checkpoint
+    save(tmp_path, 5)
+
+    def fail(path):
+        if path == folder:
+            raise OSError(number, os.strerror(number))
+        return read(path)
+
+    monkeypatch.setattr(checkpoints, "read_checkpoint", fail)
+    assert list_checkpoints(tmp_path).latest.step == 5
+    assert remove_torn(tmp_path) == []
+    monkeypatch.undo()
+    assert list_checkpoints(tmp_path).latest.step == 10
 
 
 def test_old_checkpoints_go_but_torn_ones_do_not_count(tmp_path):
