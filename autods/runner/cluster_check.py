@@ -26,10 +26,14 @@ _JOIN_S = 60.0  # Ray tries a token for 20 s, and joins within 2
 _LOG_PREFIX = re.compile(r"\[\d{4}-.*?\] (?:\S+:\d+: )?")
 
 
+class NoCluster(InputError):
+    """No cluster answers at an address: it is wrong, or the cluster is gone."""
+
+
 def check_cluster(host: str, port: int, origin: str) -> None:
     """Return when a child process has joined the cluster and left it.
 
-    `origin` is the option or variable that names the cluster. Raises InputError where nobody listens at the address,
+    `origin` is the option or variable that names the cluster. Raises NoCluster where nobody listens at the address,
     EnvironmentBroken for a token that other users can read, and where the cluster was not joined.
     """
     find_token(origin)
@@ -37,7 +41,7 @@ def check_cluster(host: str, port: int, origin: str) -> None:
         socket.create_connection((host, port), _CONNECT_S).close()
     except (OSError, UnicodeError) as error:  # a label of more than 63 characters is no Unicode
         reason = getattr(error, "strerror", None) or error
-        raise InputError(f"no Ray cluster answers there ({reason})", place=origin, hint=START_HINT) from None
+        raise NoCluster(f"no Ray cluster answers there ({reason})", place=origin, hint=START_HINT) from None
     command = [*python_command(_CHILD), host, str(port), str(os.getpid())]
     folders = os.pathsep.join(path for path in sys.path if path)  # as we import
     try:

@@ -29,7 +29,7 @@ from ..rank.patching import Patch, declare, declare_all
 from ..system import processes
 from ..system.limits import check_limits, check_space
 from .cleanup import open_session, session_variables
-from .cluster_check import SAME_HINT, START_HINT, check_cluster, format_address, parse_address
+from .cluster_check import SAME_HINT, START_HINT, NoCluster, check_cluster, format_address, parse_address
 
 _VARIABLES = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # keep CUDA_VISIBLE_DEVICES as the user set it
@@ -275,7 +275,7 @@ def find_cluster(address: str) -> tuple[str, int, str]:
         given = os.environ.get("RAY_ADDRESS", "")
         text = given or read_last_address(origin)
         if not text:
-            raise InputError("no Ray cluster runs on this machine", place=origin, hint=START_HINT)
+            raise NoCluster("no Ray cluster runs on this machine", place=origin, hint=START_HINT)
         origin = f"RAY_ADDRESS={given}" if given else f"--address auto, which is {text}"
     return *parse_address(text, origin), origin
 

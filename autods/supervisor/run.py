@@ -39,7 +39,8 @@ from ..report.render_html import RUN_PAGE, write_page
 from ..report.results.fit import FitReport
 from ..report.results.run import RunReport, parse_steps, read_steps, summarize_steps
 from ..report.serialize import RUN, write_run
-from ..report.text import format_outcome
+from ..report.text import format_outcome, format_seconds
+from ..runner.cluster_check import NoCluster
 from ..runner.placement import count_ranks
 from ..runner.runner import RayRunner
 from ..tuner.candidates import list_candidates
@@ -62,6 +63,7 @@ from .run_settings import FindFit, RunSettings, read_save_s, read_step_s, take_f
 # What a run writes into its folder, the journal last: it tells whose the others are.
 _FILES, _FOLDERS = (RUN, RUN_PAGE, RUN_JOURNAL), ("checkpoints", "attempts", "logs")
 _STOP_WITHIN_S = 120.0  # beyond the steps and saves that a request to stop waits for
+_CLUSTER_BACK_S, _LOOK_AGAIN_S = 900.0, 5.0  # Kubernetes may take minutes to place another head, and to load its image
 _STEPS_UNTIL_STOP = 3  # the ranks report a step, agree while the next one runs, and may be in one already
 CountRanks = Callable[[Settings], int | None]
 
@@ -364,7 +366,7 @@ class Supervisor:
         )
         try:
             result = self._train(config, number, progress)
-        except EnvironmentBroken as error:
+        except (EnvironmentBroken, NoCluster) as error:
             result = self._lose_session(error)
         progress.finish()
         end = judge_attempt(result, seen_step=progress.step, seconds=time.monotonic() - began)
@@ -406,7 +408,7 @@ class Supervisor:
         step_s = max(read_step_s(self.report), progress.slowest_step_s)
         return _STOP_WITHIN_S + _STEPS_UNTIL_STOP * step_s + 2 * save_s
 
-    def _lose_session(self, error: EnvironmentBroken) -> Failed:
+    def _lose_session(self, error: EnvironmentBroken | NoCluster) -> Failed:
         """The failure of an attempt whose Ray or nodes are gone. Raises the error where none of them ever ran."""
         if self.session.runner is None and not any(each.last_step > each.first_step for each in self.history.attempts):
             first_step = self.history.attempts[-1].first_step
@@ -432,8 +434,24 @@ class Supervisor:
         """The ranks that the machines still hold after a failure that a lost card or node could explain; None: all."""
         if not may_have_lost_device(cause):
             return None
-        room = self.count_ranks(self.settings.fit)
+        room = self._await_cluster(config.world_size)
         return room if room is not None and room < config.world_size else None
+
+    def _await_cluster(self, ranks: int) -> int | None:
+        """Return the ranks that the machines hold. A cluster without a head is waited for, and its nodes then.
+
+        Whoever runs the cluster may start it again; its nodes join a new head one by one.
+        """
+        fit, began_s = self.settings.fit, time.monotonic()
+        room = self.count_ranks(fit)
+        if room is not None or fit.address is None or self.session.runner is not None:
+            return room
+        text = f"no Ray cluster answers; the run waits for it, {format_seconds(_CLUSTER_BACK_S)} at most"
+        self.listen(Note(text=text, warns=True))
+        while (room is None or room < ranks) and time.monotonic() - began_s < _CLUSTER_BACK_S:
+            time.sleep(_LOOK_AGAIN_S)
+            room = self.count_ranks(fit)
+        return room
 
     # What is known.
 

@@ -20,8 +20,10 @@ from autods.rank.training_run.checkpoints import MARK
 from autods.report import serialize
 from autods.report.results.fit import FitReport, Throughput
 from autods.report.serialize import read_run
+from autods.runner.cluster_check import NoCluster
 from autods.runner.environment import rank_environment
 from autods.runner.testing import failed, out_of_memory
+from autods.supervisor import run as run_module
 from autods.supervisor.rescue import MOST_REPEATS
 from autods.supervisor.run import run
 from autods.supervisor.run_settings import RunSettings
@@ -426,6 +428,49 @@ def test_a_node_that_ray_misses_later_is_followed_then(tmp_path):
     result, launcher = supervise(tmp_path, answer, room=lambda fit: rooms.pop(0), fit=on_nodes(tmp_path, 2, 4))
     assert [job.world_size for job in launcher.jobs] == [4, 4, 2]
     assert (result.status, result.rescues) == ("done", 2)
+
+
+@pytest.mark.parametrize("is_back", [True, False])
+def test_a_cluster_that_is_started_again_is_waited_for(tmp_path, monkeypatch, is_back):
+    events, rooms = [], [None, None, 0, 2, 4]  # its nodes come back after its head
+    monkeypatch.setattr(run_module, "_LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(run_module, "_CLUSTER_BACK_S", 60.0 if is_back else 0.0)
+
+    def answer(job):
+        if job.order.attempt == 1:
+            return 5, LOST
+        if job.order.attempt == 2:
+            raise EnvironmentBroken("the head of the Ray cluster at 10.0.0.1:6379 is gone")
+        return finish(job)
+
+    def count_ranks(fit):
+        if not is_back:
+            return None
+        return rooms.pop(0) if (tmp_path / "attempts" / "2").exists() else 4
+
+    result, launcher = supervise(tmp_path, answer, events, room=count_ranks, fit=on_nodes(tmp_path, 2, 4))
+    assert (result.status, [job.world_size for job in launcher.jobs]) == ("done", [4, 4, 4])
+    assert rooms == ([] if is_back else [None, None, 0, 2, 4])
+    assert sum("no Ray cluster answers; the run waits" in str(event) for event in events) == 1
+
+
+def test_a_cluster_that_left_its_address_is_no_wrong_input(tmp_path):
+    class Launcher(ScriptedLauncher):
+        def start(self, settings, listen):
+            runner = super().start(settings, listen)
+            if len(self.settings) == 2:  # for the ranks that are left
+                raise NoCluster("no Ray cluster answers there (Connection refused)", place="--address 10.0.0.1:6379")
+            return runner
+
+    launcher = Launcher(lambda job: (5, LOST) if job.world_size == 4 else finish(job), FACTS)
+    result = run(
+        settings(tmp_path, fit=on_nodes(tmp_path, 2, 4)),
+        listen=lambda event: None,
+        start=launcher.start,
+        find_fit=lambda fit, listen: REPORT,
+        count_ranks=lambda fit: 2,
+    )
+    assert (result.status, [each.ending for each in result.attempts]) == ("done", ["failed", "failed", "done"])
 
 
 def test_a_cluster_without_a_node_ends_the_run(tmp_path):
