@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import DiskFull, InputError
+from ..errors import EnvironmentBroken, InputError
 from ..journal import RUN_JOURNAL, Journal
 from ..report.results.run import AttemptRow
 from ..report.text import format_outcome
@@ -220,9 +220,9 @@ class RunJournal:
         self.await_room(self._flush)
 
     def _note(self, row: dict[str, Any]) -> None:
-        """Write a row down, now or with the next one."""
+        """Write a row down, now or with the next one: a disk that fails for a moment ends no training."""
         self._add(row)
-        with contextlib.suppress(DiskFull):
+        with contextlib.suppress(EnvironmentBroken):
             self._flush()
 
     def _add(self, row: dict[str, Any]) -> None:

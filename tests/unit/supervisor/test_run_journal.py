@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
-from autods.errors import InputError
+from autods.errors import InputError, make_write_error
+from autods.journal import Journal
 from autods.supervisor.run_journal import Attempt, RunConfig, RunJournal
 from tests.support.journaled import TRIAL
 
@@ -40,3 +43,20 @@ def test_damage_is_mended_at_the_cost_of_checkpoints(tmp_path: Path, line: str) 
         RunJournal(tmp_path).open({})
     assert error.value.place == f"{path}:2"
     assert error.value.hint == "start over with --fresh, which forgets its checkpoints, too"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ESTALE, errno.EIO])
+def test_a_note_that_a_disk_refuses_is_written_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    journal = RunJournal(tmp_path)
+    journal.open({})
+
+    def refuse(self: Journal, row: object) -> None:
+        raise make_write_error(self.path, OSError(number, os.strerror(number)))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Journal, "append", refuse)
+        journal.note_checkpoint(10)
+    journal.note_checkpoint(20)
+    assert RunJournal(tmp_path).open({}).saved_steps == [10, 20]
