@@ -15,7 +15,7 @@ from typing import Any
 
 from ..config.settings import Settings
 from ..devices import Health
-from ..errors import EnvironmentBroken
+from ..errors import EnvironmentBroken, make_write_error
 from ..events import Event, Note
 from ..rank.job import RankJob
 from ..system import processes
@@ -154,7 +154,7 @@ class WorkerGroup:
         folders = {part.shared for _, part in parts if part.shared is not None}
         try:
             for folder in folders:
-                Path(folder).mkdir(parents=True, exist_ok=True)
+                _make_folder(Path(folder))
             results = self.execute(parts, on_progress)
         finally:
             for folder in folders:
@@ -277,8 +277,8 @@ class WorkerGroup:
         """Read the result of an agent's `run`, with times on our clock."""
         try:
             result: NodeResult = self.ray.get(reference)
-        except self.ray.exceptions.RayTaskError:
-            raise  # an error in our own code
+        except self.ray.exceptions.RayTaskError as error:
+            return node.lose(_find_machines_fault(error))
         except self.ray.exceptions.ActorUnavailableError:
             return node.lose("the connection to its agent broke")
         except self.ray.exceptions.RayError as error:
@@ -319,8 +319,8 @@ class WorkerGroup:
         """Read the answer of a call that is done, as the part's result; return why there is none, if so."""
         try:
             part.result = (self.ray.get(part.run),)
-        except self.ray.exceptions.RayTaskError:
-            raise  # an error in our own code
+        except self.ray.exceptions.RayTaskError as error:
+            return _find_machines_fault(error)
         except self.ray.exceptions.RayError as error:
             return format_ray_error(error)
         return None
@@ -469,3 +469,18 @@ class WorkerGroup:
                 f"{SILENT_S:.0f} s"
             )
         )
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise make_write_error(folder, error) from None
+
+
+def _find_machines_fault(error: Any) -> str:
+    """Return why an agent cannot work: its /tmp is full, a file system is gone. Raises any other error."""
+    cause = getattr(error, "cause", None)
+    if not isinstance(cause, OSError):
+        raise error  # in our own code
+    return f"its agent cannot work: {cause}"

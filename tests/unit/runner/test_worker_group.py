@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import time
 from collections.abc import Sequence
@@ -44,7 +45,8 @@ class Ray:
     class exceptions:
         class RayError(Exception): ...
 
-        class RayTaskError(RayError): ...
+        class RayTaskError(RayError):
+            cause: Exception | None = None
 
         class RayActorError(RayError): ...
 
@@ -197,14 +199,26 @@ def test_a_rank_that_fails_ends_the_ranks_of_other_nodes() -> None:
     assert outcome.rank == 3
 
 
+def task_error(cause: Exception) -> Ray.exceptions.RayTaskError:
+    error = Ray.exceptions.RayTaskError("its stacks")
+    error.cause = cause
+    return error
+
+
+def test_an_error_in_our_own_code_ends_the_command() -> None:
+    with pytest.raises(Ray.exceptions.RayTaskError):
+        run(a_group(Agent(report_of(killed(0)), "aborted"), Agent(task_error(KeyError("slot")))))
+
+
 @pytest.mark.parametrize(
     ("error", "how"),
     [
         (Ray.exceptions.RayError("died\nits stacks"), "died"),
         (Ray.exceptions.ActorUnavailableError("RpcError: 14"), "the connection to its agent broke"),
+        (task_error(OSError(errno.ENOSPC, "No space left")), "its agent cannot work: [Errno 28] No space left"),
     ],
 )
-def test_an_agent_that_ray_cannot_reach_is_lost(error: Exception, how: str) -> None:
+def test_an_agent_that_cannot_be_reached_or_work_is_lost(error: Exception, how: str) -> None:
     group = a_group(Agent(report_of(killed(0)), "aborted"), Agent(error))
     outcome = find_failure(run(group), JOB)
     assert isinstance(outcome, Failed)
