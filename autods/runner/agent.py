@@ -33,6 +33,7 @@ from .monitor import HostMonitor, read_tiers
 from .node_messages import (
     ABORT,
     BIND,
+    GIVE_UP,
     Heartbeat,
     LoadFailed,
     NodeReport,
@@ -208,10 +209,17 @@ class NodeAgent:
 
     def abort(self, number: int) -> None:
         """End the ranks of the running job, if it is the one of that number."""
+        self._tell(number, ABORT)
+
+    def give_up(self, number: int) -> None:
+        """End them as stuck ranks, with their stacks."""
+        self._tell(number, GIVE_UP)
+
+    def _tell(self, number: int, line: bytes) -> None:
         with self.sending:
             zygote = self.zygote  # `run` may find the zygote dead and drop it meanwhile
             if zygote is not None and number == self.job_number:
-                zygote.send(ABORT)
+                zygote.send(line)
 
     def stop(self) -> None:
         """End the zygote and everything below it. A zygote that runs a job removes its swap files before it ends."""

@@ -134,6 +134,11 @@ class RankMonitor:
         self.killed_s, self.killed_because = time.monotonic(), because
         self._kill_all()
 
+    def give_up_all(self) -> None:
+        """End all ranks as stuck: those of every node wait for each other, as the driver has found."""
+        if self.running and self.killed_s is None and self.first_failure_s is None:
+            self._give_up(list(self.running.values()), "stuck", self.silence.awaits_s)
+
     def _give_up(self, suspects: Sequence[RunningRank], because: LostBecause, limit_s: float) -> None:
         """Ask all ranks for their stacks, note the suspects as lost, end all ranks.
 

@@ -79,6 +79,7 @@ class Heartbeat:
     """The phase and step of a node's slowest rank.
 
     No rank has moved for `silent_s`. `place` is the line of the user's code where one of them is, if that is known.
+    For `awaits_s` all of them have been seen to wait for other ranks alone.
     `tiers` are the node's own while it trains in a run; in the heartbeat of a whole job they are those of the fullest
     node, tier by tier. `forward_s` are the usual seconds of a forward by rank, where a rank has done some. `throttled`
     has a sentence for each card that is slow now.
@@ -89,6 +90,7 @@ class Heartbeat:
     step: int = 0
     silent_s: float = 0.0
     place: str = ""
+    awaits_s: float = 0.0
     tiers: tuple[TierLevel, ...] = ()
     forward_s: Mapping[str, float] = field(default_factory=dict)
     throttled: tuple[str, ...] = ()
@@ -140,6 +142,7 @@ class NodeLost:
 ZygoteMessage: TypeAlias = Ready | LoadFailed | StoreBound | StoreFailed | Heartbeat | NodeReport
 NodeResult: TypeAlias = NodeReport | ZygoteDied | NodeLost | LoadFailed | StoreFailed
 ABORT = b"abort"
+GIVE_UP = b"give up"  # end the ranks as stuck ones
 BIND = b"bind "  # then the address
 
 

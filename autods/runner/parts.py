@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..rank.job import RankJob
-from ..system.waiting import Wait
+from ..system.waiting import MOST_LIMITS, Wait
 from ..types import Tier
 from .node_messages import Heartbeat, NodeLost, TierLevel
 
@@ -87,6 +87,15 @@ def join_heartbeats(parts: Sequence[RunningPart]) -> Heartbeat:
             f"node {address}: {text}" if several else text for address, beat in beats for text in beat.throttled
         ),
     )
+
+
+def await_each_other(parts: Sequence[RunningPart], job: RankJob) -> bool:
+    """Whether the ranks of all nodes have waited for other ranks alone for so long that nobody is left to come."""
+    beats = [part.heartbeat for part in parts if part.heartbeat is not None and part.result is None]
+    if len(parts) < 2 or len(beats) < len(parts):
+        return False
+    limit_s = max(job.silence_s[beat.phase] for beat in beats)
+    return min(beat.awaits_s for beat in beats) > MOST_LIMITS * limit_s
 
 
 def find_fullest(parts: Sequence[RunningPart]) -> tuple[TierLevel, ...]:

@@ -7,6 +7,7 @@ takes only the script knows. There a rank is not stuck while it computes, moves 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,12 +56,15 @@ class Silence:
     """The silence of a node's ranks, at which its monitor looks again and again.
 
     `seconds` are those since any rank has moved. `place` is the line of the user's code where one of them is; '' where
-    that is not known.
+    that is not known. `awaits_s` are the seconds for which each answer has said that all wait for other ranks. Whether
+    those wait for these, too, only the driver can tell.
     """
 
     job: RankJob
     seconds: float = 0.0
     place: str = ""
+    awaits_s: float = 0.0
+    _awaits_from_s: float = math.inf
     _asked_s: float = 0.0
     _question: _Question | None = None
     _is_idle: bool = False  # by the last answer nobody is at work
@@ -94,6 +98,7 @@ class Silence:
         """Ask silent ranks where they are, now and then, and read their answers; forget them where ranks have moved."""
         if self.seconds < _ASK_AFTER_S and not at_once:
             self.place, self._asked_s, self._question, self._is_idle = "", 0.0, None, False
+            self.awaits_s, self._awaits_from_s = 0.0, math.inf
         elif self._question is None:
             if at_once or now - self._asked_s > _ASK_EVERY_S:
                 self._ask(ranks, now)
@@ -125,6 +130,8 @@ class Silence:
             and self._is_at_work(rank, question, written[rank.rank], now)
         ]
         awaits_a_node = not self.job.is_whole and all(stacks.awaits_ranks(text) for text in written.values())
+        self._awaits_from_s = min(now, self._awaits_from_s) if awaits_a_node else math.inf
+        self.awaits_s = max(0.0, now - self._awaits_from_s)
         self._is_idle = not at_work and not awaits_a_node
         if at_work:
             self._at_work_s = now

@@ -24,7 +24,17 @@ from ..system.waiting import AGAIN_S, FIRST_S, MOST_LIMITS, Wait
 from .agent import NodeAgent, digest_file
 from .cleanup import session_variables
 from .node_messages import Heartbeat, LoadFailed, NodeReport, NodeResult, Ready, StoreBound, ZygoteDied
-from .parts import MARGIN_S, SILENT_S, Node, RunningPart, join_heartbeats, path_of_node, repeat_job, split_job
+from .parts import (
+    MARGIN_S,
+    SILENT_S,
+    Node,
+    RunningPart,
+    await_each_other,
+    join_heartbeats,
+    path_of_node,
+    repeat_job,
+    split_job,
+)
 from .placement import Need, NodeDescription, RayCluster, check_same_software, describe_gpu_differences, reserve_nodes
 from .ray_connect import find_head_problem, format_ray_error, session
 from .silence import is_own_code
@@ -176,7 +186,7 @@ class WorkerGroup:
         self._end_s = max(job.end_s for _, job in parts)
         abort_calls: list[Any] = []
         abort_from_s, aborted_s = math.inf, -math.inf  # infinite: all is well; no node was told to end
-        head_checked_s = began
+        head_checked_s, gave_up = began, False
         is_run = all(job.job == "run" for _, job in parts)
         while pending := [part for part in running if part.result is None]:
             poll_s = RUN_POLL_S if is_run and abort_from_s == math.inf else POLL_S
@@ -185,6 +195,10 @@ class WorkerGroup:
                 beats = [part.heartbeat for part in running if part.heartbeat is not None]
                 on_progress(join_heartbeats(running))
                 self._report_silence(parts[0][1], beats)
+                if not gave_up and await_each_other(running, parts[0][1]):
+                    gave_up = True
+                    for part in running:
+                        part.node.agent.give_up.remote(number)
             now = time.monotonic()
             if now - head_checked_s > _HEAD_EVERY_S:
                 head_checked_s = now

@@ -37,6 +37,7 @@ from .monitor import HostMonitor, RankMonitor, check_freed
 from .node_messages import (
     ABORT,
     BIND,
+    GIVE_UP,
     Heartbeat,
     LoadFailed,
     NodeReport,
@@ -158,7 +159,7 @@ class Zygote:
                 line, _, pending = pending.partition(b"\n")
                 if line.startswith(BIND):
                     self._send(self.bind_store(line.removeprefix(BIND).decode()))
-                elif line != ABORT:  # else it came after the end of the job that it meant
+                elif line not in (ABORT, GIVE_UP):  # else it came after the end of the job that it meant
                     # An abort that came together with the job will not be seen on the socket.
                     self._send(self.run_job(RankJob.from_json(line.decode()), aborted=ABORT in pending.split(b"\n")))
 
@@ -318,6 +319,8 @@ class Zygote:
                     monitor.collect_exit(fd)
                 elif fd == self.driver:
                     monitor.kill("the driver is gone")
+                elif self._is_told_to_give_up():
+                    monitor.give_up_all()
                 elif monitor.killed_s is None:
                     monitor.kill("aborted")
             monitor.check(began)
@@ -333,9 +336,16 @@ class Zygote:
                         step=slowest.step,
                         silent_s=silence.seconds,
                         place=silence.place,
+                        awaits_s=silence.awaits_s,
                         forward_s={str(rank.rank): rank.beat.forward_s for rank in running if rank.beat.forward_s},
                     )
                 )
+
+    def _is_told_to_give_up(self) -> bool:
+        """Whether the agent's next message says so. It stays on the socket until the job has ended."""
+        with contextlib.suppress(OSError):
+            return self.agent.recv(1 << 16, socket.MSG_PEEK | socket.MSG_DONTWAIT).startswith(GIVE_UP)
+        return False
 
     def _poll_peers(self) -> select.poll:
         poll = select.poll()

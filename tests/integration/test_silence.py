@@ -131,6 +131,22 @@ def test_ranks_that_wait_for_another_node_have_more_time(
     assert look(job, waiting) == LIMIT_S
 
 
+def test_nodes_say_how_long_all_wait_for_other_ranks(
+    start: Callable[..., RunningRank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver compares them: nodes that all wait do so for each other."""
+    monkeypatch.setattr(silence, "_ASK_EVERY_S", 0.1)
+    watched, rank = Silence(make_job(tmp_path, world_size=2)), start(IN_A_COLLECTIVE)
+
+    def look_once() -> float:
+        assert watched.find_passed_limit([rank], time.monotonic()) is None
+        return watched.awaits_s
+
+    wait_for(lambda: look_once() > 0.5, 20)
+    rank.changed_s = time.monotonic()
+    assert look_once() == 0.0
+
+
 def test_work_that_ends_is_followed_by_a_limit(start: Callable[..., RunningRank], tmp_path: Path) -> None:
     code = "import time; ready(); end = time.monotonic() + 1\nwhile time.monotonic() < end: pass\ntime.sleep(60)"
     worker = start(code)

@@ -75,7 +75,8 @@ class Agent:
     def __init__(self, result: Any, when: str = "done", ahead_s: float = 0.0) -> None:
         self.result, self.when, self.aborted, self.ahead_s = result, when, [], ahead_s
         self.looks = 0
-        for name in ("run", "abort", "progress", "read_clock", "bind_store"):
+        self.gave_up: list[int] = []
+        for name in ("run", "abort", "give_up", "progress", "read_clock", "bind_store"):
             setattr(self, name, SimpleNamespace(remote=getattr(self, f"_{name}")))
 
     def _run(self, job: RankJob, number: int) -> Reference:
@@ -94,6 +95,10 @@ class Agent:
     def _abort(self, number: int) -> Reference:
         self.aborted.append(number)
         return Reference(None)
+
+    def _give_up(self, number: int) -> Reference:
+        self.gave_up.append(number)
+        return self._abort(number)
 
     def _progress(self) -> Reference:
         return Reference(Heartbeat(phase="forward", step=3))
@@ -279,6 +284,17 @@ def test_a_second_stuck_node_may_report_before_it_is_ended(monkeypatch: pytest.M
     outcome = find_failure(results, JOB)
     assert isinstance(outcome, Failed)
     assert outcome.rank == 3
+
+
+def test_nodes_that_wait_for_each_other_are_given_up_once() -> None:
+    class Waiting(Agent):
+        def _progress(self) -> Reference:
+            return Reference(Heartbeat(phase="script", awaits_s=1e6))
+
+    stuck = report_of(replace(killed(0), lost="stuck"))
+    agents = [Waiting(replace(stuck, killed_because="stuck"), "aborted") for _ in range(2)]
+    run(a_group(*agents))
+    assert [len(agent.gave_up) for agent in agents] == [1, 1]
 
 
 def test_an_agent_that_died_between_jobs_is_named_and_not_used_again() -> None:

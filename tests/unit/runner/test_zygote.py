@@ -126,3 +126,15 @@ def test_an_abort_wakes_the_watch_over_ranks_once(tmp_path: Path, monkeypatch: p
         rank.send_signal(signal.SIGKILL)
     assert report.killed_because == "aborted"
     assert len(looks) < 60
+
+
+def test_ranks_that_are_given_up_count_as_stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the driver has seen that all nodes wait for each other."""
+    job = replace(JOB, folder=str(tmp_path / "logs"), scratch=str(tmp_path / "scratch"), local_ranks=(0,), end_s=5.0)
+    ours, peer = socket.socketpair()
+    with ours, peer, subprocess.Popen(["/bin/sleep", "60"], start_new_session=True) as rank:
+        monkeypatch.setattr(processes, "fork_watched", lambda: (rank.pid, os.pidfd_open(rank.pid), -1))
+        ours.sendall(b"give up\nabort\n")
+        report = Zygote(peer, None, None, spawn=False).run_job(job, aborted=False)
+    assert report.killed_because == "stuck"
+    assert "stuck" in [end.lost for end in report.ranks]
