@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import os
@@ -45,6 +46,7 @@ STUCK_GRACE_S = 1.5  # after the first stuck node: time for the others to report
 STOP_S = 3.0  # a longer wait for the nodes' last ranks is reported
 _ABORT_AGAIN_S = 0.5
 _HEAD_EVERY_S = 5.0
+_CLOCKS_EVERY_S, _CLOCK_S = 3600.0, 2.0  # clocks of two machines drift by milliseconds an hour, by seconds in weeks
 _LOCATED_S = 4.0  # an agent reads the zygote's stack in less
 OnProgress = Callable[[Heartbeat], None]
 
@@ -186,7 +188,8 @@ class WorkerGroup:
         self._end_s = max(job.end_s for _, job in parts)
         abort_calls: list[Any] = []
         abort_from_s, aborted_s = math.inf, -math.inf  # infinite: all is well; no node was told to end
-        head_checked_s, gave_up = began, False
+        head_checked_s = clocks_read_s = began
+        gave_up = False
         is_run = all(job.job == "run" for _, job in parts)
         while pending := [part for part in running if part.result is None]:
             poll_s = RUN_POLL_S if is_run and abort_from_s == math.inf else POLL_S
@@ -203,6 +206,9 @@ class WorkerGroup:
             if now - head_checked_s > _HEAD_EVERY_S:
                 head_checked_s = now
                 self.check_head()
+            if now - clocks_read_s > _CLOCKS_EVERY_S:
+                clocks_read_s = now
+                self._read_clocks_again()
             for part in pending:
                 if part.run in done:
                     part.result = self.take_result(part.node, part.run)
@@ -267,14 +273,21 @@ class WorkerGroup:
     def read_clocks(self) -> None:
         """Find out how far each node's monotonic clock is ahead, so that causes can be sorted by time."""
 
-        def measure(node: Node) -> tuple[float, float]:
-            began = time.monotonic()
-            clock = float(self._call(lambda node: node.agent.read_clock.remote(), "comparing clocks", [node])[0])
-            ended = time.monotonic()
-            return ended - began, clock - (began + ended) / 2
+        def read(node: Node) -> float:
+            return float(self._call(lambda node: node.agent.read_clock.remote(), "comparing clocks", [node])[0])
 
         for node in self.nodes:
-            node.ahead_s = min(measure(node) for _ in range(3))[1]  # the quickest answer is the most exact
+            node.ahead_s = measure_clock(functools.partial(read, node))
+
+    def _read_clocks_again(self) -> None:
+        """Correct the drift of the clocks. A node that does not answer at once keeps what is known of its clock."""
+
+        def read(node: Node) -> float:
+            return float(self.ray.get(node.agent.read_clock.remote(), timeout=_CLOCK_S))
+
+        for node in self.nodes if len(self.nodes) > 1 else ():
+            with contextlib.suppress(self.ray.exceptions.RayError):
+                node.ahead_s = measure_clock(functools.partial(read, node))
 
     def check_head(self) -> None:
         """Raise EnvironmentBroken when the cluster's head is gone. Ray would end this process a minute later."""
@@ -483,6 +496,18 @@ class WorkerGroup:
                 f"{SILENT_S:.0f} s"
             )
         )
+
+
+def measure_clock(read: Callable[[], float]) -> float:
+    """Return how far a node's clock, as `read` tells it, is ahead of ours: by the quickest of some answers."""
+
+    def measure() -> tuple[float, float]:
+        began = time.monotonic()
+        clock = read()
+        ended = time.monotonic()
+        return ended - began, clock - (began + ended) / 2
+
+    return min(measure() for _ in range(3))[1]
 
 
 def _make_folder(folder: Path) -> None:

@@ -58,7 +58,7 @@ class Ray:
             time.sleep(0.001)
         return done, [reference for reference in references if reference not in done]
 
-    def get(self, reference: Any) -> Any:
+    def get(self, reference: Any, timeout: float | None = None) -> Any:
         if isinstance(reference.answer, Exception):
             raise reference.answer
         return reference.answer
@@ -295,6 +295,17 @@ def test_nodes_that_wait_for_each_other_are_given_up_once() -> None:
     agents = [Waiting(replace(stuck, killed_because="stuck"), "aborted") for _ in range(2)]
     run(a_group(*agents))
     assert [len(agent.gave_up) for agent in agents] == [1, 1]
+
+
+def test_clocks_that_drift_in_a_long_job_are_compared_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_group, "_CLOCKS_EVERY_S", 0.0)
+    silent = Agent(WELL, "later", ahead_s=5.0)
+    silent.read_clock = SimpleNamespace(remote=lambda: Reference(Ray.exceptions.RayError("no answer in 2 s")))
+    group = a_group(Agent(WELL, "later", ahead_s=90.0), silent)
+    group.nodes[1].ahead_s = 7.0
+    run(group)
+    assert [round(node.ahead_s) for node in group.nodes] == [90, 7]
+    assert [node.lost for node in group.nodes] == [None, None]
 
 
 def test_an_agent_that_died_between_jobs_is_named_and_not_used_again() -> None:
