@@ -118,14 +118,14 @@ def decide(cause: Cause, situation: Situation) -> NextConfig | RunFailure:
     if ranks_left is not None and ranks_left < situation.config.world_size:
         return _shrink(situation, ranks_left)
     if (tier := _find_tier(cause, situation)) is None:
-        return _repeat(situation)
+        return _repeat(situation, cause)
     situation = replace(situation, growth_bytes=max(situation.growth_bytes, measure_growth(cause, situation)))
     for remedy in _REMEDIES[tier]:
         if (chosen := remedy(situation, cause)) is not None:
             return replace(chosen, growth_bytes=situation.growth_bytes)
     # Other programs take host memory, too, so the same config may have room later.
     if situation.progressed or (tier == "host" and situation.repeats < MOST_REPEATS):
-        return _repeat(situation)
+        return _repeat(situation, cause)
     return _give_up(situation, cause, tier)
 
 
@@ -218,11 +218,11 @@ def _find_tier(cause: Cause, situation: Situation) -> Tier | None:
     return {"leaner_rung": "device", "less_host_memory": "host"}.get(cause.action)  # type: ignore[return-value]
 
 
-def _repeat(situation: Situation) -> NextConfig | RunFailure:
+def _repeat(situation: Situation, cause: Cause) -> NextConfig | RunFailure:
     repeats = 0 if situation.progressed else situation.repeats
     if repeats >= MOST_REPEATS:
-        reason = f"it failed alike {repeats + 1} times in a row without a new checkpoint"
-        return RunFailure(reason=reason, exit_code=MACHINES_FAULT)
+        reason = f"it failed {repeats + 1} times in a row without a new checkpoint, at last: {cause.evidence}"
+        return RunFailure(reason=reason, exit_code=MACHINES_FAULT, advice=cause.advice)
     return NextConfig(config=situation.config, changed="the same again", is_leaner=False)
 
 

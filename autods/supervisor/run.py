@@ -416,9 +416,10 @@ class Supervisor:
             raise error
         with contextlib.suppress(Exception):  # what is gone cannot be ended well; its guard ends the rest
             self.session.close()
+        evidence, _, remedy = str(error).partition("\n")
         return Failed(
-            failure="infrastructure", rank=-1, phase="start", evidence=str(error).split("\n")[0], action="retry",
-            advice="the run goes on by itself",
+            failure="infrastructure", rank=-1, phase="start", evidence=evidence, action="retry",
+            advice=remedy.strip() or "the same command goes on",
         )  # fmt: skip
 
     def _settings_for(self, config: RunConfig) -> Settings:

@@ -307,7 +307,10 @@ def test_an_accident_repeats_the_config_twice_without_progress():
         chosen = decide(failed(), situation(*LADDER, repeats=repeats))
         assert chosen.config == CONFIG
         assert not chosen.is_leaner
-    assert decide(failed(), situation(*LADDER, repeats=MOST_REPEATS)).exit_code == 3
+    lost_card = replace(failed(evidence="8 ranks need a card each, and 7 are there"), advice="see nvidia-smi")
+    stop = decide(lost_card, situation(*LADDER, repeats=MOST_REPEATS))
+    assert (stop.exit_code, stop.advice) == (3, "see nvidia-smi")
+    assert "8 ranks need a card each" in stop.reason
     assert isinstance(decide(failed(), situation(*LADDER, repeats=MOST_REPEATS, progressed=True)), NextConfig)
 
 
