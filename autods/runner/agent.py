@@ -50,6 +50,8 @@ from .zygote import remove_folders
 
 _POLL_MS = 250
 _SILENT_S = 120.0  # a zygote that has work and says nothing for so long is ended; it beats while ranks run
+# While a zygote waits for a file server it says nothing, and ends nothing of a run, whose ranks may still train.
+_AT_DISK_S = 3600.0
 _CLOSE_S = 10.0  # a zygote whose connection was closed ends at once, unless it runs a job or waits for a file
 _STRAYS_S = 2.0
 _SAID_NOTHING = "it said nothing"
@@ -180,7 +182,8 @@ class NodeAgent:
             self.job_number, self.job = number, job
             zygote.send(job.to_json().encode())
         try:
-            while (message := zygote.receive(_SILENT_S + job.end_s)) is not None:
+            at_disk_s = _AT_DISK_S if job.job == "run" else 0.0
+            while (message := zygote.receive(_SILENT_S + job.end_s, at_disk_s=at_disk_s)) is not None:
                 if isinstance(message, NodeReport):
                     return message
                 assert isinstance(message, Heartbeat)
@@ -264,19 +267,24 @@ class ZygoteProcess:
         with contextlib.suppress(OSError):
             self.connection.sendall(line + b"\n")
 
-    def receive(self, within_s: float, *, loads: bool = False) -> ZygoteMessage | None:
+    def receive(self, within_s: float, *, loads: bool = False, at_disk_s: float = 0.0) -> ZygoteMessage | None:
         """Wait for the next message; None when the zygote is gone, or says nothing for so long.
 
-        One that `loads` has longer while it moves many bytes.
+        One that `loads` has longer while it moves many bytes, and one that waits for a disk has `at_disk_s`.
         """
+        at_disk = Wait(at_disk_s)
         wait: Wait | Loading = Loading.of(self.process.pid, within_s) if loads else Wait(within_s)
         poll = select.poll()
         poll.register(self.connection, select.POLLIN)
         while b"\n" not in self.pending:
             while not poll.poll(_POLL_MS):
-                if wait.is_over():
+                is_at_limit = at_disk.is_over()
+                if not wait.is_over():
+                    continue
+                if is_at_limit or not processes.waits_for_disk(self.process.pid):
                     self.overdue_s, self.stack = within_s, self.read_stack()
                     return None
+                wait = Wait(within_s)  # when the disk answers, it has as long as before
             data = b""
             with contextlib.suppress(OSError):
                 data = self.connection.recv(1 << 20)

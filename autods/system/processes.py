@@ -133,6 +133,11 @@ def is_stopped(pid: int) -> bool:
     return read_status(pid).get("State", "").startswith("T")
 
 
+def waits_for_disk(pid: int) -> bool:
+    """Whether the process's main thread is in state D: it waits for a disk, a file server or a device."""
+    return read_status(pid).get("State", "").startswith("D")
+
+
 def is_handling_signal(pid: int, number: int) -> bool:
     """Whether the signal is pending, or the main thread is in its handler, during which it is blocked."""
     status = read_status(pid)

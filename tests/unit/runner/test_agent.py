@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from autods.rank.job import RankJob
 from autods.runner import agent as agent_module
 from autods.runner.agent import NodeAgent, ZygoteProcess, digest_file, start_zygote
 from autods.runner.node_messages import Heartbeat, LoadFailed, Ready, ZygoteDied, encode
+from autods.system import processes
 from tests.support.ends import JOB, report_of, spare_present_children
 from tests.support.scripted_nvml import FakeCard, FakeNvml
 from tests.support.stuck import hang_on_import, make_python
@@ -92,6 +94,29 @@ def test_a_zygote_that_was_killed_sends_nothing_more(zygote: ZygoteProcess) -> N
     assert zygote.close() == -signal.SIGKILL
 
 
+@pytest.mark.parametrize(("at_disk_s", "hears"), [(60.0, True), (0.0, False)])
+def test_a_zygote_at_a_disk_that_does_not_answer_has_longer(
+    monkeypatch: pytest.MonkeyPatch, at_disk_s: float, hears: bool
+) -> None:
+    """A file server that is away for minutes must not end a run of weeks."""
+    connection, peer = socket.socketpair()
+    process: Any = SimpleNamespace(pid=os.getpid())
+    looks: list[int] = []
+
+    def wait_for_disk(pid: int) -> bool:
+        looks.append(pid)
+        if len(looks) == 3:
+            peer.sendall(encode(Ready(pid=1)))
+        return True
+
+    monkeypatch.setattr(processes, "waits_for_disk", wait_for_disk)
+    monkeypatch.setattr(ZygoteProcess, "read_stack", lambda zygote: ())
+    with connection, peer:
+        zygote = ZygoteProcess(process=process, connection=connection)
+        assert zygote.receive(0.1, at_disk_s=at_disk_s) == (Ready(pid=1) if hears else None)
+    assert zygote.overdue_s == (None if hears else 0.1)
+
+
 def test_an_abort_of_one_job_never_meets_the_next() -> None:
     """It comes when that job has ended by itself: the zygote does not even hear it."""
     connection, peer = socket.socketpair()
@@ -158,6 +183,7 @@ def test_a_file_counts_as_seen_only_if_it_is_the_same(tmp_path: Path) -> None:
 ON_A_NODE = """
 import subprocess, sys, time
 from pathlib import Path
+from types import SimpleNamespace
 from autods.runner import agent, cleanup
 from autods.types import WorkloadSource
 cleanup.ROOT, cleanup.GRACE_S = Path(sys.argv[1]), 0.0
