@@ -32,6 +32,7 @@ from .parts import (
     RunningPart,
     await_each_other,
     join_heartbeats,
+    measure_clock,
     path_of_node,
     repeat_job,
     split_job,
@@ -496,18 +497,6 @@ class WorkerGroup:
                 f"{SILENT_S:.0f} s"
             )
         )
-
-
-def measure_clock(read: Callable[[], float]) -> float:
-    """Return how far a node's clock, as `read` tells it, is ahead of ours: by the quickest of some answers."""
-
-    def measure() -> tuple[float, float]:
-        began = time.monotonic()
-        clock = read()
-        ended = time.monotonic()
-        return ended - began, clock - (began + ended) / 2
-
-    return min(measure() for _ in range(3))[1]
 
 
 def _make_folder(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run whose disk is full waits until somebody makes room: ending it would cost its ranks, and a place in a queue."""
+"""A run waits for room on a full disk, and for a cluster without a head: to end would cost it a place in a queue."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from ..report.text import format_seconds
 
 _LOOK_AGAIN_S = 1.0
 _WAIT_FOR_S = 3600.0
+# Kubernetes may take minutes to place another head, and to load its image.
+_CLUSTER_EVERY_S, _CLUSTER_BACK_S = 5.0, 900.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,3 +45,18 @@ class Room:
         if is_waiting:
             waited = format_seconds(time.monotonic() - began_s)
             self.listen(Note(text=f"there is room on the disk again after {waited}: the run goes on"))
+
+
+def await_cluster(count_ranks: Callable[[], int | None], ranks: int, *, listen: RunListener) -> int | None:
+    """Wait until a cluster whose head is gone holds `ranks` ranks again; return those that it holds in the end.
+
+    Whoever runs the cluster may start it again, and its nodes join a new head one by one. `count_ranks` returns None
+    while no cluster answers.
+    """
+    began_s, room = time.monotonic(), None
+    text = f"no Ray cluster answers; the run waits for it, {format_seconds(_CLUSTER_BACK_S)} at most"
+    listen(Note(text=text, warns=True))
+    while (room is None or room < ranks) and time.monotonic() - began_s < _CLUSTER_BACK_S:
+        time.sleep(_CLUSTER_EVERY_S)
+        room = count_ranks()
+    return room

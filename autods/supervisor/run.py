@@ -39,7 +39,7 @@ from ..report.render_html import RUN_PAGE, write_page
 from ..report.results.fit import FitReport
 from ..report.results.run import RunReport, parse_steps, read_steps, summarize_steps
 from ..report.serialize import RUN, write_run
-from ..report.text import format_outcome, format_seconds
+from ..report.text import format_outcome
 from ..runner.cluster_check import NoCluster
 from ..runner.placement import count_ranks
 from ..runner.runner import RayRunner
@@ -56,14 +56,13 @@ from .attempt import (
 from .known_rungs import gather_known_rungs
 from .progress import AttemptProgress
 from .rescue import NextConfig, RunFailure, Situation, decide
-from .room import Room
+from .room import Room, await_cluster
 from .run_journal import Attempt, AttemptEnd, Decision, Prepared, RunConfig, RunHistory, RunJournal, list_rows
 from .run_settings import FindFit, RunSettings, read_save_s, read_step_s, take_fit
 
 # What a run writes into its folder, the journal last: it tells whose the others are.
 _FILES, _FOLDERS = (RUN, RUN_PAGE, RUN_JOURNAL), ("checkpoints", "attempts", "logs")
 _STOP_WITHIN_S = 120.0  # beyond the steps and saves that a request to stop waits for
-_CLUSTER_BACK_S, _LOOK_AGAIN_S = 900.0, 5.0  # Kubernetes may take minutes to place another head, and to load its image
 _STEPS_UNTIL_STOP = 3  # the ranks report a step, agree while the next one runs, and may be in one already
 CountRanks = Callable[[Settings], int | None]
 
@@ -435,24 +434,11 @@ class Supervisor:
         """The ranks that the machines still hold after a failure that a lost card or node could explain; None: all."""
         if not may_have_lost_device(cause):
             return None
-        room = self._await_cluster(config.world_size)
-        return room if room is not None and room < config.world_size else None
-
-    def _await_cluster(self, ranks: int) -> int | None:
-        """Return the ranks that the machines hold. A cluster without a head is waited for, and its nodes then.
-
-        Whoever runs the cluster may start it again; its nodes join a new head one by one.
-        """
-        fit, began_s = self.settings.fit, time.monotonic()
+        fit = self.settings.fit
         room = self.count_ranks(fit)
-        if room is not None or fit.address is None or self.session.runner is not None:
-            return room
-        text = f"no Ray cluster answers; the run waits for it, {format_seconds(_CLUSTER_BACK_S)} at most"
-        self.listen(Note(text=text, warns=True))
-        while (room is None or room < ranks) and time.monotonic() - began_s < _CLUSTER_BACK_S:
-            time.sleep(_LOOK_AGAIN_S)
-            room = self.count_ranks(fit)
-        return room
+        if room is None and fit.address is not None and self.session.runner is None:
+            room = await_cluster(lambda: self.count_ranks(fit), config.world_size, listen=self.listen)
+        return room if room is not None and room < config.world_size else None
 
     # What is known.
 

@@ -23,7 +23,7 @@ from autods.report.serialize import read_run
 from autods.runner.cluster_check import NoCluster
 from autods.runner.environment import rank_environment
 from autods.runner.testing import failed, out_of_memory
-from autods.supervisor import run as run_module
+from autods.supervisor import room as room_module
 from autods.supervisor.rescue import MOST_REPEATS
 from autods.supervisor.run import run
 from autods.supervisor.run_settings import RunSettings
@@ -433,8 +433,8 @@ def test_a_node_that_ray_misses_later_is_followed_then(tmp_path):
 @pytest.mark.parametrize("is_back", [True, False])
 def test_a_cluster_that_is_started_again_is_waited_for(tmp_path, monkeypatch, is_back):
     events, rooms = [], [None, None, 0, 2, 4]  # its nodes come back after its head
-    monkeypatch.setattr(run_module, "_LOOK_AGAIN_S", 0.01)
-    monkeypatch.setattr(run_module, "_CLUSTER_BACK_S", 60.0 if is_back else 0.0)
+    monkeypatch.setattr(room_module, "_CLUSTER_EVERY_S", 0.01)
+    monkeypatch.setattr(room_module, "_CLUSTER_BACK_S", 60.0 if is_back else 0.0)
 
     def answer(job):
         if job.order.attempt == 1:
