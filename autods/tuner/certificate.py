@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..report.results.fit import Certificate, CheckpointProof
+from ..report.text import format_number_of
 from ..types import Failed, Fit, Knobs, Outcome, OutOfMemory, Phase, Record, first_line, is_machines_fault
 from ..units import format_bytes
 
@@ -123,7 +124,7 @@ def describe_exam(outcome: Outcome, limit_bytes: float = math.inf) -> str:
         case Fit() as fit if fit.device_peak_bytes > limit_bytes:
             return f"needs {format_bytes(fit.device_peak_bytes)} of {format_bytes(limit_bytes)}"
         case Fit(alloc_retries=int(retries)) if retries:
-            return f"fits, but its allocator ran full {retries} times in the steps"
+            return f"fits, but its allocator ran full {format_number_of(retries, 'time')} in the steps"
         case Fit():
             return "fits"
         case OutOfMemory() as out:

@@ -458,7 +458,7 @@ def test_a_smaller_batch_must_fit_when_it_is_timed() -> None:
 
     run = certifying(answer, timed(trial("zero2", 16)))
     assert run.certified.best.trial.knobs.micro_batch == 4
-    assert "on the usual batch, micro batch 8 fits, but its allocator ran full 1 times" in run.said
+    assert "on the usual batch, micro batch 8 fits, but its allocator ran full 1 time in the steps" in run.said
 
 
 def test_a_winner_whose_allocator_ran_full_is_judged_by_its_exam() -> None:
