@@ -181,10 +181,11 @@ class FitContext:
     def check(self, record: Record) -> Record:
         """Return the record. Raise where the machine failed (a full disk, a lost GPU): further trials would fail alike.
 
-        The journal does not keep such a trial; the next run repeats it.
+        A broken op fails only the rungs that need it. The journal does not keep such a trial; the next run repeats it.
         """
         outcome = record.outcome
-        if isinstance(outcome, Fit) or not is_machines_fault(outcome):
+        has_broken_op = isinstance(outcome, Failed) and outcome.op is not None
+        if isinstance(outcome, Fit) or has_broken_op or not is_machines_fault(outcome):
             return record
         place = f"{record.trial.rung}, rank {outcome.rank}, {outcome.phase}; log: {self.log_path(record)}"
         raise EnvironmentBroken(f"{outcome.evidence}\n  {outcome.advice} ({place})")

@@ -19,7 +19,7 @@ from autods.forecast.largest_batch import Fills
 from autods.forecast.values import RungForecast, TierForecast
 from autods.journal import Journal, TrialStore, trial_key
 from autods.report.answers.fit import list_ladder
-from autods.runner.testing import fit, out_of_memory
+from autods.runner.testing import failed, fit, out_of_memory
 from autods.tuner.fit import search
 from autods.tuner.fit_report import FitResult, build_report
 from autods.tuner.forecaster import NO_FORECASTER, Forecaster, StepForecast
@@ -305,6 +305,18 @@ def test_a_host_full_at_a_large_batch_rules_out_no_rival(
     result = raced(machine := Machine({"ddp": Rung(gib=3), "zero2-offload": full, "zero3-offload": full}))
     assert machine.sizes("zero3-offload") != []
     assert "times as fast as ddp" in reasons_in_report(result, machine)["zero3-offload"]
+
+
+def test_a_broken_op_rules_out_the_rivals_that_need_it(raced: Callable[..., FitResult]) -> None:
+    lacking = ("zero2-offload", "zero3-offload")
+    machine = Machine({name: Rung(gib=3) for name in ("ddp", "zero1", *lacking)})
+    broken = failed(failure="toolchain", action="fix_environment", evidence="ninja: not found", op="cpu_adam")
+    answer = machine.answer
+    machine.answer = lambda trial: broken if trial.rung in lacking else answer(trial)  # type: ignore[method-assign]
+    result = raced(machine)
+    assert result.best.trial.rung in ("ddp", "zero1")
+    assert "zero3-offload" not in {trial.rung for trial in machine.ran}
+    assert result.raced.reasons["zero3-offload"] == "it needs cpu_adam: ninja: not found"
 
 
 def test_a_rival_that_fits_unpinned_rules_out_no_other(raced: Callable[..., FitResult]) -> None:
