@@ -106,6 +106,14 @@ def fit(
             library = find_library(settings.source)
             sets = () if library is None else library.sets
 
+            earlier = {record.id for record in past.records.values()}
+
+            def count_elapsed_s() -> float:
+                # A trial of the journal counts once it is asked for. With all of them the budget would be spent before
+                # they are, and the search would end without what they have shown.
+                asked_s = sum(record.seconds for record in memory.records if record.id in earlier)
+                return time.monotonic() - began + asked_s
+
             def final_config(trial: Trial) -> dict[str, Any]:
                 return name_defaults(runner.final_config(trial), without=sets)
 
@@ -120,7 +128,7 @@ def fit(
                     study=out / STUDY,
                     final_config=final_config,
                     save_best=partial(_save_best, final_config, settings),
-                    elapsed_s=None if settings.rehearsed else lambda: time.monotonic() - began + earlier_s,
+                    elapsed_s=None if settings.rehearsed else count_elapsed_s,
                 )
                 result = search(context)
                 if isinstance(result, NothingFits):

@@ -32,6 +32,7 @@ pytestmark = pytest.mark.timeout(120)  # the first test imports Optuna, which is
 
 SOURCE = WorkloadSource(kind="file", path="/model.py", name="model", digest="0")
 SURFACE = Surface(3)
+LITTLE_S = 600.0  # of a budget that the search uses up
 
 
 @pytest.fixture(autouse=True)
@@ -152,6 +153,35 @@ def test_a_fit_whose_memory_is_gone_does_not_go_on(tmp_path: Path) -> None:
     taken = SURFACE.limit_bytes // 2
     with pytest.raises(InputError, match=r"it began with .* for a rank, and .* are free now"):
         fitted(asked(tmp_path, used=taken), Machine())
+
+
+def test_a_resumed_fit_keeps_its_trials_where_time_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(slots=True)
+    class Clock:
+        """Tells the seconds that the trials of this driver took."""
+
+        seconds: float = 0.0
+
+        def monotonic(self) -> float:
+            return self.seconds
+
+    class Timed(Machine):
+        def run(self, trial: Trial, *, id: int) -> Record:
+            record = Machine.run(self, trial, id=id)
+            clock.seconds += record.seconds
+            return record
+
+    clock = Clock()
+    monkeypatch.setattr("autods.tuner.fit.time", clock)
+    whole = Timed()
+    report = fitted(asked(tmp_path / "whole", max_time=LITTLE_S), whole)
+    killed, rest = Timed(killed_at=len(whole.ran)), Timed()
+    with pytest.raises(Interrupted):
+        fitted(asked(tmp_path / "killed", max_time=LITTLE_S), killed)
+    clock.seconds = 0.0
+    resumed = fitted(asked(tmp_path / "killed", max_time=LITTLE_S), rest)
+    assert killed.ran + rest.ran == whole.ran
+    assert resumed.ds_config == report.ds_config
 
 
 def test_memory_that_became_free_is_named(tmp_path: Path) -> None:
