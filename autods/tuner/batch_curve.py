@@ -116,8 +116,10 @@ class BatchCurve:
     def next_size(self, sizes: Sequence[int]) -> int | None:
         """The micro batch of `sizes` (ascending) to try next; None when the largest that fits is known closely."""
         sizes, fits, too_large = self.open_sizes(sizes), self.fits, self.too_large
-        if not sizes or self.peak_bytes[fits] > self.usable_bytes:
+        if not sizes or self.peak_bytes.get(fits, 0) > self.usable_bytes:
             return None
+        if fits not in self.peak_bytes:  # the larger ones that were tried ran out when they were repeated
+            return None if too_large is None else _find_between(sizes, fits, too_large)
         limit, closest = self.line_limit(), fits + max(1.0, fits * _CLOSE)
         if too_large is not None:
             if too_large - fits <= fits * _CLOSE:
@@ -131,8 +133,7 @@ class BatchCurve:
         if too_large is not None:
             if limit is not None and limit < too_large:
                 return _largest_up_to(sizes, limit)
-            # The line through what fits is from before a bend: halve the ratio of the two.
-            return _largest_up_to(sizes, math.sqrt(fits * too_large)) or sizes[0]
+            return _find_between(sizes, fits, too_large)  # the line through what fits is from before a bend
         # All of the peak cannot grow faster than in proportion to the micro batch, so this size must fit.
         certain = fits * self.usable_bytes / max(1, self.peak_bytes[fits])
         if limit is None:
@@ -205,6 +206,11 @@ def least_sample_s(curves: Iterable[BatchCurve]) -> float:
 def well_below(sizes: Iterable[int], size: int) -> int | None:
     """The largest of `sizes` that is far enough below `size` for their times to show the cost of a sample."""
     return max((other for other in sizes if size >= _WIDE * other), default=None)
+
+
+def _find_between(sizes: Sequence[int], fits: int, too_large: int) -> int:
+    """The one of `sizes` that halves the ratio of the two."""
+    return _largest_up_to(sizes, math.sqrt(fits * too_large)) or sizes[0]
 
 
 def _largest_up_to(sizes: Sequence[int], most: float) -> int | None:

@@ -360,14 +360,15 @@ class Growth:
         """The reason that no micro batch is left to try."""
         sizes, global_batch, fits = self.context.sizes, self.context.settings.global_batch, curve.fits
         usable = format_bytes(curve.usable_bytes)
-        if curve.peak_bytes[fits] > curve.usable_bytes:
+        if curve.peak_bytes.get(fits, 0) > curve.usable_bytes:
             peak = format_bytes(curve.peak_bytes[fits])
             reason = f"micro batch {fits} already needs {peak}, which does not leave the headroom (usable: {usable})"
             return GrowthEnd(is_limit=True, reason=reason)
         if curve.too_large is not None:
-            too_large = [record for record in self.records if record.trial.knobs.micro_batch == curve.too_large]
+            tried = [record for record in self.records if record.trial.knobs.micro_batch == curve.too_large]
             refused = max(
-                too_large, key=lambda record: record.outcome.kind == "fit" and record.outcome.device_peak_bytes
+                (record for record in tried if not self.context.fits(record)),
+                key=lambda record: record.outcome.kind == "fit" and record.outcome.device_peak_bytes,
             )
             between = f", and by the measured peaks {fits} is about the largest" if curve.open_sizes(sizes) else ""
             why = f"micro batch {curve.too_large} {describe_misfit(refused.outcome, curve.usable_bytes)}"

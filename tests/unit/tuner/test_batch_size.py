@@ -9,8 +9,8 @@ from itertools import count, pairwise
 import pytest
 
 from autods.config.profiles import GrowLimits
-from autods.runner.testing import ScriptedRunner, failed, surface
-from autods.tuner.batch_size import Growth
+from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory, surface
+from autods.tuner.batch_size import Growth, GrowthEnd
 from autods.types import Fit, Knobs, Outcome, OutOfMemory, Record, Steps, Trial
 from tests.support.contexts import make_context
 from tests.support.walks import SETTINGS
@@ -282,3 +282,18 @@ def test_growth_keeps_the_global_batch_after_a_failed_timing() -> None:
 
     growth = growing(answer, limit=limit, global_batch=16)
     assert growth.best.trial.knobs.train_batch(2) == 16
+
+
+def test_a_size_that_ran_out_when_repeated_tells_that() -> None:
+    def answer(trial: Trial) -> Outcome:
+        return out_of_memory() if trial.repeat else fit(peak_bytes=MIB, samples_per_second=trial.knobs.micro_batch)
+
+    runner = ScriptedRunner(answer)
+    growth = Growth(
+        context=make_context(runner.run), first=WALKED, walked=runner.run(WALKED), most_trials=8, steps=TIMED
+    )
+    growth.measure(2)
+    growth.measure(2)
+    assert growth.explain_end(0.0) == GrowthEnd(
+        is_limit=True, reason="micro batch 2 ran out of device memory in forward"
+    )

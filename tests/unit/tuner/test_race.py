@@ -667,6 +667,15 @@ def test_the_rung_that_should_be_fastest_runs_first(raced: Callable[..., FitResu
     assert machine.sizes("zero3") == [24]  # its forecast's, and no other gains enough
 
 
+def test_leaders_that_all_run_out_when_repeated_end_no_race(raced: Callable[..., FitResult]) -> None:
+    machine = Machine({"ddp": Rung(gib=4), "zero1": Rung(gib=4)})
+    answer = machine.answer
+    machine.answer = lambda trial: out_of_memory() if trial.purpose == "race" else answer(trial)  # type: ignore[method-assign]
+    result = raced(machine, forecaster=Timing(machine))
+    assert result.raced.best.trial.knobs.micro_batch > 1  # and nothing smaller was measured
+    assert "none of them fitted when it was run again" in result.raced.reasons[result.raced.best.trial.rung]
+
+
 def test_a_rung_too_slow_at_its_forecasts_best_is_not_tried(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"ddp": Rung(gib=3), "zero3-offload": Rung(gib=2, sample_s=0.5)})
     result = raced(machine, forecaster=Timing(machine))
