@@ -45,10 +45,12 @@ class Lessons:
     """Reasons against rungs that have not run yet, from the outcomes of others.
 
     `host_full` lists rungs under which the host ran out of memory. `broken_ops` maps a DeepSpeed op to the error.
+    `refused` has the rungs whose config was refused, each with the error.
     """
 
     host_full: tuple[Rung, ...] = ()
     broken_ops: Mapping[str, str] = field(default_factory=dict)
+    refused: tuple[tuple[Rung, str], ...] = ()
 
     def add(self, rung: Rung, outcome: Outcome) -> Lessons:
         """These lessons and that of one outcome. A full device teaches nothing: a leaner rung can need more of it."""
@@ -57,6 +59,8 @@ class Lessons:
                 return replace(self, host_full=(*self.host_full, rung))
             case Failed(op=str(op), evidence=evidence):
                 return replace(self, broken_ops={**self.broken_ops, op: evidence})
+            case Failed(action="fix_config", evidence=evidence):
+                return replace(self, refused=(*self.refused, (rung, evidence)))
             case _:
                 return self
 
@@ -65,7 +69,30 @@ class Lessons:
         for full in self.host_full:
             if (states := _states_on_host(full)) and states <= _states_on_host(rung):
                 return f"it needs as much host memory as {full.name}, which ran out of it"
+        for refused, evidence in self.refused:
+            if refused.name != rung.name and _brings_all_of(refused, rung):
+                return f"it has the stage and offloading of {refused.name}, whose config is refused: {evidence}"
         return next((f"it needs {op}: {why}" for op, why in self.broken_ops.items() if op in ops), None)
+
+    def is_refused(self, rung: Rung) -> bool:
+        """Whether the rung's config was refused."""
+        return any(refused.name == rung.name for refused, _ in self.refused)
+
+    def is_refused_at_two_stages(self) -> bool:
+        """Whether rungs of two ZeRO stages were refused with the same error, so that no rung brings its cause."""
+        stages: dict[str, set[int]] = {}
+        for rung, evidence in self.refused:
+            stages.setdefault(evidence, set()).add(rung.stage)
+        return any(len(each) > 1 for each in stages.values())
+
+
+def _brings_all_of(refused: Rung, rung: Rung) -> bool:
+    """Whether the rung has the refused one's ZeRO stage, and offloads at least what that does."""
+    return rung.stage == refused.stage and _offloaded_states(refused) <= _offloaded_states(rung)
+
+
+def _offloaded_states(rung: Rung) -> set[str]:
+    return {state for state, tier in rung.places.items() if tier != "device"}
 
 
 def _states_on_host(rung: Rung) -> set[str]:
@@ -78,9 +105,12 @@ def walk_ladder(rungs: Sequence[Candidate], context: FitContext) -> WalkResult:
     Each starts at the micro batch of its forecast, without checkpointing where that should be faster, and falls back to
     smaller ones. Where no time can be forecast, it starts at the smallest, and the order is the ladder's. A rung is
     skipped when its forecast cannot fit, or by `Lessons`. A full device does not skip the rungs below: a leaner rung
-    can need more device memory (ZeRO-2 with CPU offload more than ZeRO-1). When no rung fits, the one whose forecast
-    lacks least of the device still runs, so that its verdict is measured. One that would overfill the node's memory or
-    disk does not.
+    can need more device memory (ZeRO-2 with CPU offload more than ZeRO-1). When no rung fits,
+    the one whose forecast lacks least of the device still runs, so that its verdict is measured. One that would
+    overfill the node's memory or disk does not.
+
+    A refused config leaves out the rungs with that stage and offloading. It ends the walk once a rung of another stage
+    is refused alike, or no rung fits.
     """
     memory, profile = context.memory, context.settings.profile
     walked = WalkResult(least_micro_batch=context.least_micro_batch)
@@ -98,15 +128,17 @@ def walk_ladder(rungs: Sequence[Candidate], context: FitContext) -> WalkResult:
         walked.least_micro_batch = context.least_micro_batch
         walked.own_batch = context.fixed_batch
         walked.winner = last if fits_well(last) else None
-        walked.stopped = last if _stops_walk(last) else None
         walked.lessons = walked.lessons.add(candidate.rung, last.outcome)
+        walked.stopped = last if _stops_walk(last, walked.lessons) else None
         return walked.winner is not None or walked.stopped is not None
 
     def try_candidate(candidate: Candidate) -> bool:
         """Try the rung's configs, the faster one first; True when that ends the walk."""
         plain = without_checkpointing(candidate)
         is_faster = has_choice(candidate, context) and favours(plain, candidate, context)
-        return (is_faster and try_config(plain)) or try_config(candidate)
+        if is_faster and try_config(plain):
+            return True
+        return not walked.lessons.is_refused(candidate.rung) and try_config(candidate)
 
     for candidate in order_by_time(rungs, context):
         reason = candidate.skip or walked.lessons.reason_to_skip(candidate.rung, candidate.ops)
@@ -129,16 +161,24 @@ def walk_ladder(rungs: Sequence[Candidate], context: FitContext) -> WalkResult:
             try_candidate(impossible[closest][1])
     if walked.stopped is None and walked.winner is None:
         walked.winner = next((entrant.walked for entrant in walked.entrants if entrant.walked is not None), None)
+    if walked.stopped is None and walked.winner is None:  # with the config mended, a rung that was refused may fit
+        walked.stopped = next((record for record in walked.records if _is_refused(record.outcome)), None)
     return walked
 
 
-def _stops_walk(record: Record) -> bool:
+def _is_refused(outcome: Outcome) -> bool:
+    return isinstance(outcome, Failed) and outcome.action == "fix_config"
+
+
+def _stops_walk(record: Record, lessons: Lessons) -> bool:
     """Whether every rung would fail alike: the user has to repair the code, the config or the machine first."""
     match record.outcome:
         case Failed(op=str()):
             return False  # only the rungs that need this op fail
-        case Failed(action="fix_code" | "fix_config"):
+        case Failed(action="fix_code"):
             return True
+        case Failed(action="fix_config"):  # it may name what this rung's stage or offloading brings
+            return lessons.is_refused_at_two_stages()
         case outcome:
             return is_machines_fault(outcome)
 

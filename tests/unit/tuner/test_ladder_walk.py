@@ -138,14 +138,53 @@ def test_only_what_may_be_a_fluke_is_asked_once_more(action: Action, asked: int)
     assert [trial.rung for trial in runner.trials].count("zero1") == asked
 
 
-@pytest.mark.parametrize("action", ["fix_code", "fix_config"])
-def test_a_failure_that_every_rung_shares_stops_the_walk(action: str) -> None:
-    user_code = replace(failed(failure="user_code"), action=action)  # type: ignore[arg-type]
+def test_a_failure_that_every_rung_shares_stops_the_walk() -> None:
+    user_code = failed(failure="user_code", action="fix_code")
     walked, runner = climb({"zero1": user_code, "zero2": FITS})
     assert [trial.rung for trial in runner.trials] == ["ddp", "zero1"]
     assert walked.winner is None
     assert walked.stopped is not None
     assert walked.stopped.outcome == user_code
+
+
+REFUSED = failed(failure="config", action="fix_config", evidence="AssertionError: ZeRO-3 does not take it")
+
+
+def test_a_config_that_one_stage_refuses_ends_no_walk() -> None:
+    walked, runner = climb({"zero3": REFUSED, "zero3-nvme": FITS, "zero2": FITS}, default=OOM)
+    assert walked.winner is not None
+    assert walked.winner.trial.rung == "zero2"
+    refused_first = [*list_candidates(SETTINGS, FACTS, {})][::-1]
+    runner = ScriptedRunner(lambda trial: REFUSED if "zero3" in trial.rung else FITS)
+    walked = walk_ladder([each for each in refused_first if each.rung.name != "zero3-nvme"], make_context(runner.run))
+    assert walked.winner is not None
+    assert walked.winner.trial.rung == "zero2-offload"
+
+
+def test_a_refused_stage_is_tried_with_less_offloading_alone() -> None:
+    walked, runner = climb({"zero3": REFUSED})
+    skipped = {skip.rung: skip.reason for skip in walked.skipped}
+    assert "zero3" in rungs_tried(runner)
+    assert {"zero3-offload-optimizer", "zero3-offload-param", "zero3-offload", "zero3-nvme"} <= set(skipped)
+    why = "it has the stage and offloading of zero3, whose config is refused: AssertionError: ZeRO-3 does not take it"
+    assert skipped["zero3-offload"] == why
+    _, runner = climb({"zero2-offload": REFUSED})
+    assert "zero3-offload" in rungs_tried(runner)
+
+
+def test_a_config_that_two_stages_refuse_alike_stops_the_walk() -> None:
+    walked, runner = climb({"zero1": REFUSED, "zero2": REFUSED, "zero3": FITS})
+    assert rungs_tried(runner) == ["ddp", "zero1", "zero2"]
+    assert walked.winner is None
+    assert walked.stopped is not None
+    assert walked.stopped.outcome == REFUSED
+
+
+def test_where_nothing_fits_a_refused_config_is_the_users_error() -> None:
+    walked, runner = climb({"zero1": REFUSED})
+    assert "zero3-nvme" in rungs_tried(runner)
+    assert walked.stopped is not None
+    assert (walked.stopped.trial.rung, walked.stopped.outcome) == ("zero1", REFUSED)
 
 
 def test_a_fluke_is_asked_once_more() -> None:
