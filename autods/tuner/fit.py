@@ -247,7 +247,9 @@ def _begin_stage(name: str, context: FitContext, first: Record | None = None) ->
             rungs=len(settings.ladder),
             is_forecast=is_forecast,
             # Before the walk it is not known whether step times can be forecast.
-            is_timed=is_forecast and (first is None or context.forecaster.step_time(first.trial) is not None),
+            is_timed=is_forecast
+            and settings.objective != "memory"
+            and (first is None or context.forecaster.step_time(first.trial) is not None),
             recomputes=context.facts.checkpointing,
             rehearsed=settings.rehearsed,
         )

@@ -87,7 +87,8 @@ def tune(
     name = config_name(rung.name, knobs, recomputes=True)
     study = _open_study(context.study, f"{name}, micro batch {knobs.micro_batch} × {knobs.accumulation}", space)
     search = _Search(study=study, space=space, start=start, context=context)
-    is_priced = settings.profile.tune.priced > 0 and context.forecaster.step_time(start.trial) is not None
+    is_priced = settings.profile.tune.priced > 0 and score is samples_per_second  # a price is a step's seconds
+    is_priced = is_priced and context.forecaster.step_time(start.trial) is not None
     end = search.run_priced() if is_priced else search.run_until(stop_gain, sampler)
     records = [answer for answer in search.answers.values() if isinstance(answer, Record) and answer is not start]
     not_run = sum(isinstance(answer, RungForecast) for answer in search.answers.values())

@@ -210,6 +210,11 @@ def test_settings_that_promise_too_little_are_not_run(path: Path) -> None:
     )
 
 
+def test_settings_are_not_priced_by_time_for_memory(path: Path) -> None:
+    tuned = tuning(Journaled(hill), path, forecaster=Pricing(lasts), priced=24, objective="memory")
+    assert bucket_of(tuned.best.trial) < 5_000_000  # the fastest is at 40M
+
+
 def test_without_times_no_setting_is_priced(path: Path) -> None:
     run = Journaled(hill)
     tuning(run, path, priced=24)
