@@ -276,6 +276,8 @@ def confirm_gain(start: Record, leaders: Sequence[Record], context: FitContext) 
         return start, f"the {best} of them was {claim} {times} as the start, {too_little}"
     trials = (1 + len(promising)) * limits.turns
     turns = limits.turns if context.may_run(trials) else min(TURNS_WITHOUT_BUDGET, limits.turns)
+    if not context.may_run((1 + len(promising)) * turns):
+        promising = promising[:1]  # the budget was asked for the trials of one leader
     steps = promising[0].trial.steps  # what decided the race took longer; more steps of one of two tell little more
     final = finals((replace(start, trial=replace(start.trial, steps=steps)), *promising), context, turns=turns)
     remeasured = [place for place in final.measured if place > 0]

@@ -451,6 +451,13 @@ def test_leaders_within_the_noise_are_measured_again() -> None:
     assert reason == "measured again in turn, 1.18 times as fast as the start (1.11 to 1.25)"
 
 
+def test_a_budget_for_one_leader_measures_the_best_alone_again() -> None:
+    start, leader, other = measured(100.0, {}), measured(121.0, {OVERLAP: True}), measured(120.0, {OVERLAP: False})
+    runner = ScriptedRunner(lambda trial: fit(peak_bytes=1, samples_per_second=100.0))
+    confirming(start, [leader, other], runner.run, budget=Budget(trials=5))
+    assert [trial.knobs for trial in runner.trials] == [start.trial.knobs, leader.trial.knobs] * 2
+
+
 def test_a_leader_that_claims_less_than_counts_is_not_measured_again() -> None:
     start, leader, other = measured(100.0, {}), measured(104.0, {OVERLAP: True}), measured(102.0, {OVERLAP: False})
     runner = ScriptedRunner(lambda trial: fit(peak_bytes=1, samples_per_second=100.0))
