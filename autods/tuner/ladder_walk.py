@@ -186,7 +186,8 @@ def _stops_walk(record: Record, lessons: Lessons) -> bool:
 def find_closest_rung(walked: WalkResult, context: FitContext) -> ClosestRung | None:
     """The rung that lacked least device memory; None when the walk was stopped or the amount is unknown.
 
-    Where the limit is a budget below the card's memory, a trial without it measures the amount.
+    Where the limit is a budget below the card's memory, a trial without it measures the amount, if the fit's budget has
+    room for it.
     """
     if walked.stopped:
         return None
@@ -197,7 +198,7 @@ def find_closest_rung(walked: WalkResult, context: FitContext) -> ClosestRung | 
             continue
         rung, missing, ran = record.trial.rung, record.outcome.missing_bytes, False
         closest = None if missing is None else ClosestRung(rung=rung, missing_bytes=missing)
-        if settings.is_limited:
+        if settings.is_limited and context.may_run(1):
             steps = settings.profile.walk
             unlimited = replace(record.trial, limited=False, purpose="shortfall", steps=steps, repeat=0)
             if isinstance(free := context.memory.run(unlimited).outcome, Fit):

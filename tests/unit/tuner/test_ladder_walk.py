@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from autods.config.deepspeed import accumulation_for
+from autods.config.profiles import Budget
 from autods.config.settings import Settings
 from autods.errors import InputError
 from autods.forecast.values import RungForecast
@@ -232,7 +233,9 @@ def test_a_global_batch_that_cannot_be_split_is_an_error() -> None:
         accumulation_for(64, 3, 2)
 
 
-def closest(peaks: Mapping[str, int], *, can_unlimit: bool = True, limit: int = 100) -> ClosestRung | None:
+def closest(
+    peaks: Mapping[str, int], *, can_unlimit: bool = True, limit: int = 100, most_s: float = 0.0
+) -> ClosestRung | None:
     """The shortfall when the named rungs ran out of device memory and would peak there without the limit."""
 
     def answer(trial: Trial) -> Outcome:
@@ -242,7 +245,9 @@ def closest(peaks: Mapping[str, int], *, can_unlimit: bool = True, limit: int = 
 
     runner = ScriptedRunner(answer)
     device = "cpu" if can_unlimit else "cuda"
-    context = make_context(runner.run, device=device, device_bytes=limit, device_bytes_asked=False)
+    context = make_context(
+        runner.run, device=device, device_bytes=limit, device_bytes_asked=False, budget=Budget(seconds=most_s)
+    )
     walked = walk_ladder(list_candidates(SETTINGS, FACTS, {}), context)
     assert walked.winner is None
     return find_closest_rung(walked, context)
@@ -256,6 +261,11 @@ def test_the_closest_rung_is_the_one_that_lacks_least() -> None:
 
 def test_a_limit_that_cannot_be_lifted_leaves_a_lower_bound() -> None:
     assert closest({"zero3": 120}, can_unlimit=False) == ClosestRung(rung="zero3", missing_bytes=3, exact=False)
+
+
+def test_a_spent_budget_leaves_a_lower_bound() -> None:
+    a_trial_s = 1.0
+    assert closest({"zero3": 120}, most_s=a_trial_s) == ClosestRung(rung="zero3", missing_bytes=3, exact=False)
 
 
 def test_a_peak_below_the_limit_reports_the_failed_allocation() -> None:
