@@ -10,6 +10,7 @@ from typing import Any
 
 from packaging.version import Version
 
+from ..config.checkpointing import find_state
 from ..config.deepspeed import ENOUGH_ACCUMULATION
 from ..config.rungs import unmet_need
 from ..config.settings import Settings
@@ -85,7 +86,7 @@ def build_report(
         report.answer_with(measured, result.best.trial.knobs),
         ds_config=result.ds_config,
         variables=_list_variables(result, context),
-        largest_micro_batch=growth.curve.fits,
+        largest_micro_batch=_find_largest(result),
         certificate=None if certified is None else certified.certificate,
         importances=result.tuned.importances,
         reasons={
@@ -123,6 +124,16 @@ def _list_allocator_settings(best: Record, settings: Settings) -> tuple[str, ...
     total_bytes = min((card.total_bytes for card in settings.hardware.cards), default=settings.device_bytes)
     share = (settings.usable_bytes - beside_bytes) / (settings.device_bytes if settings.rehearsed else total_bytes)
     return (*chosen, f"{MEMORY_SHARE}:{math.floor(1000 * share) / 1000}")
+
+
+def _find_largest(result: FitResult) -> int | None:
+    """The largest micro batch that fits; None where the certificate took another config or batch than the race."""
+    taken, raced = (
+        (trial.rung, trial.knobs.micro_batch, find_state(trial.knobs))
+        for trial in (result.best.trial, result.raced.best.trial)
+    )
+    largest = result.raced.growth.curve.fits
+    return largest if taken == raced and largest >= result.best.trial.knobs.micro_batch else None
 
 
 def _measure(config: Record, context: FitContext) -> Measured:

@@ -610,6 +610,17 @@ def test_a_model_that_needs_several_samples_is_searched(
     assert (won(result)[1] == 4) is (gib > 13 or asked.get("objective") == "memory")
 
 
+def test_no_larger_batch_is_reported_than_one_backed_off_to(raced: Callable[..., FitResult]) -> None:
+    machine = Machine({"ddp": Rung(gib=4, sample_s=1.0)})
+    result = raced(machine)
+    context = replace(make_context(machine.run), settings=SETTINGS)
+    report = build_report(result, context, fingerprint="", seconds=1.0)
+    assert report.largest_micro_batch == result.raced.growth.curve.fits
+    smaller = next(each for each in result.raced.growth.all_records if each.trial.knobs.micro_batch < won(result)[1])
+    report = build_report(replace(result, best=smaller), context, fingerprint="", seconds=1.0)
+    assert report.largest_micro_batch is None
+
+
 CROWD = Machine({"ddp": Rung(gib=40), "zero2": Rung(gib=9), "zero2-offload": Rung(full="host"), "zero3": Rung(gib=3)})
 
 
