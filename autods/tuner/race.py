@@ -233,7 +233,7 @@ class _Race:
             step_s = all_layers.curve.micro_step_at(micro_batch)
             if end is none:  # memory may have kept it from this micro batch
                 step_s = max(none.curve.micro_step_at(micro_batch), step_s / _WITHOUT_RECOMPUTING)
-            return micro_batch * context.world_size / step_s if all_layers.all_records else None
+            return micro_batch * context.world_size / step_s if all_layers.curve.micro_step_s else None
 
         def find_fills(end: Contestant, micro_batch: int) -> Fills | None:
             return context.forecaster.find_fills(end.trial_at(context.sizes[0]), micro_batch, context.usable_bytes)

@@ -395,6 +395,18 @@ def flushed(trial: Trial, outcome: Outcome) -> Outcome:
     return out_of_memory() if trial.knobs.keeps_headroom else replace(outcome, alloc_retries=2)
 
 
+def test_no_share_is_tried_where_recomputing_itself_fails(raced: Callable[..., FitResult]) -> None:
+    machine = Machine({"ddp": Rung(gib=13, fixed_s=0.02), "zero3": Rung(gib=9, fixed_s=0.05)})
+    answer, broken = machine.answer, failed(failure="user_code", action="fix_code")
+
+    def fail_recomputing(trial: Trial) -> Outcome:
+        return broken if trial.rung == "zero3" and trial.knobs.checkpointing else answer(trial)
+
+    machine.answer = fail_recomputing  # type: ignore[method-assign]
+    assert won(raced(machine, checkpointing=True, facts=ALIKE)) == ("zero3", 3)
+    assert {trial.knobs.checkpointing for trial in machine.ran} == {True, False}
+
+
 def test_a_share_without_headroom_never_wins(raced: Callable[..., FitResult]) -> None:
     """Its allocator runs full at any micro batch, also at the smallest. All layers recomputed leave the headroom."""
     machine = Machine({"zero3": Rung(gib=9, fixed_s=0.01)}, kept_gib=8.0)  # one sample by a share, two by all layers
