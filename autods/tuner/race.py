@@ -120,9 +120,10 @@ class _Race:
         trials.
         """
         context, limits, leader = self.context, self.context.settings.profile.race, self.leader()
-        entering = [make_contestant(each, context, limits.most_trials, limits.steps) for each in candidates]
+        made = (make_contestant(each, context, limits.most_trials, limits.steps) for each in candidates)
+        entering = {rival.name: rival for rival in made}  # two leaders may become one config
         names = {contestant.name for contestant in self.contestants}
-        rivals = [rival for rival in entering if rival.name not in names]
+        rivals = [rival for name, rival in entering.items() if name not in names]
         best, stop = leader.best(), leader.stop
         if not rivals or best is None:
             return []

@@ -453,6 +453,13 @@ def test_another_precision_wins_only_where_it_is_allowed(raced: Callable[..., Fi
     assert "fp16.enabled" not in raced(machine).best.trial.knobs.settings
 
 
+def test_leaders_that_differ_in_precision_enter_the_next_once(raced: Callable[..., FitResult]) -> None:
+    machine = Machine({"ddp": Rung(gib=3)}, fp16=1.02)
+    raced(machine, precisions=("fp16", "fp32"))
+    assert [key for key, count in Counter(map(trial_key, machine.ran)).items() if count > 1] == []
+    assert any(trial.knobs.settings.get("fp16.enabled") is False for trial in machine.ran)
+
+
 def test_states_in_bf16_are_not_raced_in_another_precision(raced: Callable[..., FitResult]) -> None:
     machine = Machine({BF16_STATES.name: Rung(gib=3)}, fp16=1.5)
     asked = {"ladder": (BF16_STATES,), "base": SETTINGS.base | {"bf16": {"enabled": True}}, "precisions": ("fp16",)}
