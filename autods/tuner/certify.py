@@ -14,9 +14,10 @@ from ..report.results.fit import Certificate
 from ..report.text import format_about
 from ..types import Failed, Fit, Record, Steps, Trial
 from .batch_curve import BatchCurve, MemoryLine
-from .candidates import Candidate
+from .candidates import Candidate, first_trial
 from .certificate import certificate_of_exam, describe_exam, grows_with_batch, lacks_device_memory
 from .contestant import try_rung
+from .forecaster import why_impossible
 from .loss_parity import FEWEST_UPDATES, ParityResult, compare_losses, is_same_maths, same_samples
 from .trials import FitContext, fit_steps_to_budget, fits_well, median_step_s, run_with_retry
 
@@ -56,7 +57,7 @@ def certify(
     """Prove the winner, or the config to take instead; None when the profile wants no certificate, and in a rehearsal.
 
     The micro batch shrinks when the longest batch lacks memory. When no micro batch holds, another config is examined:
-    the next of `alternates` (configs that fitted, best first), then one of the `untried` rungs that fits.
+    the next of `alternates` (configs that fitted, best first), then an `untried` rung that fits, by its forecast, too.
 
     `reference` is a plain config known to fit. The winner's losses have to match it within the tolerance of the
     precision, unless the profile compares no losses. A knob that changes them is reverted.
@@ -200,9 +201,9 @@ def _configs(search: _ExamSearch, alternates: Sequence[Record], untried: Sequenc
     def others() -> Iterator[Record]:
         yield from alternates
         for candidate in untried:
-            last = try_rung(candidate, context, context.run)[-1]
-            if isinstance(last.outcome, Fit):
-                yield last
+            first = first_trial(candidate, context.settings.profile.walk, context.sizes[0])
+            tried = () if why_impossible(context.forecast(first)) else try_rung(candidate, context, context.run)
+            yield from (last for last in tried[-1:] if isinstance(last.outcome, Fit))
 
     rivals = others()
     while search.left > 0 and (record := next(rivals, None)) is not None:

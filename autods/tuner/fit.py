@@ -212,12 +212,14 @@ def search(context: FitContext) -> FitResult | NothingFits:
     tuned = tune(raced.best, context)
     context.save_best(tuned.best)
     _begin_stage("certify", context, walked.winner)
+    lessons = walked.lessons
+    untried = untried_rungs(rungs, walked) if settings.profile.race.stop == "first-fit" else ()
     certified = certify(
         tuned.best,
         context,
         alternates=(raced.best, *raced.others),
         reference=walked.winner,
-        untried=untried_rungs(rungs, walked) if settings.profile.race.stop == "first-fit" else (),
+        untried=[each for each in untried if lessons.reason_to_skip(each.rung, each.ops) is None],
     )
     best = tuned.best if certified is None else certified.best
     ds_config = context.final_config(best.trial)

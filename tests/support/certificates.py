@@ -10,6 +10,7 @@ from autods.runner.testing import ScriptedRunner
 from autods.runner.testing import fit as scripted_fit
 from autods.tuner.candidates import list_candidates
 from autods.tuner.certify import CertifyResult, certify
+from autods.tuner.forecaster import NO_FORECASTER, Forecaster
 from autods.types import Examined, Fit, Knobs, Outcome, Record, Scalar, Steps, Trial
 from tests.support.contexts import make_context
 from tests.support.walks import FACTS, SETTINGS
@@ -93,6 +94,7 @@ def certifying(
     seen: Sequence[Record] = (),
     zero_init: bool = False,
     budget_s: float = 0.0,
+    forecaster: Forecaster = NO_FORECASTER,
 ) -> Certifying:
     """Certify on two ranks. Without a reference no losses are compared; `untried` names rungs."""
     runner = ScriptedRunner(answer)
@@ -100,6 +102,7 @@ def certifying(
     context = make_context(
         runner.run,
         facts=replace(FACTS, longest_ratio=longest_ratio),
+        forecaster=forecaster,
         seen=seen,
         profile={
             "certify": CertifyLimits(most_trials=most_trials, steps=EXAM, parity=None if reference is None else PARITY)

@@ -8,11 +8,14 @@ from dataclasses import asdict, replace
 import pytest
 
 from autods.errors import EnvironmentBroken
+from autods.forecast.values import RungForecast
 from autods.runner.testing import failed, out_of_memory, surface
 from autods.runner.testing import fit as scripted_fit
 from autods.tuner.certify import TOLERANCE, find_tolerance
+from autods.tuner.forecaster import Forecaster
 from autods.types import CardUse, Examined, Fit, Knobs, Outcome, Phase, Record, Steps, Tier, TierUse, Trial
 from tests.support.certificates import DID, EXAM, LIMIT, MIB, TIMED, certifying, passes, timed, trial
+from tests.support.forecasters import scripted_forecast
 from tests.support.walks import SETTINGS
 
 
@@ -325,6 +328,18 @@ def test_nothing_is_run_twice() -> None:
     assert run.certified.best is smaller
     assert all(one.exam == "worst_case" for one in run.trials)
     assert len({repr(one) for one in run.trials}) == len(run.trials)
+
+
+def test_a_leaner_rung_that_cannot_fit_is_not_tried() -> None:
+    class Foresees(Forecaster):
+        def forecast(self, trial: Trial) -> RungForecast:
+            return scripted_forecast(trial.rung, "cannot_fit" if trial.rung == "zero2-offload" else "fits")
+
+    needs = {"zero2": LIMIT, "zero2-offload": LIMIT}
+    leaner = ("zero2-offload", "zero3")
+    run = certifying(longest(needs=needs), timed(trial("zero2", 1)), untried=leaner, forecaster=Foresees())
+    assert run.certified.best.trial.rung == "zero3"
+    assert [one.rung for one in run.trials if one.purpose == "walk"] == ["zero3"]
 
 
 def test_leaner_rungs_are_tried_only_when_no_known_config_holds() -> None:
