@@ -15,7 +15,7 @@ from ..forecast.largest_batch import Fills
 from ..forecast.partial_checkpointing import ShareEnd, rank_shares
 from ..forecast.predict.step_time import CLOSE
 from ..report.text import format_rate
-from ..types import Record
+from ..types import Fit, Record
 from .batch_curve import BatchCurve, least_sample_s
 from .batch_size import Growth
 from .candidates import Candidate, in_precision, in_state, without_checkpointing
@@ -330,7 +330,10 @@ class _Race:
         turns = 0 if context.settings.objective == "memory" else limits.turns
         before = len(context.memory.records)
         decision = self._measure_leaders_again(turns)
-        if decision.is_any_dropped:  # those that follow join the rest
+        if decision.is_any_dropped and not self._fitting():  # none follows but smaller micro batches
+            decision.winner.stop = None
+            decision.winner.run()
+        if decision.is_any_dropped and self._fitting():  # those that follow join the rest
             decision = self._measure_leaders_again(turns)
         if turns and context.noise > limits.noise:
             self._measure_all_again()
@@ -367,6 +370,8 @@ class _Race:
         names = {contestant.name for contestant in self.contestants}
         for contestant in self.contestants:
             stayed = "never fitted" if contestant.best() is None else "raced to the end"
+            if contestant.best() is None and any(isinstance(each.outcome, Fit) for each in contestant.all_records):
+                stayed = "left no headroom when it was measured again"
             reasons.setdefault(contestant.name, contestant.out or stayed)
             rung = contestant.candidate.rung.name
             if rung not in names:  # it was raced in another state of checkpointing

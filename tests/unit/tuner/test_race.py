@@ -697,6 +697,24 @@ def test_the_rung_that_should_be_fastest_runs_first(raced: Callable[..., FitResu
     assert machine.sizes("zero3") == [24]  # its forecast's, and no other gains enough
 
 
+def test_leaders_without_headroom_when_repeated_get_smaller(raced: Callable[..., FitResult]) -> None:
+    machine = Machine({"ddp": Rung(gib=4), "zero1": Rung(gib=4)})
+    answer = machine.answer
+
+    def fuller(trial: Trial) -> Outcome:
+        """Longer trials at the micro batch of the first one hold a little more."""
+        outcome = answer(trial)
+        if trial.purpose == "race" and trial.knobs.micro_batch == machine.ran[0].knobs.micro_batch:
+            return fit(peak_bytes=LIMIT, limit_bytes=LIMIT)
+        return outcome
+
+    machine.answer = fuller  # type: ignore[method-assign]
+    result = raced(machine, forecaster=Timing(machine))
+    first, (rung, size) = machine.ran[0].knobs.micro_batch, won(result)
+    assert (rung, 3 / 4 * first <= size < first) == ("ddp", True)
+    assert result.raced.reasons["zero1"] == "left no headroom when it was measured again"
+
+
 def test_leaders_that_all_run_out_when_repeated_end_no_race(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"ddp": Rung(gib=4), "zero1": Rung(gib=4)})
     answer = machine.answer
