@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ..config.rungs import Rung
 from ..forecast.values import PartitionedBuild
 from ..report.results.fit import ClosestRung
-from ..types import Failed, Fit, Outcome, OutOfMemory, Record, Skipped, Tier, is_machines_fault
+from ..types import Failed, Fit, Outcome, OutOfMemory, Record, Skipped, Tier, first_line, is_machines_fault
 from .candidates import Candidate, first_trial, without_checkpointing
 from .contestant import Contestant, make_contestant
 from .forecaster import lacking_bytes, why_impossible
@@ -70,8 +71,8 @@ class Lessons:
             if (states := _states_on_host(full)) and states <= _states_on_host(rung):
                 return f"it needs as much host memory as {full.name}, which ran out of it"
         for refused, evidence in self.refused:
-            if refused.name != rung.name and _brings_all_of(refused, rung):
-                return f"it has the stage and offloading of {refused.name}, whose config is refused: {evidence}"
+            if refused.name != rung.name and _includes(rung.ds_config, refused.ds_config):
+                return f"it sets all that {refused.name} does, whose config is refused: {first_line(evidence)}"
         return next((f"it needs {op}: {why}" for op, why in self.broken_ops.items() if op in ops), None)
 
     def is_refused(self, rung: Rung) -> bool:
@@ -86,13 +87,12 @@ class Lessons:
         return any(len(each) > 1 for each in stages.values())
 
 
-def _brings_all_of(refused: Rung, rung: Rung) -> bool:
-    """Whether the rung has the refused one's ZeRO stage, and offloads at least what that does."""
-    return rung.stage == refused.stage and _offloaded_states(refused) <= _offloaded_states(rung)
-
-
-def _offloaded_states(rung: Rung) -> set[str]:
-    return {state for state, tier in rung.places.items() if tier != "device"}
+def _includes(config: Mapping[str, Any], part: Mapping[str, Any]) -> bool:
+    """Whether the config has all keys of the other one, with the same values."""
+    return all(
+        _includes(config.get(key) or {}, value) if isinstance(value, Mapping) else config.get(key) == value
+        for key, value in part.items()
+    )
 
 
 def _states_on_host(rung: Rung) -> set[str]:
@@ -109,8 +109,8 @@ def walk_ladder(rungs: Sequence[Candidate], context: FitContext) -> WalkResult:
     the one whose forecast lacks least of the device still runs, so that its verdict is measured. One that would
     overfill the node's memory or disk does not.
 
-    A refused config leaves out the rungs with that stage and offloading. It ends the walk once a rung of another stage
-    is refused alike, or no rung fits.
+    A refused config leaves out the rungs that set as much and more. It ends the walk once a rung of another stage is
+    refused alike, or no rung fits.
     """
     memory, profile = context.memory, context.settings.profile
     walked = WalkResult(least_micro_batch=context.least_micro_batch)
