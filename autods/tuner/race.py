@@ -389,9 +389,14 @@ class _Race:
         return sorted(fitting, key=lambda contestant: contestant.score, reverse=True)
 
     def _measure_leaders_again(self, turns: int) -> _Decision:
-        """Measure as many leaders again as the budget allows, with longer trials, in turn."""
+        """Measure as many leaders again as the budget allows, with longer trials, in turn.
+
+        None is measured again where the trials of all were as long: one of a 70B's takes minutes of all its cards.
+        """
         context, limits, finalists = self.context, self.context.settings.profile.race, []
         close, earlier = self._close_to_leader(), tuple(context.memory.records)
+        if all(self._was_long(record) for record, _ in close):
+            turns = 0
         repeat = max((record.trial.repeat for record in earlier if record.trial.purpose == "race"), default=0)
         most = sum(context.may_run(count, limits.finals) for count in range(1, limits.finalists + 1))
         for record, _ in close[: max(1, most)]:
@@ -420,13 +425,17 @@ class _Race:
     def _close_to_leader(self) -> list[tuple[Record, Contestant]]:
         """The trials that led, give or take the noise, best first; half the noise where the forecast, too, is slower.
 
+        Long timings are less noisy.
         The runner-up is among them, unless the forecast agrees that it is slower.
         Where micro batches of one config are similar, the largest is kept unless a smaller one was clearly faster.
         """
         score, leader, fitting = self.context.score, self.leader(), self._fitting()
+        best_record = leader.best()
 
         def is_close(record: Record, contestant: Contestant) -> bool:
-            doubt = self.context.noise / (2 if leader.is_forecast_faster(contestant) else 1)
+            are_long = best_record is not None and self._was_long(record) and self._was_long(best_record)
+            noise = PRIOR_NOISE if are_long else self.context.noise
+            doubt = noise / (2 if leader.is_forecast_faster(contestant) else 1)
             return score(record) >= (1 - doubt) * leader.score
 
         timed = [(record, contestant) for contestant in fitting for record in contestant.eligible()]
@@ -440,6 +449,12 @@ class _Race:
             return kept
         second = runner_up.best()
         return kept if second is None else [(best, first), (second, runner_up), *kept[1:]]
+
+    def _was_long(self, record: Record) -> bool:
+        """Whether a trial was timed for as long as the last comparison would time it, on a machine that is calm."""
+        limits, outcome = self.context.settings.profile.race, record.outcome
+        is_calm = self.context.noise <= limits.noise
+        return is_calm and isinstance(outcome, Fit) and sum(outcome.step_s) >= limits.finals.budget_s
 
     def _drop_similar(self, timed: Sequence[tuple[Record, Contestant]]) -> list[tuple[Record, Contestant]]:
         """One trial of each config's similar micro batches; `timed` has the best first."""

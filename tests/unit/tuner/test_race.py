@@ -494,6 +494,15 @@ def test_the_leaders_are_measured_again_and_the_flattered_one_loses(raced: Calla
     assert result.best.outcome == machine.answer(result.best.trial)
 
 
+def test_trials_that_were_as_long_as_the_finals_are_not_repeated(raced: Callable[..., FitResult]) -> None:
+    """A step of a 70B takes a minute of all its cards."""
+    machine = Machine({"ddp": Rung(fixed_s=30), "zero1": Rung(fixed_s=30.5), "zero2": Rung(fixed_s=32)})
+    result = raced(machine)
+    assert result.best.trial.rung == "ddp"
+    assert not [trial for trial in machine.ran if trial.purpose == "race"]
+    assert result.raced.reasons["ddp"].endswith("was the fastest, and none was measured again")
+
+
 def test_a_rival_that_was_slowed_down_is_measured_again_and_wins(raced: Callable[..., FitResult]) -> None:
     def slowed(trial: Trial) -> float:
         return 0.4 if (trial.rung, trial.purpose) == ("zero1", "grow") else 1.0
