@@ -169,8 +169,8 @@ def read_checkpoint(folder: Path) -> SavedCheckpoint:
 def _inspect(folder: Path) -> SavedCheckpoint | Torn:
     """Read a checkpoint, which the ranks may remove meanwhile: it counts as torn then.
 
-    A rank of another machine may have marked it a moment ago, and `list_marked_steps` has missed the mark since it
-    began: on NFS it would be missed for longer, and the checkpoint removed.
+    A rank of another machine may have marked it a moment ago. `list_marked_steps` has looked for the mark before, and
+    NFS keeps its absence for up to a minute: the checkpoint would be removed.
     """
     ask_anew(folder)
     try:

@@ -41,13 +41,13 @@ def list_trials(records: Sequence[Record], folder: Path | None, *, usable_bytes:
         settings = {"checkpointing": knobs.checkpointing, "accumulation": knobs.accumulation, **knobs.settings}
         settings |= {"expandable_segments": True} if knobs.expandable else {}
         settings |= {"keeps_headroom": True} if knobs.keeps_headroom else {}
-        log = elsewhere = ""
+        log = pointer = ""
         if folder is not None and not isinstance(outcome, Fit):
             place = f"logs/{record.id:03d}-{record.trial.rung}/rank{max(0, outcome.rank)}.log"
             if record.id in quoted:
                 log = read_tail(folder / place, _TAIL_BYTES)
             else:
-                elsewhere = f"Its log is {place}: this page quotes those of the first {_MOST_LOGS} failed trials."
+                pointer = f"Its log is {place}: this page quotes those of the first {_MOST_LOGS} failed trials."
         counts = has_headroom(record, usable_bytes)
         summary = line(
             f"{record.id}: {record.trial.rung}, micro batch {knobs.micro_batch} ({record.trial.purpose}): ",
@@ -55,7 +55,7 @@ def list_trials(records: Sequence[Record], folder: Path | None, *, usable_bytes:
             (f" [{format_seconds(record.seconds)}]", "dim"),
         )
         sentences = [", ".join(f"{key} {value}" for key, value in {**settings, **record.trial.conditions}.items())]
-        sentences += [] if isinstance(outcome, Fit) else [outcome.evidence, outcome.advice, elsewhere]
+        sentences += [] if isinstance(outcome, Fit) else [outcome.evidence, outcome.advice, pointer]
         details.append(doc.Detail(summary=summary, sentences=tuple(filter(None, sentences)), text=log))
     return doc.Details(items=tuple(details))
 
