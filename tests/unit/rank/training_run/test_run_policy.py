@@ -88,7 +88,7 @@ def test_callbacks_after_a_step_may_take_long(tmp_path):
     session = LoopSession.__new__(LoopSession)
     session.loop, session.observer = SimpleNamespace(step=1, last_step=3), lambda phase, step: phases.append(phase)
     session._order = run_job(tmp_path, steps=None, checkpoint_every=1).order
-    session._seen_step, session._note_step = 0, lambda order: None
+    session._seen_step, session._note_step = 0, lambda: None
     session.report_step(2.5)
     assert phases == ["step", "script"]  # silence has no limit in the last
 

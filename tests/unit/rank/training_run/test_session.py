@@ -106,7 +106,7 @@ def test_lines_of_steps_wait_for_room_on_the_disk(make_session, monkeypatch):
     session, write = make_session(), os.write
 
     def refuse(file, data):
-        if file == session._steps_file:
+        if file == session._lines._file:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(file, data)
 
