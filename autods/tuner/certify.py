@@ -357,11 +357,20 @@ class _ExamSearch:
         return None
 
     def rules_out(self, config: Trial) -> bool:
-        """Whether a config that ran short needs no more memory: the same rung, as lean in batch and checkpointing."""
+        """Whether a config that ran short needs no more memory: the same rung, as lean in batch and checkpointing.
+
+        At the same micro batch, smaller buckets may make the difference.
+        """
+
+        def needs_no_more(record: Record) -> bool:
+            size = record.trial.knobs.micro_batch
+            if size < config.knobs.micro_batch:
+                return True
+            is_as_small = size == config.knobs.micro_batch or not grows_with_batch(record.outcome)
+            return is_as_small and not _has_smaller_setting(config, record.trial)
+
         return any(
-            record.trial.rung == config.rung
-            and (record.trial.knobs.micro_batch <= config.knobs.micro_batch or not grows_with_batch(record.outcome))
-            and is_as_lean(record.trial.knobs, config.knobs)
+            record.trial.rung == config.rung and is_as_lean(record.trial.knobs, config.knobs) and needs_no_more(record)
             for record in self.short
         )
 
@@ -482,6 +491,13 @@ class _ExamSearch:
         if certificate.backed_off and best is not self.winner:
             reason += f"; {certificate.backed_off[-1]}" if name == first else f"; taken instead of {first}"
         return CertifyResult(best=best, certificate=certificate, reason=reason)
+
+
+def _has_smaller_setting(config: Trial, other: Trial) -> bool:
+    """Whether the config has a smaller bucket than the other one, or a switch off that is on there."""
+    settings, others = config.knobs.settings, other.knobs.settings
+    pairs = [(settings[key], others[key]) for key in settings.keys() & others.keys()]
+    return any(value < limit for value, limit in pairs if not isinstance(value, str) and not isinstance(limit, str))
 
 
 def usual_memory_line(config: Trial, records: Iterable[Record]) -> MemoryLine | None:

@@ -160,6 +160,17 @@ def test_a_runner_up_that_needs_no_less_is_not_tried() -> None:
     assert run.exams == [("zero2", 1), ("zero3", 4)]
 
 
+def test_a_rung_may_hold_only_with_its_smaller_buckets() -> None:
+    def answer(asked: Trial) -> Outcome:
+        short = asked.exam == "worst_case" and asked.knobs.settings["bucket"] == 2
+        return out_of_memory() if short else passes(asked)
+
+    untuned, leaner = timed(trial("zero2", 1, settings={"bucket": 1}), 51), timed(trial("zero3", 1), 52)
+    run = certifying(answer, timed(trial("zero2", 1, settings={"bucket": 2})), alternates=[untuned, leaner])
+    assert run.certified.best is untuned
+    assert run.exams == [("zero2", 1), ("zero2", 1)]
+
+
 def test_a_rung_may_hold_only_with_checkpointing() -> None:
     def answer(asked: Trial) -> Outcome:
         short = asked.exam == "worst_case" and not asked.knobs.checkpointing
