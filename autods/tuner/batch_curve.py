@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from ..types import Fit, Record
+from ..types import Fit, OutOfMemory, Record
 from .trials import fits_well, fits_within, median_step_s
 
 LONGEST_JUMP = 8  # times the largest micro batch that is known to fit
@@ -56,12 +56,14 @@ class BatchCurve:
     `peak_bytes` has the device peak of each micro batch, those above `usable_bytes` included.
     `micro_step_s` has the seconds of one micro batch's forward and backward with its share of the optimizer step.
     Repeated trials count by their fastest.
+    `ran_out` has the micro batches of which a trial ran out of memory.
     `fits` is the largest micro batch that leaves the headroom, or the smallest one of the model.
     `too_large` is the smallest that does not; None when there is none.
     """
 
     peak_bytes: Mapping[int, int] = field(default_factory=dict)
     micro_step_s: Mapping[int, float] = field(default_factory=dict)
+    ran_out: Set[int] = frozenset()
     usable_bytes: float = math.inf
     fits: int = 1
     too_large: int | None = None
@@ -70,11 +72,12 @@ class BatchCurve:
     def from_records(cls, records: Iterable[Record], usable_bytes: float = math.inf, smallest: int = 1) -> BatchCurve:
         """The curve of one config's trials; `smallest` is the micro batch below which the model cannot be trained.
 
-        A repeated micro batch fits if its last trial did and none of them exceeded the usable memory.
+        A repeated micro batch fits if its last trial did, and none ran out of memory or exceeded the usable memory.
         """
         last: dict[int, Record] = {}
         peaks: dict[int, int] = {}
         times: dict[int, float] = {}
+        ran_out: set[int] = set()
         for record in records:
             size = record.trial.knobs.micro_batch
             last[size] = record
@@ -86,7 +89,9 @@ class BatchCurve:
                 if record.outcome.step_s:
                     seconds = median_step_s(record) / record.trial.knobs.accumulation
                     times[size] = min(seconds, times.get(size, math.inf))
-        curve = cls(peak_bytes=peaks, micro_step_s=times, usable_bytes=usable_bytes)
+            elif isinstance(record.outcome, OutOfMemory):
+                ran_out.add(size)
+        curve = cls(peak_bytes=peaks, micro_step_s=times, ran_out=ran_out, usable_bytes=usable_bytes)
         fitting = [size for size, record in last.items() if curve.leaves_headroom(record)]
         too_large = min((size for size in last if size > smallest and size not in fitting), default=None)
         return replace(curve, fits=max([smallest, *fitting]), too_large=too_large)
@@ -94,8 +99,9 @@ class BatchCurve:
     # Memory
 
     def leaves_headroom(self, record: Record) -> bool:
-        """Whether the trial fitted well, and no repeat of its micro batch exceeded the usable memory."""
-        return fits_well(record) and self.peak_bytes[record.trial.knobs.micro_batch] <= self.usable_bytes
+        """Whether the trial fitted well, and no repeat ran out of memory or exceeded the usable memory."""
+        size = record.trial.knobs.micro_batch
+        return fits_well(record) and size not in self.ran_out and self.peak_bytes[size] <= self.usable_bytes
 
     def line_limit(self) -> float | None:
         """The micro batch that fills the usable memory by the line through the two largest that fit; None with one.

@@ -116,6 +116,14 @@ def test_an_optimizer_step_is_divided_by_its_micro_batches() -> None:
     assert BatchCurve.from_records(records).micro_step_s == {2: 1.5, 4: 2.0}
 
 
+def test_a_size_that_ran_out_once_leaves_no_headroom() -> None:
+    first = record(4, fit(peak_bytes=1))
+    for repeats in ([out_of_memory()], [out_of_memory(), fit(peak_bytes=1)]):
+        curve = BatchCurve.from_records([record(2, fit(peak_bytes=1)), first, *(record(4, each) for each in repeats)])
+        assert not curve.leaves_headroom(first)
+        assert (curve.fits, curve.too_large) == (2, 4)
+
+
 def test_only_sizes_far_apart_show_the_cost_of_a_sample() -> None:
     close, wide, dear = timed({10: 5.0, 11: 5.01}), timed({1: 2.0, 11: 12.0}), timed({1: 2.0, 11: 22.0})
     assert least_sample_s([close]) == 0.0
