@@ -9,6 +9,7 @@ from ..events import Note
 from ..types import Failed, Fit, OutOfMemory, Record, Run, Steps
 from .batch_size import LONGER_STEPS, Growth, describe_misfit
 from .candidates import Candidate, config_name, first_trial
+from .certificate import describe_exam
 from .forecaster import describe_own_batch, why_impossible
 from .prospects import Prospect, find_prospect
 from .trials import FitContext, run_with_retry
@@ -113,7 +114,7 @@ class Contestant(Growth):
         """Try `size`, then smaller micro batches, up to so many `trials`, at last the smallest by `run`.
 
         Sets `out` where none fits. A failure that is not for lack of device memory is tried at the smallest next, which
-        shows whether the size caused it.
+        shows whether the size caused it. It causes neither a broken op nor a hang of the user's code.
         """
         context, most_trials = self.context, self.most_trials
         for _ in range(trials):
@@ -134,6 +135,9 @@ class Contestant(Growth):
                     share = max(0.5, 2 * context.usable_bytes / peak_bytes - 1)
                 case OutOfMemory(tier="device"):
                     share = 0.5
+                case Failed(op=str()) | Failed(hung_at=str()):
+                    self.out = describe_exam(record.outcome)
+                    return
                 case _:
                     break
             smaller = (other for other in context.sizes if other <= min(size - 1, size * share))

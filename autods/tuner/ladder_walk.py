@@ -75,9 +75,10 @@ class Lessons:
                 return f"it sets all that {refused.name} does, whose config is refused: {first_line(evidence)}"
         return next((f"it needs {op}: {why}" for op, why in self.broken_ops.items() if op in ops), None)
 
-    def is_refused(self, rung: Rung) -> bool:
-        """Whether the rung's config was refused."""
-        return any(refused.name == rung.name for refused, _ in self.refused)
+    def rules_out(self, candidate: Candidate) -> bool:
+        """Whether the rung's config was refused, or needs an op that is broken."""
+        is_refused = any(refused.name == candidate.rung.name for refused, _ in self.refused)
+        return is_refused or any(op in self.broken_ops for op in candidate.ops)
 
     def is_refused_at_two_stages(self) -> bool:
         """Whether rungs of two ZeRO stages were refused with the same error, so that no rung brings its cause."""
@@ -138,7 +139,7 @@ def walk_ladder(rungs: Sequence[Candidate], context: FitContext) -> WalkResult:
         is_faster = has_choice(candidate, context) and favours(plain, candidate, context)
         if is_faster and try_config(plain):
             return True
-        return not walked.lessons.is_refused(candidate.rung) and try_config(candidate)
+        return not walked.lessons.rules_out(candidate) and try_config(candidate)
 
     for candidate in order_by_time(rungs, context):
         reason = candidate.skip or walked.lessons.reason_to_skip(candidate.rung, candidate.ops)

@@ -18,7 +18,7 @@ from autods.runner.testing import ScriptedRunner, failed, fit, out_of_memory
 from autods.tuner.candidates import Candidate, list_candidates
 from autods.tuner.forecaster import Forecaster, StepForecast
 from autods.tuner.ladder_walk import WalkResult, find_closest_rung, propose_partitioned_build, walk_ladder
-from autods.types import Action, Outcome, Tier, Trial
+from autods.types import Action, Failed, Outcome, Tier, Trial
 from tests.support.contexts import make_context
 from tests.support.forecasters import ScriptedForecaster, scripted_forecast
 from tests.support.walks import FACTS, FITS, OOM, SETTINGS, STEPS, TOO_SMALL
@@ -409,6 +409,21 @@ def test_a_forecast_that_is_too_high_costs_two_trials_at_most(most: int, tried: 
 
 def test_the_smallest_shows_whether_a_large_batch_failed_alone() -> None:
     assert sizes_walked(4, failed(action="fix_code", evidence="int32 overflow")) == [16, 1]
+
+
+@pytest.mark.parametrize(
+    ("failure", "trials"),
+    [
+        (failed(failure="toolchain", action="fix_environment", op="fused_adam"), 1),
+        (replace(failed(), hung_at="a.py:3"), 2),
+    ],
+)
+def test_no_smaller_batch_is_tried_for_what_no_size_causes(failure: Failed, trials: int) -> None:
+    runner = ScriptedRunner(lambda trial: failure if trial.rung == "ddp" else FITS)
+    context = make_context(runner.run, forecaster=Known())
+    walk_ladder(list_candidates(context.settings, FACTS, {}), context)
+    sizes = [trial.knobs.micro_batch for trial in runner.trials if trial.rung == "ddp"]
+    assert (set(sizes), len(sizes)) == ({16}, trials)
 
 
 def test_the_walk_takes_what_divides_the_global_batch() -> None:
