@@ -19,7 +19,7 @@ from .events import Listener, Note, TrialFinished, TrialStarted
 from .files import LARGEST_RECORD, check_is_file, open_without_waiting, read_file
 from .schema import read_as
 from .system.limits import check_space
-from .types import Failed, Fit, Record, Trial, is_machines_fault
+from .types import Failed, Fit, Outcome, Record, Trial, is_machines_fault
 
 AnyEvent = TypeVar("AnyEvent")
 VERSION = 3
@@ -207,17 +207,27 @@ class Journal:
                             raise ValueError("it is the record of another trial")
                     except ValueError as error:
                         raise self.make_damage_error(number, str(error)) from None
-                    outcome = records[key].outcome
-                    fixable = isinstance(outcome, Failed) and outcome.action in ("fix_code", "fix_config")
-                    if fixable or is_machines_fault(outcome):  # a package, a file or the machine may be fixed by now
-                        del records[key]
                 case _:
                     raise self.make_damage_error(number)
+        has_fit = any(isinstance(record.outcome, Fit) for record in records.values())
+        records = {key: record for key, record in records.items() if not _may_be_fixed(record.outcome, has_fit)}
         return History(records, unfinished, forecasts, surveys, warnings=warnings)
 
     def make_damage_error(self, number: int, why: str = "this line is no journal entry") -> InputError:
         """The error for a line, counted from 1."""
         return InputError(f"is damaged: {why}", place=f"{self.path}:{number}", hint=self.when_damaged)
+
+
+def _may_be_fixed(outcome: Outcome, has_fit: bool) -> bool:
+    """Whether a trial is to run again: a package, a file or the machine may be fixed by now.
+
+    A config that DeepSpeed refuses where another one fits is refused for its rung or its knobs, which stay the same.
+    """
+    if is_machines_fault(outcome):
+        return True
+    return isinstance(outcome, Failed) and (
+        outcome.action == "fix_code" or (outcome.action == "fix_config" and not has_fit)
+    )
 
 
 def record_warnings(

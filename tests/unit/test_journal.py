@@ -109,6 +109,13 @@ def test_a_failure_that_may_be_fixed_by_now_runs_again(journal: Journal, action:
     assert journal.open(fingerprint="f").records == {}
 
 
+def test_a_refused_config_beside_one_that_fits_stays_refused(journal: Journal) -> None:
+    journal.open(fingerprint="f")
+    journal.write_record(Record(id=1, trial=TRIAL, outcome=replace(FAILED, action="fix_config"), seconds=1.0))
+    journal.write_record(Record(id=2, trial=replace(TRIAL, rung="ddp"), outcome=FIT, seconds=1.0))
+    assert [record.id for record in journal.open(fingerprint="f").records.values()] == [1, 2]
+
+
 def test_trials_that_ask_the_same_question_have_the_same_key() -> None:
     turned = dict(reversed(list(TRIAL.knobs.settings.items())))
     assert trial_key(TRIAL) == trial_key(replace(TRIAL, knobs=replace(TRIAL.knobs, settings=turned)))
