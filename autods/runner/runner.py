@@ -213,7 +213,8 @@ class RayRunner:
     def preflight(self) -> Preflight:
         """Look at the devices of all nodes, and let the ranks meet for an all-reduce.
 
-        Raises EnvironmentBroken where a device is missing or broken, and where the ranks do not reach each other.
+        Raises EnvironmentBroken where a device is missing or broken, and where the ranks do not reach each other, after
+        a warning for each finding.
         """
         settings, machine = self.settings, self.settings.machine
         preflight = judge_nodes(self.workers.examine(), machine)
@@ -222,7 +223,12 @@ class RayRunner:
                 raise EnvironmentBroken(f"{finding.text}\n  {finding.remedy}")
         if settings.gpus == 1:
             return preflight
-        results = self._run_without_workload("preflight", _PREFLIGHT_S)
+        try:
+            results = self._run_without_workload("preflight", _PREFLIGHT_S)
+        except EnvironmentBroken:  # what slows the devices may be the reason
+            for finding in preflight.findings:
+                self._warn(str(finding))
+            raise
         rate = result_of_rank_0(results, PreflightResult).bytes_per_s
         slow = judge_rate(rate, machine, ranks_per_node=settings.ranks_per_node, nodes=settings.nodes)
         findings = preflight.findings if slow is None else (*preflight.findings, slow)

@@ -248,6 +248,15 @@ def test_ranks_that_do_not_reach_each_other_end_the_command(monkeypatch: pytest.
         runner.check_machine()
 
 
+def test_findings_stand_beside_ranks_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = {"types": ["RuntimeError"], "message": "Connection refused"}
+    busy = Finding(text="card 1 (H100): something else keeps it busy", remedy="see who")
+    runner, warnings = preflight(monkeypatch, rank_exit(0, error=error), health=Health(findings=(busy,)))
+    with pytest.raises(EnvironmentBroken):
+        runner.preflight()
+    assert warnings == ["warning: card 1 (H100): something else keeps it busy (see who)"]
+
+
 def caught(error: Exception) -> RankError:
     """The error as a rank or a zygote describes it."""
     try:
