@@ -366,6 +366,8 @@ class Supervisor:
         try:
             result = self._train(config, number, progress)
         except (EnvironmentBroken, NoCluster) as error:
+            if isinstance(error, DiskFull) and self.session.runner is not None:  # the wait for room is over
+                raise
             result = self._lose_session(error)
         progress.finish()
         end = judge_attempt(result, seen_step=progress.step, seconds=time.monotonic() - began)

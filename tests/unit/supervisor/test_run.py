@@ -13,7 +13,7 @@ import pytest
 
 from autods.config.rungs import read_rungs
 from autods.config.settings import apply_survey
-from autods.errors import EnvironmentBroken, InputError
+from autods.errors import DiskFull, EnvironmentBroken, InputError
 from autods.journal import make_other_fit_error
 from autods.rank.record import RunResult
 from autods.rank.training_run.checkpoints import MARK
@@ -366,6 +366,17 @@ def test_ray_that_dies_is_started_again(tmp_path):
     result, launcher = supervise(tmp_path, answer)
     assert result.status == "done"
     assert len(launcher.settings) == 2
+
+
+def test_a_disk_that_stays_full_is_no_lost_session(tmp_path):
+    def answer(job):
+        raise DiskFull("/out: the disk is full")
+
+    with pytest.raises(DiskFull):
+        supervise(tmp_path, answer)
+    result, launcher = supervise(tmp_path, finish)
+    assert [row.ending for row in result.attempts] == ["interrupted", "done"]
+    assert len(launcher.settings) == 1
 
 
 def on_nodes(folder, nodes, gpus):
