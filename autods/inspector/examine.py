@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config.catalogue import format_machine, measured_path
+from ..config.catalogue import find_measured, format_machine, measured_path
 from ..config.deepspeed import compose, precision_name, required_ops
 from ..config.releases import find_tolerated
 from ..config.rungs import unmet_need
@@ -31,7 +31,7 @@ from ..system.host import Hardware, cache_folder, installed_versions, read_hardw
 from ..types import Knobs, WorkloadSource
 from . import machine, toolchain
 from .disk import check_nvme, find_file_system, find_memory_folder
-from .measurement import Readings, describe_measured, list_readings
+from .measurement import Readings, describe_measured, keep_earlier, list_readings
 
 if TYPE_CHECKING:
     from ..runner.runner import RayRunner
@@ -146,10 +146,13 @@ def measure_machine(settings: DoctorSettings, listen: Listener) -> Iterator[Chec
     readings = Readings(result.readings, len(hardware.cards) or CPU_RANKS)
     software = f"torch {installed_versions()['torch']}"
     machine = describe_measured(readings, hardware, has_nvlink="NVLink" in preflight.links, software=software)
-    rows = list(list_readings(readings))
+    rows, card = list(list_readings(readings)), hardware.cards[0].name if hardware.cards else ""
+    if (earlier := find_measured(card, hardware)) is not None:
+        machine, kept = keep_earlier(machine, earlier)
+        rows += kept
     notes = [*map(": ".join, rows), *(f"not measured: {reason}" for reason in result.left_out)]
     text = format_machine(machine, [*notes, *(f"although {finding.text}" for finding in preflight.findings)])
-    path = measured_path(hardware.cards[0].name if hardware.cards else "", hardware)
+    path = measured_path(card, hardware)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, text)
     if settings.machine_file is not None:

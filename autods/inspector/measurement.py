@@ -188,6 +188,33 @@ def _measure_host(readings: Readings, machine: Machine) -> tuple[dict[str, Any],
     return fields, shares
 
 
+_BETWEEN_RANKS = ("nvlink", "pcie_between_gpus", "first_step_us", "step_us")
+_TO_HOST = ("pinned_copy", "pageable_copy")
+
+
+def keep_earlier(machine: Machine, earlier: Machine) -> tuple[Machine, list[tuple[str, str]]]:
+    """Return the machine with what an earlier measurement of it has and this one lacks; a name and a line for each.
+
+    It keeps the links between more ranks, with their `gpus`, and the disk.
+    """
+    rows: list[tuple[str, str]] = []
+    shares = machine.measured.known
+    before, links = earlier.measured.known, earlier.links
+    if links is not None and (earlier.gpus or 0) > (machine.gpus or 0) and before.keys() & set(_BETWEEN_RANKS):
+        kept: tuple[str, ...] = _BETWEEN_RANKS if machine.links is not None else (*_BETWEEN_RANKS, *_TO_HOST)
+        if machine.links is not None:
+            links = replace(links, to_host=machine.links.to_host, to_host_gb_per_s=machine.links.to_host_gb_per_s)
+        machine = replace(machine, links=links, gpus=earlier.gpus)
+        shares = {name: value for name, value in shares.items() if name not in kept}
+        shares |= {name: before[name] for name in kept if name in before}
+        rows.append(("links", f"those between {earlier.gpus} cards are kept from an earlier measurement"))
+    if "nvme" in before and "nvme" not in shares:
+        machine = replace(machine, nvme_gb_per_s=earlier.nvme_gb_per_s)
+        shares["nvme"] = before["nvme"]
+        rows.append(("NVMe", "kept from an earlier measurement"))
+    return replace(machine, measured=Measured(**shares)), rows
+
+
 _TITLES: Mapping[ReadingKind, str] = {
     "kernel": "memory", "reduction": "reductions", "launch": "launch of an", "view": "view", "copy": "pinned copies",
     "pageable_copy": "pageable copies", "collective": "", "host": "host memory", "host_optimizer": "", "nvme": "NVMe",

@@ -17,7 +17,7 @@ from autods.errors import AutodsError, InputError
 from autods.events import Event, Listener, Note
 from autods.inspector import examine
 from autods.inspector.examine import check_ladder, format_warning
-from autods.rank.record import MeasureResult
+from autods.rank.record import MeasureResult, Reading
 from autods.report.results.doctor import Check
 from autods.runner.health import Preflight
 from autods.system.host import Hardware
@@ -152,6 +152,21 @@ def test_what_slowed_the_ranks_stands_beside_what_they_measured(
     checks = {check.name: check for check in examine.measure_machine(settings, lambda event: None)}
     assert (checks["although"].status, checks["although"].result) == ("warning", HOT.text)
     assert f"# although {HOT.text}\n" in (tmp_path / "mine.toml").read_text()
+
+
+def test_what_an_earlier_measurement_had_stays_with_a_comment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTODS_CACHE", str(tmp_path))
+    ranks = Ranks(HOT)
+    disk = Reading(kind="nvme", name="read", size=2**30, seconds=0.5, bytes=2**30)
+    monkeypatch.setattr(ranks, "measure", lambda: MeasureResult(readings=(disk,), left_out=()))
+    monkeypatch.setattr(examine, "open_ranks", ranks.open)
+    settings = examine.DoctorSettings(hardware=a_machine(gpus=2), machine_file=tmp_path / "mine.toml")
+    list(examine.measure_machine(settings, lambda event: None))
+    monkeypatch.setattr(examine, "open_ranks", Ranks(HOT).open)
+    list(examine.measure_machine(settings, lambda event: None))
+    text = (tmp_path / "mine.toml").read_text()
+    assert "nvme_gb_per_s = 2.1475" in text
+    assert "# NVMe: kept from an earlier measurement\n" in text
 
 
 def test_a_folder_that_is_not_there_leaves_the_other_checks(monkeypatch: pytest.MonkeyPatch) -> None:

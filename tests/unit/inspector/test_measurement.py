@@ -11,7 +11,7 @@ import pytest
 from autods.config.catalogue import Measured, find_machines, format_machine, read_catalogue
 from autods.devices import Card
 from autods.forecast.predict.prices import PriceList, Work, read_constants
-from autods.inspector.measurement import Readings, describe_measured, list_readings
+from autods.inspector.measurement import Readings, describe_measured, keep_earlier, list_readings
 from autods.rank.record import Reading
 from autods.system.host import Hardware
 
@@ -118,6 +118,22 @@ def test_a_part_that_failed_leaves_the_catalogues_value(lost: str, real: PriceLi
     if lost in (*of_part, "host_optimizer"):
         assert getattr(measured.efficiency, name) == getattr(shipped, name)
     assert measured.efficiency.launch_us == pytest.approx(15)
+
+
+def test_fewer_ranks_keep_the_links_of_more_and_the_disk(real: PriceList) -> None:
+    hardware = make_hardware(H100)
+    disk = Reading(kind="nvme", name="read", size=GIB, seconds=0.5, bytes=GIB)
+    before = Readings([*read(real), disk], RANKS)
+    earlier = describe_measured(before, hardware, has_nvlink=True, software="torch 2.13")
+    alone = Readings([each for each in read(real) if each.kind != "collective"], 1)
+    now = describe_measured(alone, replace(hardware, cards=hardware.cards[:1]), has_nvlink=False, software="torch 2.14")
+    machine, rows = keep_earlier(now, earlier)
+    assert (machine.gpus, machine.links, machine.nvme_gb_per_s) == (RANKS, earlier.links, earlier.nvme_gb_per_s)
+    assert machine.measured == replace(
+        earlier.measured, dram=now.measured.dram, host_optimizer=now.measured.host_optimizer
+    )
+    assert [name for name, _ in rows] == ["links", "NVMe"]
+    assert keep_earlier(earlier, now) == (earlier, [])
 
 
 def test_nothing_measured_on_an_unknown_card_is_no_rate(tmp_path: Path) -> None:
