@@ -53,7 +53,8 @@ class CudaDevice(Device):
 
     def read_cards(self) -> CardReading:
         seen = read_nvml(os.environ.get(VISIBLE))
-        return replace(seen, unusable=seen.unusable or _explain_unusable(seen, read_torch_build()))
+        order = explain_order(os.environ.get(_ORDER), os.environ.get(VISIBLE))
+        return replace(seen, unusable=seen.unusable or _explain_unusable(seen, read_torch_build()) or order)
 
     def find_numa_nodes(self) -> tuple[int | None, ...]:
         return _read_each_card(os.environ.get(VISIBLE), None, find_numa_node) or ()
@@ -173,6 +174,20 @@ def describe_card_names(visible: str | None, nvml: Any = None) -> tuple[str, ...
     return (
         f"CUDA_VISIBLE_DEVICES names cards by UUID, which DeepSpeed's ZeRO-1 and -2 cannot read: trials run with "
         f"CUDA_VISIBLE_DEVICES={numbers} CUDA_DEVICE_ORDER=PCI_BUS_ID; set both for your own runs as well",
+    )
+
+
+def explain_order(order: str | None, visible: str | None, nvml: Any = None) -> str | None:
+    """Return why cards cannot be told apart by their numbers, with what helps; None where they can.
+
+    CUDA numbers them in the `order` of CUDA_DEVICE_ORDER, and NVML in that of the PCI bus.
+    """
+    has_numbers = visible is None or any(name.strip().isdigit() for name in visible.split(","))
+    if order != "FASTEST_FIRST" or not has_numbers or len({card.name for card in read_nvml(None, nvml).cards}) < 2:
+        return None
+    return (
+        f"{_ORDER}={order} numbers cards that differ in another order than the driver does\n"
+        f"  set {_ORDER}={_NVML_ORDER}, or name them by UUID: {VISIBLE}, with the UUIDs of nvidia-smi -L"
     )
 
 

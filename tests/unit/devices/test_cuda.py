@@ -10,6 +10,7 @@ from autods.devices import describe_shared_cards, find_memory_nodes
 from autods.devices.cuda import (
     TorchBuild,
     describe_card_names,
+    explain_order,
     find_loaded_library,
     find_numa_node,
     is_cuda_initialized,
@@ -237,6 +238,24 @@ def test_a_card_too_old_for_torchs_cuda_cannot_be_used(
         assert "needs compute capability 7.5 or later, and the card has 7.0" in unusable
         assert "a build of torch for CUDA 12.6" in unusable
     assert looked(monkeypatch, nvml, TorchBuild(version="2.9.1+cu126", cuda=(12, 6))).unusable is None
+
+
+@pytest.mark.parametrize(
+    ("order", "visible", "names", "is_refused"),
+    [
+        ("FASTEST_FIRST", None, ("A100", "T4"), True),
+        ("FASTEST_FIRST", "GPU-b, 0", ("A100", "T4"), True),
+        ("FASTEST_FIRST", "GPU-b", ("A100", "T4"), False),
+        ("FASTEST_FIRST", "0", ("A100", "A100"), False),
+        ("PCI_BUS_ID", "0", ("A100", "T4"), False),
+        (None, "0", ("A100", "T4"), False),
+    ],
+)
+def test_numbers_of_cards_that_differ_count_as_the_driver_does(
+    order: str | None, visible: str | None, names: tuple[str, str], is_refused: bool
+) -> None:
+    nvml = FakeNvml([FakeCard(name=names[0]), FakeCard(name=names[1], uuid="GPU-b")])
+    assert ("set CUDA_DEVICE_ORDER=PCI_BUS_ID" in (explain_order(order, visible, nvml) or "")) is is_refused
 
 
 def test_a_torch_without_cuda_beside_a_card_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
