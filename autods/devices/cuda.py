@@ -9,16 +9,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
-import importlib.util
 import os
-import runpy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from .base import Card, CardReading, Device, Finding, Health, Link, describe_shared_cards
+from .torch_build import explain_unusable, read_torch_build
 
 # Below this only the driver uses the card; a process with a CUDA context holds more.
 _IDLE_BYTES = 64 * 2**20
@@ -34,9 +33,6 @@ _NO_LIBCUDA = (
 )
 # From this compute capability on, cards compute in bf16; torch.cuda.is_bf16_supported: it is emulated on older ones.
 _COMPUTES_BF16 = (8, 0)
-# The oldest capability for which a major version of CUDA compiles; its release notes have it under "Deprecated
-# Architectures". Version 13 left out Maxwell, Pascal and Volta, as torch's builds for CUDA 12.8 and 12.9 do in part.
-_OLDEST_CAPABILITY = {13: (7, 5)}
 
 
 class CudaDevice(Device):
@@ -54,7 +50,7 @@ class CudaDevice(Device):
     def read_cards(self) -> CardReading:
         seen = read_nvml(os.environ.get(VISIBLE))
         order = explain_order(os.environ.get(_ORDER), os.environ.get(VISIBLE))
-        return replace(seen, unusable=seen.unusable or _explain_unusable(seen, read_torch_build()) or order)
+        return replace(seen, unusable=seen.unusable or explain_unusable(seen, read_torch_build()) or order)
 
     def find_numa_nodes(self) -> tuple[int | None, ...]:
         return _read_each_card(os.environ.get(VISIBLE), None, find_numa_node) or ()
@@ -431,31 +427,6 @@ def _text(value: str | bytes | None) -> str | None:
     return value.decode() if isinstance(value, bytes) else value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TorchBuild:
-    """The installed torch. `cuda` is the CUDA that it was built with, such as (13, 0); None without CUDA."""
-
-    version: str
-    cuda: tuple[int, int] | None
-
-
-def read_torch_build(folder: Path | None = None) -> TorchBuild | None:
-    """Run torch's version.py, because importing torch takes seconds. None where there is no such file."""
-    if folder is None:
-        spec = importlib.util.find_spec("torch")
-        if spec is None or spec.origin is None:
-            return None
-        folder = Path(spec.origin).parent
-    try:
-        values = runpy.run_path(str(folder / "version.py"))
-    except OSError:
-        return None
-    if values.get("hip"):  # a ROCm build needs no CUDA
-        return None
-    major, _, minor = (values.get("cuda") or "").partition(".")
-    return TorchBuild(version=values["__version__"], cuda=(int(major), int(minor)) if major else None)
-
-
 def _explain_nvml(error: Exception) -> str:
     value = getattr(error, "value", None)
     if value == _NOT_SUPPORTED:  # no other question that every card has to answer
@@ -466,30 +437,6 @@ def _explain_nvml(error: Exception) -> str:
     if value == _LOST:
         return f"NVML: {error}\n  {_LOST_REMEDY}; CUDA_VISIBLE_DEVICES leaves it out until then"
     return f"NVML: {error}\n  see what nvidia-smi says; after an update of the driver the machine has to be restarted"
-
-
-def _explain_unusable(seen: CardReading, torch: TorchBuild | None) -> str | None:
-    """Return why torch cannot use the cards. A driver runs all minor versions of its major version of CUDA."""
-    if not seen.cards or torch is None:
-        return None
-    if torch.cuda is None:
-        return f"torch {torch.version} is built without CUDA\n  install a CUDA build of torch: pytorch.org/get-started"
-    if seen.cuda is not None and torch.cuda[0] > (driver_major := int(seen.cuda.partition(".")[0])):
-        needs = ".".join(map(str, torch.cuda))
-        return (
-            f"torch {torch.version} needs CUDA {needs}, and the driver {seen.driver} runs {seen.cuda} at most\n"
-            f"  update the driver, or install a build of torch for CUDA {driver_major}"
-        )
-    oldest = _OLDEST_CAPABILITY.get(torch.cuda[0], (0, 0))
-    for card in seen.cards:
-        if card.capability is not None and card.capability < oldest:
-            has, needs = (".".join(map(str, version)) for version in (card.capability, oldest))
-            return (
-                f"torch {torch.version} has no kernels for the {card.name}: its CUDA needs compute capability {needs} "
-                f"or later, and the card has {has}\n"
-                f"  install a build of torch for CUDA 12.6, or leave the card out: {VISIBLE}"
-            )
-    return None
 
 
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED

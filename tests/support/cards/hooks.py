@@ -21,9 +21,11 @@ _for_ever = contextlib.ExitStack()
 
 def claim_cuda_build(cuda: Any) -> None:
     """`autods.devices.cuda`: let it take a CPU build of torch for one with CUDA."""
+    from autods.devices.torch_build import TorchBuild
+
     build = cuda.read_torch_build()
     if build is not None and build.cuda is None:
-        cuda.read_torch_build = lambda folder=None: cuda.TorchBuild(version=build.version, cuda=(12, 8))
+        cuda.read_torch_build = lambda folder=None: TorchBuild(version=build.version, cuda=(12, 8))
 
 
 def preload_on_a_card(preload: Any) -> None:
