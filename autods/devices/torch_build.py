@@ -16,10 +16,14 @@ _OLDEST_CAPABILITY = {13: (7, 5)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchBuild:
-    """The installed torch. `cuda` is the CUDA that it was built with, such as (13, 0); None without CUDA."""
+    """The installed torch. `cuda` is the CUDA that it was built with, such as (13, 0); None without CUDA.
+
+    `rocm`: it was built for AMD's cards.
+    """
 
     version: str
     cuda: tuple[int, int] | None
+    rocm: bool = False
 
 
 def read_torch_build(folder: Path | None = None) -> TorchBuild | None:
@@ -33,10 +37,9 @@ def read_torch_build(folder: Path | None = None) -> TorchBuild | None:
         values = runpy.run_path(str(folder / "version.py"))
     except OSError:
         return None
-    if values.get("hip"):  # a ROCm build needs no CUDA
-        return None
     major, _, minor = (values.get("cuda") or "").partition(".")
-    return TorchBuild(version=values["__version__"], cuda=(int(major), int(minor)) if major else None)
+    cuda = (int(major), int(minor)) if major else None
+    return TorchBuild(version=values["__version__"], cuda=cuda, rocm=bool(values.get("hip")))
 
 
 def explain_unusable(seen: CardReading, torch: TorchBuild | None) -> str | None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from ..devices import CPU, CUDA, describe_shared_cards
+from ..devices.torch_build import TorchBuild, read_torch_build
 from ..errors import EnvironmentBroken, InputError
 from ..files import find_existing
 from ..report.results.doctor import Check
@@ -43,15 +44,19 @@ _SLOW: Mapping[str, tuple[Callable[[str], bool], str]] = {
 }  # fmt: skip
 
 
-def check_cards(hardware: Hardware) -> Iterator[Check]:
-    """The cards, their driver, and other processes on them."""
+def check_cards(hardware: Hardware, read_build: Callable[[], TorchBuild | None] = read_torch_build) -> Iterator[Check]:
+    """The cards, their driver, and other processes on them. `read_build` tells what the installed torch is for."""
     if hardware.unusable is not None:
         problem, _, remedy = hardware.unusable.partition("\n")
         yield Check.broken("GPUs", "cards", problem, remedy.strip())
         return
     if not hardware.cards:
         result = "none: CPU ranks can stand in for them (--device cpu), and `autods plan` needs none"
-        yield Check.warning("GPUs", "cards", result, "nvidia-smi shows what the driver sees")
+        remedy, build = "nvidia-smi shows what the driver sees", read_build()
+        if build is not None and build.rocm:
+            result = "none of NVIDIA, which trials need: the installed torch is for AMD's (ROCm)"
+            remedy = "autods plan works without (--on mi300x-192gb), and CPU ranks can stand in (--device cpu)"
+        yield Check.warning("GPUs", "cards", result, remedy)
         if (slow := CPU.judge_precision("bf16", ())) is not None:
             yield Check.warning("GPUs", "CPU ranks", slow.text, slow.remedy)
         return

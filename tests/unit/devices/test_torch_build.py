@@ -2,7 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from autods.devices.torch_build import read_torch_build
+from autods.devices import Card
+from autods.devices.base import CardReading
+from autods.devices.torch_build import TorchBuild, explain_unusable, read_torch_build
 
 
 @pytest.mark.parametrize(
@@ -23,9 +25,16 @@ def test_torch_says_which_cuda_it_was_built_with(
     assert (build.version, build.cuda) == (version, cuda)
 
 
-def test_an_unreadable_or_rocm_torch_is_no_problem(tmp_path: Path) -> None:
+def test_a_torch_that_cannot_be_read_is_no_problem(tmp_path: Path) -> None:
     assert read_torch_build(tmp_path) is None
+
+
+def test_a_torch_for_amds_cards_is_told_and_lacks_no_cuda(tmp_path: Path) -> None:
     (tmp_path / "version.py").write_text(
         "__version__ = '2.11.0+rocm7'\ncuda: str | None = None\nhip: str | None = '7'\n"
     )
-    assert read_torch_build(tmp_path) is None
+    build = read_torch_build(tmp_path)
+    assert build == TorchBuild(version="2.11.0+rocm7", cuda=None, rocm=True)
+    card = Card(index=0, name="A100", total_bytes=1, free_bytes=1)
+    assert "built without CUDA" in (explain_unusable(CardReading(cards=(card,)), build) or "")
+    assert explain_unusable(CardReading(), build) is None

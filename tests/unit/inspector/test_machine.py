@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from autods.config.catalogue import read_catalogue
 from autods.devices import Card, Finding
+from autods.devices.torch_build import TorchBuild
 from autods.errors import EnvironmentBroken
 from autods.inspector import disk, machine
 from autods.inspector.disk import check_nvme, find_file_system
@@ -52,6 +54,14 @@ def test_cards_that_cannot_be_used_name_the_remedy() -> None:
     (check,) = machine.check_cards(broken)
     assert (check.status, check.remedy) == ("broken", "install a CUDA build of torch")
     assert states(machine.check_cards(replace(NODE, cards=())))["cards"] == "warning"
+
+
+def test_a_torch_for_amds_cards_is_told_what_works() -> None:
+    build = TorchBuild(version="2.11.0+rocm7", cuda=None, rocm=True)
+    cards = by_name(machine.check_cards(replace(NODE, cards=()), lambda: build))["cards"]
+    assert (cards.status, "none of NVIDIA, which trials need" in cards.result) == ("warning", True)
+    assert "autods plan works without (--on mi300x-192gb)" in cards.remedy
+    assert "mi300x-192gb" in read_catalogue()
 
 
 def test_cards_that_differ_or_are_shared_are_warned_of() -> None:
