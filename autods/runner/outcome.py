@@ -1,4 +1,4 @@
-"""Turn the nodes' reports of a job into an outcome."""
+"""Turn the nodes' reports of a job into an outcome, and a failure into the error that ends the command."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ..diagnosis.evidence import Evidence, HostUsage, RankEnd
-from ..diagnosis.trial_outcome import explain_failure
+from ..diagnosis.trial_outcome import blame_code_for_hang, explain_failure, make_input_error
+from ..errors import AutodsError, EnvironmentBroken, InputError
 from ..rank.job import RankJob
 from ..rank.record import JobResult, RankResult
 from ..rank.step_recorder import relative_error
@@ -111,6 +113,44 @@ def find_failure(results: Sequence[NodeResult], job: RankJob) -> OutOfMemory | F
         break
     lost = next((result for result in results if isinstance(result, NodeLost)), None)
     return failure if lost is None else _judge_lost_node(lost, failure, reports)
+
+
+def has_built_once(results: Sequence[NodeResult]) -> bool:
+    """Whether a node kept the model in memory for ranks of later trials; without its report that is not known."""
+    return any(result.built_once if isinstance(result, NodeReport) else True for result in results)
+
+
+def lacks_host_memory(outcome: Outcome) -> bool:
+    """Whether a trial failed for want of a node's memory: more of it can mend that."""
+    if isinstance(outcome, OutOfMemory):
+        return outcome.tier in ("host", "pinned")
+    return isinstance(outcome, Failed) and outcome.failure == "memory_pressure"
+
+
+def may_need_all_ranks(results: Sequence[NodeResult], job: RankJob) -> bool:
+    """Whether a script failed on one rank in a way that a check of the number of ranks could explain."""
+    if not job.source.form.runs_as_main:
+        return False
+    errors = [rank.error for result in results if isinstance(result, NodeReport) for rank in result.ranks]
+    return any(
+        not error.contract and {"AssertionError", "ValueError", "RuntimeError"} & set(error.types) for error in errors
+    )
+
+
+def make_error(failure: OutOfMemory | Failed, job: RankJob, log: Path | None = None) -> AutodsError:
+    """The error that ends the command where a job failed: InputError for broken user code, else EnvironmentBroken.
+
+    It names `log`, by default that of the rank that failed.
+    """
+    path = job.source.path
+    log = log or Path(job.folder) / f"rank{max(0, failure.rank)}.log"
+    if isinstance(failure, OutOfMemory):
+        return InputError("the workload does not fit into this machine's memory", place=path)
+    if failure.hung_at is not None:  # nothing is run twice here
+        failure = blame_code_for_hang(failure)
+    if failure.action in ("fix_code", "fix_config"):
+        return make_input_error(failure, path, log)
+    return EnvironmentBroken(f"{failure.evidence}\n  {failure.advice} (log: {log})")
 
 
 def _judge_ranks(reports: Sequence[NodeReport], job: RankJob) -> OutOfMemory | Failed | None:

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from ..config.deepspeed import compose, count_replicas, place_monitors, required_ops, without_monitors
 from ..config.rungs import Rung, unmet_need
 from ..config.settings import Settings, apply_survey, check_precision, describe_script
-from ..diagnosis.trial_outcome import LARGEST_SURVEY_BATCH, blame_code_for_hang, make_input_error
-from ..errors import AutodsError, EnvironmentBroken, InputError
+from ..diagnosis.trial_outcome import LARGEST_SURVEY_BATCH
+from ..errors import EnvironmentBroken
 from ..events import Event, Note, TrialMoved
 from ..rank.job import JobKind, RankJob, RunOrder
 from ..rank.ops import USUAL_BUILD_S, check_caches
@@ -42,7 +42,15 @@ from ..types import (
 from .environment import check_group_timeout, choose_exported
 from .health import Preflight, Watch, describe_cards, judge_nodes, judge_rate
 from .node_messages import Heartbeat, LoadFailed, NodeReport, NodeResult, Ready, ZygoteDied
-from .outcome import find_failure, judge_trial, result_of_rank_0
+from .outcome import (
+    find_failure,
+    has_built_once,
+    judge_trial,
+    lacks_host_memory,
+    make_error,
+    may_need_all_ranks,
+    result_of_rank_0,
+)
 from .rank_fork import may_share
 from .time_limits import limit_training, silence_limits, warm_up
 from .worker_group import WorkerGroup
@@ -469,41 +477,3 @@ class RayRunner:
 
     def _native_config(self, rung: Rung) -> dict[str, Any]:
         return compose(rung, Knobs(), self.settings.site, None)
-
-
-def has_built_once(results: Sequence[NodeResult]) -> bool:
-    """Whether a node kept the model in memory for ranks of later trials; without its report that is not known."""
-    return any(result.built_once if isinstance(result, NodeReport) else True for result in results)
-
-
-def lacks_host_memory(outcome: Outcome) -> bool:
-    """Whether a trial failed for want of a node's memory: more of it can mend that."""
-    if isinstance(outcome, OutOfMemory):
-        return outcome.tier in ("host", "pinned")
-    return isinstance(outcome, Failed) and outcome.failure == "memory_pressure"
-
-
-def may_need_all_ranks(results: Sequence[NodeResult], job: RankJob) -> bool:
-    """Whether a script failed on one rank in a way that a check of the number of ranks could explain."""
-    if not job.source.form.runs_as_main:
-        return False
-    errors = [rank.error for result in results if isinstance(result, NodeReport) for rank in result.ranks]
-    return any(
-        not error.contract and {"AssertionError", "ValueError", "RuntimeError"} & set(error.types) for error in errors
-    )
-
-
-def make_error(failure: OutOfMemory | Failed, job: RankJob, log: Path | None = None) -> AutodsError:
-    """The error that ends the command where a job failed: InputError for broken user code, else EnvironmentBroken.
-
-    It names `log`, by default that of the rank that failed.
-    """
-    path = job.source.path
-    log = log or Path(job.folder) / f"rank{max(0, failure.rank)}.log"
-    if isinstance(failure, OutOfMemory):
-        return InputError("the workload does not fit into this machine's memory", place=path)
-    if failure.hung_at is not None:  # nothing is run twice here
-        failure = blame_code_for_hang(failure)
-    if failure.action in ("fix_code", "fix_config"):
-        return make_input_error(failure, path, log)
-    return EnvironmentBroken(f"{failure.evidence}\n  {failure.advice} (log: {log})")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from autods.diagnosis.evidence import HostUsage
+from autods.errors import EnvironmentBroken, InputError
 from autods.rank.comparable_losses import Incomparable
 from autods.rank.record import describe_error
 from autods.runner.node_messages import RankExit, StoreFailed, ZygoteDied
-from autods.runner.outcome import find_failure, judge_trial
+from autods.runner.outcome import find_failure, judge_trial, make_error, may_need_all_ranks
 from autods.types import CardUse, Examined, Failed, Fit, OutOfMemory
 from tests.support.ends import JOB, outcome, rank_exit, report_of
 
@@ -130,3 +134,35 @@ def test_a_rank_that_outlives_sigkill_ends_the_fit() -> None:
     assert isinstance(failure, Failed)
     assert (failure.action, failure.phase) == ("fix_environment", "step")
     assert failure.evidence == f"a killed rank is still there after 60 s on {text}"
+
+
+def test_a_survey_that_failed_names_the_log_of_its_rank() -> None:
+    broken = Failed(
+        failure="toolchain",
+        rank=1,
+        phase="build",
+        evidence="no compiler",
+        action="fix_environment",
+        advice="install g++",
+    )
+    with pytest.raises(EnvironmentBroken, match=r"no compiler\n  install g\+\+ \(log: /logs/rank1\.log\)"):
+        raise make_error(broken, JOB)
+
+
+def test_a_model_that_fits_into_no_memory_is_wrong_input() -> None:
+    full = OutOfMemory(tier="host", rank=-1, phase="build", evidence="killed")
+    with pytest.raises(InputError, match="does not fit into this machine's memory"):
+        raise make_error(full, JOB)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "needed"),
+    [
+        ("script", AssertionError("world size 1 is not a multiple of 2 stages"), True),
+        ("script", KeyError("loss"), False),
+        ("file", AssertionError("world size 1 is not a multiple of 2 stages"), False),
+    ],
+)
+def test_a_script_that_checks_the_world_size_needs_all_ranks(kind: Any, error: Exception, needed: bool) -> None:
+    job = replace(JOB, source=replace(JOB.source, kind=kind))
+    assert may_need_all_ranks([report_of(rank_exit(0, error=describe_error(error, "model.py")))], job) is needed

@@ -20,8 +20,8 @@ from autods.rank.job import RankJob, RunOrder
 from autods.rank.ops import USUAL_BUILD_S
 from autods.rank.record import PreflightResult, describe_error
 from autods.runner.node_messages import LoadFailed, NodeReport, RankExit, Ready, ZygoteDied
-from autods.runner.runner import RayRunner, make_error, may_need_all_ranks
-from autods.types import Exam, Failed, Fit, Knobs, OutOfMemory, Steps, Trial
+from autods.runner.runner import RayRunner
+from autods.types import Exam, Failed, Fit, Knobs, Steps, Trial
 from tests.support.ends import JOB, rank_exit, report_of
 from tests.support.walks import FACTS, SETTINGS
 
@@ -294,35 +294,3 @@ def test_ranks_that_cannot_be_forked_are_reported() -> None:
     assert "new processes" in note.text
     assert "CUDA was initialised" in note.text
     assert checked(Ready(pid=1)) == []
-
-
-def test_a_survey_that_failed_names_the_log_of_its_rank() -> None:
-    broken = Failed(
-        failure="toolchain",
-        rank=1,
-        phase="build",
-        evidence="no compiler",
-        action="fix_environment",
-        advice="install g++",
-    )
-    with pytest.raises(EnvironmentBroken, match=r"no compiler\n  install g\+\+ \(log: /logs/rank1\.log\)"):
-        raise make_error(broken, JOB)
-
-
-def test_a_model_that_fits_into_no_memory_is_wrong_input() -> None:
-    full = OutOfMemory(tier="host", rank=-1, phase="build", evidence="killed")
-    with pytest.raises(InputError, match="does not fit into this machine's memory"):
-        raise make_error(full, JOB)
-
-
-@pytest.mark.parametrize(
-    ("kind", "error", "needed"),
-    [
-        ("script", AssertionError("world size 1 is not a multiple of 2 stages"), True),
-        ("script", KeyError("loss"), False),
-        ("file", AssertionError("world size 1 is not a multiple of 2 stages"), False),
-    ],
-)
-def test_a_script_that_checks_the_world_size_needs_all_ranks(kind: Any, error: Exception, needed: bool) -> None:
-    job = replace(JOB, source=replace(JOB.source, kind=kind))
-    assert may_need_all_ranks([report_of(rank_exit(0, error=caught(error)))], job) is needed
