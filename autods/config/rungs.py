@@ -155,19 +155,138 @@ NEEDS: dict[str, RungNeed] = {
     "nodes": RungNeed(value=int, find_lack=_lack_nodes),
     "cards": RungNeed(value=bool, find_lack=_lack_cards),
 }
-# (what the model has, the ZeRO stages under which DeepSpeed refuses it, the reason)
-_REFUSALS: tuple[tuple[Callable[[ModelFacts], int], tuple[int, ...], str], ...] = (
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Case:
+    """A rung at a site, with the model's facts once they are known."""
+
+    rung: Rung
+    site: Site
+    facts: ModelFacts | None
+
+    def get(self, section: str, key: str) -> Any:
+        """Return a key of a section: the rung's, else the user's; None where neither has it."""
+        for config in (self.rung.ds_config, self.site.base):
+            part = config.get(section)
+            if isinstance(part, Mapping) and key in part:
+                return part[key]
+        return None
+
+    @property
+    def skips_norm(self) -> bool:
+        return self.get("zero_optimization", "compute_grad_norm") is False
+
+    @property
+    def clips(self) -> bool:
+        return self.site.base.get("gradient_clipping", 1.0) not in (0, "auto")  # 1.0 is DeepSpeed's default
+
+    @property
+    def offloads(self) -> bool:
+        return self.rung.places["optimizer"] != "device"
+
+    @property
+    def accumulates_otherwise(self) -> bool:
+        """Whether gradients are accumulated in another type than the model trains in."""
+        given = self.get("data_types", "grad_accum_dtype")
+        return given is not None and _TYPES.get(str(given).removeprefix("torch.")) != self.site.precision
+
+    @property
+    def halves_masters(self) -> bool:
+        return any(self.get(half, f"{half}_master_weights_and_grads") for half in ("bf16", "fp16"))
+
+    @property
+    def needs_offload(self) -> bool:
+        """Whether masters in half precision have to lie on the host; not with optimizer states in bf16, too."""
+        in_fp16 = self.get("fp16", "fp16_master_weights_and_grads")
+        return self.halves_masters and bool(in_fp16 or not self.get("bf16", "bf16_optimizer_states"))
+
+    @property
+    def sums(self) -> bool:
+        return str(self.site.base.get("gradient_allreduce_op")).lower() == "sum"
+
+    @property
+    def scatters(self) -> bool:
+        return self.get("zero_optimization", "reduce_scatter") is not False
+
+    @property
+    def trains_by_muon(self) -> bool:
+        is_named = self.facts is None or not self.facts.has_optimizer  # a workload's own comes first
+        return is_named and str(self.get("optimizer", "type")).lower() == "muon"
+
+    @property
+    def scales_first(self) -> bool:
+        base = self.site.base
+        return bool(base.get("prescale_gradients")) or base.get("gradient_predivide_factor") not in (None, 1)
+
+
+_TYPES = {
+    "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "half": "fp16", "fp32": "fp32",
+    "float32": "fp32", "float": "fp32",
+}  # fmt: skip
+# (the ZeRO stages under which DeepSpeed refuses it, what the rung, the config or the model has, the reason)
+_REFUSALS: tuple[tuple[tuple[int, ...], Callable[[_Case], object], str], ...] = (
     (
-        lambda facts: facts.pipeline_stages,
         (2, 3),
+        lambda case: case.facts is not None and case.facts.pipeline_stages,
         "a pipeline with ZeRO-{stage}: DeepSpeed refuses it, because a pipeline reduces its gradients once,"
         " after all micro batches, and ZeRO-{stage} splits them after each",
     ),
     (
-        lambda facts: facts.experts,
         (3,),
+        lambda case: case.facts is not None and case.facts.experts,
         "experts with ZeRO-3: DeepSpeed refuses its own MoE layers there, because their parameters are split"
         " over the ranks already; ZeRO-1 and ZeRO-2 take them",
+    ),
+    (
+        (0, 3),
+        lambda case: case.skips_norm,
+        "compute_grad_norm is false: DeepSpeed takes that at ZeRO-1 and ZeRO-2 alone",
+    ),
+    (
+        (1, 2),
+        lambda case: case.skips_norm and case.clips,
+        "compute_grad_norm is false: DeepSpeed refuses to clip without the norm; set gradient_clipping to 0",
+    ),
+    (
+        (1, 2),
+        lambda case: case.skips_norm and case.offloads,
+        "compute_grad_norm is false: DeepSpeed refuses that with an offloaded optimizer",
+    ),
+    (
+        (1,),
+        lambda case: case.skips_norm and case.site.precision == "bf16" and case.accumulates_otherwise,
+        "compute_grad_norm is false: DeepSpeed refuses that at ZeRO-1 in bf16 with gradients in fp32",
+    ),
+    (
+        (0,),
+        lambda case: case.accumulates_otherwise,
+        "data_types.grad_accum_dtype is not the model's type: DeepSpeed refuses that without ZeRO",
+    ),
+    (
+        (3,),
+        lambda case: case.sums,
+        "gradient_allreduce_op is sum: DeepSpeed refuses that at ZeRO-3",
+    ),
+    (
+        (0,),
+        lambda case: case.halves_masters,
+        "master weights in half precision: DeepSpeed refuses them without ZeRO",
+    ),
+    (
+        (1, 2, 3),
+        lambda case: case.needs_offload and not case.offloads,
+        "master weights in half precision: DeepSpeed refuses them where the optimizer is not offloaded",
+    ),
+    (
+        (2, 3),
+        lambda case: case.scales_first and case.scatters and not case.sums,
+        "prescale_gradients or gradient_predivide_factor: DeepSpeed refuses them at ZeRO-{stage} with reduce_scatter",
+    ),
+    (
+        (3,),
+        lambda case: case.scatters and case.trains_by_muon,
+        "Muon with reduce_scatter: DeepSpeed refuses it at ZeRO-3; set zero_optimization.reduce_scatter to false",
     ),
 )
 
@@ -177,8 +296,9 @@ def unmet_need(rung: Rung, site: Site, facts: ModelFacts | None) -> str | None:
 
     Before the model's facts are known (None) only the site can speak against it.
     """
-    for has, stages, reason in _REFUSALS if facts is not None else ():
-        if facts is not None and has(facts) and rung.stage in stages:
+    case = _Case(rung=rung, site=site, facts=facts)
+    for stages, is_refused, reason in _REFUSALS:
+        if rung.stage in stages and is_refused(case):
             return reason.format(stage=rung.stage)
     if (wrong := site.wrong_stages.get(rung.stage)) is not None:
         return wrong

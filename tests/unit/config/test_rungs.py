@@ -1,6 +1,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -253,6 +254,70 @@ def test_a_site_can_speak_against_a_rung_before_the_model_does(rungs: Mapping[st
     assert unmet_need(rungs["zero1"], make_site(1), None) == "one rank: no sharding to gain"
     assert unmet_need(rungs["zero3-nvme"], make_site(1), None) == "no --nvme-path was given"
     assert unmet_need(rungs["zero3-nvme"], make_site(1, nvme_path=Path("/fast")), None) is None
+
+
+@pytest.mark.parametrize(
+    ("base", "refused", "reason"),
+    [
+        (
+            {"zero_optimization": {"compute_grad_norm": False}, "gradient_clipping": 0},
+            {"ddp", "zero3", "zero2-offload", "zero3-offload", "zero3-bf16-states"},
+            "compute_grad_norm is false",
+        ),
+        (
+            {"zero_optimization": {"compute_grad_norm": False}},
+            {"ddp", "zero1", "zero2", "zero3", "zero2-offload", "zero3-offload", "zero3-bf16-states"},
+            "compute_grad_norm is false",
+        ),
+        (
+            {
+                "zero_optimization": {"compute_grad_norm": False},
+                "gradient_clipping": 0,
+                "data_types": {"grad_accum_dtype": "fp32"},
+            },
+            {"ddp", "zero1", "zero3", "zero2-offload", "zero3-offload", "zero3-bf16-states"},
+            "compute_grad_norm is false",
+        ),
+        ({"data_types": {"grad_accum_dtype": "torch.float32"}}, {"ddp"}, "data_types.grad_accum_dtype"),
+        ({"data_types": {"grad_accum_dtype": "bfloat16"}}, set(), ""),
+        (
+            {"gradient_allreduce_op": "Sum", "prescale_gradients": True},
+            {"zero3", "zero3-offload", "zero3-bf16-states"},
+            "gradient_allreduce_op is sum",
+        ),
+        ({"bf16": {"bf16_master_weights_and_grads": True}}, {"ddp", "zero1", "zero2", "zero3"}, "master weights"),
+        (
+            {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+            {"ddp"},
+            "master weights in half precision: DeepSpeed refuses them without ZeRO",
+        ),
+        (
+            {"fp16": {"fp16_master_weights_and_grads": True}},
+            {"ddp", "zero1", "zero2", "zero3", "zero3-bf16-states"},
+            "master weights",
+        ),
+        (
+            {"gradient_predivide_factor": 2.0},
+            {"zero2", "zero3", "zero2-offload", "zero3-offload", "zero3-bf16-states"},
+            "prescale_gradients or gradient_predivide_factor",
+        ),
+        ({"prescale_gradients": True, "zero_optimization": {"reduce_scatter": False}}, set(), ""),
+        ({"optimizer": {"type": "Muon"}}, {"zero3", "zero3-offload", "zero3-bf16-states"}, "Muon with reduce_scatter"),
+    ],
+)
+def test_rungs_whose_keys_deepspeed_refuses_do_not_apply(
+    rungs: Mapping[str, Rung], base: Mapping[str, Any], refused: set[str], reason: str
+) -> None:
+    """Source: DeepSpeed 0.19.8, runtime/config.py, engine.py, zero/config.py, stage_1_and_2.py and stage3.py."""
+    names = ("ddp", "zero1", "zero2", "zero3", "zero2-offload", "zero3-offload", "zero3-bf16-states")
+    reasons = {name: unmet_need(rungs[name], make_site(2, base=base), FACTS) for name in names}
+    assert {name for name, why in reasons.items() if why is not None} == refused
+    assert all(why.startswith(reason) for why in reasons.values() if why is not None)
+
+
+def test_a_models_own_optimizer_replaces_the_refused_muon(rungs: Mapping[str, Rung]) -> None:
+    site = make_site(2, base={"optimizer": {"type": "Muon"}})
+    assert unmet_need(rungs["zero3"], site, replace(FACTS, has_optimizer=True)) is None
 
 
 def test_more_ranks_than_there_are_is_a_reason(rungs: Mapping[str, Rung]) -> None:
