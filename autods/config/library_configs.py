@@ -133,6 +133,8 @@ def make_accelerates_config(content: Mapping[str, Any], path: Path, read_json: R
             config = merge(config, nest_key(key, value))
     if config.get("gradient_clipping", "auto") == "auto":
         config["gradient_clipping"] = 1.0  # accelerate's own, and the Trainer's default
+    elif config["gradient_clipping"] == 0:
+        del config["gradient_clipping"]  # the plugin drops a 0, and DeepSpeed's own default decides
     if half := _HALVES.get(_read_precision(content, path)):
         config[half] = {"enabled": True}
     return config

@@ -63,6 +63,13 @@ def test_accelerate_reads_text_as_its_launcher_does(tmp_path: Path) -> None:
     assert config["bf16"] == {"enabled": True}
 
 
+@pytest.mark.parametrize("off", ["0", "0.0", "'0'"])
+def test_accelerate_drops_a_clipping_of_0(tmp_path: Path, off: str) -> None:
+    """DeepSpeed's default then decides. Source: DeepSpeedPlugin in accelerate 1.15, utils/dataclasses.py."""
+    (tmp_path / "acc.yaml").write_text(ACCELERATE.replace("zero_stage", f"gradient_clipping: {off}\n  zero_stage"))
+    assert "gradient_clipping" not in read_base_config(tmp_path / "acc.yaml")
+
+
 def test_accelerates_file_may_be_json(tmp_path: Path) -> None:
     (tmp_path / "acc.json").write_text('{"distributed_type": "DEEPSPEED", "mixed_precision": "bf16"}')
     assert read_base_config(tmp_path / "acc.json")["zero_optimization"] == {"stage": 2}
