@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import gcd
 from typing import Any
 
-from .deepspeed import BATCH_KEYS, SEQUENCE_RANKS, TENSOR_RANKS, count_sharers
+from .deepspeed import BATCH_KEYS, SEQUENCE_RANKS, TENSOR_RANKS, count_sharers, read_ranks
 from .problems import ZERO, Problem, Question, error, is_count, is_number, note, shorten, warning
 
 
@@ -89,8 +89,8 @@ def find_uneven_groups(question: Question) -> Iterator[Problem]:
         each = count_sharers(question.config, key)
         if ranks is not None and ranks % each:
             yield error(key, f"{ranks} ranks make no groups of {each}", f"give a multiple of {each} GPUs")
-    shard = question.zero.get("zero_hpz_partition_size")
-    if ranks is not None and question.stage == 3 and is_count(shard) and ranks % min(shard, ranks):
+    shard = read_ranks(question.zero.get("zero_hpz_partition_size"))
+    if ranks is not None and question.stage == 3 and ranks % min(shard, ranks):
         key, hint = f"{ZERO}.zero_hpz_partition_size", "give the GPUs of a node, or another divisor of all GPUs"
         yield error(key, f"{ranks} ranks make no groups of {shard}", hint)
     each = count_sharers(question.config, SEQUENCE_RANKS)

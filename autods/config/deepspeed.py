@@ -38,6 +38,8 @@ _OPTIMIZER_OPS = {
     "adagrad": (None, "cpu_adagrad"),
     "lamb": ("fused_lamb", "fused_lamb"),
 }
+# Those that DeepSpeed has tested ZeRO with (runtime/zero/utils.py); it refuses others unless a switch allows them.
+_TESTED_WITH_ZERO = ("adam", "adamw", "adagrad", "lion", "muon")
 # Switches of ZeRO++ that load DeepSpeed's quantizer (partition_parameters.py, coalesced_collectives.py).
 _QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 
@@ -228,8 +230,16 @@ SEQUENCE_RANKS, TENSOR_RANKS = "sequence_parallel_size", "tensor_parallel.autotp
 
 def count_sharers(config: Mapping[str, Any], *keys: str) -> int:
     """Return how many neighbouring ranks train on the same samples by these keys; without keys, by all that do so."""
-    sizes = [get_key(config, key) for key in keys or (SEQUENCE_RANKS, TENSOR_RANKS)]
-    return math.prod(int(size) for size in sizes if isinstance(size, int | float) and size > 1)
+    return math.prod(read_ranks(get_key(config, key)) for key in keys or (SEQUENCE_RANKS, TENSOR_RANKS))
+
+
+def read_ranks(size: Any) -> int:
+    """Return the ranks of a group as DeepSpeed's models read it, text too; 1 where it is none."""
+    try:
+        number = float(size)
+    except (TypeError, ValueError):
+        return 1
+    return max(1, int(number)) if math.isfinite(number) else 1
 
 
 def count_sequence_sharers(source: WorkloadSource, config: Mapping[str, Any]) -> int:
@@ -376,18 +386,17 @@ def _optimizer(config: Mapping[str, Any], rung: Rung, own_optimizer: bool) -> di
     torch's default does. DeepSpeed's FusedAdam is as fast, but takes a compiler, and makes stage 0 flatten all states.
     """
     offloaded = rung.places["optimizer"] != "device"
-    if not own_optimizer:
-        named = config.get("optimizer") or {}
-        if named.get("type"):
-            return {"optimizer": named}
+    named = {key: value for key, value in (config.get("optimizer") or {}).items() if value is not None}
+    if not own_optimizer and not named.get("type"):
         default = merge(DEFAULT_OPTIMIZER, named)
         return {"optimizer": default if offloaded else merge(default, {"params": _FUSED_ADAM})}
-    switches = {}
-    if offloaded:
-        switches["zero_force_ds_cpu_optimizer"] = False  # DeepSpeed insists on its own CPU Adam otherwise
-    if rung.stage and "zero_allow_untested_optimizer" not in config:
-        switches["zero_allow_untested_optimizer"] = True  # the user chose it: SGD, say, works, and is refused otherwise
-    return switches
+    added: dict[str, Any] = {}
+    if own_optimizer and offloaded:
+        added["zero_force_ds_cpu_optimizer"] = False  # DeepSpeed insists on its own CPU Adam otherwise
+    is_tested = not own_optimizer and str(named["type"]).lower() in _TESTED_WITH_ZERO
+    if rung.stage and not is_tested and "zero_allow_untested_optimizer" not in config:
+        added["zero_allow_untested_optimizer"] = True  # the user chose it: SGD, say, works, and is refused otherwise
+    return added
 
 
 # Where the Trainer compares the config with its arguments, and fills in "auto" (transformers 5.23, fill_match in

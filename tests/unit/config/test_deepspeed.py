@@ -10,6 +10,7 @@ from autods.config.base_config import check_base_config
 from autods.config.deepspeed import (
     DEFAULT_OPTIMIZER,
     count_replicas,
+    count_sharers,
     enabled_half_precision,
     find_broken_op,
     get_key,
@@ -171,11 +172,13 @@ def test_a_bucket_that_the_user_leaves_open_is_sized_to_the_card(users: object) 
 
 
 @pytest.mark.parametrize("name", ON_DEVICE)
-@pytest.mark.parametrize("base", [{}, {"optimizer": None}, {"optimizer": {}}])
+@pytest.mark.parametrize(
+    "base", [{}, {"optimizer": None}, {"optimizer": {}}, {"optimizer": {"type": None, "params": None}}]
+)
 def test_without_an_optimizer_torchs_adamw_is_used_and_none_is_built(name: str, base: dict[str, Any]) -> None:
     config = composed(name, base=base)
     assert config["optimizer"]["type"] == "AdamW"
-    assert config["optimizer"]["params"].items() >= {"torch_adam": True, "fused": True}.items()
+    assert config["optimizer"]["params"] == DEFAULT_OPTIMIZER["params"] | {"torch_adam": True, "fused": True}
     assert required_ops(config) == OTHER_OPS.get(name, ())
 
 
@@ -252,6 +255,24 @@ def test_a_config_names_no_optimizer_if_the_workload_has_one(name: str) -> None:
     assert "optimizer" not in config
     assert config["scheduler"] == PRETRAINING["scheduler"]
     assert not {"cpu_adam", "fused_adam"} & set(required_ops(config))
+
+
+@pytest.mark.parametrize(("optimizer", "is_allowed"), [("SGD", True), ("Lamb", True), ("AdamW", None), ("Muon", None)])
+@pytest.mark.parametrize("name", RUNGS)
+def test_a_named_optimizer_may_be_untested_with_zero(name: str, optimizer: str, is_allowed: bool | None) -> None:
+    """Source: DeepSpeed 0.19.8, `_do_optimizer_sanity_check` in runtime/engine.py."""
+    base = {"optimizer": {"type": optimizer, "params": {"lr": 0.1}}}
+    config = composed(name, base=base)
+    assert config["optimizer"] == base["optimizer"]
+    assert config.get("zero_allow_untested_optimizer") == (is_allowed if RUNGS[name].stage else None)
+    assert (
+        composed(name, base=base | {"zero_allow_untested_optimizer": False})["zero_allow_untested_optimizer"] is False
+    )
+
+
+@pytest.mark.parametrize(("size", "sharers"), [(2, 2), ("2", 2), (2.0, 2), ("two", 1), (None, 1), (0, 1), ("auto", 1)])
+def test_ranks_that_split_layers_may_be_counted_in_text(size: object, sharers: int) -> None:
+    assert count_sharers({"tensor_parallel": {"autotp_size": size}}) == sharers
 
 
 @pytest.mark.parametrize("name", RUNGS)
