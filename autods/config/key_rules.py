@@ -84,7 +84,7 @@ _CALLED_ELSEWHERE = {
 _OPTIMIZER_ARGUMENTS = (
     "lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "dampening", "amsgrad", "bias_correction",
     "torch_adam", "adam_w_mode", "fused", "foreach", "capturable", "differentiable", "maximize", "freeze_step",
-    "cuda_aware", "comm_backend_name", "max_coeff", "min_coeff", "max_grad_norm", "fp32_optimizer_states", "alpha",
+    "cuda_aware", "comm_backend_name", "max_coeff", "min_coeff", "fp32_optimizer_states", "alpha",
 )  # fmt: skip
 
 
@@ -217,6 +217,12 @@ def _list_unrehearsed_numbers(question: Question) -> Iterator[str]:
             default = question.installed.defaults.get(f"{section}.{name}")
             if type(default) in (int, float) and (value is None or isinstance(value, str)):
                 yield f"{section}.{name}"
+
+
+def find_refused_arguments(question: Question) -> Iterator[Problem]:
+    """Arguments of an optimizer that the engine refuses, whichever optimizer it creates."""
+    if question.has(key := "optimizer.params.max_grad_norm"):
+        yield error(key, f'"{key}": DeepSpeed refuses it', 'write "gradient_clipping" at the top in place of it')
 
 
 def find_decided_by_trials(question: Question) -> Iterator[Problem]:

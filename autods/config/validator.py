@@ -23,6 +23,7 @@ from .key_rules import (
     find_deprecated,
     find_ill_typed,
     find_references,
+    find_refused_arguments,
     find_removed,
     find_unknown,
 )
@@ -31,6 +32,7 @@ from .problems import Rule
 SEARCH_RULES: tuple[Rule, ...] = (
     find_references,
     find_ill_typed,
+    find_refused_arguments,
     find_decided_by_trials,
     find_removed,
     find_two_precisions,
@@ -43,6 +45,7 @@ EXPLAIN_RULES: tuple[Rule, ...] = (
     find_unchosen,
     find_complaints,
     find_ill_typed,
+    find_refused_arguments,
     find_unknown,
     find_two_precisions,
     find_refused_groups,

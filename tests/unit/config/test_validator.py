@@ -8,7 +8,7 @@ import pytest
 
 from autods.config.deepspeed import BATCH_KEYS, merge, nest_key, read_known_keys
 from autods.config.key_rules import find_misspelt_keys
-from autods.config.problems import Problem, Question, find_problems
+from autods.config.problems import Problem, Question, Rule, find_problems
 from autods.config.validator import EXPLAIN_RULES, SEARCH_RULES
 from autods.explainer.explain import read_meanings
 from autods.explainer.installed import describe
@@ -204,8 +204,10 @@ def test_a_key_of_many_sections_belongs_to_none() -> None:
     assert problem.hint == "leave it out"
 
 
-@pytest.mark.parametrize(("ranks", "size", "is_refused"), [(8, 3, True), (8, 4, False), (8, 16, False)])
-def test_a_second_partition_needs_whole_groups(ranks: int, size: int, is_refused: bool) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "size", "is_refused"), [(8, 3, True), (8, "3", True), (8, 4, False), (8, "4", False), (8, 16, False)]
+)
+def test_a_second_partition_needs_whole_groups(ranks: int, size: int | str, is_refused: bool) -> None:
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": size}}
     refused = [each.key for each in judge(config, ranks) if each.severity == "error"]
     assert refused == ["zero_optimization.zero_hpz_partition_size"] * is_refused
@@ -370,6 +372,14 @@ def test_what_deepspeed_trains_with_is_a_warning(key: str, value: Any) -> None:
 def test_a_search_needs_whole_groups_of_a_sequence(size: int) -> None:
     question = Question(config={"sequence_parallel_size": size}, installed=INSTALLED, ranks=8)
     assert any(each.severity == "error" for each in find_problems(question, SEARCH_RULES))
+
+
+@pytest.mark.parametrize("rules", [SEARCH_RULES, EXPLAIN_RULES])
+def test_clipping_in_the_optimizer_is_refused_before_a_trial(rules: tuple[Rule, ...]) -> None:
+    config = {"train_batch_size": 8, "optimizer": {"type": "Lamb", "params": {"lr": 0.1, "max_grad_norm": 1.0}}}
+    question = Question(config=config, installed=INSTALLED)
+    (problem,) = [each for each in find_problems(question, rules) if each.severity == "error"]
+    assert (problem.key, "gradient_clipping" in problem.hint) == ("optimizer.params.max_grad_norm", True)
 
 
 def test_two_names_of_one_key_are_refused_together() -> None:
