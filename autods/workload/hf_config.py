@@ -7,6 +7,7 @@ installed transformers; code that a config refers to is never run.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -35,6 +36,7 @@ _AUTO: Mapping[Task, tuple[str, ...]] = {
 _SENSE = re.compile(r"(vision|audio|speech|image|video)\w*_config")  # of a part that reads images or sounds
 # Endings of class names by task. The first row that matches an architecture wins.
 _ENDINGS: tuple[tuple[str, Task], ...] = (
+    ("T5WithLMHeadModel", "seq2seq"),  # its name in old configs
     ("ForCausalLM", "causal-lm"),
     ("LMHeadModel", "causal-lm"),
     ("ForMaskedLM", "masked-lm"),
@@ -158,6 +160,7 @@ def load_config(source: WorkloadSource) -> Workload:
             if getattr(config, name, None) is None:
                 setattr(config, name, 0)
     auto = _auto_class(config, source.task, path)
+    _check_inputs(auto._model_mapping[type(config)], source.task, path)
     lora = None if source.lora is None else parse_lora(source.lora)
     if lora is not None:
         import_packages(lora)
@@ -212,6 +215,20 @@ def _auto_class(config: Any, task: Task, path: Path) -> Any:
         supported.remove("causal-lm")  # its decoder alone
     hint = f"give --task {' or '.join(supported)}" if supported else "write a model.py with build_model and build_batch"
     raise WorkloadError(f"{config.model_type} has no model for --task {task}", place=str(path), hint=hint)
+
+
+def _check_inputs(model: Any, task: Task, path: Path) -> None:
+    """Raises WorkloadError where the class of the model, or the first of several, needs inputs that samples lack."""
+    model = model[0] if isinstance(model, (list, tuple)) else model
+    given = ("self", "pixel_values" if task == "image-classification" else "input_ids", "labels")
+    needed = [
+        name
+        for name, each in inspect.signature(model.forward).parameters.items()
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD) and name not in given
+    ]
+    if needed:
+        problem = f"{model.__name__} cannot train without {', '.join(needed)}, which samples of {task} lack"
+        raise WorkloadError(problem, place=str(path), hint="write a model.py with build_model and build_batch")
 
 
 def _find_auto_class(config: Any, task: Task) -> Any:

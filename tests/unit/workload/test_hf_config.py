@@ -16,6 +16,7 @@ from autods.system.host import data_folder
 from autods.types import WorkloadSource
 from autods.workload import load, make_source
 from autods.workload.hf_config import describe_omissions, read_config
+from autods.workload.protocol import WorkloadError
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 
@@ -47,6 +48,7 @@ def test_a_folder_and_its_config_json_are_the_same_workload(tmp_path: Path) -> N
     [
         ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "causal-lm"),
         ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}, "seq2seq"),
+        ({"model_type": "t5", "architectures": ["T5WithLMHeadModel"]}, "seq2seq"),
         ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "masked-lm"),
         ({"model_type": "bert", "architectures": ["BertForPreTraining"]}, "masked-lm"),
         ({"model_type": "vit", "architectures": ["ViTForImageClassification"]}, "image-classification"),
@@ -90,6 +92,12 @@ def test_a_quantization_that_is_left_out_is_named(tmp_path: Path, section: dict[
     lines = list(describe_omissions(source))
     assert source.quantization == method
     assert [f"quantization ({method}) is left out" in line for line in lines] == ([] if method is None else [True])
+
+
+def test_a_model_that_needs_other_inputs_is_refused(tmp_path: Path) -> None:
+    folder = config(tmp_path, {"model_type": "blip-2", "architectures": ["Blip2ForConditionalGeneration"]})
+    with pytest.raises(WorkloadError, match="cannot train without pixel_values, which samples of causal-lm lack"):
+        load(make_source(folder))
 
 
 def test_a_requested_task_takes_precedence(tmp_path: Path) -> None:
