@@ -197,14 +197,11 @@ def resolve_global_batch(
     if total is not None and (total < 1 or total % replicas):
         near = max(replicas, total // replicas * replicas)
         sharers = count_sharers(base)
-        ranks = (
-            f"{replicas} ranks"
-            if sharers == 1
-            else f"{replicas} groups of {sharers} ranks that train on the same samples"
-        )
+        noun = "rank" if sharers == 1 else "group"
+        ranks = f"{replicas} {noun}{'s' if replicas > 1 else ''}"
+        ranks += f" of {sharers} ranks that train on the same samples" if sharers > 1 else ""
         raise InputError(
-            f"--global-batch {total} cannot be split over {ranks}: "
-            f"global batch = micro batch × accumulation × {'ranks' if sharers == 1 else 'groups'}",
+            f"--global-batch {total} cannot be split over {ranks}: global batch = micro batch × accumulation × {noun}s",
             hint=f"give a multiple of {replicas}, such as {near} or {near + replicas}",
         )
     return total
@@ -241,6 +238,13 @@ def parse_size(given: str | int | None, option: str) -> int | None:
         hint = f"give a unit: {option} {size}GiB, say" if lacks_unit else "give 1MiB or more"
         raise InputError(f"{option} {given} is {format_bytes(size)}, and no model fits into that", hint=hint)
     return size
+
+
+def check_global_batch(given: int | None) -> None:
+    """Raises InputError for a global batch that no number of ranks can have."""
+    if given is not None and given < 1:
+        problem = f"--global-batch {show_value(given)}: at least one sample is needed"
+        raise InputError(problem, hint="give a multiple of the number of ranks")
 
 
 def check_ranks(gpus: int, nodes: int = 1) -> int:

@@ -16,6 +16,7 @@ from ..system.host import Hardware
 from ..types import ModelFacts, WorkloadSource
 from ..units import format_bytes, parse_amount
 from .base_config import (
+    check_global_batch,
     check_ranks,
     merge_script_config,
     parse_size,
@@ -86,6 +87,7 @@ def resolve_plan(request: PlanRequest, source: WorkloadSource, *, hardware: Hard
     if checkpointing is None and request.checkpointing is not None:
         problem = f"--checkpointing {request.checkpointing!r}: it is one of {', '.join(STATES)}"
         raise InputError(problem, hint="give --checkpointing on")
+    check_global_batch(request.global_batch)
     rungs = select_ladder(request)
     device = find_device(request.device)
     if request.zero_init and source.form.runs_as_main:

@@ -20,6 +20,7 @@ from ..system.host import Hardware, installed_versions, requested_threads
 from ..types import Knobs, ModelFacts, WorkloadSource
 from ..units import format_bytes, parse_seconds
 from .base_config import (
+    check_global_batch,
     check_ranks,
     merge_script_config,
     parse_precisions,
@@ -324,6 +325,7 @@ def resolve_fit(request: SearchRequest, source: WorkloadSource, *, hardware: Har
     """
     if not 0 <= request.seed < _SEEDS:
         raise InputError(f"--seed {request.seed}: seeds are 0 to {_SEEDS - 1}")
+    check_global_batch(request.global_batch)
     profile = read_profile(os.fspath(request.config))
     if request.stop is not None:
         if request.stop not in get_args(Stop):

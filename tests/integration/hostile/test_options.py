@@ -46,7 +46,7 @@ VALUES = {
     "time: longer than a year": refused(f"{FIT} --stall-limit 99999999999h", "is longer than a year"),
     "time: 400 digits": refused(f"{FIT} --max-time {'9' * 400}", "is longer than a year"),
     "trials: none": refused(f"{FIT} --max-trials 0", "--max-trials 0: at least one trial is needed"),
-    "batch: none": refused(f"{FIT} --global-batch 0", "cannot be split over 2 ranks"),
+    "batch: none": refused(f"{FIT} --global-batch 0", "at least one sample is needed"),
     "batch: one too many": refused(f"{FIT} --global-batch 7", "--global-batch 7 cannot be split over 2 ranks"),
     "precision: unknown": refused(f"{FIT} --precision int3", "there is no precision 'int3'"),
     "precision: capitals": refused(f"{FIT} --precision BF16", "there is no precision 'BF16'"),

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from autods.config.base_config import check_base_config, read_base_config
+from autods.config.base_config import check_base_config, read_base_config, resolve_global_batch
 from autods.errors import InputError
 
 ON = {"enabled": True}
@@ -122,6 +122,12 @@ def test_the_batch_identity_of_each_row_of_the_guide_is_accepted(gpus: int, micr
     check_base_config(config, world_size=gpus)
     with pytest.raises(InputError, match=rf"× {gpus + 1} ranks\n  those sizes are for {gpus} rank"):
         check_base_config(config, world_size=gpus + 1)
+
+
+def test_one_group_that_cannot_split_a_batch_is_one_group() -> None:
+    base = {"train_batch_size": 1, "tensor_parallel": {"autotp_size": 2}}
+    with pytest.raises(InputError, match="cannot be split over 1 group of 2 ranks that train on the same samples"):
+        resolve_global_batch(None, base, 1)
 
 
 def test_batch_sizes_that_fit_no_number_of_ranks_are_refused() -> None:

@@ -136,11 +136,16 @@ def test_a_budget_above_the_limit_of_a_process_is_refused() -> None:
     assert asked(hardware=bounded, device="cpu", gpus=2, gpu_memory="3GiB").device_bytes == 3 * GIB
 
 
-@pytest.mark.parametrize(("total", "near"), [(7, "6 or 8"), (1, "2 or 4"), (0, "2 or 4"), (-4, "2 or 4")])
+@pytest.mark.parametrize(("total", "near"), [(7, "6 or 8"), (1, "2 or 4")])
 def test_a_global_batch_that_ranks_cannot_split_is_refused(total: int, near: str) -> None:
     said = refusal(gpus=2, global_batch=total)
     assert f"--global-batch {total} cannot be split over 2 ranks" in said
     assert near in said
+
+
+@pytest.mark.parametrize("total", [0, -4])
+def test_a_step_without_samples_is_named_before_a_missing_card(total: int) -> None:
+    assert refusal(hardware=NO_CARDS, global_batch=total).startswith(f"--global-batch {total}: at least one sample")
 
 
 def test_train_batch_size_is_the_default_global_batch() -> None:
