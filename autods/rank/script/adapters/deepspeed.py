@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ....config.deepspeed import get_key
+from ....config.deepspeed import SEQUENCE_RANKS, count_sharers, get_key
 from ....system.stacks import Frame, find_caller
 from ...checkpointing import set_checkpointing
 from ...patching import declare, when_imported
@@ -194,6 +194,7 @@ def _initialize(injection: Injection, original: Any, /, *args: Any, **kwargs: An
     policy.begin_engine(injection, arguments, config, from_file=from_file)
     if config is not None:  # else DeepSpeed itself reports the problem
         chosen = injection.config.for_engine(config, has_optimizer=has_optimizer)
+        check_shared_sequences(arguments["mpu"], chosen)
         set_config(arguments, policy.adapt_config(chosen))
     if not injection.job.source.keeps_checkpointing and hasattr(arguments["model"], "children"):
         set_checkpointing(arguments["model"], injection.job.checkpointing)
@@ -203,6 +204,21 @@ def _initialize(injection: Injection, original: Any, /, *args: Any, **kwargs: An
         policy.start_training(returned[0])
     watch_engine(returned[0], policy)
     return returned
+
+
+def check_shared_sequences(mpu: Any, config: Mapping[str, Any]) -> None:
+    """Raises WorkloadError where the ranks of the script's mpu share sequences, and the config tells nothing of that.
+
+    DeepSpeed divides the ranks by the mpu's number; batch sizes and samples per second follow from the config's.
+    """
+    if mpu is None or hasattr(mpu, "get_data_parallel_world_size"):
+        return
+    sharers, known = mpu.get_sequence_parallel_world_size(), count_sharers(config, SEQUENCE_RANKS)
+    if sharers != known:
+        raise script_error(
+            f"its mpu lets {sharers} ranks share each sequence, and its DeepSpeed config has {SEQUENCE_RANKS} {known}",
+            hint=f'write "{SEQUENCE_RANKS}": {sharers} into that config, or into one for --base-config',
+        )
 
 
 def find_config(arguments: Mapping[str, Any]) -> tuple[dict[str, Any] | None, bool]:

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from autods.rank.script.adapters.deepspeed import destroy_process_group, load_checkpoint, register_ulysses, watch_engine
+from autods.rank.script.adapters.deepspeed import (
+    check_shared_sequences,
+    destroy_process_group,
+    load_checkpoint,
+    register_ulysses,
+    watch_engine,
+)
 from autods.rank.script.trial_policy import TrialPolicy
 from autods.rank.training_run.run_policy import RunPolicy
 from autods.workload import WorkloadError
@@ -179,6 +185,17 @@ def test_shared_sequences_have_the_chosen_micro_batch(given: tuple[Any, ...]) ->
 
 def fail(error: Exception) -> Any:
     raise error
+
+
+def test_ranks_that_share_sequences_by_an_mpu_alone_are_an_error() -> None:
+    """As with accelerate's ParallelismConfig(sp_size=2), whose config says nothing of it."""
+    mpu = SimpleNamespace(get_sequence_parallel_world_size=lambda: 2)
+    check_shared_sequences(mpu, {"sequence_parallel_size": 2})
+    with pytest.raises(WorkloadError, match=r"2 ranks share each sequence, .* sequence_parallel_size 1") as caught:
+        check_shared_sequences(mpu, {})
+    assert '"sequence_parallel_size": 2' in str(caught.value)
+    check_shared_sequences(SimpleNamespace(get_data_parallel_world_size=lambda: 1), {})  # Megatron's splits layers
+    check_shared_sequences(None, {})
 
 
 def test_a_checkpoint_of_another_stage_is_explained() -> None:
