@@ -85,10 +85,11 @@ def find_uneven_groups(question: Question) -> Iterator[Problem]:
         judge = warning if size is True else error
         yield judge(SEQUENCE_RANKS, f'"{SEQUENCE_RANKS}" is {shorten(size)}; it must be a whole number above 0')
     ranks, replicas = question.ranks, question.config.get("data_parallel_size")
-    for key in (SEQUENCE_RANKS, TENSOR_RANKS):
-        each = count_sharers(question.config, key)
+    for keys in ((SEQUENCE_RANKS,), (TENSOR_RANKS,), (SEQUENCE_RANKS, TENSOR_RANKS)):  # also of both together
+        each = count_sharers(question.config, *keys)
         if ranks is not None and ranks % each:
-            yield error(key, f"{ranks} ranks make no groups of {each}", f"give a multiple of {each} GPUs")
+            yield error(keys[-1], f"{ranks} ranks make no groups of {each}", f"give a multiple of {each} GPUs")
+            break
     shard = read_ranks(question.zero.get("zero_hpz_partition_size"))
     if ranks is not None and question.stage == 3 and ranks % min(shard, ranks):
         key, hint = f"{ZERO}.zero_hpz_partition_size", "give the GPUs of a node, or another divisor of all GPUs"

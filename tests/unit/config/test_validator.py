@@ -374,6 +374,13 @@ def test_a_search_needs_whole_groups_of_a_sequence(size: int) -> None:
     assert any(each.severity == "error" for each in find_problems(question, SEARCH_RULES))
 
 
+@pytest.mark.parametrize(("ranks", "is_refused"), [(2, True), (6, True), (8, False)])
+def test_sequences_and_layers_need_groups_of_both(ranks: int, is_refused: bool) -> None:
+    config = {"sequence_parallel_size": 2, "tensor_parallel": {"autotp_size": "2"}}
+    problems = find_problems(Question(config=config, installed=INSTALLED, ranks=ranks), SEARCH_RULES)
+    assert [each.problem for each in problems] == [f"{ranks} ranks make no groups of 4"] * is_refused
+
+
 @pytest.mark.parametrize("rules", [SEARCH_RULES, EXPLAIN_RULES])
 def test_clipping_in_the_optimizer_is_refused_before_a_trial(rules: tuple[Rule, ...]) -> None:
     config = {"train_batch_size": 8, "optimizer": {"type": "Lamb", "params": {"lr": 0.1, "max_grad_norm": 1.0}}}
