@@ -143,7 +143,8 @@ IN_A_TRIAL = {
 @each(IN_A_TRIAL)
 def test_a_config_that_deepspeed_refuses_ends_the_fit(meet, tmp_path, case):
     assert meet(case).stderr.startswith("error: DeepSpeed config: ")
-    assert [folder.name for folder in (tmp_path / "out").glob("logs/0*")] == ["001-ddp"]
+    tried = sorted(folder.name for folder in (tmp_path / "out").glob("logs/0*"))
+    assert tried == ["001-ddp", "002-zero1"]  # another stage might have taken it
 
 
 @pytest.mark.skipif(CPU_Accelerator().is_fp16_supported(), reason="this processor computes in fp16 (AVX512-FP16)")
