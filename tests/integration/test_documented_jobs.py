@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -143,6 +144,7 @@ def test_the_ray_job_asks_for_the_ranks_of_its_command() -> None:
     assert group["replicas"] == group["minReplicas"] == group["maxReplicas"]
 
 
+@pytest.mark.skipif(shutil.which("pgrep") is None, reason="pgrep is not installed (apt-get install procps)")
 @pytest.mark.parametrize("place", ["head", "worker"])
 def test_a_pod_ends_after_the_run_has_saved(place: str, tmp_path: Path) -> None:
     """Its hook comes before the SIGTERM of the pod: it asks the command to stop, and waits for it or for the ranks."""
