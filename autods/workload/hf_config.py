@@ -234,14 +234,16 @@ def _check_inputs(model: Any, task: Task, path: Path) -> None:
 def _find_auto_class(config: Any, task: Task) -> Any:
     """The Auto class of the task that has the config's own model, else the first that has one for it, or None.
 
-    Of a config with more senses, the first may have the language model alone.
+    The first may have the language model alone of a config that also has other senses.
     """
     import transformers
 
     autos = [auto for name in _AUTO[task] if (auto := getattr(transformers, name, None)) is not None]
-    found = [auto for auto in autos if type(config) in auto._model_mapping]
-    own = (auto for auto in found if len(found) > 1 and _names_model(config, auto._model_mapping[type(config)]))
-    return next(own, next(iter(found), None))
+    knowing = [auto for auto in autos if type(config) in auto._model_mapping]
+    if len(knowing) > 1:
+        named = (auto for auto in knowing if _names_model(config, auto._model_mapping[type(config)]))
+        return next(named, knowing[0])
+    return next(iter(knowing), None)
 
 
 def _names_model(config: Any, model: Any) -> bool:

@@ -245,25 +245,25 @@ def test_progress_without_a_terminal_is_a_line_for_each_rung() -> None:
     ]
 
 
-def test_plan_progress_shows_rows_and_leaves_nothing_behind() -> None:
-    console = Console(file=io.StringIO(), width=100, force_terminal=True)
+def draw_progress(width: int, *, on: int) -> str:
+    """What the progress of a plan draws on a terminal of this width, printed on one of another."""
+    console = Console(file=io.StringIO(), width=width, force_terminal=True)
     with PlanProgress(console) as listen:
         for event in events():
             listen(event)
-        shown = Console(file=io.StringIO(), width=130)
+        shown = Console(file=io.StringIO(), width=on)
         shown.print(listen._current())
-    assert "zero2" in shown.file.getvalue()  # type: ignore[attr-defined]
-    assert "2 of at most 5" in shown.file.getvalue()  # type: ignore[attr-defined]
+    return shown.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_plan_progress_shows_rows_and_leaves_nothing_behind() -> None:
+    text = draw_progress(100, on=130)
+    assert "zero2" in text
+    assert "2 of at most 5" in text
 
 
 def test_on_a_narrow_terminal_plan_progress_cuts_no_row() -> None:
-    console = Console(file=io.StringIO(), width=20, force_terminal=True)
-    with PlanProgress(console) as listen:
-        for event in events():
-            listen(event)
-        shown = Console(file=io.StringIO(), width=20)
-        shown.print(listen._current())
-    text = shown.file.getvalue()  # type: ignore[attr-defined]
+    text = draw_progress(20, on=20)
     assert "──" not in text
     assert "2 of at most 5" in " ".join(text.split())
 
