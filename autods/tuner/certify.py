@@ -18,7 +18,7 @@ from .candidates import Candidate, first_trial
 from .certificate import certificate_of_exam, describe_exam, grows_with_batch, lacks_device_memory
 from .contestant import try_rung
 from .forecaster import why_impossible
-from .loss_parity import FEWEST_UPDATES, ParityResult, compare_losses, is_same_maths, same_samples
+from .loss_parity import FEWEST_UPDATES, Batches, ParityResult, choose_batches, compare_losses, is_same_maths
 from .trials import FitContext, fit_steps_to_budget, fits_well, median_step_s, run_with_retry
 
 # Losses of two configs that compute the same differ by rounding alone. Measured on CPU ranks, over rungs, cuts of the
@@ -87,7 +87,7 @@ def certify(
             run,
             steps=make_parity_steps(config, limits.parity),
             tolerance=tolerance,
-            alike=settings.source.form.runs_as_main,
+            batches=find_batches(config, context),
         )
 
     if has_comparison and search.left > _COMPARISON_TRIALS and runs_losses_first(context):
@@ -139,6 +139,15 @@ def make_parity_steps(config: Record, steps: Steps) -> Steps:
     return fit_steps_to_budget(steps, median_step_s(config), least=FEWEST_UPDATES + 1)
 
 
+def find_batches(config: Record, context: FitContext) -> Batches:
+    """How the batches are cut on which a config's losses are compared."""
+    steps = context.settings.profile.certify.parity
+    assert steps is not None, "losses are compared"
+    if context.settings.source.form.runs_as_main:
+        return "alike"
+    return "few" if (FEWEST_UPDATES + 1) * median_step_s(config) > steps.budget_s else "own"
+
+
 def estimate_comparison_s(config: Record, plain: Trial, context: FitContext) -> float:
     """The seconds of the two trials that compare the config's losses with those of `plain`."""
     steps = context.settings.profile.certify.parity
@@ -148,10 +157,16 @@ def estimate_comparison_s(config: Record, plain: Trial, context: FitContext) -> 
 
 
 def time_compared_steps(config: Record, plain: Trial, context: FitContext) -> tuple[float, float]:
-    """The seconds of a step of the config, and of `plain` on the same samples; unknown, they take as long."""
-    step_s = median_step_s(config)
-    reference = context.forecaster.step_time(replace(plain, knobs=same_samples(plain.knobs, config.trial.knobs)))
-    return step_s, step_s if reference is None else reference.seconds
+    """The seconds of a step of the config, and of `plain` on the same samples; unknown, as those that were measured."""
+    ours, theirs = choose_batches(config.trial.knobs, plain.knobs, find_batches(config, context))
+    measured_s = median_step_s(config)
+
+    def forecast_s(trial: Trial) -> float:
+        step = context.forecaster.step_time(trial)
+        return measured_s if step is None else step.seconds
+
+    own_s = measured_s if ours == config.trial.knobs else forecast_s(replace(config.trial, knobs=ours))
+    return own_s, forecast_s(replace(plain, knobs=theirs))
 
 
 def find_reference(winner: Trial, reference: Record, context: FitContext) -> Trial | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from ..report.results.fit import Parity
 from ..types import Fit, Knobs, Steps, Trial
@@ -21,6 +22,11 @@ _FIRST_NORMS = 3  # later ones come from weights that rounding has moved apart
 FEWEST_UPDATES = 3  # differences add up from update to update; the first loss comes before all of them
 _TINY = 1e-12  # a loss of 0 has no relative difference
 _SAME_WEIGHTS = 1e-9  # relative: their sum in another order
+
+# own: each config has its own micro batch, and the samples of a step are the winner's.
+# alike: both have the micro batch at which the reference is known to fit, because a script deals out samples by it.
+# few: so have models whose steps take long, and a step has one or, where the winner accumulates, two of them.
+Batches = Literal["own", "alike", "few"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,31 +47,26 @@ class ParityResult:
 
 
 def compare_losses(
-    winner: Trial, plain: Trial, run: Callable[[Trial], Fit | str], *, steps: Steps, tolerance: float, alike: bool
+    winner: Trial, plain: Trial, run: Callable[[Trial], Fit | str], *, steps: Steps, tolerance: float, batches: Batches
 ) -> ParityResult:
     """Run both configs on the same samples, and find the knob that changes the losses where these differ.
 
-    Nothing is run when the two differ in the batch only: the cut into micro batches does not change the maths. With
-    `alike` both use the micro batch at which the reference is known to fit, because a script deals out samples by it.
-    `run` returns a fit with losses, or the reason that there are none.
+    Nothing is run when the two differ in the batch only: the cut into micro batches does not change the maths. How
+    these are cut is told by `batches`. `run` returns a fit with losses, or the reason that there are none.
     """
     if is_same_maths(winner, plain):
         return ParityResult()
-    batch = same_samples(plain.knobs, winner.knobs)
-    if alike and winner.knobs.accumulation == plain.knobs.accumulation == 1:
-        # A script may have no argument for accumulation.
-        batch = replace(plain.knobs, micro_batch=min(plain.knobs.micro_batch, winner.knobs.micro_batch))
+    ours, batch = choose_batches(winner.knobs, plain.knobs, batches)
 
     def run_parity(config: Trial) -> Fit | str:
-        knobs = config.knobs
-        if alike:
-            knobs = replace(knobs, micro_batch=batch.micro_batch, accumulation=batch.accumulation)
+        knobs = replace(config.knobs, micro_batch=ours.micro_batch, accumulation=ours.accumulation)
         return run(replace(config, knobs=knobs, purpose="certify", exam="parity", steps=steps, repeat=0))
 
     unchecked = "parity was not checked"
     if isinstance(fit := run_parity(winner), str):
         return ParityResult(not_checked=f"{unchecked}: {winner.rung} {fit}")
-    if isinstance(reference := run_parity(replace(plain, knobs=batch)), str):
+    reference = run(replace(plain, knobs=batch, purpose="certify", exam="parity", steps=steps, repeat=0))
+    if isinstance(reference, str):
         return ParityResult(not_checked=f"{unchecked}: {plain.rung}, the reference, {reference}")
     if why := why_not_comparable(fit, reference):
         return ParityResult(not_checked=f"{unchecked}: {why}")
@@ -166,6 +167,21 @@ def with_knob_of(knobs: Knobs, plain: Knobs, name: str) -> Knobs:
     if name in plain.settings:
         settings[name] = plain.settings[name]
     return replace(knobs, settings=settings)
+
+
+def choose_batches(winner: Knobs, plain: Knobs, batches: Batches) -> tuple[Knobs, Knobs]:
+    """The winner and the plain config with the batches on which their losses are compared."""
+    fewest = replace(plain, micro_batch=min(plain.micro_batch, winner.micro_batch))
+    match batches:
+        case "few":
+            theirs = replace(fewest, accumulation=min(winner.accumulation, 2))
+        case "alike" if winner.accumulation == plain.accumulation == 1:
+            theirs = fewest  # a script may have no argument for accumulation
+        case _:
+            theirs = same_samples(plain, winner)
+    if batches == "own":
+        return winner, theirs
+    return replace(winner, micro_batch=theirs.micro_batch, accumulation=theirs.accumulation), theirs
 
 
 def same_samples(plain: Knobs, winner: Knobs) -> Knobs:

@@ -11,7 +11,7 @@ import pytest
 
 from autods.runner.testing import failed, out_of_memory
 from autods.tuner.loss_parity import compare_fits, differing_knobs, largest_difference, same_samples, with_knob_of
-from autods.types import Knobs, Outcome, Record, Scalar, Trained, Trial
+from autods.types import Fit, Knobs, Outcome, Record, Scalar, Trained, Trial
 from tests.support.certificates import PARITY, TIMED, Certifying, certifying, passes, timed, trial
 
 OVERLAP, BUCKET, TYPE = (
@@ -98,6 +98,23 @@ def test_both_run_on_as_many_samples() -> None:
     assert (ours.knobs.micro_batch, ours.knobs.accumulation) == (6, 2)
     assert (theirs.knobs.micro_batch, theirs.knobs.accumulation) == (4, 3)
     assert ours.knobs.train_batch(2) == theirs.knobs.train_batch(2) == 24
+
+
+@pytest.mark.parametrize(
+    ("step_s", "accumulation", "compared"),
+    [(7.0, 1, [(6, 1), (3, 2)]), (8.0, 1, [(4, 1), (4, 1)]), (8.0, 3, [(4, 2), (4, 2)])],
+)
+def test_long_steps_are_compared_on_few_samples(
+    step_s: float, accumulation: int, compared: list[tuple[int, int]]
+) -> None:
+    """The fewest updates take over 30 s; a 70B's step on 64 cards takes half a minute."""
+    winner = timed(trial("zero1", 6, accumulation=accumulation, settings={BUCKET: 7}), 60)
+    assert isinstance(winner.outcome, Fit)
+    slow = replace(winner, outcome=replace(winner.outcome, step_s=(step_s,)))
+    reference = timed(trial("zero2", 4, settings={BUCKET: 7}), 1)
+    run = certifying(losing(never), slow, reference=reference, global_batch=12 * accumulation)
+    assert [(one.knobs.micro_batch, one.knobs.accumulation) for one in parities(run)] == compared
+    assert run.certified.certificate.passed
 
 
 @pytest.mark.parametrize(("recomputes", "size"), [(True, 12), (False, 2)])
