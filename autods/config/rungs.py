@@ -71,6 +71,10 @@ class Dimension:
     least_nodes: int = 1
 
 
+_SLOWNESS: Mapping[Tier, int] = {"device": 0, "pinned": 1, "shm": 1, "host": 1, "nvme": 2}
+_OFFLOADS = ("offload_optimizer", "offload_param")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rung:
     """One strategy of the ladder, as `strategies/*.toml` describes it.
@@ -104,6 +108,20 @@ class Rung:
     def uses_nvme(self) -> bool:
         """Whether states lie on NVMe. They pass through it in every step, and the op for it takes minutes to build."""
         return "nvme" in self.places.values()
+
+    def copies_beside(self, other: Rung) -> bool:
+        """Whether this is the other rung with states on a slower tier: its steps do the same work, and copy besides."""
+        pairs = [(_SLOWNESS[self.places[state]], _SLOWNESS[tier]) for state, tier in other.places.items()]
+        is_slower = all(own >= others for own, others in pairs) and any(own > others for own, others in pairs)
+        return is_slower and self._work == other._work
+
+    @property
+    def _work(self) -> tuple[object, ...]:
+        """What its steps do, wherever its states lie."""
+        zero = {
+            key: value for key, value in self.ds_config.get("zero_optimization", {}).items() if key not in _OFFLOADS
+        }
+        return self.stage, set(self.shards), {**self.ds_config, "zero_optimization": zero}
 
 
 def _lack_ranks(least: int, site: Site, facts: ModelFacts | None) -> str | None:

@@ -58,6 +58,11 @@ class Candidate:
     ops: tuple[str, ...] = ()
     pinned: tuple[str, ...] = ()
 
+    def copies_beside(self, other: Candidate) -> bool:
+        """Whether this is the other candidate with states on a slower tier, and unlike it in no other way."""
+        alike = (unusual_knobs(each.knobs, recomputes=True) for each in (self, other))
+        return len(set(alike)) == 1 and self.rung.copies_beside(other.rung)
+
 
 def list_candidates(settings: Settings, facts: ModelFacts, op_problems: Mapping[str, str]) -> tuple[Candidate, ...]:
     """One candidate per rung of the ladder, fastest first. `op_problems`: op → why it cannot be built here."""

@@ -17,11 +17,13 @@ class StepForecast:
 
     `low_seconds` is no less than the machine's peak rates allow, and 0 where the simulation is an upper bound.
     `computed_seconds` are those in which the card computes; in the others it waits for links, the host or launches.
+    `copied_seconds` are those in which it waits for copies to and from the host and NVMe, and for the host's own work.
     """
 
     seconds: float
     low_seconds: float
     computed_seconds: float
+    copied_seconds: float = 0.0
 
 
 class Forecaster:

@@ -82,7 +82,12 @@ def run_race(walked: WalkResult, rungs: Sequence[Candidate], context: FitContext
     else:
         race.add(rivals)
     if is_open and race.leader().candidate.knobs.checkpointing:
-        race.add([without_checkpointing(candidate) for candidate in race.leading(_WITHOUT_RECOMPUTING)])
+        race.add(
+            [
+                without_checkpointing(candidate)
+                for candidate in (*race.leading(_WITHOUT_RECOMPUTING), *race.passed_over())
+            ]
+        )
     race.add([*(race.list_partial() if is_open else ()), *race.list_offloaded()])
     for precision in context.settings.precisions:
         site = set_precision(context.settings.site, precision)
@@ -176,6 +181,7 @@ class _Race:
         if prospect is None:
             return None
         most_rate = max(prospect.most_rate, self._most_by_errors(rival, prospect))
+        most_rate = min(most_rate, self._most_without_copies(rival, prospect))
         if most_rate >= self.context.settings.profile.tune.gain * leader.score:
             return None
         most = f"at most {format_rate(most_rate)} samples/s, with micro batch {prospect.largest}"
@@ -195,6 +201,26 @@ class _Race:
             return 0.0
         return expected * exp(mean(errors) + (_ERROR_MARGIN * stdev(errors) if len(errors) > 1 else 0.0))
 
+    def _most_without_copies(self, rival: Contestant, prospect: Prospect) -> float:
+        """The most that a rival reaches that only copies beside what a measured one does; infinite for another rival.
+
+        Its larger micro batch alone can make it faster. By the forecast, it gains so much if its copies take no time,
+        and may gain twice that. What the measured one shows of the card and its links holds for both. Where steps are
+        short, a trial costs seconds, and shows it.
+        """
+        step, most_rate = self.context.forecaster.step_time(rival.trial_at(prospect.largest)), inf
+        if step is None or step.seconds <= rival.steps.budget_s or step.copied_seconds >= step.seconds:
+            return inf
+        samples = rival.trial_at(prospect.largest).knobs.train_batch(self.context.world_size)
+        for other in self.contestants:
+            best = other.best()
+            expected = None if best is None else forecast_rate(best.trial, self.context)
+            if expected is None or not rival.candidate.copies_beside(other.candidate):
+                continue
+            uncopied_rate = samples / (step.seconds - step.copied_seconds) * other.score / expected
+            most_rate = min(most_rate, other.score + 2 * max(0.0, uncopied_rate - other.score))
+        return most_rate
+
     def leader(self) -> Contestant:
         """The best so far; of equals the first."""
         return max(self.contestants, key=lambda contestant: contestant.score)
@@ -208,6 +234,11 @@ class _Race:
         ranked = sorted(self.contestants, key=lambda contestant: contestant.score, reverse=True)
         ranked, least = ranked[: self.context.settings.profile.race.finalists + 1], self.score_to_beat()
         return [contestant.candidate for contestant in ranked if speedup * contestant.score >= least]
+
+    def passed_over(self) -> list[Candidate]:
+        """The candidates without a trial whose forecasts show that they cannot lead, in this state of checkpointing."""
+        untried = [each for each in self.contestants if each.prospect is not None and not each.all_records]
+        return [each.candidate for each in untried if self._why_hopeless(each)]
 
     def list_offloaded(self) -> list[Candidate]:
         """The leader with the inputs of its layers on the host, where memory ended its growth and that looks faster."""

@@ -257,6 +257,7 @@ class TrialForecaster(Forecaster):
             seconds=max(seconds, least_s),
             low_seconds=max(low_share * seconds, least_s),
             computed_seconds=factors.compute * step.computed_s,
+            copied_seconds=factors.link * step.copied_s,
         )
 
     def propose_partitioned_build(
@@ -334,7 +335,9 @@ class TrialForecaster(Forecaster):
         launched_s, moved_s = spent["launch"], spent["communication"] + spent["host"]
         computed_s = speed.step.seconds - launched_s - moved_s
         issued_s = speed.step.issued_seconds
-        parts = StepParts(computed_s=computed_s, launched_s=launched_s, moved_s=moved_s, issued_s=issued_s)
+        parts = StepParts(
+            computed_s=computed_s, launched_s=launched_s, moved_s=moved_s, copied_s=spent["host"], issued_s=issued_s
+        )
         return parts, low_share, least_s
 
     def _simulate(self, trial: Trial) -> Simulation:

@@ -286,7 +286,11 @@ class SurfaceForecaster(Forecaster):
         step_s = self.surface.step_s(trial)
         least_s = step_s * self._at_peak[trial.rung]
         seconds = max(least_s, step_s * self._time_off[trial.rung])
-        return StepForecast(seconds=seconds, low_seconds=max(least_s, _LOW * seconds), computed_seconds=0.0)
+        # A rung on the host has a fixed part of its own, which says nothing of that of the same rung on the device.
+        fixed_s = trial.knobs.accumulation * self.surface.rungs[trial.rung].fixed_s
+        copied_s = seconds * fixed_s / step_s if "host" in RUNGS[trial.rung].places.values() else 0.0
+        low_s = max(least_s, _LOW * seconds)
+        return StepForecast(seconds=seconds, low_seconds=low_s, computed_seconds=0.0, copied_seconds=copied_s)
 
     def largest(self, trial: Trial, sizes: Sequence[int], usable_bytes: float) -> int | None:
         low, high = 0, len(sizes)

@@ -29,12 +29,14 @@ class StepParts:
 
     `computed_s` is what the card computes, `launched_s` what it waits for the host to issue its operators, and
     `moved_s` what the step waits for links and the host's own work. Together they are the step.
+    `copied_s` is the part of that for the host: its copies, its own work, and memory that the allocator gives back.
     `issued_s` is what the host needs to issue all operators, also while the card computes: no step is shorter.
     """
 
     computed_s: float
     launched_s: float
     moved_s: float
+    copied_s: float = 0.0
     issued_s: float
 
 

@@ -94,6 +94,22 @@ def test_pinned_memory_is_tuned_where_a_rung_offloads(rungs: Mapping[str, Rung])
     assert pinned == {name for name, rung in rungs.items() if "host" in rung.places.values()}
 
 
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("zero2-offload", {"zero2"}),
+        ("zero3-offload-param", {"zero3"}),
+        ("zero3-offload", {"zero3", "zero3-offload-param", "zero3-offload-optimizer"}),
+        ("zero3-offload-bf16-states", {"zero3-bf16-states"}),
+        ("zero3", set()),
+        ("zero3-nvme", set()),  # it gathers parameters more often
+    ],
+)
+def test_offload_copies_beside_the_same_work(rungs: Mapping[str, Rung], name: str, others: set[str]) -> None:
+    beside = {other for other, rung in rungs.items() if rungs[name].copies_beside(rung)}
+    assert {other for other in beside if "partial" not in other} == others
+
+
 def test_rungs_outside_the_ladder_say_why(rungs: Mapping[str, Rung]) -> None:
     apart = {name: rung.opt_in for name, rung in rungs.items() if name not in list_ladder(rungs)}
     lossy = {name for name in apart if rungs[name].lossy}

@@ -742,6 +742,49 @@ def test_a_rung_too_slow_at_its_forecasts_best_is_not_tried(raced: Callable[...,
     assert result.raced.reasons["zero3-offload"] == reason
 
 
+class Copying(Timing):
+    """What a micro step on the host takes beyond `device_s` are copies."""
+
+    def __init__(self, machine: Machine, device_s: float) -> None:
+        super().__init__(machine)
+        self.device_s = device_s
+
+    def step_time(self, trial: Trial) -> StepForecast | None:
+        step = super().step_time(trial)
+        if step is None:
+            return None
+        copied_s = self.machine.rungs[trial.rung].fixed_s - self.device_s
+        return replace(step, copied_seconds=trial.knobs.accumulation * copied_s)
+
+
+@pytest.mark.parametrize(
+    ("gib", "copying_s", "unit_s", "tried"),
+    [(8, 1, 1.0, False), (8, 1, 0.01, True), (14, 9, 1.0, True)],
+    ids=["long", "short", "much-larger"],
+)
+def test_a_long_trial_that_copies_more_needs_a_larger_batch(
+    raced: Callable[..., FitResult], gib: float, copying_s: float, unit_s: float, tried: bool
+) -> None:
+    """The same rung on the host gains by its micro batch alone, which shares what is constant."""
+    zero3 = Rung(gib=gib, fixed_s=unit_s, sample_s=3 * unit_s)
+    offload = replace(zero3, gib=2, fixed_s=(1 + copying_s) * unit_s)
+    result = raced(machine := Machine({"zero3": zero3, "zero3-offload": offload}), forecaster=Copying(machine, unit_s))
+    assert bool(machine.sizes("zero3-offload")) is tried
+    assert tried or result.raced.reasons["zero3-offload"].endswith("and zero3 is about as fast")
+
+
+@pytest.mark.parametrize("kept_gib", [0.6, 2.0])
+def test_what_cannot_lead_recomputing_may_lead_without(raced: Callable[..., FitResult], kept_gib: float) -> None:
+    """It has the memory for all activations that the leader lacks."""
+    machine = Machine(
+        {"zero3": Rung(gib=14.8, fixed_s=6, sample_s=30), "zero3-offload": Rung(gib=2, fixed_s=12, sample_s=30)},
+        kept_gib=kept_gib,
+    )
+    result = raced(machine, forecaster=Copying(machine, 6), checkpointing=True)
+    assert won(result)[0] == "zero3-offload"
+    assert result.best.trial.knobs.checkpointing is False
+
+
 @pytest.mark.parametrize(("sample_s", "tried"), [(0.13, False), (0.128, True)])
 def test_a_rung_that_gains_too_little_at_best_is_not_tried(
     raced: Callable[..., FitResult], sample_s: float, tried: bool
