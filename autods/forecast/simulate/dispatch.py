@@ -19,8 +19,8 @@ from ...plain_text import read_text
 from ...rank.launch_variables import tell_rank
 from ..predict.known_kernels import find_kernel
 from . import known_values
-from .kernel_buffers import BUFFERS, BUFFERS_ON_CPU
-from .ledger import PINNED, Ledger
+from .kernel_buffers import BUFFERS, BUFFERS_ON_CPU, size_copy
+from .ledger import DEVICE, HOST, PINNED, Ledger
 from .shape_cache import ShapeCache
 from .torch_patches import FAKE_DEVICE
 from .unknown_values import Masks
@@ -136,6 +136,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             _aten.cat.default: self._cat,
             **dict.fromkeys(_POSITIONS, self._draw_positions),
         }
+        if not ledger.one_memory:
+            self._handlers |= {_aten.copy_.default: self._copy, _aten._to_copy.default: self._move}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _device_of:  # every second call where the C++ library is not there to answer: on CPU ranks
@@ -198,6 +200,30 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = self._cache.call(func, args, kwargs)
         self.ledger.borrow(self._buffers[func](args))
         return out
+
+    def _copy(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = self._cache.call(func, args, kwargs)
+        self._borrow_for_copy(args[0], args[1], bool(kwargs.get("non_blocking") or (len(args) > 2 and args[2])))
+        return out
+
+    def _move(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Copy to a device or type; what goes to the host asynchronously gets page-locked memory there."""
+        source, device, asynchronous = args[0], kwargs.get("device"), bool(kwargs.get("non_blocking"))
+        if asynchronous and source.is_cuda and device is not None and device.type == _CPU.type:
+            out = self._factory(func, args, {**kwargs, "pin_memory": True})
+            self.ledger.work.issue(func, args, kwargs, out)
+        else:
+            out = self._factory(func, args, kwargs)
+        self._borrow_for_copy(out, source, asynchronous)
+        return out
+
+    def _borrow_for_copy(self, target: Any, source: Any, asynchronous: bool) -> None:
+        """Note what a copy between the device and the host takes beside its tensors."""
+        if target.is_cuda == source.is_cuda:
+            return
+        for tensor, size in zip((target, source), size_copy(target, source, asynchronous=asynchronous), strict=True):
+            if size:
+                self.ledger.borrow([size], HOST if tensor.is_cpu else DEVICE)
 
     def _factory(self, func: Any, args: Any, kwargs: Any) -> Any:
         if (device := kwargs.get("device")) is not None and device.type == _CPU.type and device.index is not None:

@@ -2,6 +2,7 @@
 
 Attention on cards: after torch 2.13, aten/src/ATen/native/transformers/cuda. Tensors have the shape (batch, heads,
 sequence, head). No card has confirmed the sizes. Matmuls on CPU ranks: measured, torch 2.13 with oneDNN's AVX512_CORE.
+Copies between the device and the host: after the same torch, aten/src/ATen/native/cuda/Copy.cu.
 """
 
 from __future__ import annotations
@@ -64,6 +65,30 @@ def size_matmul_on_cpu(arguments: Sequence[Any]) -> list[int]:
     rows, columns = left.shape[-2], right.shape[-1]
     rows += min(rows, _ROWS) * len(bias)
     return [rows * columns * _FLOAT] if left.dtype == torch.bfloat16 else []
+
+
+def converts_first(source: Any, *, asynchronous: bool) -> bool:
+    """Return whether a copy between the device and the host changes the type before it moves the bytes.
+
+    An asynchronous copy changes it on the device, and one that the host waits for on the host.
+    """
+    return bool(source.is_cuda) == asynchronous
+
+
+def size_copy(target: Any, source: Any, *, asynchronous: bool) -> tuple[int, int]:
+    """Return bytes that a copy between the device and the host takes where its target lies, and where its source does.
+
+    Only tensors of one type that are contiguous, or have the same strides, are copied as they are.
+    """
+    is_converted = target.dtype != source.dtype
+    is_dense = source.shape == target.shape and source.is_contiguous()
+    if not is_converted and (target.stride() == source.stride() or (is_dense and target.is_contiguous())):
+        return 0, 0
+    first = converts_first(source, asynchronous=asynchronous)
+    size = target.numel() * (target if first else source).element_size()
+    at_target = not target.is_contiguous() or (is_converted and not first)
+    at_source = not is_dense or (is_converted and first)
+    return size * at_target, size * at_source
 
 
 BUFFERS_ON_CPU: Mapping[Any, Callable[[Sequence[Any]], list[int]]] = {

@@ -133,12 +133,12 @@ class Ledger:
         if size:
             self._copied.append((len(self._tapes[DEVICE].events), size))
 
-    def borrow(self, sizes: Collection[int]) -> None:
-        """Note that a kernel takes so many bytes of the device, all at once, until it ends. They are no tensors."""
+    def borrow(self, sizes: Collection[int], tier: int = DEVICE) -> None:
+        """Note that a kernel takes so many bytes of the tier, all at once, until it ends. They are no tensors."""
         summed = self.highest[_SUM]
         keys = [~place for place, _ in enumerate(sizes)]  # no storage has a negative address
         for key, size in zip(keys, sizes, strict=True):
-            self._add(key, size, DEVICE, None)
+            self._add(key, size, tier, None)
         for key in keys:
             self._remove(key)
         self.highest[_SUM] = summed

@@ -17,6 +17,7 @@ from ..predict import step_time as codes
 from ..predict.known_kernels import find_kernel
 from ..predict.prices import Work
 from ..predict.step_time import BITS, STREAM_BITS, STREAMS, Schedule
+from .kernel_buffers import converts_first
 from .stream_order import StreamOrder
 
 _aten = torch.ops.aten
@@ -225,24 +226,31 @@ class WorkLog:
     def _copy(self, name: str, args: Any, kwargs: Any, out: Any) -> None:
         target, source = (args[0], args[1]) if name == "copy_" else (out, args[0])
         host = target if target.is_cpu else source
-        asynchronous = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
-        pinned = self.is_pinned(host)
-        if target.dtype != source.dtype:  # torch converts where the source is, into memory that is not page-locked
-            pinned = pinned and host is target
-            size = _bytes(source) + target.element_size() * source.numel()
-            if host is target:
-                self._add(codes.RUN, Work(kind="kernel", name="convert", bytes=size))
-            else:
-                work = Work(kind="host", name="convert", bytes=size, fresh=_mapped_bytes([target]))
-                self._add(codes.HOST, work)
+        asynchronous = bool(kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
+        is_converted = target.dtype != source.dtype
+        first = converts_first(source, asynchronous=asynchronous)
+        # A conversion on the host has a result, or a source, in memory that is not page-locked.
+        pinned = self.is_pinned(host) and (asynchronous or not is_converted)
+        if is_converted and first:
+            self._convert(target, source, made=target, on_host=not asynchronous)
         work = Work(
             kind="copy" if pinned else "pageable_copy",
             name="to host" if host is target else "from host",
-            bytes=_bytes(target),
+            bytes=_bytes(target) if first or not is_converted else target.numel() * source.element_size(),
         )
         self._add(codes.RUN, work)
         if not (asynchronous and pinned):
             self.host_waits_for_stream(self.current)
+        if is_converted and not first:
+            self._convert(target, source, made=source, on_host=not asynchronous)
+
+    def _convert(self, target: Any, source: Any, *, made: Any, on_host: bool) -> None:
+        """Enter a change of type in a copy, beside which torch has a tensor like `made`."""
+        size = _bytes(source) + target.element_size() * source.numel()
+        if on_host:
+            self._add(codes.HOST, Work(kind="host", name="convert", bytes=size, fresh=_mapped_bytes([made])))
+        else:
+            self._add(codes.RUN, Work(kind="kernel", name="convert", bytes=size))
 
     def _communicator(self, func: Any, args: Any) -> tuple[int, int, int]:
         """The stream of the process group's communicator, its ranks and their stride."""

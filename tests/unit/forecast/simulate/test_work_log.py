@@ -113,18 +113,32 @@ def test_an_embedding_reads_its_rows_only(log: WorkLog, fake: FakeTensorMode) ->
     assert _issue(log, _aten.embedding.default, table, rows).bytes == 2 * 3 * 4 * 4
 
 
-def _copy(log: WorkLog, target: torch.Tensor, source: torch.Tensor) -> list[tuple[str, int]]:
-    """The kinds and bytes of the work that an asynchronous copy between page-locked memory and the device makes."""
+def _copy(
+    log: WorkLog, target: torch.Tensor, source: torch.Tensor, *, asynchronous: bool = True
+) -> list[tuple[str, int]]:
+    """The kinds and bytes of the work that a copy between page-locked memory and the device makes."""
     log.is_pinned = lambda tensor: True
-    log.issue(_aten.copy_.default, (target, source, True), {}, target)
+    log.issue(_aten.copy_.default, (target, source, asynchronous), {}, target)
     entered = [event >> BITS for event in log.events if event & CODES in (codes.RUN, codes.HOST)]
     return [(work.kind, work.bytes) for work in (log.schedule().works[number] for number in entered)]
 
 
 def test_a_converting_copy_from_the_host_is_pageable(log: WorkLog, fake: FakeTensorMode) -> None:
     target = torch.zeros(8, dtype=torch.bfloat16, device="cuda")
-    assert _copy(log, target, torch.zeros(8)) == [("host", 48), ("pageable_copy", 16)]
+    assert _copy(log, target, torch.zeros(8), asynchronous=False) == [("host", 48), ("pageable_copy", 16)]
     assert codes.HOST_WAITS_STREAM in _codes(log)
+
+
+def test_an_asynchronous_copy_from_the_host_converts_last(log: WorkLog, fake: FakeTensorMode) -> None:
+    target = torch.zeros(8, dtype=torch.bfloat16, device="cuda")
+    assert _copy(log, target, torch.zeros(8)) == [("copy", 32), ("kernel", 48)]
+    assert codes.HOST_WAITS_STREAM not in _codes(log)
+
+
+def test_a_copy_to_the_host_that_is_waited_for_converts_there(log: WorkLog, fake: FakeTensorMode) -> None:
+    source = torch.zeros(8, dtype=torch.bfloat16, device="cuda")
+    assert _copy(log, torch.zeros(8), source, asynchronous=False) == [("pageable_copy", 16), ("host", 48)]
+    assert _codes(log)[-2:] == [codes.HOST_WAITS_STREAM, codes.HOST]
 
 
 def test_a_converting_copy_to_the_host_converts_first(log: WorkLog, fake: FakeTensorMode) -> None:
