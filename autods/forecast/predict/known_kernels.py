@@ -28,6 +28,8 @@ class KnownKernel:
     passes: float = 1
     flops: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+    grouped_buffers: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
     causal: str = ""
     window: str = ""
@@ -35,11 +37,18 @@ class KnownKernel:
 
     def count_flops(self, arguments: Mapping[str, Any]) -> float | None:
         """Return the FLOPs of a call; None where an argument that decides them has no value."""
-        return self._add_up(self.flops, arguments, self._count_keys(arguments))
+        return self._add_up(self.flops, arguments, {"keys": self._count_keys(arguments)})
 
     def count_buffers(self, arguments: Mapping[str, Any]) -> int:
         """Return the bytes that a call holds beside its arguments and results."""
-        return int(self._add_up(self.buffers, arguments, None) or 0)
+        groups = self._count_groups(arguments)
+        products = self.buffers + (self.grouped_buffers if groups > 1 else ())
+        return int(self._add_up(products, arguments, {"groups": groups}) or 0)
+
+    def _count_groups(self, arguments: Mapping[str, Any]) -> float:
+        """Return how many heads of queries share one of keys; 1 where the call does not tell."""
+        queries, keys = (_size(factor, arguments) for factor in self.heads or ("1", "1"))
+        return queries / keys if queries and keys else 1.0
 
     def _count_keys(self, arguments: Mapping[str, Any]) -> float | None:
         keys = next((size for factor in self.keys if (size := _size(factor, arguments))), None)
@@ -50,10 +59,13 @@ class KnownKernel:
         return min(seen, window + 1) if window is not None and window >= 0 else seen
 
     @staticmethod
-    def _add_up(products: tuple[str, ...], arguments: Mapping[str, Any], keys: float | None) -> float | None:
+    def _add_up(
+        products: tuple[str, ...], arguments: Mapping[str, Any], named: Mapping[str, float | None]
+    ) -> float | None:
         total = 0.0
         for product in products:
-            sizes = [keys if factor == "keys" else _size(factor, arguments) for factor in product.split(_TIMES)]
+            factors = product.split(_TIMES)
+            sizes = [named[factor] if factor in named else _size(factor, arguments) for factor in factors]
             known = [size for size in sizes if size is not None]
             if len(known) < len(sizes):
                 return None

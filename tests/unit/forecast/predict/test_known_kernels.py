@@ -57,6 +57,21 @@ def test_flash_attention_s_backward_pass_holds_a_gradient_in_fp32() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "shared_bytes"),
+    [
+        ("flash_attn::_flash_attn_backward", 2 * 2 * _QUERY.numel()),  # both expanded, in 16 bits
+        ("flash_attn_3::_flash_attn_backward", 2 * 4 * _QUERY.numel() // 4),  # both summed up, in fp32
+        ("flash_attn::_flash_attn_varlen_backward", 2 * 2 * _QUERY.numel()),
+    ],
+)
+def test_gradients_of_shared_keys_and_values_take_buffers(name: str, shared_bytes: int) -> None:
+    kernel = find_kernel(name)
+    assert kernel is not None
+    alone, shared = ({"q": _QUERY, "k": key} for key in (_QUERY, _QUERY[:, :, :2]))
+    assert kernel.count_buffers(shared) - kernel.count_buffers(alone) == shared_bytes
+
+
+@pytest.mark.parametrize(
     ("name", "passes"),
     [("liger_cross_entropy_kernel", 3), ("_swiglu_forward_kernel", 1), ("_rope_embedding_QK", 1), ("mine", None)],
 )
