@@ -24,7 +24,7 @@ from .ledger import DEVICE, HOST, PINNED, Ledger
 from .shape_cache import ShapeCache
 from .torch_patches import FAKE_DEVICE
 from .unknown_values import Masks
-from .work_log import BUILT_IN, bind
+from .work_log import BUILT_IN, bind, list_flattened
 
 
 def join_world(world_size: int, ranks_per_node: int) -> None:
@@ -174,7 +174,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the tensors of a `c10d` operator, and work that is done."""
         if self.ledger.one_memory:
             self.ledger.copy(_bytes_copied_by_gloo(func, args))
-        work = self.ledger.work.collect(func, args).boxed()
+        handle = self.ledger.work.collect(func, args)
+        if flattened := list_flattened(func, args):
+            first = flattened[0]
+            handle.held = self._make(first, (len(flattened) * first.numel(),), first.dtype)
+        work = handle.boxed()
         out = tuple(work if "Work" in str(result.type) else args[0] for result in func._schema.returns)
         return out if len(out) > 1 else next(iter(out), None)  # a barrier returns nothing
 

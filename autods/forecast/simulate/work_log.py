@@ -47,18 +47,21 @@ _COLLECTIVES: dict[str, tuple[int, float]] = {
     "reduce_scatter_tensor_coalesced_": (1, 1), "alltoall_base_": (0, 1), "alltoall_": (0, 1),
     "broadcast_": (0, 1), "reduce_": (0, 1), "gather_": (0, 1), "scatter_": (0, 1),
 }  # fmt: skip
+_FLATTENED = frozenset({"allgather_", "reduce_scatter_"})  # lists of tensors, which NCCL wants as one
 _VIEW = Work(kind="view")
 _NVME_STREAM = STREAMS
 
 
 class _CollectiveWork(FakeWork):
-    """The handle of a collective. Whoever waits for it lets the current stream wait."""
+    """The handle of a collective. Whoever waits for it lets the current stream wait, and what it has `held` goes."""
 
     def __init__(self, log: WorkLog, record: int) -> None:
         super().__init__()
         self._log, self._record = log, record
+        self.held: Any = None
 
     def wait(self, *args: Any, **kwargs: Any) -> bool:
+        self.held = None
         self._log.wait(self._record, self._log.current)
         return True
 
@@ -214,6 +217,8 @@ class WorkLog:
         self.wait(self.record(current), stream)
         self.switch(stream)
         self._add(codes.RUN, work)
+        for tensor in list_flattened(func, args):
+            self._add(codes.RUN, Work(kind="kernel", name="flatten", bytes=2 * _bytes(tensor)))
         self.switch(current)
         handle = _CollectiveWork(self, self.record(stream))
         if name == "barrier":
@@ -268,6 +273,18 @@ class WorkLog:
 
     def _code(self, code: int, work: Work) -> int:
         return self._works.setdefault(work, len(self._works)) << BITS | code
+
+
+def list_flattened(func: Any, args: Any) -> list[torch.Tensor]:
+    """Return the tensors of the device that a `c10d` operator copies to or from a single one, if it does.
+
+    After torch 2.13's ProcessGroupNCCL.cpp, `allgather` and `reduce_scatter`: tensors of one size, by `newLikeFlat`.
+    """
+    name = func._schema.name.partition("::")[2]
+    if name not in _FLATTENED:
+        return []
+    tensors = _tensors(args[_COLLECTIVES[name][0]])
+    return tensors if tensors and tensors[0].is_cuda and len({tensor.numel() for tensor in tensors}) == 1 else []
 
 
 @functools.cache
