@@ -176,8 +176,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.ledger.copy(_bytes_copied_by_gloo(func, args))
         handle = self.ledger.work.collect(func, args)
         if flattened := list_flattened(func, args):
-            first = flattened[0]
-            handle.held = self._make(first, (len(flattened) * first.numel(),), first.dtype)
+            handle.hold(self.ledger.hold(sum(tensor.numel() * tensor.element_size() for tensor in flattened)))
         work = handle.boxed()
         out = tuple(work if "Work" in str(result.type) else args[0] for result in func._schema.returns)
         return out if len(out) > 1 else next(iter(out), None)  # a barrier returns nothing

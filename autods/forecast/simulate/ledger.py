@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from array import array
 from collections import Counter, deque
@@ -54,6 +55,7 @@ class Ledger:
         self.is_upper_bound = False
         self.nvme: dict[str, int] = {}
         self._live: dict[int, tuple[int, int, int, _Watch | None]] = {}  # storage → bytes, tier, block, watch
+        self._held_keys = itertools.count(1)
         self._mapped: dict[int, _Watch] = {}  # storages in the pages of a file
         self._maps = False
         self.current = [0, 0, 0, 0]
@@ -135,13 +137,22 @@ class Ledger:
 
     def borrow(self, sizes: Collection[int], tier: int = DEVICE) -> None:
         """Note that a kernel takes so many bytes of the tier, all at once, until it ends. They are no tensors."""
-        summed = self.highest[_SUM]
-        keys = [~place for place, _ in enumerate(sizes)]  # no storage has a negative address
-        for key, size in zip(keys, sizes, strict=True):
-            self._add(key, size, tier, None)
-        for key in keys:
+        for give_back in [self.hold(size, tier) for size in sizes]:
+            give_back()
+
+    def hold(self, size: int, tier: int = DEVICE) -> Callable[[], None]:
+        """Note that a library takes so many bytes of the tier, until what is returned is called. They are no tensor."""
+        key = -next(self._held_keys)  # no storage has a negative address
+
+        def give_back() -> None:
+            summed = self.current[_SUM]
             self._remove(key)
-        self.highest[_SUM] = summed
+            self.current[_SUM] = summed
+
+        current, highest = self.current[_SUM], self.highest[_SUM]
+        self._add(key, size, tier, None)
+        self.current[_SUM], self.highest[_SUM] = current, highest
+        return give_back
 
     def lock(self, tensor: Any) -> None:
         """Note that a pinned tensor does not come from torch's allocator, which would round its size."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -53,15 +54,21 @@ _NVME_STREAM = STREAMS
 
 
 class _CollectiveWork(FakeWork):
-    """The handle of a collective. Whoever waits for it lets the current stream wait, and what it has `held` goes."""
+    """The handle of a collective. Whoever waits for it lets the current stream wait, and ends what it holds."""
 
     def __init__(self, log: WorkLog, record: int) -> None:
         super().__init__()
         self._log, self._record = log, record
-        self.held: Any = None
+        self._give_back: Any = None
+
+    def hold(self, give_back: Callable[[], None]) -> None:
+        """Call this function when somebody waits for the collective, or when the handle is gone."""
+        self._give_back = weakref.finalize(self, give_back)
+        self._give_back.atexit = False
 
     def wait(self, *args: Any, **kwargs: Any) -> bool:
-        self.held = None
+        if self._give_back is not None:
+            self._give_back()  # only the first call does anything
         self._log.wait(self._record, self._log.current)
         return True
 
