@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from ..config.checkpointing import find_state
-from ..config.deepspeed import enabled_half_precision, find_offloads, get_key, is_default_optimizer, required_ops
+from ..config.deepspeed import (
+    count_replicas,
+    enabled_half_precision,
+    find_offloads,
+    get_key,
+    is_default_optimizer,
+    required_ops,
+)
 from ..config.releases import find_mended
 from ..config.trainers import DS_CONFIG, DS_CONFIG_HF, SCRIPT_KINDS
 from ..runner.environment import GROUP_TIMEOUT
@@ -211,12 +218,14 @@ def _program(report: FitReport, launcher: str) -> tuple[str, ...]:
 def _placeholder_values(report: FitReport) -> dict[str, object]:
     """What the placeholders of a script's command line stand for in the fastest config."""
     assert report.knobs is not None
-    script = report.question.script
+    script, config = report.question.script, report.ds_config or {}
+    replicas = count_replicas(config, report.question.gpus)
     return {
         "ds_config": str(Path(report.out) / (DS_CONFIG if script is None else SCRIPT_KINDS[script.kind].config_file)),
         "micro_batch_size": report.knobs.micro_batch,
         "gradient_accumulation_steps": report.knobs.accumulation,
-        "train_batch_size": (report.ds_config or {}).get("train_batch_size", ""),
+        # Where ranks split the layers, the config has no total: see `compose`.
+        "train_batch_size": config.get("train_batch_size", report.knobs.train_batch(replicas)),
     }
 
 

@@ -44,6 +44,15 @@ def test_placeholders_of_a_scripts_command_line_are_filled():
     assert said["accelerate"].startswith("accelerate launch --config_file out/accelerate.yaml train.py --epochs 3")
 
 
+def test_the_batch_of_all_ranks_is_filled_in_for_split_layers():
+    report = scripted("--batch", "{train_batch_size}")
+    assert launch_commands(report)["torchrun"].endswith("--batch 16")
+    split = {key: value for key, value in CONFIG.items() if key != "train_batch_size"}
+    split["tensor_parallel"] = {"autotp_size": 2}
+    assert report.knobs.train_batch(report.question.gpus // 2) == 8
+    assert launch_commands(replace(report, ds_config=split))["torchrun"].endswith("--batch 8")
+
+
 def test_each_rank_gets_the_threads_that_it_had_in_trials():
     report = scripted(device="cpu")
     report = replace(report, question=replace(report.question, threads=4))
