@@ -400,12 +400,12 @@ def _optimizer(config: Mapping[str, Any], rung: Rung, own_optimizer: bool) -> di
 
 
 # Where the Trainer compares the config with its arguments, and fills in "auto" (transformers 5.23, fill_match in
-# integrations/deepspeed.py). warmup_min_lr and total_num_steps have no argument: it computes them. Some keys of
-# zero_optimization are filled in, too, but never compared.
+# integrations/deepspeed.py). total_num_steps has no argument: it computes it. warmup_min_lr, which "auto" would make 0,
+# and some keys of zero_optimization are filled in, too, but never compared: the user's values stay.
 _FILLED_IN = (
     *BATCH_KEYS, "gradient_clipping", "optimizer.params.lr", "optimizer.params.betas", "optimizer.params.eps",
-    "optimizer.params.weight_decay", "scheduler.params.warmup_min_lr", "scheduler.params.warmup_max_lr",
-    "scheduler.params.warmup_num_steps", "scheduler.params.total_num_steps", "fp16.enabled", "bf16.enabled",
+    "optimizer.params.weight_decay", "scheduler.params.warmup_max_lr", "scheduler.params.warmup_num_steps",
+    "scheduler.params.total_num_steps", "fp16.enabled", "bf16.enabled",
 )  # fmt: skip
 
 

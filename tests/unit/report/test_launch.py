@@ -208,6 +208,12 @@ def test_auto_stands_exactly_where_the_trainer_fills_in():
     assert "fp16" not in config
 
 
+def test_the_trainer_keeps_the_rate_at_which_a_warmup_begins():
+    schedule = {"warmup_min_lr": 1e-6, "warmup_max_lr": 3e-4, "warmup_num_steps": 100}
+    config = to_trainer_config({**CONFIG, "scheduler": {"type": "WarmupLR", "params": schedule}})
+    assert config["scheduler"]["params"] == {**dict.fromkeys(schedule, "auto"), "warmup_min_lr": 1e-6}
+
+
 def test_the_trainers_arguments_say_what_auto_took_out_of_the_config():
     said = trainer_arguments(scripted(), "c.json")
     pairs = dict(itertools.pairwise(said))
