@@ -37,6 +37,7 @@ _TRAINER_SIZES = {
 }
 _TRAINER_ARGUMENTS = {
     "gradient_clipping": "--max_grad_norm",
+    "scheduler.params.warmup_max_lr": "--learning_rate",  # it sets the optimizer's rate in each step
     "optimizer.params.lr": "--learning_rate",
     "optimizer.params.eps": "--adam_epsilon",
     "optimizer.params.weight_decay": "--weight_decay",
@@ -283,11 +284,14 @@ def _user_settings(ds_config: Mapping[str, Any]) -> Iterator[str]:
     """The user's optimizer, scheduler and clipping as Trainer arguments; autods's default optimizer is left out."""
     params = get_key(ds_config, "optimizer.params") or {}
     is_default = is_default_optimizer(ds_config.get("optimizer"))
+    given: dict[str, str] = {}
     for key, argument in _TRAINER_ARGUMENTS.items():
         value = get_key(ds_config, key)
         is_usual = value == _USUAL_CLIPPING and argument == "--max_grad_norm"
         if value not in (None, "auto") and not is_usual and not (is_default and key.startswith("optimizer.")):
-            yield from (argument, str(value))
+            given.setdefault(argument, str(value))
+    for argument, text in given.items():
+        yield from (argument, text)
     betas = params.get("betas")
     if isinstance(betas, list | tuple) and len(betas) == 2 and not is_default:
         yield from ("--adam_beta1", str(betas[0]), "--adam_beta2", str(betas[1]))

@@ -225,6 +225,15 @@ def test_the_trainers_arguments_say_what_auto_took_out_of_the_config():
     assert "--gradient_checkpointing" in said
 
 
+@pytest.mark.parametrize("optimizer", [ADAM, DEFAULT_OPTIMIZER])
+def test_the_trainer_gets_the_rate_to_which_a_warmup_leads(optimizer: dict[str, object]) -> None:
+    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 6e-4, "warmup_num_steps": 100}}
+    report = replace(scripted(), ds_config={**CONFIG, "optimizer": optimizer, "scheduler": schedule})
+    arguments = trainer_arguments(report, "c.json")
+    assert arguments.count("--learning_rate") == 1
+    assert dict(itertools.pairwise(arguments))["--learning_rate"] == "0.0006"
+
+
 def test_a_share_of_layers_is_left_alone_by_the_trainer():
     report = scripted()
     report = replace(report, knobs=set_state(report.knobs, "every-2"))
