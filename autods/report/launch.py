@@ -243,8 +243,12 @@ def _lacking_sizes(script: ScriptLaunch) -> list[str]:
 
 
 def _parses_trainer_arguments(script: ScriptLaunch) -> bool:
-    """Whether TrainingArguments come from the command line: then its config does, by their option."""
-    return any(word.partition("=")[0] == "--deepspeed" for word in script.argv)
+    """Whether TrainingArguments come from the command line: then its config does, by their option.
+
+    Parsers of other scripts may have an option of this name, such as that of `deepspeed.add_config_arguments`.
+    """
+    has_option = any(word.partition("=")[0] == "--deepspeed" for word in script.argv)
+    return has_option and SCRIPT_KINDS[script.kind].sets_sizes
 
 
 def _find_settings_file(script: ScriptLaunch) -> str | None:

@@ -278,6 +278,15 @@ def test_checkpointing_that_the_script_lacks_is_a_line_of_code(own: bool | None,
     assert code == (line and "model.gradient_checkpointing_enable()  # before deepspeed.initialize, as it was measured")
 
 
+def test_only_a_trainer_is_given_its_option_of_checkpointing() -> None:
+    """DeepSpeed's own parser has a switch --deepspeed, too (`deepspeed.add_config_arguments`)."""
+    report = scripted("--deepspeed", "--deepspeed_config", "{ds_config}")
+    report = replace(report, question=replace(report.question, recomputes=False))
+    lines = dict(launch_lines(report))
+    assert lines["launch"].endswith("train.py --deepspeed --deepspeed_config out/ds_config.json")
+    assert lines["code"].startswith("model.gradient_checkpointing_enable()")
+
+
 def test_checkpointing_that_a_trainer_turns_off_is_an_argument() -> None:
     for argv, place in ((("--deepspeed", "{ds_config}"), "launch"), (("config.json",), "code")):
         report = scripted(*argv, kind="hf_trainer")
