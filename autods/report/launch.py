@@ -98,6 +98,8 @@ def launch_lines(report: FitReport) -> Iterator[tuple[str, str]]:
     switches = _switches_checkpointing(report) and not _parses_trainer_arguments(script)
     if switches and library.sets_sizes:
         set_there["gradient_checkpointing"] = report.knobs.checkpointing
+    if library.sets_sizes and not _parses_trainer_arguments(script):
+        set_there |= _trainer_timeout(report)
     if settings_file is not None:
         if not takes_config:
             set_there = {"deepspeed": values["ds_config"], **set_there}
@@ -213,6 +215,8 @@ def _program(report: FitReport, launcher: str) -> tuple[str, ...]:
         if _switches_checkpointing(report):
             assert report.knobs is not None
             sizes += ["--gradient_checkpointing", str(report.knobs.checkpointing)]
+        for name, seconds in _trainer_timeout(report).items():
+            sizes += [f"--{name}", str(seconds)]
     return (*program, *fill_placeholders(script.argv, values), *sizes)
 
 
@@ -233,6 +237,16 @@ def _placeholder_values(report: FitReport) -> dict[str, object]:
 def _switches_checkpointing(report: FitReport) -> bool:
     """Whether the config was measured with another recomputation of activations than the script itself asks for."""
     return report.question.recomputes not in (None, report.knobs and report.knobs.checkpointing)
+
+
+def _trainer_timeout(report: FitReport) -> dict[str, int]:
+    """The argument with the seconds that a Trainer's groups wait, which take no notice of DeepSpeed's variable.
+
+    It is empty where the usual ones are enough, or where the script's command line has its own.
+    """
+    minutes, script = report.variables.get(GROUP_TIMEOUT), report.question.script
+    given = script is not None and any(word.partition("=")[0] == "--ddp_timeout" for word in script.argv)
+    return {"ddp_timeout": 60 * int(minutes)} if minutes and not given else {}
 
 
 def _lacking_sizes(script: ScriptLaunch) -> list[str]:
@@ -279,8 +293,7 @@ def trainer_arguments(report: FitReport, config_path: str) -> tuple[str, ...]:
         *(("--gradient_checkpointing",) if find_state(report.knobs) == "on" else ()),
         *(("--use_cpu",) if report.device.stands_in else ()),
         *_user_settings(report.ds_config),
-        # The Trainer's groups have a timeout of their own, in seconds.
-        *(("--ddp_timeout", str(60 * int(minutes))) if (minutes := report.variables.get(GROUP_TIMEOUT)) else ()),
+        *(word for name, seconds in _trainer_timeout(report).items() for word in (f"--{name}", str(seconds))),
     )  # fmt: skip
 
 

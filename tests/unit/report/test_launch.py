@@ -249,6 +249,23 @@ def test_a_long_load_has_the_trainers_own_timeout():
     assert "--ddp_timeout" not in " ".join(trainer_arguments(scripted(), "c.json"))
 
 
+def test_a_trainer_script_gets_the_timeout_of_a_long_load():
+    """TrainingArguments hand their own to the process groups, 30 minutes, whatever DEEPSPEED_TIMEOUT is."""
+    variables = {"DEEPSPEED_TIMEOUT": "94"}
+    parsed = replace(scripted("--deepspeed", "{ds_config}", kind="hf_trainer"), variables=variables)
+    assert launch_commands(parsed)["torchrun"].endswith(" --ddp_timeout 5640")
+    own = scripted("--deepspeed", "{ds_config}", "--ddp_timeout=9000", kind="hf_trainer")
+    assert "5640" not in launch_commands(replace(own, variables=variables))["torchrun"]
+    for argv, name, words in (
+        ("config.json", "code", "gradient_accumulation_steps=2, ddp_timeout=5640)"),
+        ("sft.yaml", "settings", "ddp_timeout: 5640  # in sft.yaml"),
+    ):
+        lines = launch_lines(replace(scripted(argv, kind="hf_trainer"), variables=variables))
+        assert any(each == name and words in text for each, text in lines)
+    other = replace(scripted("--deepspeed", "{ds_config}"), variables=variables)
+    assert "ddp_timeout" not in str((dict(launch_lines(other)), launch_commands(other)))
+
+
 def test_the_trainers_usual_clipping_is_not_handed_on():
     report = replace(scripted(), ds_config={**CONFIG, "gradient_clipping": 1.0})
     assert "--max_grad_norm" not in trainer_arguments(report, "c.json")
