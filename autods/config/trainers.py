@@ -25,7 +25,8 @@ class ScriptKind:
     the library sets by arguments of its own, where the config has none.
 
     The others tell how a user starts the script. `config_file` is the file of its config, `config_place` the place for
-    that in the code; None where its launcher gives it the config. `by_accelerate`: `accelerate launch` starts it too.
+    that in the code; None where its launcher gives it the config. `timeout_place` is the code for the timeout of its
+    process groups, where the library sets one itself. `by_accelerate`: `accelerate launch` starts it too.
     `note_on_cpu` is how the library treats CPU ranks outside of a trial. `way_to_engine` is the hint for a script that
     ends, or trains, without an engine.
     """
@@ -43,6 +44,7 @@ class ScriptKind:
     sets: tuple[str, ...] = ()
     config_file: str = DS_CONFIG
     config_place: str | None = None
+    timeout_place: str | None = None
     by_accelerate: bool = False
     note_on_cpu: str | None = None
     way_to_engine: str = (
@@ -69,6 +71,7 @@ _ROWS = (
         sets=("gradient_clipping",),
         config_file=DS_CONFIG_LIGHTNING,
         config_place="DeepSpeedStrategy(config",
+        timeout_place="DeepSpeedStrategy(…, timeout=datetime.timedelta(minutes={minutes}))",
         note_on_cpu="on GPUs: Lightning's DeepSpeedStrategy takes no CPU ranks",
         way_to_engine='give its Trainer or Fabric strategy="deepspeed_stage_2", or a DeepSpeedStrategy(…)',
     ),

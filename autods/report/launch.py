@@ -110,6 +110,8 @@ def launch_lines(report: FitReport) -> Iterator[tuple[str, str]]:
             yield "code", f"{library.config_place}={values['ds_config']!r})"
         if set_there:
             yield "code", f"TrainingArguments(…, {_as_arguments(set_there)})"
+    if library.timeout_place is not None and (minutes := report.variables.get(GROUP_TIMEOUT)):
+        yield "code", library.timeout_place.format(minutes=minutes)
     if switches and not library.sets_sizes:
         action = "enable" if report.knobs.checkpointing else "disable"
         yield "code", f"model.gradient_checkpointing_{action}()  # before deepspeed.initialize, as it was measured"

@@ -266,6 +266,13 @@ def test_a_trainer_script_gets_the_timeout_of_a_long_load():
     assert "ddp_timeout" not in str((dict(launch_lines(other)), launch_commands(other)))
 
 
+def test_a_lightning_script_gets_the_timeout_of_a_long_load():
+    script = scripted("{ds_config}", kind="lightning")
+    lines = list(launch_lines(replace(script, variables={"DEEPSPEED_TIMEOUT": "94"})))
+    assert ("code", "DeepSpeedStrategy(…, timeout=datetime.timedelta(minutes=94))") in lines
+    assert "timedelta" not in str(list(launch_lines(script)))
+
+
 def test_the_trainers_usual_clipping_is_not_handed_on():
     report = replace(scripted(), ds_config={**CONFIG, "gradient_clipping": 1.0})
     assert "--max_grad_norm" not in trainer_arguments(report, "c.json")
