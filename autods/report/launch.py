@@ -165,7 +165,10 @@ def launch_commands(report: FitReport) -> dict[str, str]:
             *(["--bind_cores_to_rank"] if binds else []),
             *local_rank,
         ],
-        "accelerate": ["accelerate", "launch", "--config_file", str(Path(report.out) / ACCELERATE), *place],
+        "accelerate": [
+            *("accelerate", "launch", "--config_file", str(Path(report.out) / ACCELERATE), *place),
+            *(["--enable_cpu_affinity"] if _binds_cores(report) else []),  # it overrules the file, given or not
+        ],
     }
     threads = report.question.threads
     variables = {

@@ -76,6 +76,7 @@ def test_launchers_bind_ranks_with_states_on_the_host_as_trials_did():
     assert "deepspeed --num_gpus 2 --bind_cores_to_rank train.py" in launch_commands(bound)["deepspeed"]
     assert "--nproc_per_node 2 --numa-binding exclusive train.py" in launch_commands(bound)["torchrun"]
     assert "enable_cpu_affinity: true\n" in accelerate_yaml(bound, "ds_config.json")
+    assert launch_commands(bound)["accelerate"].endswith("accelerate.yaml --enable_cpu_affinity train.py")
     assert "note" not in dict(launch_lines(bound))
     lacking = replace(bound, hardware=replace(node, numactl=False))
     assert "bind" not in " ".join(launch_commands(lacking).values())  # both launchers refuse to without it
@@ -83,6 +84,7 @@ def test_launchers_bind_ranks_with_states_on_the_host_as_trials_did():
     on_cpu = replace(bound, question=replace(bound.question, device="cpu"))
     for each in (two, on_cpu, replace(bound, hardware=None), replace(bound, question=replace(bound.question, gpus=1))):
         assert "bind" not in " ".join(launch_commands(each).values())
+        assert "affinity" not in launch_commands(each)["accelerate"]
         assert "affinity" not in accelerate_yaml(each, "ds_config.json")
 
 
