@@ -22,7 +22,7 @@ from ..config.releases import find_mended
 from ..config.trainers import DS_CONFIG, DS_CONFIG_HF, SCRIPT_KINDS
 from ..runner.environment import GROUP_TIMEOUT
 from ..workload.lora import FOUR_BITS, parse_lora
-from ..workload.script_source import ScriptLaunch, has_placeholder
+from ..workload.script_source import ScriptLaunch, has_option, has_placeholder
 from .results.fit import FitReport
 
 DS_CONFIG_REHEARSED = "ds_config_rehearsed.json"  # of a rehearsal: no launcher takes it for a proven one
@@ -250,7 +250,7 @@ def _trainer_timeout(report: FitReport) -> dict[str, int]:
     It is empty where the usual ones are enough, or where the script's command line has its own.
     """
     minutes, script = report.variables.get(GROUP_TIMEOUT), report.question.script
-    given = script is not None and any(word.partition("=")[0] == "--ddp_timeout" for word in script.argv)
+    given = script is not None and has_option(script.argv, "--ddp_timeout")
     return {"ddp_timeout": 60 * int(minutes)} if minutes and not given else {}
 
 
@@ -266,8 +266,7 @@ def _parses_trainer_arguments(script: ScriptLaunch) -> bool:
 
     Parsers of other scripts may have an option of this name, such as that of `deepspeed.add_config_arguments`.
     """
-    has_option = any(word.partition("=")[0] == "--deepspeed" for word in script.argv)
-    return has_option and SCRIPT_KINDS[script.kind].sets_sizes
+    return SCRIPT_KINDS[script.kind].sets_sizes and has_option(script.argv, "--deepspeed")
 
 
 def _find_settings_file(script: ScriptLaunch) -> str | None:

@@ -106,6 +106,11 @@ def put_config_placeholder(argv: Sequence[str], folder: Path) -> tuple[str, ...]
     return tuple(words)
 
 
+def has_option(argv: Sequence[str], option: str) -> bool:
+    """Whether the command line has the option, as `--option value` or `--option=value`."""
+    return any(word.partition("=")[0] == option for word in argv)
+
+
 def has_placeholder(argv: Sequence[str], name: str) -> bool:
     """Whether an argument holds `{name}`."""
     return any(f"{{{name}}}" in word for word in argv)
@@ -138,7 +143,7 @@ def describe_launch(source: WorkloadSource) -> ScriptLaunch:
     path, library = Path(source.path), presume_library(source)
     text = read_file(path) if os.path.isfile(path) else b""
     takes_local_rank = (
-        library.takes_local_rank
+        (library.takes_local_rank and not _reads_arguments_itself(source.argv, text))
         or re.search(rb"[\"']--local[-_]rank\b", text) is not None
         or has_local_rank_parameter(source)
     )
@@ -149,6 +154,12 @@ def describe_launch(source: WorkloadSource) -> ScriptLaunch:
         takes_local_rank=takes_local_rank,
         module=source.module,
     )
+
+
+def _reads_arguments_itself(argv: Sequence[str], text: bytes) -> bool:
+    """Whether a script of a trainer reads a file's name from its first argument, or has a parser of its own."""
+    is_file = bool(argv) and not argv[0].startswith("-")
+    return is_file or (b"argparse" in text and b"HfArgumentParser" not in text)
 
 
 def describe_trainer(source: WorkloadSource, seq_len: int | None) -> ScriptLaunch | None:

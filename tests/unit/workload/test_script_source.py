@@ -163,6 +163,24 @@ def test_a_local_rank_parameter_alone_is_no_option(write):
     assert not describe_launch(make_source(write(text))).takes_local_rank
 
 
+@pytest.mark.parametrize(
+    ("parser", "argv", "knows"),
+    [
+        ("HfArgumentParser", ("--deepspeed", "{ds_config}"), True),
+        ("HfArgumentParser", ("sft.yaml",), False),
+        ("argparse", ("--size", "{micro_batch_size}"), False),
+    ],
+)
+def test_a_trainers_script_may_read_its_arguments_itself(
+    parser: str, argv: tuple[str, ...], knows: bool, tmp_path: Path
+) -> None:
+    """The deepspeed launcher puts --local_rank first: where a file's name is read, or a parser does not know it."""
+    script = tmp_path / "train.py"
+    script.write_text(f"from transformers import TrainingArguments\n# its arguments are read by {parser}\n")
+    launch = describe_launch(make_source(script, argv=argv))
+    assert (launch.kind, launch.takes_local_rank) == ("hf_trainer", knows)
+
+
 # Scripts that are started as `python -m package.module`.
 
 
