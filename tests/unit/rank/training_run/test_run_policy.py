@@ -53,6 +53,13 @@ def test_an_engine_of_one_rank_alone_is_refused(policy):
         policy.start_training(SimpleNamespace(world_size=1))
 
 
+def test_a_run_lets_its_script_save_the_whole_model(policy):
+    gather = "stage3_gather_16bit_weights_on_model_save"
+    assert policy.adapt_config({"zero_optimization": {"stage": 3}})["zero_optimization"] == {"stage": 3, gather: True}
+    refused = {"zero_optimization": {"stage": 3, gather: False}}
+    assert policy.adapt_config(refused) == refused
+
+
 def test_a_run_without_a_step_of_deepspeed_fails(policy):
     with pytest.raises(WorkloadError, match=r"it ended and never called deepspeed\.initialize"):
         policy.conclude()
