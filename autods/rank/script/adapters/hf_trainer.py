@@ -89,6 +89,8 @@ def _set_arguments(injection: Injection, original: Any, arguments: Any, /, *args
     if policy.host is None:
         arguments.report_to, arguments.push_to_hub = "none", False
     arguments.auto_find_batch_size = False  # it catches an out-of-memory and goes on with half of the batch
+    # At a SIGTERM each rank would save by its own clock, and end as if it were done. The command stops all together.
+    arguments.enable_jit_checkpoint = False
     if not arguments.deepspeed:  # libraries make such arguments for default values: `train` checks those that it uses
         arguments._autods_made = find_caller()
         original(arguments, *args, **kwargs)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import Trainer
 
-from autods.rank.script.adapters.hf_trainer import HfTrainerLoop, train_from_start
+from autods.rank.script.adapters.hf_trainer import HfTrainerLoop, _set_arguments, train_from_start
+from tests.support.script_trials import script_job
 
 
 def _call_ours(ours: Any) -> Any:
@@ -69,3 +70,18 @@ def test_the_last_checkpoint_stays_beside_the_best(limit: int | None, metric: st
     trainer.optimizer = trainer.lr_scheduler = None
     loop.train(lambda trainer, checkpoint: None, trainer)
     assert trainer.args.save_total_limit == kept
+
+
+@pytest.mark.parametrize("config", [None, {"zero_optimization": {"stage": 2}}])
+def test_sigterm_is_left_to_the_command(config: Any) -> None:
+    job = script_job(ds_config={}, micro_batch=1, accumulation=1)
+    injection: Any = SimpleNamespace(job=job, policy=SimpleNamespace(host=None, loads_in_ranks=False), stand_ins=[])
+    arguments = SimpleNamespace(
+        deepspeed=config,
+        use_cpu=True,
+        enable_jit_checkpoint=True,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=1,
+    )
+    _set_arguments(injection, lambda arguments: None, arguments)
+    assert not arguments.enable_jit_checkpoint
