@@ -233,7 +233,11 @@ class HfTrainerLoop(TrainerLoop):
         self.trainer, arguments = trainer, trainer.args
         if _drops_optimizers(trainer):
             self.host.note(f"warning: {_DROPPED}")
+        named = _find_named(resume_from_checkpoint, arguments)
+        is_torn = named is not None and Path(named, _UNFINISHED).exists()
         folder = self.host.begin_loop(self)
+        if is_torn:  # an attempt ended in its first save: the script has found what `clean` removes
+            resume_from_checkpoint = _find_named(True, arguments)
         if folder is not None:
             if arguments.ignore_data_skip:
                 self.host.note("ignore_data_skip is off: a run goes on behind the samples that it has seen")
@@ -249,11 +253,12 @@ class HfTrainerLoop(TrainerLoop):
         """Remove checkpoints that not all ranks have saved."""
         from torch import distributed
 
+        wait = distributed.barrier if distributed.is_initialized() else lambda: None
+        wait()  # all ranks have looked at what the script resumes from
         if self.trainer.args.process_index == 0:
             for mark in Path(self.trainer.args.output_dir).glob(f"checkpoint-*/{_UNFINISHED}"):
                 shutil.rmtree(mark.parent)
-        if distributed.is_initialized():
-            distributed.barrier()
+        wait()
 
     def locate(self, checkpoint: Path) -> Path:
         """The Trainer's folder of a checkpoint of the run."""
@@ -407,6 +412,15 @@ class HfTrainerLoop(TrainerLoop):
             self.rotations.append(functools.partial(original, *args, **kwargs))
         else:
             original(*args, **kwargs)
+
+
+def _find_named(given: Any, arguments: Any) -> Any:
+    """The checkpoint that `resume_from_checkpoint` stands for; None for none."""
+    from transformers.trainer_utils import get_last_checkpoint
+
+    if given is True:
+        return get_last_checkpoint(arguments.output_dir) if os.path.isdir(arguments.output_dir) else None
+    return given or None
 
 
 def _find_samplers(loader: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,3 +86,22 @@ def test_sigterm_is_left_to_the_command(config: Any) -> None:
     )
     _set_arguments(injection, lambda arguments: None, arguments)
     assert not arguments.enable_jit_checkpoint
+
+
+@pytest.mark.parametrize("how", ["path", True])
+@pytest.mark.parametrize("older", [False, True])
+def test_a_script_resumes_from_no_torn_checkpoint(tmp_path: Path, how: Any, older: bool) -> None:
+    torn, whole = tmp_path / "checkpoint-20", tmp_path / "checkpoint-10"
+    torn.mkdir()
+    (torn / ".autods-unfinished").touch()  # an attempt was killed in its first save
+    if older:
+        whole.mkdir()  # of a training before the run
+    loop = HfTrainerLoop(SimpleNamespace(begin_loop=lambda loop: loop.clean()))  # type: ignore[arg-type]
+    loop._wrappers["_maybe_log_save_evaluate"] = lambda *call: None
+    trainer = Trainer.__new__(Trainer)
+    trainer.args = SimpleNamespace(deepspeed="x", save_total_limit=None, process_index=0, output_dir=str(tmp_path))
+    trainer.optimizer = trainer.lr_scheduler = None
+    resumed: list[Any] = []
+    loop.train(lambda trainer, start: resumed.append(start), trainer, str(torn) if how == "path" else how)
+    assert resumed == [str(whole) if older else None]
+    assert not torn.exists()
