@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -114,18 +115,24 @@ class LibraryConfig(EngineConfig):
         return dict(config)
 
 
-def read_config(given: Any) -> dict[str, Any] | None:
-    """A copy of a config that is given as a dict, a path or base64; None when it is none of these.
+def read_config(given: Any, parse: Callable[[str], Any] = json.loads) -> dict[str, Any] | None:
+    """A copy of a config that is given as a dict, a path, JSON or base64; None when it is none of these.
 
-    The copy has dicts and lists alone, as JSON has: those of a script may be OmegaConf's.
+    The copy has dicts and lists alone, as JSON has: those of a script may be OmegaConf's. DeepSpeed itself reads files
+    by hjson, which takes comments; `parse` is that of the library that reads this config.
     """
-    if isinstance(given, Mapping):
-        return {key: _copy_plainly(value) for key, value in given.items()}
     try:
-        is_file = Path(given).is_file()
-        return dict(json.loads(Path(given).read_text() if is_file else base64.urlsafe_b64decode(given).decode()))
-    except (ValueError, TypeError, OSError):
+        if not isinstance(given, Mapping):
+            given = parse(_read_text(given))
+        return {key: _copy_plainly(value) for key, value in given.items()}
+    except (ValueError, TypeError, AttributeError, OSError):
         return None
+
+
+def _read_text(given: Any) -> str:
+    if os.path.isfile(given):  # False for a text that is too long for a path
+        return Path(given).read_text()
+    return str(given) if str(given).lstrip().startswith("{") else base64.urlsafe_b64decode(given).decode()
 
 
 def _copy_plainly(value: Any) -> Any:

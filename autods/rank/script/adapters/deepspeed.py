@@ -9,10 +9,12 @@ import copy
 import functools
 import importlib
 import inspect
+import os
 import types
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
+
+import hjson
 
 from ....config.deepspeed import SEQUENCE_RANKS, count_sharers, get_key
 from ....system.stacks import Frame, find_caller
@@ -229,8 +231,8 @@ def find_config(arguments: Mapping[str, Any]) -> tuple[dict[str, Any] | None, bo
     if (in_call is None) == (in_args is None):  # no config, or two of them
         return None, False
     given: Any = in_args if in_call is None else in_call
-    config = read_config(given)
-    return config, config is not None and not isinstance(given, Mapping) and Path(given).is_file()
+    config = read_config(given, hjson.loads)
+    return config, config is not None and not isinstance(given, Mapping) and os.path.isfile(given)
 
 
 def set_config(arguments: dict[str, Any], config: Mapping[str, Any]) -> None:
@@ -267,6 +269,6 @@ def _partition(injection: Injection, original: Any, /, *args: Any, **kwargs: Any
     arguments["enabled"] = arguments["enabled"] and is_stage_3 and not job.stops_at_engine
     for name in ("config_dict_or_path", "config"):
         if (given := arguments.get(name)) is not None:
-            chosen = injection.config.for_engine(read_config(given) or {}, has_optimizer=False)
+            chosen = injection.config.for_engine(read_config(given, hjson.loads) or {}, has_optimizer=False)
             arguments[name] = injection.policy.adapt_config(chosen)
     original(*bound.args, **bound.kwargs)

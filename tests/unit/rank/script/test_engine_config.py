@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from types import MappingProxyType
 
 import pytest
 
+from autods.rank.script.adapters.deepspeed import find_config
 from autods.rank.script.engine_config import EngineConfig, LibraryConfig, read_config
 from autods.rank.script.trial_policy import TrialPolicy
 from autods.workload import WorkloadError
@@ -120,3 +123,22 @@ def test_another_precision_than_the_trial_s_is_an_error():
 def test_a_config_of_other_mappings_is_read_as_dicts():
     betas = MappingProxyType({"params": MappingProxyType({"betas": (0.9, 0.95)})})
     assert read_config(MappingProxyType({"optimizer": betas})) == {"optimizer": {"params": {"betas": [0.9, 0.95]}}}
+
+
+@pytest.mark.parametrize("encode", [str, lambda text: base64.urlsafe_b64encode(text.encode()).decode()])
+def test_a_config_in_a_text_may_be_longer_than_a_path(encode):
+    config = {"zero_optimization": {"stage": 2}, "comment": "x" * 300}
+    assert read_config(text := encode(json.dumps(config))) == config
+    assert find_config({"args": None, "config": text, "config_params": None}) == (config, False)
+
+
+@pytest.mark.parametrize("given", ["missing.json", "{", '["zero"]', 5, None])
+def test_what_is_no_config_is_none(given):
+    assert read_config(given) is None
+
+
+def test_a_config_file_with_comments_is_read_as_deepspeed_does(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text('{\n  // fits on two cards\n  "zero_optimization": {"stage": 2},\n}\n')
+    given = {"args": None, "config": str(file), "config_params": None}
+    assert find_config(given) == ({"zero_optimization": {"stage": 2}}, True)
