@@ -52,6 +52,10 @@ class EngineConfig:
             completed.pop("optimizer", None)
         return completed
 
+    def for_frozen_model(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The config of an engine that has nothing to train."""
+        return dict(config)
+
     def own_part(self, config: Mapping[str, Any], *, from_file: bool) -> dict[str, Any]:
         """The part of the engine's config that is the script's own, not filled in through `{ds_config}`.
 
@@ -104,6 +108,14 @@ class LibraryConfig(EngineConfig):
         """The config for the library in place of the script's, which is remembered."""
         self.given = given
         return merge(strip_rung_keys(given), self.chosen)
+
+    def for_frozen_model(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Stages 1 and 2 need an optimizer: the script's own stage 3 takes their place, or none."""
+        if get_key(config, f"{_ZERO}.stage") not in (1, 2):
+            return dict(config)
+        own = get_key(self.given or {}, _ZERO) or {}
+        kept = {key: value for key, value in own.items() if value != "auto"} if own.get("stage") == 3 else {"stage": 0}
+        return {**config, _ZERO: kept}
 
     def _complete(self, config: Mapping[str, Any]) -> dict[str, Any]:
         wanted, enabled = enabled_half_precision(self.job.ds_config), enabled_half_precision(config)

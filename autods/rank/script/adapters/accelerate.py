@@ -18,7 +18,7 @@ from ..policy import Injection
 
 _DUMMY_OPTIMIZER = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
 _PLUGIN = declare("accelerate.utils.DeepSpeedPlugin.__post_init__", "the plugin gets the chosen config")
-_PREPARE = declare("accelerate.Accelerator._prepare_deepspeed", "a DummyOptim is seen before the engine is made")
+_PREPARE = declare("accelerate.Accelerator._prepare_deepspeed", "the plugin of this model and a DummyOptim are seen")
 _HALVE_BATCH = declare(
     "accelerate.utils.memory.should_reduce_batch_size", "an out-of-memory ends the script, not half of its batch"
 )
@@ -34,8 +34,7 @@ def install(injection: Injection) -> None:
 
 def _install_patches(injection: Injection, config: LibraryConfig) -> None:
     _PLUGIN.wrap(_fill_plugin, config)
-    if injection.job.stops_at_engine:
-        _PREPARE.wrap(_name_dummy_optimizer, config)
+    _PREPARE.wrap(_prepare, config)
     injection.skip("accelerate.Accelerator", "save_state", folder="output_dir")
     injection.skip("accelerate.Accelerator", "save_model", folder="save_directory")
     injection.skip("accelerate.Accelerator", "init_trackers", "log")
@@ -54,17 +53,30 @@ def _fill_plugin(config: LibraryConfig, original: Any, plugin: Any, /, *args: An
         if plugin.gradient_clipping is not None:
             users.setdefault("gradient_clipping", plugin.gradient_clipping)
         plugin.hf_ds_config = config.replace(users)
+        plugin.autods_given = users
     original(plugin, *args, **kwargs)
 
 
-def _name_dummy_optimizer(config: LibraryConfig, original: Any, accelerator: Any, /, *args: Any) -> Any:
-    """In a survey, let the config name an optimizer for a script that gives a DummyOptim."""
-    from accelerate.utils import DummyOptim
+def _prepare(config: LibraryConfig, original: Any, accelerator: Any, /, *args: Any) -> Any:
+    """A script may have a plugin for each of its models, and one that trains nothing needs no optimizer.
 
-    plugins = accelerator.deepspeed_plugin.deepspeed_config
-    if any(isinstance(argument, DummyOptim) for argument in args) and "optimizer" not in plugins:
-        plugins["optimizer"] = copy.deepcopy(_DUMMY_OPTIMIZER)
-        config.given = {**(config.given or {}), "optimizer": _DUMMY_OPTIMIZER}
+    In a survey, the config names an optimizer for a script that gives a DummyOptim.
+    """
+    from accelerate.utils import DummyOptim
+    from torch.optim import Optimizer
+
+    plugin = accelerator.deepspeed_plugin
+    config.given = given = getattr(plugin, "autods_given", config.given)
+    if not any(isinstance(argument, DummyOptim | Optimizer) for argument in args):
+        if "optimizer" not in (given or {}):
+            plugin.deepspeed_config.pop("optimizer", None)
+    elif (
+        config.job.stops_at_engine
+        and any(isinstance(argument, DummyOptim) for argument in args)
+        and "optimizer" not in plugin.deepspeed_config
+    ):
+        plugin.deepspeed_config["optimizer"] = copy.deepcopy(_DUMMY_OPTIMIZER)
+        config.given = {**(given or {}), "optimizer": _DUMMY_OPTIMIZER}
     return original(accelerator, *args)
 
 

@@ -186,7 +186,7 @@ def _initialize(injection: Injection, original: Any, /, *args: Any, **kwargs: An
     has_optimizer = arguments["optimizer"] is not None
     if config is not None and not has_optimizer and not arguments["model_parameters"] and "optimizer" not in config:
         # Nothing to train with: the engine serves a frozen model, such as a reference or a teacher.
-        set_config(arguments, policy.adapt_config(config))
+        set_config(arguments, policy.adapt_config(injection.config.for_frozen_model(config)))
         return _refuse_training(original(*bound.args, **bound.kwargs), policy, find_caller())
     if policy.engine is not None:
         raise script_error(

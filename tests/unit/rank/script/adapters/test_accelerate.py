@@ -1,0 +1,60 @@
+"""Accelerate's plugins, of which a script may have one for each of its models."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import DummyOptim
+
+from autods.rank.script.adapters.accelerate import _fill_plugin, _prepare
+from autods.rank.script.engine_config import LibraryConfig
+from tests.support.script_trials import script_job
+
+CHOSEN = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
+STUDENT = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW"}, "gradient_clipping": 0.5}
+TEACHER = {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "offload_param": {"device": "cpu"}}}
+
+
+@pytest.fixture
+def config() -> LibraryConfig:
+    return LibraryConfig(script_job(ds_config=CHOSEN, micro_batch=1, accumulation=1))
+
+
+def make_plugin(config: LibraryConfig, given: Any) -> Any:
+    """A DeepSpeedPlugin, as far as it is filled and read."""
+    plugin = SimpleNamespace(hf_ds_config=given, gradient_clipping=None)
+    _fill_plugin(config, lambda plugin: None, plugin)
+    plugin.deepspeed_config = plugin.hf_ds_config
+    return plugin
+
+
+def prepare(config: LibraryConfig, plugin: Any, *args: Any) -> dict[str, Any]:
+    """The config that the plugin has when accelerate makes the engine."""
+    prepared: dict[str, Any] = _prepare(
+        config, lambda accelerator, *args: plugin.deepspeed_config, SimpleNamespace(deepspeed_plugin=plugin), *args
+    )
+    return prepared
+
+
+def test_each_model_has_the_config_of_its_plugin(config: LibraryConfig) -> None:
+    student, teacher = make_plugin(config, STUDENT), make_plugin(config, TEACHER)
+    prepare(config, student, torch.nn.Linear(1, 1), DummyOptim([]))
+    assert config.given == STUDENT
+    prepare(config, teacher, torch.nn.Linear(1, 1))
+    assert config.given == TEACHER
+
+
+def test_a_model_that_is_only_evaluated_needs_no_optimizer(config: LibraryConfig) -> None:
+    make_plugin(config, STUDENT)
+    frozen = prepare(config, make_plugin(config, TEACHER), torch.nn.Linear(1, 1))
+    assert "optimizer" not in frozen
+    assert config.for_frozen_model(frozen)["zero_optimization"] == {"stage": 3, "offload_param": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize(("stage", "frozen"), [(0, 0), (1, 0), (2, 0), (3, 3)])
+def test_a_frozen_model_without_a_stage_of_its_own_is_whole(config: LibraryConfig, stage: int, frozen: int) -> None:
+    config.given = {"zero_optimization": {"stage": 2}}
+    assert config.for_frozen_model({"zero_optimization": {"stage": stage}})["zero_optimization"] == {"stage": frozen}
