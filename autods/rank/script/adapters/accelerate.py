@@ -48,13 +48,20 @@ def _fill_plugin(config: LibraryConfig, original: Any, plugin: Any, /, *args: An
     given = plugin.hf_ds_config
     if given is None:
         given = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-    users = read_config(getattr(given, "config", given)) if given not in (None, "none") else {}
+    users = read_config(getattr(given, "config", given)) if given not in (None, "none") else _make_config(plugin)
     if users is not None:
-        if plugin.gradient_clipping is not None:
-            users.setdefault("gradient_clipping", plugin.gradient_clipping)
         plugin.hf_ds_config = config.replace(users)
         plugin.autods_given = users
     original(plugin, *args, **kwargs)
+
+
+def _make_config(plugin: Any) -> dict[str, Any]:
+    """What accelerate trains with where the script gives no config: only there does the plugin's clipping count."""
+    clipping = plugin.gradient_clipping
+    if clipping is None:
+        clipping = os.environ.get("ACCELERATE_GRADIENT_CLIPPING", "auto")
+    clips_at = 1.0 if clipping == "auto" else float(clipping)  # its own default; it leaves a 0 out
+    return {"gradient_clipping": clips_at} if clips_at else {}
 
 
 def _prepare(config: LibraryConfig, original: Any, accelerator: Any, /, *args: Any) -> Any:

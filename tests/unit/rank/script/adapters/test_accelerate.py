@@ -23,9 +23,9 @@ def config() -> LibraryConfig:
     return LibraryConfig(script_job(ds_config=CHOSEN, micro_batch=1, accumulation=1))
 
 
-def make_plugin(config: LibraryConfig, given: Any) -> Any:
+def make_plugin(config: LibraryConfig, given: Any, clipping: float | None = None) -> Any:
     """A DeepSpeedPlugin, as far as it is filled and read."""
-    plugin = SimpleNamespace(hf_ds_config=given, gradient_clipping=None)
+    plugin = SimpleNamespace(hf_ds_config=given, gradient_clipping=clipping)
     _fill_plugin(config, lambda plugin: None, plugin)
     plugin.deepspeed_config = plugin.hf_ds_config
     return plugin
@@ -58,3 +58,24 @@ def test_a_model_that_is_only_evaluated_needs_no_optimizer(config: LibraryConfig
 def test_a_frozen_model_without_a_stage_of_its_own_is_whole(config: LibraryConfig, stage: int, frozen: int) -> None:
     config.given = {"zero_optimization": {"stage": 2}}
     assert config.for_frozen_model({"zero_optimization": {"stage": stage}})["zero_optimization"] == {"stage": frozen}
+
+
+@pytest.mark.parametrize(
+    ("given", "clipping", "variable", "clips_at"),
+    [
+        (None, None, None, 1.0),
+        (None, None, "0.5", 0.5),
+        (None, 0.3, "0.5", 0.3),
+        (None, 0.0, None, None),
+        ({"gradient_clipping": "auto"}, 0.3, None, "auto"),
+        ({"zero_optimization": {"stage": 2}}, 0.3, "0.5", None),
+    ],
+)
+def test_gradients_are_clipped_as_accelerate_does(
+    config: LibraryConfig, monkeypatch: Any, given: Any, clipping: Any, variable: Any, clips_at: Any
+) -> None:
+    monkeypatch.delenv("ACCELERATE_GRADIENT_CLIPPING", raising=False)
+    if variable:
+        monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", variable)
+    plugin = make_plugin(config, given, clipping)
+    assert plugin.deepspeed_config.get("gradient_clipping") == clips_at
