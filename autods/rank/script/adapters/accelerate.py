@@ -34,7 +34,7 @@ def install(injection: Injection) -> None:
 
 def _install_patches(injection: Injection, config: LibraryConfig) -> None:
     _PLUGIN.wrap(_fill_plugin, config)
-    _PREPARE.wrap(_prepare, config)
+    _PREPARE.wrap(_prepare, injection, config)
     injection.skip("accelerate.Accelerator", "save_state", folder="output_dir")
     injection.skip("accelerate.Accelerator", "save_model", folder="save_directory")
     injection.skip("accelerate.Accelerator", "init_trackers", "log")
@@ -64,7 +64,7 @@ def _make_config(plugin: Any) -> dict[str, Any]:
     return {"gradient_clipping": clips_at} if clips_at else {}
 
 
-def _prepare(config: LibraryConfig, original: Any, accelerator: Any, /, *args: Any) -> Any:
+def _prepare(injection: Injection, config: LibraryConfig, original: Any, accelerator: Any, /, *args: Any) -> Any:
     """A script may have a plugin for each of its models, and one that trains nothing needs no optimizer.
 
     In a survey, the config names an optimizer for a script that gives a DummyOptim.
@@ -72,6 +72,7 @@ def _prepare(config: LibraryConfig, original: Any, accelerator: Any, /, *args: A
     from accelerate.utils import DummyOptim
     from torch.optim import Optimizer
 
+    _warn_of_accumulation(injection, accelerator.gradient_accumulation_steps)
     plugin = accelerator.deepspeed_plugin
     config.given = given = getattr(plugin, "autods_given", config.given)
     if not any(isinstance(argument, DummyOptim | Optimizer) for argument in args):
@@ -85,6 +86,20 @@ def _prepare(config: LibraryConfig, original: Any, accelerator: Any, /, *args: A
         plugin.deepspeed_config["optimizer"] = copy.deepcopy(_DUMMY_OPTIMIZER)
         config.given = {**(given or {}), "optimizer": _DUMMY_OPTIMIZER}
     return original(accelerator, *args)
+
+
+def _warn_of_accumulation(injection: Injection, steps: int) -> None:
+    """Say where the script counts its steps by another accumulation: accelerate goes by that of the config."""
+    if steps in (1, injection.job.accumulation):
+        return
+    warning = (
+        f"its Accelerator has gradient_accumulation_steps={steps}, and its config decides: a schedule or a number of "
+        "steps that the script computes from its own is another; let it take {gradient_accumulation_steps} after --"
+    )
+    if injection.policy.host is not None:
+        injection.policy.host.note(f"warning: {warning}")
+    elif warning not in injection.warnings:
+        injection.warnings.append(warning)
 
 
 def _choose_backend(backend: str, original: Any, state: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -33,8 +33,14 @@ def make_plugin(config: LibraryConfig, given: Any, clipping: float | None = None
 
 def prepare(config: LibraryConfig, plugin: Any, *args: Any) -> dict[str, Any]:
     """The config that the plugin has when accelerate makes the engine."""
+    return prepare_by(SimpleNamespace(job=config.job), config, plugin, 1, *args)
+
+
+def prepare_by(injection: Any, config: LibraryConfig, plugin: Any, steps: int, *args: Any) -> dict[str, Any]:
+    """The same where the Accelerator accumulates so many micro batches."""
+    accelerator = SimpleNamespace(deepspeed_plugin=plugin, gradient_accumulation_steps=steps)
     prepared: dict[str, Any] = _prepare(
-        config, lambda accelerator, *args: plugin.deepspeed_config, SimpleNamespace(deepspeed_plugin=plugin), *args
+        injection, config, lambda accelerator, *args: plugin.deepspeed_config, accelerator, *args
     )
     return prepared
 
@@ -79,3 +85,14 @@ def test_gradients_are_clipped_as_accelerate_does(
         monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", variable)
     plugin = make_plugin(config, given, clipping)
     assert plugin.deepspeed_config.get("gradient_clipping") == clips_at
+
+
+@pytest.mark.parametrize(("steps", "warned"), [(1, 0), (2, 0), (4, 1)])
+@pytest.mark.parametrize("in_run", [False, True])
+def test_a_script_with_another_accumulation_is_warned(steps: int, warned: int, in_run: bool) -> None:
+    job = script_job(ds_config=CHOSEN, micro_batch=1, accumulation=2)
+    config, warnings = LibraryConfig(job), list[str]()
+    host = SimpleNamespace(note=warnings.append) if in_run else None
+    injection = SimpleNamespace(job=job, warnings=warnings, policy=SimpleNamespace(host=host))
+    prepare_by(injection, config, make_plugin(config, STUDENT), steps, DummyOptim([]))
+    assert len(warnings) == warned
