@@ -17,6 +17,9 @@ _SLOW_SWITCHES = {
     "flops_profiler.enabled": "it turns wall_clock_breakdown on, which waits for the GPU several times a step",
 }
 _DYNAMIC_SCALE = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
+_WITHOUT_SCATTER = {
+    "optimizer.type": "Muon", "prescale_gradients": "it", "gradient_predivide_factor": "a factor other than 1",
+}  # fmt: skip
 _ONLY_NVME = (
     "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write", "fast_init",
 )  # fmt: skip
@@ -42,6 +45,9 @@ def find_contradictions(question: Question) -> Iterator[Problem]:
         yield error(f"{ZERO}.offload_optimizer.device", problem, "take cpu, or stage 3")
     if question.get(f"{ZERO}.zero_quantized_weights") is True and question.get("torch_autocast.enabled") is True:
         yield error(f"{ZERO}.zero_quantized_weights", "torch_autocast rules it out", "leave one of them out")
+    if question.zero.get("reduce_scatter") is not False and (key := _find_key_without_scatter(question)) is not None:
+        problem = f"stage {question.stage} refuses {_WITHOUT_SCATTER[key]} with reduce_scatter, which is on"
+        yield error(key, problem, f'write "reduce_scatter": false in "{ZERO}"')
     optimizer, schedule = question.get("optimizer.type"), question.get("scheduler.type")
     if not question.installed.has_optimizer:
         problem = f"neither DeepSpeed nor torch.optim has {optimizer!r}"
@@ -56,6 +62,18 @@ def find_contradictions(question: Question) -> Iterator[Problem]:
     if isinstance(warm, int) and isinstance(total, int) and warm >= total:
         problem = f"the warm-up ({warm}) is as long as the training ({total})"
         yield error("scheduler.params.warmup_num_steps", problem)
+
+
+def _find_key_without_scatter(question: Question) -> str | None:
+    """Return the key that DeepSpeed refuses at this stage unless reduce_scatter is off; None without one."""
+    if question.stage == 3 and str(question.get("optimizer.type")).lower() == "muon":
+        return "optimizer.type"
+    if question.stage < 2 or str(question.config.get("gradient_allreduce_op")).lower() == "sum":
+        return None
+    if question.config.get("prescale_gradients") is True:
+        return "prescale_gradients"
+    factor = question.config.get("gradient_predivide_factor")
+    return "gradient_predivide_factor" if is_number(factor) and factor != 1 else None
 
 
 def find_ignored(question: Question) -> Iterator[Problem]:
@@ -139,7 +157,7 @@ def find_harmful(question: Question) -> Iterator[Problem]:
     if stage and question.zero.get("contiguous_gradients") is False:
         problem = "gradients of all sizes stay where they appear, which fragments the device's memory"
         yield warning(f"{ZERO}.contiguous_gradients", problem, "leave it true")
-    if stage in (1, 2) and question.zero.get("reduce_scatter") is False:
+    if stage and question.zero.get("reduce_scatter") is False and _find_key_without_scatter(question) is None:
         problem = "each GPU receives all averaged gradients, about twice the bytes"
         yield warning(f"{ZERO}.reduce_scatter", problem, "leave it true")
     for name, problem in _SLOW_SWITCHES.items():

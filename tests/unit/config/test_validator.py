@@ -252,9 +252,32 @@ def test_text_in_place_of_a_value_is_told_the_value() -> None:
 
 def test_keys_that_the_stage_ignores_are_named() -> None:
     ignored = {finding.key for finding in judge(GUIDE) if "ignores it" in finding.problem}
-    assert ignored == {
-        f"zero_optimization.{key}" for key in ("allgather_partitions", "allgather_bucket_size", "reduce_scatter")
-    }
+    assert ignored == {f"zero_optimization.{key}" for key in ("allgather_partitions", "allgather_bucket_size")}
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes", "key"),
+    [
+        (3, {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}, "optimizer.type"),
+        (2, {"prescale_gradients": True}, "prescale_gradients"),
+        (3, {"prescale_gradients": True}, "prescale_gradients"),
+        (3, {"gradient_predivide_factor": 2.0}, "gradient_predivide_factor"),
+    ],
+)
+def test_reduce_scatter_is_off_where_deepspeed_refuses_it(stage: int, changes: dict[str, Any], key: str) -> None:
+    config = {"train_batch_size": 8, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage}, **changes}
+    (problem,) = [each for each in judge(config) if each.severity == "error"]
+    assert (problem.key, problem.hint) == (key, 'write "reduce_scatter": false in "zero_optimization"')
+    off = judge(merge(config, {"zero_optimization": {"reduce_scatter": False}}))
+    assert not [each for each in off if each.severity == "error" or each.key.endswith("reduce_scatter")]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_each_stage_sends_more_without_reduce_scatter(stage: int) -> None:
+    zero = {"stage": stage, "reduce_scatter": False}
+    found = judge({"train_batch_size": 8, "bf16": {"enabled": True}, "zero_optimization": zero})
+    (about,) = [each for each in found if each.key == "zero_optimization.reduce_scatter"]
+    assert (about.severity, about.hint) == ("warning", "leave it true")
 
 
 def test_keys_that_another_one_turns_off_are_named() -> None:

@@ -62,7 +62,8 @@ def test_pin_memory_without_offload_is_one_cell_and_says_so(tmp_path: Path) -> N
     ("key", "rungs", "heeded"),
     [
         ("stage3_max_live_parameters", "zero2,zero3", [False, True]),
-        ("reduce_scatter", "zero2,zero3", [True, False]),
+        ("reduce_scatter", "zero2,zero3", [True, True]),
+        ("round_robin_gradients", "zero2,zero3", [True, False]),
         ("allgather_partitions", "zero1,zero3", [True, False]),
         ("reduce_bucket_size", "ddp,zero1,zero3", [False, True, True]),
         ("offload_optimizer.ratio", "zero3,zero3-offload", [False, True]),
