@@ -66,7 +66,7 @@ _ARGUMENT_NAMES = {
 }  # fmt: skip
 _OF_ARGUMENTS = ("deepspeed", "output_dir", "per_device_train_batch_size")  # no DeepSpeed config has them
 _OF_DEEPSPEED = ("zero_optimization", *BATCH_KEYS[:2])  # no library's arguments have them
-# ms-swift's names for files of its package, below a folder ds_config (its train_args.py).
+# ms-swift's names for files of its package, in a folder config, or ds_config in older ones (its sft_args.py).
 _CONFIGS_OF_SWIFT = ("zero0", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload")
 
 
@@ -271,7 +271,7 @@ def _read_named(field: str, named: Any, path: Path, read_json: ReadConfig) -> di
     files = [each for each in (file, path.parent / file) if os.path.exists(each)]
     if not files and named in _CONFIGS_OF_SWIFT:
         files = _find_configs_of_swift(named)
-        hint = f"it is ms-swift's own name: install that here, or name its file, ds_config/{named}.json"
+        hint = f"it is ms-swift's own name: install that here, or name its file, config/{named}.json"
     else:
         hint = "give its path from here, or from the folder of that file"
     if not files:
@@ -283,4 +283,4 @@ def _find_configs_of_swift(name: str) -> list[Path]:
     """Return the files that ms-swift means by this name; none where it is not installed."""
     spec = importlib.util.find_spec("swift")
     folders = (spec.submodule_search_locations or ()) if spec is not None else ()
-    return [file for folder in folders for file in sorted(Path(folder).rglob(f"ds_config/{name}.json"))]
+    return [file for folder in folders for file in sorted(Path(folder).rglob(f"*config/{name}.json"))]

@@ -210,8 +210,9 @@ def test_training_arguments_may_be_yaml_and_name_a_file(tmp_path: Path) -> None:
     assert (config["train_micro_batch_size_per_gpu"], "bf16" in config) == (3, False)
 
 
-def test_ms_swifts_names_are_files_of_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "swift" / "llm" / "ds_config"
+@pytest.mark.parametrize("place", ["llm/ds_config", "config"])  # of an older one, and of 4.6
+def test_ms_swifts_names_are_files_of_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    folder = tmp_path / "swift" / place
     folder.mkdir(parents=True)
     (tmp_path / "swift" / "__init__.py").write_text("raise SystemExit('it is found, not imported')")
     (folder / "zero2.json").write_text('{"zero_optimization": {"stage": 2}}')
