@@ -167,7 +167,8 @@ def find_harmful(question: Question) -> Iterator[Problem]:
     is_fp32 = enabled_half_precision(question.config) is None and True not in halves and "auto" not in halves
     if is_fp32 and not question.on_cpu:  # a processor without AVX-512 multiplies bf16 more slowly
         problem = "no half precision is enabled: in fp32 activations take twice the memory, and GPUs are slower"
-        yield warning("bf16", problem, 'give "bf16": {"enabled": true}')
+        hint = 'give "bf16": {"enabled": true}; in a file of accelerate\'s, mixed_precision: bf16'
+        yield warning("bf16", problem, hint)
     if stage == 0 and ZERO in question.config and not question.is_stage_open:
         yield note(f"{ZERO}.stage", "stage 0 is plain data parallelism: every GPU holds all states")
     clips_at = question.installed.defaults.get("gradient_clipping")

@@ -75,8 +75,8 @@ _DECIDED_BY_TRIALS = {
 _AUTO_SECTIONS = ("optimizer.params", "scheduler.params", "bf16", "fp16")
 # Names that other libraries, or earlier releases, have for a key. They look nothing like it.
 _CALLED_ELSEWHERE = {
-    "aio.thread_count": "intra_op_parallelism", "optimizer.params.learning_rate": "lr",
-    "optimizer.params.epsilon": "eps", "optimizer.params.adam_epsilon": "eps",
+    "aio.thread_count": "intra_op_parallelism", "comms_config": "comms_logger", "wandb.entity": "team",
+    "optimizer.params.learning_rate": "lr", "optimizer.params.epsilon": "eps", "optimizer.params.adam_epsilon": "eps",
     "scheduler.params.num_training_steps": "total_num_steps", "scheduler.params.num_warmup_steps": "warmup_num_steps",
     "scheduler.params.warmup_steps": "warmup_num_steps",
 }  # fmt: skip
@@ -297,7 +297,9 @@ def find_unknown(question: Question) -> Iterator[Problem]:
             place, _, key = other.rpartition(".")
             meant = f'{_MEANT} "{key}" in "{place}"?'
         elif isinstance(inside := question.get(name), Mapping) and not section and set(inside) & set(sections[""]):
-            meant = "its keys belong at the top"
+            at_top = [f'"{key}"' for key in inside if key in sections[""]]
+            whose = "its keys belong" if len(at_top) == len(inside) else f"of its keys only {', '.join(at_top)} belong"
+            meant = f"{whose} at the top"
         elif (left := left - 1) >= 0 and (near := _find_near(last, sections[section], section)):
             meant = f'{_MEANT} "{near}"?'
         if section in installed.strict:

@@ -288,6 +288,12 @@ def test_keys_that_another_one_turns_off_are_named() -> None:
     assert "zero_optimization.offload_optimizer.buffer_count" in {finding.key for finding in found}
 
 
+def test_the_way_out_of_fp32_is_one_that_accelerate_reads_too() -> None:
+    (about,) = [each for each in judge({"train_batch_size": 8}) if each.key == "bf16"]
+    assert '"bf16": {"enabled": true}' in about.hint  # accelerate refuses that key in its own file
+    assert "mixed_precision: bf16" in about.hint
+
+
 def test_a_default_that_surprises_is_told() -> None:
     config = {key: value for key, value in PRETRAINING.items() if key != "gradient_clipping"}
     (about,) = [finding for finding in judge(config) if finding.key == "gradient_clipping"]
@@ -474,6 +480,9 @@ def test_keys_of_features_that_no_fit_chooses_have_a_meaning() -> None:
         ("offload_param_device", "cpu", 'did you mean "device" in "zero_optimization.offload_param"?'),
         ("zero_optimization.gradient_clipping", 1.0, "it belongs at the top"),
         ("config_params", {"bf16": {"enabled": True}}, "its keys belong at the top"),
+        ("monitoring", {"enabled": True, "csv_monitor": {}}, 'of its keys only "csv_monitor" belong at the top'),
+        ("comms_config", {"verbose": False}, 'did you mean "comms_logger"?'),
+        ("wandb.entity", "a-team", 'did you mean "team"?'),
         ("weight_quantization.bits", 8, "leave it out"),
         ("autotuning.tuner_types", "random", 'did you mean "tuner_type"?'),
         ("data_efficiency.data_sample", {"enabled": True}, 'did you mean "data_sampling"?'),
