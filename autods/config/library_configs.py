@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
@@ -45,6 +46,7 @@ _TOP_FIELDS = ("deepspeed_config", "distributed_type", "mixed_precision", "num_m
 _SPELLING = 0.8  # likeness of a misspelt field
 _HALVES = {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}  # FP8 is inside bf16's autocast (set_mixed_precision)
 _PRECISIONS = ("no", *_HALVES)  # accelerate's PrecisionType
+_EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$")  # a number to OmegaConf, and in JSON
 _WORDS = {"true": True, "false": False}  # the questions of `accelerate config` are answered by text
 # Keys that the Trainer fills in, and refuses where they are another value than its argument, which has this default
 # (transformers/integrations/deepspeed.py, training_args.py).
@@ -80,25 +82,40 @@ def read_yaml_config(path: Path, read_json: ReadConfig) -> dict[str, Any]:
 
     `read_json` reads the file that is named. Raises InputError for a file of none of them, or without DeepSpeed.
     """
+    content = _load_yaml(path)
+    if isinstance(content, dict) and is_of_accelerate(content):
+        return make_accelerates_config(content, path, read_json)
+    if isinstance(content, dict) and are_training_arguments(content):
+        content = _load_yaml(path, as_hydra=True) if _is_of_a_script(content) else content
+        return fill_in_arguments(content, path, read_json)
+    if isinstance(content, dict) and any(name in content for name in _OF_DEEPSPEED):
+        config: dict[str, Any] = _load_yaml(path, as_hydra=True)
+        return config
+    hint = "give accelerate's YAML with a deepspeed_config, or DeepSpeed's config as JSON or YAML"
+    raise InputError("has neither a deepspeed_config of accelerate nor keys of DeepSpeed", place=str(path), hint=hint)
+
+
+def _load_yaml(path: Path, *, as_hydra: bool = False) -> Any:
+    """Return the content of a YAML file as JSON has it. Raises InputError.
+
+    PyYAML, which accelerate and the Trainer use, reads 5e8 as text; `as_hydra` reads it as a number.
+    """
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        pass
+
+    if as_hydra:
+        Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
     try:
-        read = yaml.safe_load(read_text(path, most=LARGEST_CONFIG))
-        content = json.loads(json.dumps(read, allow_nan=False, default=str))  # a date is text
+        read = yaml.load(read_text(path, most=LARGEST_CONFIG), Loader)
+        return json.loads(json.dumps(read, allow_nan=False, default=str))  # a date is text
     except (yaml.YAMLError, RecursionError, ValueError, TypeError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark is not None else str(path)
         raise InputError(
             f"is not YAML: {getattr(error, 'problem', None) or type(error).__name__}", place=place
         ) from None
-    if isinstance(content, dict) and is_of_accelerate(content):
-        return make_accelerates_config(content, path, read_json)
-    if isinstance(content, dict) and are_training_arguments(content):
-        return fill_in_arguments(content, path, read_json)
-    if isinstance(content, dict) and any(name in content for name in _OF_DEEPSPEED):
-        return content
-    hint = "give accelerate's YAML with a deepspeed_config, or DeepSpeed's config as JSON or YAML"
-    raise InputError("has neither a deepspeed_config of accelerate nor keys of DeepSpeed", place=str(path), hint=hint)
 
 
 def is_of_accelerate(content: Mapping[str, Any]) -> bool:
@@ -203,6 +220,11 @@ def are_training_arguments(content: Mapping[str, Any]) -> bool:
     return any(name in content for name in _OF_ARGUMENTS)
 
 
+def _is_of_a_script(content: Mapping[str, Any]) -> bool:
+    """Whether `deepspeed` is a section of a script's own file, beside no argument of the Trainer's."""
+    return isinstance(content.get("deepspeed"), Mapping) and not _ARGUMENT_NAMES & set(content)
+
+
 def fill_in_arguments(content: Mapping[str, Any], path: Path, read_json: ReadConfig) -> dict[str, Any]:
     """Return the DeepSpeed config that the arguments name or hold, with "auto" as the Trainer fills it in.
 
@@ -216,8 +238,8 @@ def fill_in_arguments(content: Mapping[str, Any], path: Path, read_json: ReadCon
     if not named:
         hint = 'add "deepspeed": "ds_config.json" to them, or give that file'
         raise InputError("are TrainingArguments that name no DeepSpeed config", place=str(path), hint=hint)
-    if isinstance(named, Mapping) and not _ARGUMENT_NAMES & set(content):
-        return dict(named)  # a section of a script's own file
+    if isinstance(named, Mapping) and _is_of_a_script(content):
+        return dict(named)
     config = dict(named) if isinstance(named, Mapping) else _read_named("deepspeed", named, path, read_json)
     config = _fill_in_plugin(config)
     arguments = {_OTHER_NAMES.get(name, name): _as_number(value) for name, value in content.items()}

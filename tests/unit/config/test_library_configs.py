@@ -210,6 +210,21 @@ def test_training_arguments_may_be_yaml_and_name_a_file(tmp_path: Path) -> None:
     assert (config["train_micro_batch_size_per_gpu"], "bf16" in config) == (3, False)
 
 
+@pytest.mark.parametrize(
+    ("text", "is_number"),
+    [
+        ("train_batch_size: 8\nzero_optimization: {reduce_bucket_size: 5e8}", True),  # as OmegaConf reads it
+        ("deepspeed: {zero_optimization: {reduce_bucket_size: 5.0E8}}", True),
+        ('train_batch_size: 8\nzero_optimization: {reduce_bucket_size: "5e8"}', False),
+        ("output_dir: out\ndeepspeed: {zero_optimization: {reduce_bucket_size: 5e8}}", False),  # by PyYAML
+    ],
+)
+def test_a_power_of_ten_is_a_number_where_hydra_reads_the_file(tmp_path: Path, text: str, is_number: bool) -> None:
+    (tmp_path / "ds.yaml").write_text(text)
+    size = read_base_config(tmp_path / "ds.yaml")["zero_optimization"]["reduce_bucket_size"]
+    assert size == (500_000_000 if is_number else "5e8")
+
+
 @pytest.mark.parametrize("place", ["llm/ds_config", "config"])  # of an older one, and of 4.6
 def test_ms_swifts_names_are_files_of_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     folder = tmp_path / "swift" / place
