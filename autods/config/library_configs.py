@@ -102,13 +102,11 @@ def _load_yaml(path: Path, *, as_hydra: bool = False) -> Any:
     """
     import yaml
 
-    class Loader(yaml.SafeLoader):
-        pass
-
+    loader: Any = type("Loader", (yaml.SafeLoader,), {})  # a class of its own, which alone reads numbers so
     if as_hydra:
-        Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
+        loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
     try:
-        read = yaml.load(read_text(path, most=LARGEST_CONFIG), Loader)
+        read = yaml.load(read_text(path, most=LARGEST_CONFIG), loader)
         return json.loads(json.dumps(read, allow_nan=False, default=str))  # a date is text
     except (yaml.YAMLError, RecursionError, ValueError, TypeError) as error:
         mark = getattr(error, "problem_mark", None)
