@@ -52,8 +52,12 @@ def find_contradictions(question: Question) -> Iterator[Problem]:
     if not question.installed.has_optimizer:
         problem = f"neither DeepSpeed nor torch.optim has {optimizer!r}"
         yield error("optimizer.type", problem, 'write the name of one of theirs, such as "AdamW"')
+    of_deepspeed = f"write the name of one of DeepSpeed's: {', '.join(question.installed.schedules)}"
     if schedule is not None and question.installed.schedule_arguments is None:
-        yield error("scheduler.type", f"DeepSpeed has no schedule {schedule!r}")
+        yield error("scheduler.type", f"neither DeepSpeed nor torch has the schedule {schedule!r}", of_deepspeed)
+    wraps = question.stage or enabled_half_precision(question.config)  # torch asks for an optimizer of its own
+    if wraps and question.installed.schedule_arguments is not None and schedule not in question.installed.schedules:
+        yield error("scheduler.type", "torch's schedules refuse the optimizer of ZeRO or half precision", of_deepspeed)
     lr, top = question.get("optimizer.params.lr"), question.get("scheduler.params.warmup_max_lr")
     if isinstance(lr, int | float) and isinstance(top, int | float) and lr != top:
         problem = f"the schedule goes to {top}, whatever optimizer.params.lr ({lr}) says"

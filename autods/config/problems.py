@@ -36,9 +36,9 @@ class InstalledKeys:
     `defaults` has every dotted key that it reads, such as 'zero_optimization.stage'; its value is None where nothing is
     set, or where DeepSpeed does not say. `strict` are the sections in which it refuses unknown keys. `replaced` maps
     deprecated keys to their successors. `complaints` are pairs of a dotted key and what DeepSpeed says against it.
-    `schedule_arguments` are those of the config's learning-rate schedule; None where DeepSpeed has none of that name.
-    `has_optimizer` is False where neither DeepSpeed nor torch has the config's optimizer. `optimizers` and `schedules`
-    are the names of DeepSpeed's own.
+    `schedule_arguments` are those of the config's learning-rate schedule; None where neither DeepSpeed nor
+    torch has one of that name. `has_optimizer` is False where neither has the config's optimizer. `optimizers` and
+    `schedules` are the names of DeepSpeed's own.
     """
 
     version: str

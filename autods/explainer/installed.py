@@ -176,12 +176,17 @@ def _find_removed(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _find_schedule_arguments(name: Any) -> tuple[str, ...] | None:
-    """The arguments of a learning-rate schedule of DeepSpeed's, without the optimizer."""
+    """The arguments of a learning-rate schedule of DeepSpeed's or torch's, without the optimizer."""
     from deepspeed.runtime import lr_schedules
+    from torch.optim import lr_scheduler
 
-    if name not in lr_schedules.VALID_LR_SCHEDULES:
-        return None
-    return tuple(inspect.signature(getattr(lr_schedules, name)).parameters)[1:]
+    if name in lr_schedules.VALID_LR_SCHEDULES:
+        schedule = getattr(lr_schedules, name)
+    else:
+        schedule = getattr(lr_scheduler, str(name), None)
+        if not (inspect.isclass(schedule) and issubclass(schedule, lr_scheduler.LRScheduler)):
+            return None
+    return tuple(inspect.signature(schedule).parameters)[1:]
 
 
 def _has_optimizer(name: Any) -> bool:

@@ -294,6 +294,22 @@ def test_the_way_out_of_fp32_is_one_that_accelerate_reads_too() -> None:
     assert "mixed_precision: bf16" in about.hint
 
 
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [  # as the engine of 0.19.8 takes and refuses them
+        ({}, None),
+        ({"bf16": {"enabled": True}}, "torch's schedules refuse the optimizer of ZeRO or half precision"),
+        ({"zero_optimization": {"stage": 1}}, "torch's schedules refuse the optimizer of ZeRO or half precision"),
+        ({"scheduler.type": "LRScheduling"}, "neither DeepSpeed nor torch has the schedule 'LRScheduling'"),
+    ],
+)
+def test_torchs_schedules_go_without_zero_and_half_precision(changes: dict[str, Any], problem: str | None) -> None:
+    config = {"train_batch_size": 8, "scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 10}}}
+    for key, value in changes.items():
+        config = merge(config, nest_key(key, value))
+    assert errors(config) == ({} if problem is None else {"scheduler.type": problem})
+
+
 def test_a_default_that_surprises_is_told() -> None:
     config = {key: value for key, value in PRETRAINING.items() if key != "gradient_clipping"}
     (about,) = [finding for finding in judge(config) if finding.key == "gradient_clipping"]
