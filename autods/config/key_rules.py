@@ -188,7 +188,7 @@ def find_ill_typed(question: Question) -> Iterator[Problem]:
             # steps_per_print, and takes true for 1.
             is_taken = is_number(number) and (key != "steps_per_print" or number != 0)
             judge = warning if is_taken or isinstance(number, bool) else error
-            yield judge(key, f'"{key}" is {shorten(number)}; it must be a number{bound}')
+            yield judge(key, f'"{key}" is {shorten(number)}; it must be a number{bound}', _mend_number(question, key))
     for name in question.zero:
         if (other := documented_name(name)) != name and other in question.zero:
             yield error(f"{ZERO}.{name}", f'"{name}" and "{other}" are two names of one key', "keep one of them")

@@ -152,7 +152,8 @@ def _check_section(section: str, model: Any, config: Mapping[str, Any]) -> Itera
     except ValidationError as refused:
         for error in refused.errors():
             if error["type"] != "extra_forbidden":
-                yield ".".join(map(str, (section, *error["loc"]))), error["msg"].removeprefix("Value error, ")
+                said = error["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+                yield ".".join(map(str, (section, *error["loc"]))), said
     except Exception as error:  # a check of the model's own, of any type
         yield section, str(error)
 

@@ -245,9 +245,17 @@ def test_an_unknown_optimizers_arguments_are_not_judged() -> None:
 
 
 def test_text_in_place_of_a_value_is_told_the_value() -> None:
-    found = judge({"train_batch_size": 64, "gradient_accumulation_steps": "8", "fp16": {"enabled": "true"}})
-    hints = {each.key: each.hint for each in found}
+    config = {"train_batch_size": 64, "gradient_accumulation_steps": "8", "fp16": {"enabled": "true"}}
+    optimizer = {"type": "AdamW", "params": {"lr": "1e-4"}}
+    hints = {each.key: each.hint for each in judge({**config, "gradient_clipping": "1.0", "optimizer": optimizer})}
     assert (hints["gradient_accumulation_steps"], hints["fp16.enabled"]) == ("write 8", "write true")
+    assert (hints["gradient_clipping"], hints["optimizer.params.lr"]) == ("write 1", "write 0.0001")
+
+
+def test_a_check_of_deepspeeds_is_told_in_its_own_words() -> None:
+    offload = {"device": "cpu", "ratio": 0.5}
+    found = errors({"train_batch_size": 8, "zero_optimization": {"stage": 2, "offload_optimizer": offload}})
+    assert found["zero_optimization"].startswith("Partial offloading only supported")
 
 
 def test_keys_that_the_stage_ignores_are_named() -> None:
