@@ -13,7 +13,6 @@ _LARGE_BUCKET = 1_000_000_000
 _SLOW_SWITCHES = {
     "wall_clock_breakdown": "it waits for the GPU several times a step",
     "memory_breakdown": "it waits for the GPU several times a step",
-    "comms_logger.enabled": "it waits for the GPU after each collective",
     "flops_profiler.enabled": "it turns wall_clock_breakdown on, which waits for the GPU several times a step",
 }
 _DYNAMIC_SCALE = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
@@ -167,6 +166,11 @@ def find_harmful(question: Question) -> Iterator[Problem]:
     for name, problem in _SLOW_SWITCHES.items():
         if question.get(name) is True:
             yield warning(name, problem, "turn it off for real training")
+    if isinstance(logger := question.config.get("comms_logger"), Mapping):
+        # DeepSpeed asks for the section alone (comm/config.py), and obeys no "enabled" in it.
+        is_on = "" if logger.get("enabled") is True else "DeepSpeed turns it on wherever this section is, and "
+        problem, hint = f"{is_on}it waits for the GPU after each collective", "leave the section out for real training"
+        yield warning("comms_logger.enabled" if "enabled" in logger else "comms_logger", problem, hint)
     halves = [question.get(f"{name}.enabled") for name in (*HALVES, "torch_autocast")]
     is_fp32 = enabled_half_precision(question.config) is None and True not in halves and "auto" not in halves
     if is_fp32 and not question.on_cpu:  # a processor without AVX-512 multiplies bf16 more slowly

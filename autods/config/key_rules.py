@@ -75,7 +75,7 @@ _DECIDED_BY_TRIALS = {
 _AUTO_SECTIONS = ("optimizer.params", "scheduler.params", "bf16", "fp16")
 # Names that other libraries, or earlier releases, have for a key. They look nothing like it.
 _CALLED_ELSEWHERE = {
-    "aio.thread_count": "intra_op_parallelism", "comms_config": "comms_logger", "wandb.entity": "team",
+    "aio.thread_count": "intra_op_parallelism", "wandb.entity": "team",
     "optimizer.params.learning_rate": "lr", "optimizer.params.epsilon": "eps", "optimizer.params.adam_epsilon": "eps",
     "scheduler.params.num_training_steps": "total_num_steps", "scheduler.params.num_warmup_steps": "warmup_num_steps",
     "scheduler.params.warmup_steps": "warmup_num_steps",

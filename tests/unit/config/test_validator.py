@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from deepspeed.comm.config import DeepSpeedCommsConfig
+from deepspeed.utils.comms_logging import CommsLogger
 
 from autods.config.deepspeed import BATCH_KEYS, merge, nest_key, read_known_keys
 from autods.config.key_rules import find_misspelt_keys
@@ -318,6 +320,16 @@ def test_torchs_schedules_go_without_zero_and_half_precision(changes: dict[str, 
     assert errors(config) == ({} if problem is None else {"scheduler.type": problem})
 
 
+@pytest.mark.parametrize("section", [{}, {"enabled": False}, {"enabled": True}])
+def test_the_comms_logger_is_on_wherever_its_section_is(section: dict[str, Any]) -> None:
+    logger = CommsLogger()
+    logger.configure(DeepSpeedCommsConfig({"comms_logger": section}))
+    assert logger.enabled  # as engines of 0.19.8 configure it
+    (about,) = [each for each in judge({"train_batch_size": 8, "comms_logger": section}) if "comms" in each.key]
+    assert (about.severity, about.hint) == ("warning", "leave the section out for real training")
+    assert ("turns it on" in about.problem) is (section.get("enabled") is not True)
+
+
 def test_a_default_that_surprises_is_told() -> None:
     config = {key: value for key, value in PRETRAINING.items() if key != "gradient_clipping"}
     (about,) = [finding for finding in judge(config) if finding.key == "gradient_clipping"]
@@ -505,7 +517,6 @@ def test_keys_of_features_that_no_fit_chooses_have_a_meaning() -> None:
         ("zero_optimization.gradient_clipping", 1.0, "it belongs at the top"),
         ("config_params", {"bf16": {"enabled": True}}, "its keys belong at the top"),
         ("monitoring", {"enabled": True, "csv_monitor": {}}, 'of its keys only "csv_monitor" belong at the top'),
-        ("comms_config", {"verbose": False}, 'did you mean "comms_logger"?'),
         ("wandb.entity", "a-team", 'did you mean "team"?'),
         ("weight_quantization.bits", 8, "leave it out"),
         ("autotuning.tuner_types", "random", 'did you mean "tuner_type"?'),
