@@ -263,6 +263,9 @@ def test_a_check_of_deepspeeds_is_told_in_its_own_words() -> None:
 def test_keys_that_the_stage_ignores_are_named() -> None:
     ignored = {finding.key for finding in judge(GUIDE) if "ignores it" in finding.problem}
     assert ignored == {f"zero_optimization.{key}" for key in ("allgather_partitions", "allgather_bucket_size")}
+    key = "zero_optimization.zero_quantized_nontrainable_weights"
+    (about,) = [each for each in judge(merge(PRETRAINING, nest_key(key, True))) if each.key == key]
+    assert about.problem == "stage 2 ignores it; it is for stage 3"
 
 
 @pytest.mark.parametrize(
