@@ -734,6 +734,38 @@ def test_a_row_of_a_gpu_that_was_remapped_is_not_the_cause() -> None:
     assert autods.diagnose(f"{noted}{OOM}\n").tier == "device"
 
 
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        "[ 812.100000] pcieport 0000:40:01.0: AER: Corrected error received: 0000:40:01.0",
+        "pcieport 0000:40:01.0: AER: Correctable error message received from 0000:41:00.0",
+        "pcieport 0000:40:01.0: PCIe Bus Error: severity=Corrected, type=Physical Layer, (Receiver ID)",
+        "pcieport 0000:40:01.0:   device [8086:347a] error status/mask=00000001/00002000",
+        "pcieport 0000:40:01.0:    [ 0] RxErr                  (First)",
+        "{3}[Hardware Error]: It has been corrected by h/w and requires no further action",
+        "mce: [Hardware Error]: Machine check events logged",
+        "NVRM: Xid (PCI:0000:1a:00): 145, RLW_CTRL Nonfatal XC0 i0 Link 3 (0x00000004 0x0 0x0 0x0 0x0 0x0)",
+        "NVRM: Xid (PCI:0000:1a:00): 45, pid=812, name=python3, Ch 00000008",
+    ],
+)
+def test_errors_that_hardware_corrected_are_no_cause(harmless: str) -> None:
+    assert autods.diagnose(f"{harmless}\n").kind == "none"
+    assert autods.diagnose(f"{harmless}\n{OOM}\n").tier == "device"
+
+
+@pytest.mark.parametrize(
+    "fatal",
+    [
+        "pcieport 0000:40:01.0: AER: Uncorrected (Fatal) error received: 0000:41:00.0",
+        "mce: [Hardware Error]: CPU 3: Machine Check Exception: 5 Bank 4: be00000000800400",
+        "NVRM: Xid (PCI:0000:1a:00): 149, NETIR_LINK_EVT Fatal XC0 i0 Link 03 (0x02500100 0x0 0x0 0x0 0x0 0x0)",
+        "NVRM: Xid (PCI:0000:1a:00): 45, pid=812, name=python3, Ch 00000008 caused by previous Xid 149",
+    ],
+)
+def test_errors_that_hardware_did_not_correct_are(fatal: str) -> None:
+    assert autods.diagnose(f"{fatal}\n{OOM}\n").signature == "infrastructure/broken-gpu"
+
+
 TORCHRUN = (
     "Root Cause (first observed failure):\n[0]:\n  rank      : 5 (local_rank: 5)\n  exitcode  : -9 (pid: 4121)\n"
     "  traceback : Signal 9 (SIGKILL) received by PID 4121\n"
