@@ -17,6 +17,9 @@ TRACEBACK = re.compile(r"(?:Original |Remote )?Traceback \(most recent call last
 FRAME = re.compile(r"\s*File \"[^\"]+\", line \d+, in \S+")
 BOXED_FRAME = re.compile(r"[│|] (?:\S+\.py:\d+(?: in\b|\s*[│|]?$)|❱)")  # rich's
 IPYTHON_FRAME = re.compile(r"Cell In ?\[\d+\], line \d+|File \S+\.py:\d+, in |-+> \d+ ")
+# NumPy warns of a module for another NumPy with a stack whose first frame is in the header's line: nothing was raised.
+_WARNING_OF_NUMPY = re.compile(r"A module that was compiled using NumPy 1\.x")
+_STACK_OF_WARNING = re.compile(r":\s*File \"")
 _FOLDED_FRAME = re.compile(r"(?=File \"[^\"]+\", line \d+)")
 _FOLDED_PLACE = re.compile(r"File \"[^\"]+\", line \d+(?:, in \S+)?")
 _FOLDED_END = re.compile(expand(r"(?<!\w)(?<!\w\.)(?:\w+\.)*[A-Z]\w*{exception_suffix}: .*"))
@@ -212,6 +215,7 @@ class Assembler:
     def __init__(self) -> None:
         self._open: dict[Key, _Open] = {}
         self._ignore: set[Key] = set()
+        self._numpy_warned = False
         self._raised_in: dict[Key, int] = {}  # stream → process id, as Ray reports it
         self._raised: dict[Key, Message] = {}  # the last exception of a stream
         self._handled: dict[Key, str] = {}  # what is handled while the next exception of a stream is raised
@@ -239,9 +243,12 @@ class Assembler:
             margin = _margin(before) or (opened.margin if opened is not None else None)
             named = parse_exception_type(before.strip())
             handled = self._handled.pop(key, "")
-            self._open[key] = _Open(line, ignored=key in self._ignore, margin=margin, type=named, handled=handled)
+            is_of_warning = self._numpy_warned and _STACK_OF_WARNING.match(text, header.end()) is not None
+            ignored = is_of_warning or key in self._ignore
+            self._open[key] = _Open(line, ignored=ignored, margin=margin, type=named, handled=handled)
             self._ignore.discard(key)
             return
+        self._numpy_warned = self._numpy_warned or _WARNING_OF_NUMPY.match(text) is not None
         if IGNORED.search(text):
             self._ignore.add(key)
             if opened is None or opened.message is not None:
@@ -267,7 +274,7 @@ class Assembler:
     def finish(self) -> Iterator[Message]:
         """The messages that are still open at the end."""
         for key, opened in list(self._open.items()):
-            if opened.message is None and opened.frames:
+            if opened.message is None and opened.frames and not opened.ignored:
                 name = EXCEPTION.fullmatch(opened.frames[-1])  # it is indented as a frame's code
                 end = opened.frames.pop() if name and len(opened.frames) > 1 else opened.type
                 opened.message = _message(opened.first, "stated", EXCEPTION.match(end), opened.frames)

@@ -766,6 +766,28 @@ def test_errors_that_hardware_did_not_correct_are(fatal: str) -> None:
     assert autods.diagnose(f"{fatal}\n{OOM}\n").signature == "infrastructure/broken-gpu"
 
 
+NUMPY = (
+    "A module that was compiled using NumPy 1.x cannot be run in\nNumPy 2.3.0 as it may crash.\n\n"
+    'Traceback (most recent call last):  File "/env/bin/torchrun", line 8, in <module>\n'
+    "    from torch.distributed.run import main\nAttributeError: _ARRAY_API not found\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("end", "signature"),
+    [
+        (f"{OOM}\n", "device/allocator"),
+        ('Traceback (most recent call last):\n  File "a.py", line 3, in <module>\n    raise ValueError("no split")\n'
+         "ValueError: no split\n", "user_code/any-exception"),
+        ("", "toolchain/warning-of-another-numpy"),
+        ('Traceback (most recent call last):\n  File "a.py", line 3, in <module>\n    import cv2\n'
+         "ImportError: numpy.core.multiarray failed to import\n", "toolchain/shared-library"),
+    ],
+)  # fmt: skip
+def test_numpys_warning_is_the_cause_where_no_other_is(end: str, signature: str) -> None:
+    assert autods.diagnose(NUMPY + end).signature == signature
+
+
 TORCHRUN = (
     "Root Cause (first observed failure):\n[0]:\n  rank      : 5 (local_rank: 5)\n  exitcode  : -9 (pid: 4121)\n"
     "  traceback : Signal 9 (SIGKILL) received by PID 4121\n"
