@@ -766,6 +766,25 @@ def test_errors_that_hardware_did_not_correct_are(fatal: str) -> None:
     assert autods.diagnose(f"{fatal}\n{OOM}\n").signature == "infrastructure/broken-gpu"
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "/var/spool/slurmd/job101/slurm_script: line 12: module: command not found",
+        "/bin/sh: 1: nvcc: not found",
+        "libibverbs: Warning: couldn't load driver 'libhns.so': libhns.so: cannot open shared object file",
+        "mca_base_component_repository_open: unable to open mca_x: a.so: cannot open shared object file (ignored)",
+        "    ECC Errors",
+        "slurmstepd: error: Exceeded step memory limit at some point.",
+    ],
+)
+def test_what_runs_go_on_after_does_not_hide_the_cause(line: str) -> None:
+    assert autods.diagnose(f"{line}\n{OOM}\n").signature == "device/allocator"
+
+
+def test_a_network_link_that_is_down_is_no_broken_gpu() -> None:
+    assert autods.diagnose("mlx5_core 0000:1a:00.0 eth2: Link down\n").kind == "communication"
+
+
 NUMPY = (
     "A module that was compiled using NumPy 1.x cannot be run in\nNumPy 2.3.0 as it may crash.\n\n"
     'Traceback (most recent call last):  File "/env/bin/torchrun", line 8, in <module>\n'
