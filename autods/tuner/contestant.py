@@ -184,7 +184,9 @@ def try_rung(candidate: Candidate, context: FitContext, run: Run) -> tuple[Recor
         case Failed(own_batch=int(own)) if own != first.knobs.micro_batch:
             context.memory.listen(Note(text=describe_own_batch(own)))
             return records + try_rung(candidate, replace(context, own_batch=own), run)
-        case Failed(wants_larger_batch=True) if first.knobs.micro_batch < _MOST_FIRST_MICRO_BATCH:
+        case Failed(wants_larger_batch=True) if (
+            context.fixed_batch is None and first.knobs.micro_batch < _MOST_FIRST_MICRO_BATCH
+        ):
             larger = replace(context, least_micro_batch=2 * first.knobs.micro_batch)
             return records + (try_rung(candidate, larger, run) if larger.sizes else ())
         case _:

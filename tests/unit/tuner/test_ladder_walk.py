@@ -360,6 +360,17 @@ def test_a_script_s_own_micro_batch_has_to_divide_the_global() -> None:
         walked_with_own(6, global_batch=16)
 
 
+def test_a_script_s_own_micro_batch_may_be_too_small_to_train() -> None:
+    """Its loader gives one sample, and batch normalisation needs two."""
+    own = replace(failed(action="fix_code"), own_batch=1)
+    runner = ScriptedRunner(lambda trial: TOO_SMALL if trial.knobs.micro_batch == 1 else own)
+    context = make_context(runner.run)
+    walked = walk_ladder(list_candidates(context.settings, FACTS, {}), context)
+    assert [trial.knobs.micro_batch for trial in runner.trials] == [1, 2, 1]
+    assert walked.stopped is not None
+    assert walked.stopped.outcome == TOO_SMALL
+
+
 def test_the_rungs_that_ran_out_while_they_built_are_told() -> None:
     answers = {"zero3": replace(out_of_memory(tier="host"), phase="build"), "zero2": out_of_memory(tier="host")}
     forecaster = ScriptedForecaster(lambda trial: None)
