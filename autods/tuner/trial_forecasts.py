@@ -365,7 +365,8 @@ class TrialForecaster(Forecaster):
             self.own_batch = self._least = error.own_batch
             self.report(describe_own_batch(error.own_batch))
             return True
-        if micro_batch < _LARGEST_FIRST_MICRO_BATCH and wants_larger_batch(str(error)):
+        may_grow = self.own_batch is None and micro_batch < _LARGEST_FIRST_MICRO_BATCH
+        if may_grow and wants_larger_batch(str(error)):
             self._least = max(self._least, 2 * micro_batch)
             return True
         problem, _, hint = str(error).partition("\n")

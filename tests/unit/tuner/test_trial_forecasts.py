@@ -312,6 +312,19 @@ def test_a_script_s_own_micro_batch_is_the_one_forecast() -> None:
     assert reported == ["micro batch 6, which the script fixes; no other one is tried"]
 
 
+def test_a_script_s_too_small_micro_batch_has_no_forecast() -> None:
+    def of_one(spec: EngineSpec, micro_batch: int) -> Simulation:
+        if micro_batch != 1:
+            raise SimulationFailed("user_code", "its batches hold 1 sample", own_batch=1)
+        return of_two_at_least(spec, micro_batch)
+
+    made, simulator, reported = make_forecaster(of_one)
+    assert made.forecast(trial()) is None
+    assert [size for _, size in simulator.measured] == [1, 2]
+    assert made.largest(trial(), range(1, 65), 15 * GIB) is None
+    assert "Expected more than 1 value per channel" in reported[-1]
+
+
 def test_a_search_begins_where_the_model_can_be_trained() -> None:
     made, _, reported = make_forecaster(of_two_at_least)
     assert made.largest(trial(), range(1, 65), 15 * GIB) == make_forecaster()[0].largest(
