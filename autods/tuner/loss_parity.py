@@ -175,8 +175,8 @@ def choose_batches(winner: Knobs, plain: Knobs, batches: Batches) -> tuple[Knobs
     match batches:
         case "few":
             theirs = replace(fewest, accumulation=min(winner.accumulation, 2))
-        case "alike" if winner.accumulation == plain.accumulation == 1:
-            theirs = fewest  # a script may have no argument for accumulation
+        case "alike" if winner.accumulation == plain.accumulation:
+            theirs = fewest  # a script may have no argument for accumulation, or one that its config fixes
         case _:
             theirs = same_samples(plain, winner)
     if batches == "own":

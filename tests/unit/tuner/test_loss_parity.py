@@ -493,6 +493,14 @@ def test_a_script_is_compared_at_a_micro_batch_that_both_fit() -> None:
     assert run.certified.certificate.passed
 
 
+def test_a_script_that_fixes_its_accumulation_keeps_it() -> None:
+    """Lightning refuses another one than its `accumulate_grad_batches`."""
+    winner = timed(trial("zero2", 16, accumulation=4, settings={BUCKET: 7, OVERLAP: False}), 60)
+    reference = timed(trial("ddp", 4, accumulation=4, settings={BUCKET: 7}), 1)
+    run = certifying(of_a_script(lambda asked: SAME), winner, reference=reference, alike=True)
+    assert [(one.knobs.micro_batch, one.knobs.accumulation) for one in parities(run)] == [(4, 4), (4, 4)]
+
+
 def test_a_scripts_configs_accumulate_alike_at_a_global_batch() -> None:
     winner = timed(trial("zero2", 12, accumulation=2, settings={BUCKET: 7}), 60)
     run = scripted(of_a_script(lambda asked: SAME), winner, global_batch=48)
