@@ -144,8 +144,8 @@ class Contestant(Growth):
             size = max(smaller, default=context.sizes[0])
         self.entry = try_rung(self.candidate, context, run)
         last = self.entry[-1]
-        outcomes = (record.outcome for record in self.entry)
-        shown = next((failed.own_batch for failed in outcomes if isinstance(failed, Failed)), None)
+        failures = (record.outcome for record in self.entry if isinstance(record.outcome, Failed))
+        shown = next((failed.own_batch for failed in failures if failed.own_batch is not None), None)
         self.context = replace(
             context, least_micro_batch=last.trial.knobs.micro_batch, own_batch=shown or context.own_batch
         )

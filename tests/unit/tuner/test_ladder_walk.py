@@ -355,6 +355,23 @@ def test_a_script_s_own_micro_batch_is_the_only_one_tried() -> None:
     assert (walked.winner.trial.rung, walked.winner.trial.knobs.micro_batch) == ("zero2", 6)
 
 
+@pytest.mark.parametrize("first", [failed(), TOO_SMALL], ids=["accidental", "too few samples"])
+def test_a_failure_before_hides_no_script_s_own_micro_batch(first: Outcome) -> None:
+    own = replace(failed(action="fix_code"), own_batch=6)
+
+    def answer(trial: Trial) -> Outcome:
+        if trial.knobs.micro_batch == 6:
+            return FITS if trial.rung == "zero2" else OOM
+        return first if (trial.knobs.micro_batch, trial.repeat) == (1, 0) else own
+
+    runner = ScriptedRunner(answer)
+    context = make_context(runner.run)
+    walked = walk_ladder(list_candidates(context.settings, FACTS, {}), context)
+    sizes = [trial.knobs.micro_batch for trial in runner.trials]
+    assert sizes[2:] == [6] * (len(sizes) - 2)
+    assert walked.own_batch == 6
+
+
 def test_a_script_s_own_micro_batch_has_to_divide_the_global() -> None:
     with pytest.raises(InputError, match="own micro batch 6 × 2 ranks does not divide the global batch 16"):
         walked_with_own(6, global_batch=16)
