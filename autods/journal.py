@@ -222,12 +222,14 @@ def _may_be_fixed(outcome: Outcome, has_fit: bool) -> bool:
     """Whether a trial is to run again: a package, a file or the machine may be fixed by now.
 
     A config that DeepSpeed refuses where another one fits is refused for its rung or its knobs, which stay the same.
+    So is a micro batch that the model or its script cannot be trained with.
     """
     if is_machines_fault(outcome):
         return True
-    return isinstance(outcome, Failed) and (
-        outcome.action == "fix_code" or (outcome.action == "fix_config" and not has_fit)
-    )
+    if not isinstance(outcome, Failed) or outcome.action not in ("fix_code", "fix_config"):
+        return False
+    is_of_knobs = outcome.action == "fix_config" or outcome.wants_larger_batch or outcome.own_batch is not None
+    return not (has_fit and is_of_knobs)
 
 
 def record_warnings(

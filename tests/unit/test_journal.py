@@ -116,6 +116,15 @@ def test_a_refused_config_beside_one_that_fits_stays_refused(journal: Journal) -
     assert [record.id for record in journal.open(fingerprint="f").records.values()] == [1, 2]
 
 
+@pytest.mark.parametrize("size", [{"wants_larger_batch": True}, {"own_batch": 6}], ids=["too few", "the script's"])
+def test_a_micro_batch_that_cannot_be_trained_is_tried_once(journal: Journal, size: dict[str, Any]) -> None:
+    refused = replace(FAILED, action="fix_code", **size)
+    journal.open(fingerprint="f")
+    journal.write_record(Record(id=1, trial=TRIAL, outcome=refused, seconds=1.0))
+    journal.write_record(Record(id=2, trial=replace(TRIAL, rung="ddp"), outcome=FIT, seconds=1.0))
+    assert [record.id for record in journal.open(fingerprint="f").records.values()] == [1, 2]
+
+
 def test_trials_that_ask_the_same_question_have_the_same_key() -> None:
     turned = dict(reversed(list(TRIAL.knobs.settings.items())))
     assert trial_key(TRIAL) == trial_key(replace(TRIAL, knobs=replace(TRIAL.knobs, settings=turned)))
