@@ -100,13 +100,13 @@ def run_race(walked: WalkResult, rungs: Sequence[Candidate], context: FitContext
 class _Decision:
     """The winner of the last comparison, and its deciding trial.
 
-    `is_any_dropped`: one that was measured again no longer left the headroom.
+    `dropped` is the best that did not fit or leave the headroom when it was measured again, with its first score.
     """
 
     winner: Contestant
     best: Record
     reason: str
-    is_any_dropped: bool = False
+    dropped: tuple[Contestant, float] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -361,11 +361,17 @@ class _Race:
         turns = 0 if context.settings.objective == "memory" else limits.turns
         before = len(context.memory.records)
         decision = self._measure_leaders_again(turns)
-        if decision.is_any_dropped and not self._fitting():  # none follows but smaller micro batches
-            decision.winner.stop = None
-            decision.winner.run()
-        if decision.is_any_dropped and self._fitting():  # those that follow join the rest
-            decision = self._measure_leaders_again(turns)
+        for more in range(limits.finalists):
+            if decision.dropped is None:
+                break
+            contestant, score = decision.dropped
+            # A size a little smaller may lead still. The next one that was measured may be far smaller.
+            if score >= context.score(decision.best) and not (more and self._fitting()):
+                contestant.stop = None
+                contestant.run()
+            if not self._fitting() or (more and context.score(decision.best) >= self.score_to_beat()):
+                break
+            decision = self._measure_leaders_again(turns)  # those that follow join the rest
         if turns and context.noise > limits.noise:
             self._measure_all_again()
             decision = self._decide_by_timings(decision, context.memory.records[before:])
@@ -440,9 +446,10 @@ class _Race:
             rung, knobs, new = finalist.trial.rung, finalist.trial.knobs, context.memory.records[len(earlier) :]
             configs = [replace(knobs, keeps_headroom=keeps) for keeps in (False, True)]
             owner.records.extend(each for each in new if each.trial.rung == rung and each.trial.knobs in configs)
-        is_any_dropped = turns > 0 and len(final.measured) < len(final.scores)
-        winner = close[final.winner][1]
-        return _Decision(winner=winner, best=final.best, reason=final.reason, is_any_dropped=is_any_dropped)
+        is_measured = len(finalists) > 1 and affordable > 0
+        lost = [close[place] for place in final.scores if place not in final.measured] if is_measured else []
+        dropped = (lost[0][1], context.score(lost[0][0])) if lost else None
+        return _Decision(winner=close[final.winner][1], best=final.best, reason=final.reason, dropped=dropped)
 
     def _measure_all_again(self) -> None:
         """Measure those again that may lead, give or take the noise that was seen, and grow them where that pays."""
