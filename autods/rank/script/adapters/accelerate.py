@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from ....devices import find_device
@@ -74,10 +75,13 @@ def _prepare(injection: Injection, config: LibraryConfig, original: Any, acceler
 
     _warn_of_accumulation(injection, accelerator.gradient_accumulation_steps)
     plugin = accelerator.deepspeed_plugin
+    dropped: dict[str, Any] = {}
     config.given = given = getattr(plugin, "autods_given", config.given)
     if not any(isinstance(argument, DummyOptim | Optimizer) for argument in args):
-        if "optimizer" not in (given or {}):
-            plugin.deepspeed_config.pop("optimizer", None)
+        # An only plugin may train by its config's optimizer alone, as DeepSpeed does.
+        is_frozen = injection.policy.engine is not None or isinstance(accelerator.state.deepspeed_plugins, Mapping)
+        if is_frozen and "optimizer" in plugin.deepspeed_config and "optimizer" not in (given or {}):
+            dropped = {"optimizer": plugin.deepspeed_config.pop("optimizer")}
     elif (
         config.job.stops_at_engine
         and any(isinstance(argument, DummyOptim) for argument in args)
@@ -85,7 +89,10 @@ def _prepare(injection: Injection, config: LibraryConfig, original: Any, acceler
     ):
         plugin.deepspeed_config["optimizer"] = copy.deepcopy(_DUMMY_OPTIMIZER)
         config.given = {**(given or {}), "optimizer": _DUMMY_OPTIMIZER}
-    return original(accelerator, *args)
+    try:
+        return original(accelerator, *args)
+    finally:
+        plugin.deepspeed_config.update(dropped)  # for a later call, which may train by this plugin
 
 
 def _warn_of_accumulation(injection: Injection, steps: int) -> None:

@@ -31,16 +31,20 @@ def make_plugin(config: LibraryConfig, given: Any, clipping: float | None = None
     return plugin
 
 
-def prepare(config: LibraryConfig, plugin: Any, *args: Any) -> dict[str, Any]:
+def prepare(config: LibraryConfig, plugin: Any, *args: Any, plugins: Any = None, engine: Any = None) -> dict[str, Any]:
     """The config that the plugin has when accelerate makes the engine."""
-    return prepare_by(SimpleNamespace(job=config.job), config, plugin, 1, *args)
+    injection = SimpleNamespace(job=config.job, policy=SimpleNamespace(engine=engine))
+    return prepare_by(injection, config, plugin, 1, *args, plugins=plugins)
 
 
-def prepare_by(injection: Any, config: LibraryConfig, plugin: Any, steps: int, *args: Any) -> dict[str, Any]:
+def prepare_by(
+    injection: Any, config: LibraryConfig, plugin: Any, steps: int, *args: Any, plugins: Any = None
+) -> dict[str, Any]:
     """The same where the Accelerator accumulates so many micro batches."""
-    accelerator = SimpleNamespace(deepspeed_plugin=plugin, gradient_accumulation_steps=steps)
+    state = SimpleNamespace(deepspeed_plugins=plugins or plugin)
+    accelerator = SimpleNamespace(deepspeed_plugin=plugin, gradient_accumulation_steps=steps, state=state)
     prepared: dict[str, Any] = _prepare(
-        injection, config, lambda accelerator, *args: plugin.deepspeed_config, accelerator, *args
+        injection, config, lambda accelerator, *args: dict(plugin.deepspeed_config), accelerator, *args
     )
     return prepared
 
@@ -54,10 +58,28 @@ def test_each_model_has_the_config_of_its_plugin(config: LibraryConfig) -> None:
 
 
 def test_a_model_that_is_only_evaluated_needs_no_optimizer(config: LibraryConfig) -> None:
-    make_plugin(config, STUDENT)
-    frozen = prepare(config, make_plugin(config, TEACHER), torch.nn.Linear(1, 1))
+    plugins = {"student": make_plugin(config, STUDENT), "teacher": make_plugin(config, TEACHER)}
+    frozen = prepare(config, plugins["teacher"], torch.nn.Linear(1, 1), plugins=plugins)
     assert "optimizer" not in frozen
     assert config.for_frozen_model(frozen)["zero_optimization"] == {"stage": 3, "offload_param": {"device": "cpu"}}
+
+
+def test_one_plugin_trains_by_the_optimizer_of_the_chosen_config(config: LibraryConfig) -> None:
+    trained = prepare(config, make_plugin(config, TEACHER), torch.nn.Linear(1, 1))
+    assert trained["optimizer"] == CHOSEN["optimizer"]
+
+
+def test_a_model_after_the_trained_one_needs_no_optimizer(config: LibraryConfig) -> None:
+    assert "optimizer" not in prepare(config, make_plugin(config, TEACHER), torch.nn.Linear(1, 1), engine=object())
+
+
+def test_a_loader_prepared_alone_leaves_the_optimizer_to_the_model(config: LibraryConfig) -> None:
+    plugin = make_plugin(config, {"zero_optimization": {"stage": 2}})
+    plugins = {"student": plugin, "teacher": make_plugin(config, TEACHER)}
+    for names in (None, plugins):
+        prepare(config, plugin, torch.utils.data.DataLoader([1]), plugins=names)
+        trained = prepare(config, plugin, torch.nn.Linear(1, 1), DummyOptim([]), plugins=names)
+        assert trained["optimizer"] == CHOSEN["optimizer"]
 
 
 @pytest.mark.parametrize(("stage", "frozen"), [(0, 0), (1, 0), (2, 0), (3, 3)])
@@ -93,6 +115,6 @@ def test_a_script_with_another_accumulation_is_warned(steps: int, warned: int, i
     job = script_job(ds_config=CHOSEN, micro_batch=1, accumulation=2)
     config, warnings = LibraryConfig(job), list[str]()
     host = SimpleNamespace(note=warnings.append) if in_run else None
-    injection = SimpleNamespace(job=job, warnings=warnings, policy=SimpleNamespace(host=host))
+    injection = SimpleNamespace(job=job, warnings=warnings, policy=SimpleNamespace(host=host, engine=None))
     prepare_by(injection, config, make_plugin(config, STUDENT), steps, DummyOptim([]))
     assert len(warnings) == warned
