@@ -264,14 +264,16 @@ def _lacking_sizes(script: ScriptLaunch) -> list[str]:
 def _parses_trainer_arguments(script: ScriptLaunch) -> bool:
     """Whether TrainingArguments come from the command line: then its config does, by their option.
 
-    Parsers of other scripts may have an option of this name, such as that of `deepspeed.add_config_arguments`.
+    Parsers of other scripts may have an option of this name, such as that of `deepspeed.add_config_arguments`. A
+    Trainer's script with its own parser has one, too, and exits at an option that it does not know.
     """
-    return SCRIPT_KINDS[script.kind].sets_sizes and has_option(script.argv, "--deepspeed")
+    is_trainers = SCRIPT_KINDS[script.kind].sets_sizes and not script.has_own_parser
+    return is_trainers and has_option(script.argv, "--deepspeed")
 
 
 def _find_settings_file(script: ScriptLaunch) -> str | None:
     """The YAML file that has a Trainer's arguments, as LLaMA-Factory, TRL and others take one."""
-    if not SCRIPT_KINDS[script.kind].sets_sizes or _parses_trainer_arguments(script):
+    if not SCRIPT_KINDS[script.kind].sets_sizes or has_option(script.argv, "--deepspeed"):
         return None
     return next((word for word in script.argv if word.endswith((".yaml", ".yml"))), None)
 

@@ -31,6 +31,7 @@ _DECISIVE = re.compile("initialize|LightningCLI|TrainingArguments|HfArgumentPars
 PLACEHOLDERS = ("ds_config", "micro_batch_size", "gradient_accumulation_steps", "train_batch_size")
 _PLACEHOLDER = re.compile(rf"\{{({'|'.join(PLACEHOLDERS)})\}}")
 _CONFIG_OPTION = re.compile(r"--(?:deepspeed|[\w-]*(?:deepspeed|ds)[-_]?config[\w-]*)")
+_PARSER_OF_LIBRARY = re.compile(rb"\b(?:(?:Hf|H4)Argument|Trl)Parser\b")  # they make options of TrainingArguments
 _MODULE_PREFIX = "module:"
 
 
@@ -121,13 +122,15 @@ class ScriptLaunch:
     """How to start an unmodified training script. `argv` still has its placeholders; -m starts a `module`.
 
     `takes_local_rank` matters to the `deepspeed` launcher: it passes --local_rank to every script, and a parser that
-    does not know the option exits.
+    does not know the option exits. `has_own_parser`: a trainer's arguments do not come from its library's parser, and
+    the script's own knows no others than its user gave.
     """
 
     kind: str
     path: str
     argv: tuple[str, ...]
     takes_local_rank: bool = True
+    has_own_parser: bool = False
     module: str | None = None
 
 
@@ -142,8 +145,11 @@ def describe_launch(source: WorkloadSource) -> ScriptLaunch:
     """How to start the script, for the report."""
     path, library = Path(source.path), presume_library(source)
     text = read_file(path) if os.path.isfile(path) else b""
+    has_own_parser = b"argparse" in text and _PARSER_OF_LIBRARY.search(text) is None
+    # Before a file's name, which such a script takes from its first argument, the option is in the way.
+    is_file = bool(source.argv) and not source.argv[0].startswith("-")
     takes_local_rank = (
-        (library.takes_local_rank and not _reads_arguments_itself(source.argv, text))
+        (library.takes_local_rank and not is_file and not has_own_parser)
         or re.search(rb"[\"']--local[-_]rank\b", text) is not None
         or has_local_rank_parameter(source)
     )
@@ -152,14 +158,9 @@ def describe_launch(source: WorkloadSource) -> ScriptLaunch:
         path=source.path,
         argv=put_config_placeholder(source.argv, Path(source.folder or "")),
         takes_local_rank=takes_local_rank,
+        has_own_parser=has_own_parser,
         module=source.module,
     )
-
-
-def _reads_arguments_itself(argv: Sequence[str], text: bytes) -> bool:
-    """Whether a script of a trainer reads a file's name from its first argument, or has a parser of its own."""
-    is_file = bool(argv) and not argv[0].startswith("-")
-    return is_file or (b"argparse" in text and b"HfArgumentParser" not in text)
 
 
 def describe_trainer(source: WorkloadSource, seq_len: int | None) -> ScriptLaunch | None:

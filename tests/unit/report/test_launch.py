@@ -268,6 +268,17 @@ def test_a_trainer_script_gets_the_timeout_of_a_long_load():
     assert "ddp_timeout" not in str((dict(launch_lines(other)), launch_commands(other)))
 
 
+def test_a_scripts_own_parser_gets_no_options_of_the_trainers():
+    """An argparse of the script's exits at an option that it does not know: the code has it."""
+    argv = ("--deepspeed", "{ds_config}", "--size", "{micro_batch_size}", "--steps", "{gradient_accumulation_steps}")
+    report = replace(scripted(*argv, kind="hf_trainer"), variables={"DEEPSPEED_TIMEOUT": "94"})
+    assert report.question.script is not None
+    script = replace(report.question.script, has_own_parser=True)
+    report = replace(report, question=replace(report.question, script=script))
+    assert launch_commands(report)["torchrun"].endswith(" --size 4 --steps 2")
+    assert ("code", "TrainingArguments(…, ddp_timeout=5640)") in list(launch_lines(report))
+
+
 def test_a_lightning_script_gets_the_timeout_of_a_long_load():
     script = scripted("{ds_config}", kind="lightning")
     lines = list(launch_lines(replace(script, variables={"DEEPSPEED_TIMEOUT": "94"})))

@@ -181,6 +181,22 @@ def test_a_trainers_script_may_read_its_arguments_itself(
     assert (launch.kind, launch.takes_local_rank) == ("hf_trainer", knows)
 
 
+@pytest.mark.parametrize(
+    ("text", "has_own"),
+    [
+        ("import argparse\nparser = argparse.ArgumentParser()", True),
+        ("import argparse\nparser = TrlParser((SFTConfig,))", False),
+        ("import argparse\nparser = HfArgumentParser(TrainingArguments)", False),
+        ("arguments = TrainingArguments(output_dir='out')", False),
+    ],
+)
+def test_a_parser_of_the_scripts_own_is_recognised(text: str, has_own: bool, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"from transformers import TrainingArguments\n{text}\n")
+    launch = describe_launch(make_source(script, argv=("--deepspeed", "{ds_config}")))
+    assert (launch.kind, launch.has_own_parser) == ("hf_trainer", has_own)
+
+
 # Scripts that are started as `python -m package.module`.
 
 
