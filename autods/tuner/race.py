@@ -205,8 +205,8 @@ class _Race:
         """The most that a rival reaches that only copies beside what a measured one does; infinite for another rival.
 
         Its larger micro batch alone can make it faster. By the forecast, it gains so much if its copies take no time,
-        and may gain twice that. What the measured one shows of the card and its links holds for both. Where steps are
-        short, a trial costs seconds, and shows it.
+        and may gain twice that. What the measured one shows of the card and its links holds for both, unless its time
+        has flushes of an allocator that ran full. Where steps are short, a trial costs seconds, and shows it.
         """
         step, most_rate = self.context.forecaster.step_time(rival.trial_at(prospect.largest)), inf
         if step is None or step.seconds <= rival.steps.budget_s or step.copied_seconds >= step.seconds:
@@ -214,7 +214,9 @@ class _Race:
         samples = rival.trial_at(prospect.largest).knobs.train_batch(self.context.world_size)
         for other in self.contestants:
             best = other.best()
-            expected = None if best is None else forecast_rate(best.trial, self.context)
+            if best is None or not isinstance(best.outcome, Fit) or best.outcome.alloc_retries:
+                continue
+            expected = forecast_rate(best.trial, self.context)
             if expected is None or not rival.candidate.copies_beside(other.candidate):
                 continue
             uncopied_rate = samples / (step.seconds - step.copied_seconds) * other.score / expected
