@@ -760,10 +760,33 @@ def test_errors_that_hardware_corrected_are_no_cause(harmless: str) -> None:
         "mce: [Hardware Error]: CPU 3: Machine Check Exception: 5 Bank 4: be00000000800400",
         "NVRM: Xid (PCI:0000:1a:00): 149, NETIR_LINK_EVT Fatal XC0 i0 Link 03 (0x02500100 0x0 0x0 0x0 0x0 0x0)",
         "NVRM: Xid (PCI:0000:1a:00): 45, pid=812, name=python3, Ch 00000008 caused by previous Xid 149",
+        "{2}[Hardware Error]: event severity: recoverable",
+        "gpu 2: 12 correctable errors, 5 uncorrectable errors, row remapping failure",
+        "gpu 2: non-correctable error, row remapping failure",
     ],
 )
 def test_errors_that_hardware_did_not_correct_are(fatal: str) -> None:
     assert autods.diagnose(f"{fatal}\n{OOM}\n").signature == "infrastructure/broken-gpu"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Memory failure: 0x7a31c: Sending SIGBUS to python3:812 due to hardware memory corruption",
+        "MCE: Killing python3:812 due to hardware memory corruption fault at 7f21c0de",
+    ],
+)
+def test_a_broken_memory_module_is_not_a_full_dev_shm(line: str) -> None:
+    killed = "RuntimeError: DataLoader worker (pid 812) is killed by signal: Bus error.\n"
+    assert autods.diagnose(f"{line}\n").signature == "infrastructure/broken-memory"
+    assert autods.diagnose(f"{line}\n{killed}").signature == "infrastructure/broken-memory"
+
+
+@pytest.mark.parametrize(("count", "kind"), [(5, "infrastructure"), (0, "none")])
+def test_counted_ecc_errors_are_a_cause_where_none_is_named(count: int, kind: str) -> None:
+    table = f"    ECC Errors\n        Volatile\n            DRAM Uncorrectable : {count}\n"
+    assert autods.diagnose(table).kind == kind
+    assert autods.diagnose(f"{table}{OOM}\n").tier == "device"
 
 
 @pytest.mark.parametrize(
