@@ -770,6 +770,19 @@ def test_errors_that_hardware_did_not_correct_are(fatal: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "later",
+    [
+        'Traceback (most recent call last):\n  File "/w/score.py", line 7, in <module>\n    open("out/weights.json")\n'
+        "FileNotFoundError: [Errno 2] No such file or directory: 'out/weights.json'\n",
+        "slurmstepd: error: *** STEP 71.0 ON node-2 CANCELLED AT 2026-03-01T08:00:00 ***\n",
+    ],
+)
+def test_what_follows_a_missing_launcher_is_no_cause(later: str) -> None:
+    diagnosis = autods.diagnose(f"job.sh: line 12: deepspeed: command not found\n{later}", exit_code=1)
+    assert diagnosis.signature == "toolchain/launcher-not-found"
+
+
+@pytest.mark.parametrize(
     "line",
     [
         "Memory failure: 0x7a31c: Sending SIGBUS to python3:812 due to hardware memory corruption",
