@@ -205,22 +205,25 @@ class _Race:
         """The most that a rival reaches that only copies beside what a measured one does; infinite for another rival.
 
         Its larger micro batch alone can make it faster. By the forecast, it gains so much if its copies take no time,
-        and may gain twice that. What the measured one shows of the card and its links holds for both, unless its time
-        has flushes of an allocator that ran full. Where steps are short, a trial costs seconds, and shows it.
+        and may gain twice that. What the measured one shows of the card and its links holds for both. A trial whose
+        allocator ran full does not show it. Where steps are short, a trial costs seconds, and shows all.
         """
         step, most_rate = self.context.forecaster.step_time(rival.trial_at(prospect.largest)), inf
         if step is None or step.seconds <= rival.steps.budget_s or step.copied_seconds >= step.seconds:
             return inf
         samples = rival.trial_at(prospect.largest).knobs.train_batch(self.context.world_size)
+        uncopied_rate = samples / (step.seconds - step.copied_seconds)
         for other in self.contestants:
-            best = other.best()
-            if best is None or not isinstance(best.outcome, Fit) or best.outcome.alloc_retries:
+            if other.best() is None or not rival.candidate.copies_beside(other.candidate):
                 continue
-            expected = forecast_rate(best.trial, self.context)
-            if expected is None or not rival.candidate.copies_beside(other.candidate):
-                continue
-            uncopied_rate = samples / (step.seconds - step.copied_seconds) * other.score / expected
-            most_rate = min(most_rate, other.score + 2 * max(0.0, uncopied_rate - other.score))
+            errors = [
+                self.context.score(record) / expected
+                for record in other.all_records
+                if isinstance(record.outcome, Fit) and not record.outcome.alloc_retries
+                if (expected := forecast_rate(record.trial, self.context)) is not None
+            ]
+            if errors:
+                most_rate = min(most_rate, other.score + 2 * max(0.0, max(errors) * uncopied_rate - other.score))
         return most_rate
 
     def leader(self) -> Contestant:

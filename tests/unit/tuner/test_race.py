@@ -787,9 +787,14 @@ def test_a_long_trial_that_copies_more_needs_a_larger_batch(
     assert tried or result.raced.reasons["zero3-offload"].endswith("and zero3 is about as fast")
 
 
-@pytest.mark.parametrize(("retries", "winner"), [(0, "zero3"), (3, "zero3-offload")])
-def test_copies_may_pay_where_the_device_runs_full(raced: Callable[..., FitResult], retries: int, winner: str) -> None:
-    """Time that an allocator takes to give memory back says nothing of a form that has memory."""
+@pytest.mark.parametrize(
+    ("retries", "slower", "winner", "tried"),
+    [(0, 1, "zero3", False), (3, 3, "zero3-offload", True), (3, 1.01, "zero3", False)],
+)
+def test_copies_may_pay_where_the_device_runs_full(
+    raced: Callable[..., FitResult], retries: int, slower: float, winner: str, tried: bool
+) -> None:
+    """Time that an allocator takes to give memory back says nothing of a form that has memory; a calm trial does."""
     machine = Machine(
         {"zero3": Rung(gib=11, fixed_s=0.1, sample_s=9.9), "zero3-offload": Rung(gib=2, fixed_s=1, sample_s=9.9)}
     )
@@ -799,13 +804,15 @@ def test_copies_may_pay_where_the_device_runs_full(raced: Callable[..., FitResul
         outcome = answer(trial)
         if trial.rung != "zero3" or not retries or not isinstance(outcome, Fit):
             return outcome
-        rate, step_s = outcome.samples_per_second / 3, 3 * outcome.step_s[0]
+        if slower < 3 and trial.knobs.micro_batch < 8:
+            return outcome
+        rate, step_s = outcome.samples_per_second / slower, slower * outcome.step_s[0]
         return replace(outcome, alloc_retries=retries, samples_per_second=rate, step_s=(step_s,))
 
     machine.answer = answer_with_retries  # type: ignore[method-assign]
     result = raced(machine, forecaster=Copying(machine, 0.1))
     assert won(result)[0] == winner
-    assert bool(machine.sizes("zero3-offload")) is bool(retries)
+    assert bool(machine.sizes("zero3-offload")) is tried
 
 
 @pytest.mark.parametrize("kept_gib", [0.6, 2.0])
