@@ -88,7 +88,8 @@ class Growth:
         step_s = self._step_at(micro_batch)
         same_size = (record.trial.repeat for record in self.records if record.trial.knobs.micro_batch == micro_batch)
         repeat = 1 + max(same_size, default=-1)
-        trial = replace(trial, steps=fit_steps_to_budget(self.steps, step_s, least=2), repeat=repeat)
+        least = 2 if step_s < self.steps.budget_s else 1  # the noise of a step that takes the whole budget is small
+        trial = replace(trial, steps=fit_steps_to_budget(self.steps, step_s, least=least), repeat=repeat)
         self.records.extend(run_with_retry(trial, self.context.run))
         return self.records[-1]
 

@@ -88,6 +88,7 @@ def certify(
             steps=make_parity_steps(config, limits.parity),
             tolerance=tolerance,
             batches=find_batches(config, context),
+            smallest=find_smallest(config, context),
         )
 
     if has_comparison and search.left > _COMPARISON_TRIALS and runs_losses_first(context):
@@ -148,6 +149,12 @@ def find_batches(config: Record, context: FitContext) -> Batches:
     return "few" if (FEWEST_UPDATES + 1) * median_step_s(config) > steps.budget_s else "own"
 
 
+def find_smallest(config: Record, context: FitContext) -> int:
+    """The smallest micro batch with which the model is known to train."""
+    sizes = (record.trial.knobs.micro_batch for record in context.memory.records if isinstance(record.outcome, Fit))
+    return min([config.trial.knobs.micro_batch, *sizes])
+
+
 def estimate_comparison_s(config: Record, plain: Trial, context: FitContext) -> float:
     """The seconds of the two trials that compare the config's losses with those of `plain`."""
     steps = context.settings.profile.certify.parity
@@ -158,7 +165,7 @@ def estimate_comparison_s(config: Record, plain: Trial, context: FitContext) -> 
 
 def time_compared_steps(config: Record, plain: Trial, context: FitContext) -> tuple[float, float]:
     """The seconds of a step of the config, and of `plain` on the same samples; unknown, as those that were measured."""
-    ours, theirs = choose_batches(config.trial.knobs, plain.knobs, find_batches(config, context))
+    ours, theirs = choose_batches(config.trial.knobs, plain.knobs, find_batches(config, context), context.sizes[0])
     measured_s = median_step_s(config)
 
     def forecast_s(trial: Trial) -> float:

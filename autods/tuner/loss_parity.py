@@ -25,7 +25,7 @@ _SAME_WEIGHTS = 1e-9  # relative: their sum in another order
 
 # own: each config has its own micro batch, and the samples of a step are the winner's.
 # alike: both have the micro batch at which the reference is known to fit, because a script deals out samples by it.
-# few: so have models whose steps take long, and a step has one or, where the winner accumulates, two of them.
+# few: both have the smallest one, because their steps take long, and at most two of them a step.
 Batches = Literal["own", "alike", "few"]
 
 
@@ -47,16 +47,24 @@ class ParityResult:
 
 
 def compare_losses(
-    winner: Trial, plain: Trial, run: Callable[[Trial], Fit | str], *, steps: Steps, tolerance: float, batches: Batches
+    winner: Trial,
+    plain: Trial,
+    run: Callable[[Trial], Fit | str],
+    *,
+    steps: Steps,
+    tolerance: float,
+    batches: Batches,
+    smallest: int,
 ) -> ParityResult:
     """Run both configs on the same samples, and find the knob that changes the losses where these differ.
 
     Nothing is run when the two differ in the batch only: the cut into micro batches does not change the maths. How
-    these are cut is told by `batches`. `run` returns a fit with losses, or the reason that there are none.
+    these are cut is told by `batches` and `smallest`, see `choose_batches`. `run` returns a fit with losses, or the
+    reason that there are none.
     """
     if is_same_maths(winner, plain):
         return ParityResult()
-    ours, batch = choose_batches(winner.knobs, plain.knobs, batches)
+    ours, batch = choose_batches(winner.knobs, plain.knobs, batches, smallest)
 
     def run_parity(config: Trial) -> Fit | str:
         knobs = replace(config.knobs, micro_batch=ours.micro_batch, accumulation=ours.accumulation)
@@ -169,14 +177,17 @@ def with_knob_of(knobs: Knobs, plain: Knobs, name: str) -> Knobs:
     return replace(knobs, settings=settings)
 
 
-def choose_batches(winner: Knobs, plain: Knobs, batches: Batches) -> tuple[Knobs, Knobs]:
-    """The winner and the plain config with the batches on which their losses are compared."""
-    fewest = replace(plain, micro_batch=min(plain.micro_batch, winner.micro_batch))
+def choose_batches(winner: Knobs, plain: Knobs, batches: Batches, smallest: int) -> tuple[Knobs, Knobs]:
+    """The winner and the plain config with the batches on which their losses are compared.
+
+    `smallest` is the smallest micro batch with which the model is known to train.
+    """
     match batches:
         case "few":
-            theirs = replace(fewest, accumulation=min(winner.accumulation, 2))
+            theirs = replace(plain, micro_batch=smallest, accumulation=min(winner.accumulation, 2))
         case "alike" if winner.accumulation == plain.accumulation:
-            theirs = fewest  # a script may have no argument for accumulation, or one that its config fixes
+            # A script may have no argument for accumulation, or one that its config fixes.
+            theirs = replace(plain, micro_batch=min(plain.micro_batch, winner.micro_batch))
         case _:
             theirs = same_samples(plain, winner)
     if batches == "own":

@@ -204,9 +204,9 @@ class _Race:
     def _most_without_copies(self, rival: Contestant, prospect: Prospect) -> float:
         """The most that a rival reaches that only copies beside what a measured one does; infinite for another rival.
 
-        Its larger micro batch alone can make it faster. By the forecast, it gains so much if its copies take no time,
-        and may gain twice that. What the measured one shows of the card and its links holds for both. A trial whose
-        allocator ran full does not show it. Where steps are short, a trial costs seconds, and shows all.
+        Its larger micro batch alone can make it faster. It gains no more than the forecast says if its copies take no
+        time. What the measured one shows of the card and its links holds for both. A trial whose allocator ran full
+        does not show it. Where steps are short, a trial costs seconds, and shows all.
         """
         step, most_rate = self.context.forecaster.step_time(rival.trial_at(prospect.largest)), inf
         if step is None or step.seconds <= rival.steps.budget_s or step.copied_seconds >= step.seconds:
@@ -223,7 +223,7 @@ class _Race:
                 if (expected := forecast_rate(record.trial, self.context)) is not None
             ]
             if errors:
-                most_rate = min(most_rate, other.score + 2 * max(0.0, max(errors) * uncopied_rate - other.score))
+                most_rate = min(most_rate, max(other.score, max(errors) * uncopied_rate))
         return most_rate
 
     def leader(self) -> Contestant:

@@ -102,7 +102,7 @@ def test_both_run_on_as_many_samples() -> None:
 
 @pytest.mark.parametrize(
     ("step_s", "accumulation", "compared"),
-    [(7.0, 1, [(6, 1), (3, 2)]), (8.0, 1, [(4, 1), (4, 1)]), (8.0, 3, [(4, 2), (4, 2)])],
+    [(7.0, 1, [(6, 1), (3, 2)]), (8.0, 1, [(3, 1), (3, 1)]), (8.0, 3, [(3, 2), (3, 2)])],
 )
 def test_long_steps_are_compared_on_few_samples(
     step_s: float, accumulation: int, compared: list[tuple[int, int]]
@@ -112,7 +112,8 @@ def test_long_steps_are_compared_on_few_samples(
     assert isinstance(winner.outcome, Fit)
     slow = replace(winner, outcome=replace(winner.outcome, step_s=(step_s,)))
     reference = timed(trial("zero2", 4, settings={BUCKET: 7}), 1)
-    run = certifying(losing(never), slow, reference=reference, global_batch=12 * accumulation)
+    seen = [timed(trial("zero3", size), 2) for size in (12, 3)]
+    run = certifying(losing(never), slow, reference=reference, seen=seen, global_batch=12 * accumulation)
     assert [(one.knobs.micro_batch, one.knobs.accumulation) for one in parities(run)] == compared
     assert run.certified.certificate.passed
 
