@@ -469,7 +469,7 @@ class _Race:
         """The trials that led, give or take the noise, best first; half the noise where the forecast, too, is slower.
 
         Long timings are less noisy.
-        The runner-up is among them, unless the forecast agrees that it is slower.
+        The runner-up is among them, unless the forecast agrees that it is slower, or the leader was timed for long.
         Where micro batches of one config are similar, the largest is kept unless a smaller one was clearly faster.
         """
         score, leader, fitting = self.context.score, self.leader(), self._fitting()
@@ -488,7 +488,7 @@ class _Race:
         best, first = kept[0]
         runner_up = next((contestant for contestant in fitting if contestant is not first), None)
         is_alone = all(owner is first for _, owner in kept)
-        if runner_up is None or not is_alone or first.is_forecast_faster(runner_up):
+        if runner_up is None or not is_alone or first.is_forecast_faster(runner_up) or self._was_long(best):
             return kept
         second = runner_up.best()
         return kept if second is None else [(best, first), (second, runner_up), *kept[1:]]

@@ -503,6 +503,14 @@ def test_trials_that_were_as_long_as_the_finals_are_not_repeated(raced: Callable
     assert result.raced.reasons["ddp"].endswith("was the fastest, and none was measured again")
 
 
+def test_a_long_trial_is_not_repeated_beside_one_far_behind(raced: Callable[..., FitResult]) -> None:
+    """A rival that has memory for few samples has shorter steps, which alone would be repeated."""
+    machine = Machine({"ddp": Rung(fixed_s=30), "zero1": Rung(fixed_s=9, gib=15)})
+    result = raced(machine)
+    assert result.best.trial.rung == "ddp"
+    assert not [trial for trial in machine.ran if trial.purpose == "race"]
+
+
 def test_a_rival_that_was_slowed_down_is_measured_again_and_wins(raced: Callable[..., FitResult]) -> None:
     def slowed(trial: Trial) -> float:
         return 0.4 if (trial.rung, trial.purpose) == ("zero1", "grow") else 1.0
