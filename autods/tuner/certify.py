@@ -12,7 +12,7 @@ from ..config.deepspeed import precision_name, uses_autocast
 from ..config.settings import Settings
 from ..report.results.fit import Certificate
 from ..report.text import format_about
-from ..types import Failed, Fit, Record, Steps, Trial
+from ..types import Failed, Fit, Knobs, Record, Steps, Trial
 from .batch_curve import BatchCurve, MemoryLine
 from .candidates import Candidate, first_trial
 from .certificate import certificate_of_exam, describe_exam, grows_with_batch, lacks_device_memory
@@ -87,8 +87,7 @@ def certify(
             run,
             steps=make_parity_steps(config, limits.parity),
             tolerance=tolerance,
-            batches=find_batches(config, context),
-            smallest=find_smallest(config, context),
+            batches=cut_batches(config, plain, context),
         )
 
     if has_comparison and search.left > _COMPARISON_TRIALS and runs_losses_first(context):
@@ -140,19 +139,17 @@ def make_parity_steps(config: Record, steps: Steps) -> Steps:
     return fit_steps_to_budget(steps, median_step_s(config), least=FEWEST_UPDATES + 1)
 
 
-def find_batches(config: Record, context: FitContext) -> Batches:
-    """How the batches are cut on which a config's losses are compared."""
-    steps = context.settings.profile.certify.parity
+def cut_batches(config: Record, plain: Trial, context: FitContext) -> tuple[Knobs, Knobs]:
+    """The knobs of the config and of `plain` with the batches on which their losses are compared."""
+    steps, trial = context.settings.profile.certify.parity, config.trial
     assert steps is not None, "losses are compared"
+    batches: Batches = "own"
     if context.settings.source.form.runs_as_main:
-        return "alike"
-    return "few" if (FEWEST_UPDATES + 1) * median_step_s(config) > steps.budget_s else "own"
-
-
-def find_smallest(config: Record, context: FitContext) -> int:
-    """The smallest micro batch with which the model is known to train."""
+        batches = "alike"
+    elif (FEWEST_UPDATES + 1) * median_step_s(config) > steps.budget_s:
+        batches = "few"
     sizes = (record.trial.knobs.micro_batch for record in context.memory.records if isinstance(record.outcome, Fit))
-    return min([config.trial.knobs.micro_batch, *sizes])
+    return choose_batches(trial.knobs, plain.knobs, batches, smallest=min([trial.knobs.micro_batch, *sizes]))
 
 
 def estimate_comparison_s(config: Record, plain: Trial, context: FitContext) -> float:
@@ -165,7 +162,7 @@ def estimate_comparison_s(config: Record, plain: Trial, context: FitContext) -> 
 
 def time_compared_steps(config: Record, plain: Trial, context: FitContext) -> tuple[float, float]:
     """The seconds of a step of the config, and of `plain` on the same samples; unknown, as those that were measured."""
-    ours, theirs = choose_batches(config.trial.knobs, plain.knobs, find_batches(config, context), context.sizes[0])
+    ours, theirs = cut_batches(config, plain, context)
     measured_s = median_step_s(config)
 
     def forecast_s(trial: Trial) -> float:

@@ -53,28 +53,26 @@ def compare_losses(
     *,
     steps: Steps,
     tolerance: float,
-    batches: Batches,
-    smallest: int,
+    batches: tuple[Knobs, Knobs],
 ) -> ParityResult:
     """Run both configs on the same samples, and find the knob that changes the losses where these differ.
 
-    Nothing is run when the two differ in the batch only: the cut into micro batches does not change the maths. How
-    these are cut is told by `batches` and `smallest`, see `choose_batches`. `run` returns a fit with losses, or the
-    reason that there are none.
+    Nothing is run when the two differ in the batch only: the cut into micro batches does not change the maths.
+    `batches` has the knobs of both as `choose_batches` returns them: their micro batch and accumulation count. `run`
+    returns a fit with losses, or the reason that there are none.
     """
     if is_same_maths(winner, plain):
         return ParityResult()
-    ours, batch = choose_batches(winner.knobs, plain.knobs, batches, smallest)
+    ours, theirs = batches
 
-    def run_parity(config: Trial) -> Fit | str:
-        knobs = replace(config.knobs, micro_batch=ours.micro_batch, accumulation=ours.accumulation)
+    def run_parity(config: Trial, batch: Knobs) -> Fit | str:
+        knobs = replace(config.knobs, micro_batch=batch.micro_batch, accumulation=batch.accumulation)
         return run(replace(config, knobs=knobs, purpose="certify", exam="parity", steps=steps, repeat=0))
 
     unchecked = "parity was not checked"
-    if isinstance(fit := run_parity(winner), str):
+    if isinstance(fit := run_parity(winner, ours), str):
         return ParityResult(not_checked=f"{unchecked}: {winner.rung} {fit}")
-    reference = run(replace(plain, knobs=batch, purpose="certify", exam="parity", steps=steps, repeat=0))
-    if isinstance(reference, str):
+    if isinstance(reference := run_parity(plain, theirs), str):
         return ParityResult(not_checked=f"{unchecked}: {plain.rung}, the reference, {reference}")
     if why := why_not_comparable(fit, reference):
         return ParityResult(not_checked=f"{unchecked}: {why}")
@@ -94,7 +92,7 @@ def compare_losses(
     unknown: list[str] = []
     for name in differing_knobs(winner.knobs, plain.knobs):
         config = replace(winner, knobs=with_knob_of(winner.knobs, plain.knobs, name))
-        if isinstance(fit := run_parity(config), str):
+        if isinstance(fit := run_parity(config, ours), str):
             unknown.append(f"with {name} set back it {fit}")
         elif (mended := compare_fits(fit, reference, tolerance=tolerance, rung=plain.rung)).within:
             culprits.append((mended, name, config))

@@ -208,11 +208,11 @@ class _Race:
         time. What the measured one shows of the card and its links holds for both. A trial whose allocator ran full
         does not show it. Where steps are short, a trial costs seconds, and shows all.
         """
-        step, most_rate = self.context.forecaster.step_time(rival.trial_at(prospect.largest)), inf
+        largest, most_rate = rival.trial_at(prospect.largest), inf
+        step = self.context.forecaster.step_time(largest)
         if step is None or step.seconds <= rival.steps.budget_s or step.copied_seconds >= step.seconds:
             return inf
-        samples = rival.trial_at(prospect.largest).knobs.train_batch(self.context.world_size)
-        uncopied_rate = samples / (step.seconds - step.copied_seconds)
+        uncopied_rate = largest.knobs.train_batch(self.context.world_size) / (step.seconds - step.copied_seconds)
         for other in self.contestants:
             if other.best() is None or not rival.candidate.copies_beside(other.candidate):
                 continue
