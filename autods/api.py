@@ -23,7 +23,6 @@ from .explainer.explain import explain as explain_config
 from .forecast.values import ForecastEvent
 from .inspector.examine import DoctorSettings, check_ladder, examine, format_warning, resolve_doctor
 from .planner.plan import plan as forecast_rungs
-from .prober.grid import format_trial_label
 from .prober.probe_settings import ProbeSettings, count_most_ranks, resolve_probe
 from .report.results.doctor import Checkup
 from .report.results.explain import Explanation
@@ -193,7 +192,7 @@ def _make_source(request: WorkloadRequest, *, out: PathText | None = None, **opt
 
 def _show_fit(settings: Settings, console: Console | None, verbose: bool) -> TrialProgress:
     from .report.live import TrialProgress
-    from .tuner.candidates import DifferenceFromFirst
+    from .report.trial_names import DifferenceFromFirst
 
     return TrialProgress(console, label=DifferenceFromFirst(), logs=settings.out / "logs" if verbose else None)
 
@@ -212,8 +211,10 @@ def _show_forecasts(settings: Any, console: Console | None, verbose: bool) -> Pl
 
 def _show_probe(probe: ProbeSettings, console: Console | None, verbose: bool) -> TrialProgress:
     from .report.live import TrialProgress
+    from .report.trial_names import name_conditions
 
-    return TrialProgress(console, label=lambda trial: format_trial_label(probe, trial))
+    axes = {axis.name: axis.values for axis in probe.axes}
+    return TrialProgress(console, label=lambda trial: name_conditions(axes, trial))
 
 
 FIT: UseCase[FitRequest, Settings, Event, FitReport] = UseCase(

@@ -31,8 +31,8 @@ from autods.report.fit_progress import FitState, advance, describe_status, rende
 from autods.report.live import TrialProgress
 from autods.report.render_terminal import print_document
 from autods.report.results.explain import Explanation
+from autods.report.trial_names import DifferenceFromFirst
 from autods.schema import read_known
-from autods.tuner.candidates import DifferenceFromFirst
 from autods.tuner.fit import plan_stages
 from autods.types import Knobs, Record, Skipped, TierUse, Trial
 from autods.units import format_bytes

@@ -19,6 +19,7 @@ from .rungs import Rung, fill_in
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 HALVES = ("fp16", "bf16")
+PINS = tuple(f"zero_optimization.offload_{part}.pin_memory" for part in ("param", "optimizer"))
 _USUAL_BUFFER = 100_000_000  # elements, of DeepSpeed's offload_param.buffer_size
 # The rung sets these keys; values of the base config are replaced. The last three are old names of offloads.
 _RUNG_KEYS = (

@@ -27,7 +27,6 @@ from ..workload.protocol import FUNCTIONS
 from ..workload.script_source import PLACEHOLDERS
 
 ZERO = "zero_optimization"
-PINS = tuple(f"{ZERO}.offload_{part}.pin_memory" for part in ("param", "optimizer"))
 
 
 def list_keys() -> tuple[str, ...]:

@@ -7,16 +7,23 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config.checkpointing import find_state, read_state, set_state, why_impossible
-from ..config.deepspeed import accumulation_for, compose, count_replicas, find_broken_op, precision_name, start_settings
+from ..config.deepspeed import (
+    PINS,
+    accumulation_for,
+    compose,
+    count_replicas,
+    find_broken_op,
+    precision_name,
+    start_settings,
+)
 from ..config.releases import set_precision
 from ..config.rungs import Rung, unmet_need
 from ..config.settings import Settings, apply_survey
 from ..errors import InputError
 from ..journal import trial_key
-from ..report.text import format_value
 from ..types import Knobs, ModelFacts, Scalar, Trial
 from ..workload.conditions import apply_conditions, is_condition
-from .axes import AXES, PINS, Value, why_ineffective
+from .axes import AXES, Value, why_ineffective
 from .probe_settings import ProbeSettings
 
 # The model's facts, and the DeepSpeed ops that cannot be built here with the reasons.
@@ -151,22 +158,3 @@ def compose_cell_config(question: ProbeSettings, trial: Trial, facts: ModelFacts
     """Return the whole DeepSpeed config of a cell's trial."""
     settings = settings_under_conditions(question, trial.conditions, facts)
     return compose(settings.rung(trial.rung), trial.knobs, settings.site, facts)
-
-
-def format_trial_label(question: ProbeSettings, trial: Trial) -> str:
-    """Return text such as 'pin_memory off, env.NCCL_P2P_DISABLE 1', without values that all cells share.
-
-    Axes that have no effect on the trial are left out; rung and batch are in every line of progress anyway.
-    """
-    settings = trial.knobs.settings
-    values: dict[str, Value] = {
-        **settings,
-        **trial.conditions,
-        "checkpointing": find_state(trial.knobs),
-        "precision": next((half for half in ("bf16", "fp16") if settings.get(f"{half}.enabled")), "fp32"),
-        "pin_memory": next((settings[key] for key in PINS if key in settings), None),
-    }
-    varied = [axis.name for axis in question.axes if len(axis.values) > 1]
-    shown = [name for name in varied if name not in ("rung", "micro_batch", "accumulation")]
-    known = {name: value for name in shown if (value := values.get(name)) is not None}
-    return ", ".join(f"{name.rpartition('.')[2]} {format_value(value)}" for name, value in known.items())

@@ -6,7 +6,7 @@ the ladder of the answer, as far as it is known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rich.console import Console, Group, RenderableType
@@ -32,8 +32,8 @@ from .render_terminal import fit_table, is_whole
 from .results.fit import FitQuestion, FitReport
 from .results.measured import Measured, has_headroom, measure_configs
 from .text import MARKS, Mark, format_about, format_number_of, format_phase, format_rate, format_seconds
+from .trial_names import LabelTrial
 
-LabelTrial = Callable[[Trial], str]
 _STEP_PHASES: tuple[Phase, ...] = ("forward", "backward", "step")
 _WAITING, _RUNNING = Mark(" ", "waiting", "dim"), Mark("▸", "running", "cyan")
 _COLUMNS = tuple(column for column in LADDER if not column.below)

@@ -40,7 +40,8 @@ from .fit_progress import FitState, advance, describe_progress, describe_status,
 from .rank_logs import RankLogs
 from .render_terminal import fit_table, is_whole
 from .results.plan import AnswerSoFar, PlanEvent
-from .text import MARKS, Mark, format_number_of, format_record, format_seconds, format_step_seconds
+from .text import MARKS, Mark, format_number_of, format_seconds, format_step_seconds
+from .trial_names import LabelTrial, format_record
 
 _QUIET_S, _QUIET_AGAIN_S = 25.0, 60.0  # without a line, where nothing is redrawn
 _LOOK_EVERY_S = 1.0
@@ -162,7 +163,7 @@ class TrialProgress(LiveView):
         self,
         console: Console | None = None,
         *,
-        label: Callable[[Trial], str] = lambda trial: "",
+        label: LabelTrial = lambda trial: "",
         logs: Path | None = None,
     ) -> None:
         super().__init__(console)

@@ -23,7 +23,7 @@ from .document import BOUND, MEMORY_KINDS, Chart, Medium, MemoryStack, Words, li
 PAGE, RUN_PAGE = "report.html", "run.html"
 PAGE_BEGINS = (b"<!doctype html",)
 _CLASSES = {"green": "good", "yellow": "fair", "red": "bad", "dim": "dim", "bold": "strong"}  # by style of a line
-_LEFT, _RIGHT, _TOP, _BOTTOM = 110, 940, 14, 250  # where the axes of a chart lie in its 960 × 300 units
+_LEFT, _RIGHT, _TOP, _BOTTOM = 110, 940, 24, 250  # where the axes of a chart lie in its 960 × 300 units
 _Y_TICKS, _X_TICKS, _X_APART = 5, 12, 40  # at most; and the least distance of two places of measurements
 _LETTER = 12  # units of a chart, of a letter on a phone and some room
 _COLOURS = 8  # of lines; those after them are dashed

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..forecast.values import TierForecast
-from ..types import Failed, Fit, Knobs, Outcome, OutOfMemory, Phase, Record, Scalar, Tier, TierUse, first_line
+from ..types import Failed, Fit, Knobs, Outcome, OutOfMemory, Phase, Scalar, Tier, TierUse, first_line
 from ..units import choose_unit, format_bytes
 from .document import StyledLine, line
 
@@ -129,18 +129,6 @@ def format_ranks(count: int, device: str) -> str:
 def format_phase(phase: Phase, step: int) -> str:
     """'backward, step 2'; 'init', which belongs to no step."""
     return f"{phase}, step {step}" if phase in ("forward", "backward", "step") and step else phase
-
-
-def format_record(record: Record, *, replayed: bool = False, label: str = "", counts: bool = True) -> str:
-    """A finished trial as one plain line. `label` has the conditions of a probe's trial."""
-    trial = record.trial
-    end = "from the journal" if replayed else format_seconds(record.seconds)
-    steps = f" × {trial.knobs.accumulation}" if trial.knobs.accumulation > 1 else ""
-    limit = "" if trial.limited else " without limit"
-    limit = " without the headroom" if trial.knobs.keeps_headroom else limit
-    batch = f"micro batch {trial.knobs.micro_batch}{steps} ({trial.purpose}{limit})"
-    details = f"{batch}, {label}" if label else batch
-    return f"trial {record.id}: {trial.rung}, {details}: {format_outcome(record.outcome, counts=counts)} [{end}]"
 
 
 def _format_place(outcome: OutOfMemory | Failed) -> str:

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..config.catalogue import Site
-from ..config.checkpointing import PARTIAL, State, find_state, set_state
+from ..config.checkpointing import State, set_state
 from ..config.deepspeed import (
     ENOUGH_ACCUMULATION,
+    HALVES,
+    PINS,
     accumulation_for,
     compose,
     count_replicas,
@@ -19,12 +21,11 @@ from ..config.deepspeed import (
 )
 from ..config.rungs import Rung, tune_at, unmet_need
 from ..config.settings import Settings
+from ..report.trial_names import unusual_knobs
 from ..types import Knobs, ModelFacts, Scalar, Steps, Trial
 
 # ZeroOptimizer asserts both for MoE layers (stage_1_and_2.py, _configure_moe_settings).
 _FIXED_BY_EXPERTS = ("zero_optimization.contiguous_gradients", "zero_optimization.reduce_scatter")
-_PINS = tuple(f"zero_optimization.offload_{part}.pin_memory" for part in ("param", "optimizer"))
-_HALVES = ("bf16", "fp16")
 
 
 def with_open_keys(rung: Rung, site: Site, facts: ModelFacts) -> Rung:
@@ -76,7 +77,7 @@ def list_candidates(settings: Settings, facts: ModelFacts, op_problems: Mapping[
         knobs = Knobs(accumulation=accumulation, checkpointing=facts.checkpointing, settings=start)
         config = compose(rung, knobs, site, facts)
         skip = unmet_need(rung, site, facts) or find_broken_op(config, op_problems)
-        pinned = tuple(key for key in _PINS if get_key(config, key) is True)
+        pinned = tuple(key for key in PINS if get_key(config, key) is True)
         ops = required_ops(config)
         candidates.append(Candidate(rung=rung, knobs=knobs, skip=skip, ops=ops, pinned=pinned))
     return tuple(candidates)
@@ -100,38 +101,6 @@ def in_state(candidate: Candidate, state: State) -> Candidate:
 
 def in_precision(candidate: Candidate, precision: str) -> Candidate:
     """The candidate in bf16, fp16 or fp32, whatever the base config says."""
-    enabled: dict[str, Scalar] = {f"{half}.enabled": half == precision for half in _HALVES}
+    enabled: dict[str, Scalar] = {f"{half}.enabled": half == precision for half in HALVES}
     settings = {**candidate.knobs.settings, **enabled}
     return replace(candidate, knobs=replace(candidate.knobs, settings=settings))
-
-
-def config_name(rung: str, knobs: Knobs, *, recomputes: bool) -> str:
-    """The rung and its unusual knobs, for people. `recomputes`: the model supports gradient checkpointing."""
-    return f"{rung} {unusual_knobs(knobs, recomputes=recomputes or bool(knobs.checkpointing))}".rstrip()
-
-
-def unusual_knobs(knobs: Knobs, *, recomputes: bool) -> str:
-    """'in fp16', 'without checkpointing', several or nothing; 'recomputing' where `recomputes` is false."""
-    words = []
-    if any(f"{half}.enabled" in knobs.settings for half in _HALVES):
-        words.append(f"in {next((half for half in _HALVES if knobs.settings.get(f'{half}.enabled')), 'fp32')}")
-    if bool(knobs.checkpointing) is not recomputes:
-        words.append("recomputing" if knobs.checkpointing else "without checkpointing")
-    state = find_state(knobs)
-    extras = ["inputs on the host"] if state == "offload" else [f"checkpointing {state}"] if state in PARTIAL else []
-    extras += ["expandable segments"] if knobs.expandable else []
-    return " ".join([*words, *([f"with {' and '.join(extras)}"] if extras else [])])
-
-
-class DifferenceFromFirst:
-    """Labels a trial by its differences from the first: 'without checkpointing', 'recomputing', 'in fp16'.
-
-    The walk comes first, and recomputes activations where the model can, so most labels are empty.
-    """
-
-    recomputes: bool | None = None
-
-    def __call__(self, trial: Trial) -> str:
-        if self.recomputes is None:
-            self.recomputes = bool(trial.knobs.checkpointing)
-        return unusual_knobs(trial.knobs, recomputes=self.recomputes)

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 from ..config.checkpointing import PARTIAL, find_state
 from ..events import Note
+from ..report.trial_names import config_name
 from ..types import Failed, Fit, OutOfMemory, Record, Run, Steps
 from .batch_size import LONGER_STEPS, Growth, describe_misfit
-from .candidates import Candidate, config_name, first_trial
+from .candidates import Candidate, first_trial
 from .certificate import describe_exam
 from .forecaster import describe_own_batch, why_impossible
 from .prospects import Prospect, find_prospect

@@ -14,9 +14,10 @@ from ..config.deepspeed import get_key
 from ..config.rungs import Rung
 from ..events import Note
 from ..forecast.values import RungForecast
+from ..report.trial_names import config_name
 from ..types import Failed, Fit, OutOfMemory, Record, Scalar, Trial
 from ..units import format_factor
-from .candidates import config_name, with_open_keys
+from .candidates import with_open_keys
 from .comparison import PRIOR_NOISE, TURNS_WITHOUT_BUDGET, confirm_gain, usual_score
 from .forecaster import lacking_bytes
 from .trials import FitContext, fit_steps_to_budget, median_step_s, samples_per_second

@@ -38,6 +38,7 @@ from ..text import (
     format_use,
     format_value,
 )
+from ..trial_names import DifferenceFromFirst
 from .certificate import describe_proof, describe_trust, describe_verdict, list_checks
 from .remedies import describe_shortage, describe_way_out, list_remedies
 from .trials import (
@@ -50,6 +51,8 @@ from .trials import (
 )
 
 _MOST_IMPORTANCES = 3
+# Lines of launch that a page folds: one way is enough for most readers.
+_OTHER_WAYS = {"or": "another launcher", "Trainer": "the Hugging Face Trainer", "accelerate": "accelerate"}
 _STEADY = 1.2  # trials of one config differ by less on a machine that does nothing else
 
 
@@ -267,9 +270,12 @@ def _list_parts(report: FitReport, folder: Path | None, columns: Sequence[Column
         notes = [each for each in launch if each[0] == "note"]
         use = (*code, *zip(("use it", "or"), lines, strict=False), *notes)
         yield doc.Pairs(items=use, whole=True, on=Medium.TERMINAL)
-        yield from titled("Train with it", doc.Pairs(items=launch, whole=True, on=Medium.PAGE))
+        first = tuple(each for each in launch if each[0] not in _OTHER_WAYS)
+        yield from titled("Train with it", doc.Pairs(items=first, whole=True, on=Medium.PAGE))
+        folded = [doc.Detail(summary=_OTHER_WAYS[name], text=text) for name, text in launch if name in _OTHER_WAYS]
         if report.ds_config is not None:
-            yield doc.Details(items=(doc.Detail(summary=DS_CONFIG, text=json.dumps(report.ds_config, indent=2)),))
+            folded.append(doc.Detail(summary=DS_CONFIG, text=json.dumps(report.ds_config, indent=2)))
+        yield doc.Details(items=tuple(folded))
     else:
         answer = line(("nothing fits: ", "bold red"), (describe_shortage(report), "bold"))
         if (way_out := describe_way_out(report.partitioned)) is not None:
@@ -301,7 +307,8 @@ def _list_parts(report: FitReport, folder: Path | None, columns: Sequence[Column
             configs = DS_CONFIG_REHEARSED
         files = ("files", f"{configs} and {REPORT} in {Path(report.out)}")
         yield from titled("Next", doc.Pairs(items=(*launch, files), whole=True, on=Medium.VERBOSE))
-    yield from titled("Every trial", list_trials(report.trials, folder, usable_bytes=_find_usable(report)))
+    trials = list_trials(report.trials, folder, DifferenceFromFirst(), usable_bytes=_find_usable(report))
+    yield from titled("Every trial", trials)
     yield from titled("Machine and versions", describe_machine(report.hardware, report.versions))
 
 

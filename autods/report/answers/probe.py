@@ -15,6 +15,7 @@ from ..document import Cell, Column, Medium, Words, line, make_document, tabulat
 from ..results.probe import CellResult, ProbeReport
 from ..serialize import PROBE_CSV
 from ..text import MARKS, format_number_of, format_ranks, format_rate, format_seconds, format_value
+from ..trial_names import name_conditions
 from .trials import describe_machine, list_trials
 
 _MOST_LINES = 8  # of a chart
@@ -42,7 +43,7 @@ def _list_parts(report: ProbeReport, folder: Path | None) -> Iterator[doc.Part]:
     yield from list_conclusions(report)
     yield doc.Bullets(items=tuple(line((note, "dim")) for note in report.notes))
     yield from list_charts(report)
-    yield from titled("Every trial", list_trials(report.trials, folder))
+    yield from titled("Every trial", list_trials(report.trials, folder, partial(name_conditions, report.axes)))
     yield from titled("Machine and versions", describe_machine(report.hardware, report.versions))
 
 

@@ -20,6 +20,7 @@ from ..document import Medium, Words, line
 from ..results.fit import FitReport
 from ..results.measured import has_headroom, measure_configs
 from ..text import MARKS, format_number_of, format_outcome, format_rate, format_seconds
+from ..trial_names import LabelTrial, name_trial
 
 _TAIL_BYTES = 4000  # of each log; a page stays small whatever a script prints
 _MOST_LOGS = 40
@@ -27,11 +28,13 @@ _LEAST_SHARE = 0.01  # of the bytes sent, from which a collective is named
 Row = TypeVar("Row")
 
 
-def list_trials(records: Sequence[Record], folder: Path | None, *, usable_bytes: float = math.inf) -> doc.Details:
+def list_trials(
+    records: Sequence[Record], folder: Path | None, label: LabelTrial, *, usable_bytes: float = math.inf
+) -> doc.Details:
     """Each trial with its knobs, its outcome, and the end of the log of a trial that failed.
 
-    `folder` is that of the fit or the probe; None leaves out the logs. Where many trials failed, the later ones only
-    say where their log is. `usable_bytes` are those of a fit's question.
+    `label` says what is unusual about a trial. `folder` is that of the fit or the probe; None leaves out the logs.
+    Where many trials failed, the later ones only say where their log is. `usable_bytes` are those of a fit's question.
     """
     unfit = [record.id for record in records if not isinstance(record.outcome, Fit)]
     quoted = set(unfit[:_MOST_LOGS]) if folder is not None else set()
@@ -50,7 +53,7 @@ def list_trials(records: Sequence[Record], folder: Path | None, *, usable_bytes:
                 pointer = f"Its log is {place}: this page quotes those of the first {_MOST_LOGS} failed trials."
         counts = has_headroom(record, usable_bytes)
         summary = line(
-            f"{record.id}: {record.trial.rung}, micro batch {knobs.micro_batch} ({record.trial.purpose}): ",
+            f"{record.id}: {name_trial(record.trial, label(record.trial))}: ",
             (format_outcome(outcome, counts=counts), MARKS[outcome.kind if counts else "no_headroom"].style),
             (f" [{format_seconds(record.seconds)}]", "dim"),
         )

@@ -21,7 +21,6 @@ from autods.events import Listener, Note, TrialFinished
 from autods.report import FitReport
 from autods.requests import FitRequest
 from autods.system.host import Hardware
-from autods.tuner.candidates import DifferenceFromFirst
 from autods.types import WorkloadSource
 from tests.support.reports import fit, fitting_report, hopeless_report, record
 
@@ -358,20 +357,3 @@ def test_a_result_that_cannot_be_written_says_where_it_is(
         assert Fake(fitting_report)(*CPU) == 3
     message = "error: standard output cannot be written: No space left on device\n  the results are in "
     assert message in capsys.readouterr().err
-
-
-def test_a_trial_is_labelled_by_its_difference_from_the_first() -> None:
-    said = DifferenceFromFirst()
-    walk = record(1, "ddp", fit()).trial
-    keeps = replace(walk, knobs=replace(walk.knobs, checkpointing=False))
-    half = replace(keeps, knobs=replace(keeps.knobs, settings={"bf16.enabled": False, "fp16.enabled": True}))
-    assert [said(walk), said(keeps), said(half), said(walk)] == [
-        "", "without checkpointing", "in fp16 without checkpointing", "",
-    ]  # fmt: skip
-
-
-def test_a_model_that_cannot_recompute_has_no_label() -> None:
-    said = DifferenceFromFirst()
-    walk = record(1, "ddp", fit()).trial
-    plain = replace(walk, knobs=replace(walk.knobs, checkpointing=False))
-    assert [said(plain), said(plain), said(walk)] == ["", "", "recomputing"]

@@ -12,12 +12,12 @@ import pytest
 
 from autods.errors import EnvironmentBroken, InputError, Interrupted
 from autods.events import Note
-from autods.prober.grid import format_trial_label
 from autods.prober.probe_settings import ProbeSettings
 from autods.report.answers.probe import make_probe_document
 from autods.report.results.probe import CellResult, ProbeReport, Ratio
 from autods.report.serialize import probe_to_dict as to_dict
 from autods.report.serialize import to_csv
+from autods.report.trial_names import name_conditions
 from autods.runner.testing import failed, fit, out_of_memory, surface
 from autods.types import Fit, Outcome, Trial
 from tests.support import terminal
@@ -223,7 +223,8 @@ def test_a_line_of_progress_says_what_distinguishes_its_trial(tmp_path: Path) ->
     )
     bench = Bench(SURFACE)
     probed(question, bench)
-    assert format_trial_label(question, bench.asked[0]) == "checkpointing on, NCCL_ALGO Ring, precision bf16"
+    axes = {axis.name: axis.values for axis in question.axes}
+    assert name_conditions(axes, bench.asked[0]) == "checkpointing on, NCCL_ALGO Ring, precision bf16"
 
 
 def test_json_keeps_every_tier_and_has_no_infinity(tmp_path: Path) -> None:

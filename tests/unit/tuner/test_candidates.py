@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from autods.config.checkpointing import set_state
 from autods.config.deepspeed import count_replicas
 from autods.config.settings import apply_survey
 from autods.errors import InputError
@@ -16,10 +15,9 @@ from autods.tuner.candidates import (
     Candidate,
     idle_stages_warning,
     list_candidates,
-    unusual_knobs,
     with_open_keys,
 )
-from autods.types import Knobs, ModelFacts
+from autods.types import ModelFacts
 from tests.support.planned import FACTS as LARGE
 from tests.support.planned import Planned, question
 from tests.support.walks import FACTS, SETTINGS
@@ -106,9 +104,3 @@ def test_a_pipeline_without_global_batch_gets_a_warning() -> None:
     assert "2 stages then wait" in str(idle_stages_warning(PIPELINE, None))
     assert idle_stages_warning(PIPELINE, 8) is None
     assert idle_stages_warning(FACTS, None) is None
-
-
-def test_unusual_knobs_are_one_phrase() -> None:
-    knobs = set_state(Knobs(expandable=True), "offload")
-    assert unusual_knobs(knobs, recomputes=True) == "with inputs on the host and expandable segments"
-    assert unusual_knobs(Knobs(), recomputes=True) == ""

@@ -62,7 +62,7 @@ def test_a_failed_trial_whose_log_is_not_quoted_names_it(tmp_path: Path) -> None
         folder = tmp_path / "logs" / f"{number:03d}-zero3"
         folder.mkdir(parents=True)
         (folder / "rank0.log").write_text("its last line")
-    first, *_, last = list_trials(records, tmp_path).items
+    first, *_, last = list_trials(records, tmp_path, lambda trial: "").items
     assert (first.text, last.text) == ("its last line", "")
     assert not [sentence for sentence in first.sentences if "quotes" in sentence]
     assert last.sentences[-1].startswith("Its log is logs/041-zero3/rank0.log: this page quotes")
