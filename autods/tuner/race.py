@@ -339,14 +339,16 @@ class _Race:
         curve, sample_s, world_size = contestant.curve, self.sample_s(contestant), context.world_size
         most, least = min(contestant.most_by_time(sample_s), context.sizes[-1]), self.score_to_beat()
         bound = curve.throughput_bound(most, sample_s)
+        limit = ""
         if bound.rate * world_size >= least:  # the memory limit costs a simulation
+            limit = ", the most that its memory allows," if contestant.most_by_memory() < most else ""
             most = min(most, contestant.most_by_memory())
             bound = curve.throughput_bound(most, sample_s)
         if bound.rate * world_size >= least:
             return bound.size
         if contestant is not leader:
             doubt = f"by its step times, give or take {self.context.noise:.0%}"
-            contestant.out = f"no micro batch up to {int(most)} makes it as fast {doubt}"
+            contestant.out = f"no micro batch up to {int(most)}{limit} makes it as fast {doubt}"
         return None
 
     def decide(self) -> RaceResult:

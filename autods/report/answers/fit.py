@@ -299,7 +299,7 @@ def _list_parts(report: FitReport, folder: Path | None, columns: Sequence[Column
         checks = doc.Pairs(items=tuple(list_checks(report.certificate)), on=Medium.DETAILS)
         yield doc.Heading(words=describe_verdict(report.certificate), on=Medium.DETAILS)
         yield checks
-    yield from chart_trials(report.trials, report.question.device_bytes)
+    yield from chart_trials(report.trials, report.question.device_bytes, usable_bytes=_find_usable(report))
     yield chart_tuning(report)
     if fits:
         configs = f"{DS_CONFIG}, {DS_CONFIG_HF}, {ACCELERATE}"

@@ -81,11 +81,13 @@ def describe_machine(hardware: Hardware | None, versions: Mapping[str, str]) -> 
 # What they measured.
 
 
-def chart_trials(records: Sequence[Record], limit_bytes: int | None = None) -> Iterator[doc.Chart]:
+def chart_trials(
+    records: Sequence[Record], limit_bytes: int | None = None, *, usable_bytes: float = math.inf
+) -> Iterator[doc.Chart]:
     """Samples a second and the device's peak by micro batch, a line for each rung with and without checkpointing.
 
-    Configs with other settings than a rung's first one, such as those of tuning, have a line of their own. A line
-    shows the fastest of several with one micro batch.
+    Configs with other settings than a rung's first one, such as those of tuning, have a line of their own; so have
+    those that leave no headroom of the usable bytes. A line shows the fastest of several with one micro batch.
     """
     speeds: dict[str, dict[int, float]] = {}
     peaks: dict[str, dict[int, float]] = {}
@@ -99,6 +101,7 @@ def chart_trials(records: Sequence[Record], limit_bytes: int | None = None) -> I
         name = f"{rung}, no checkpointing" if state == "off" else rung
         name += f", checkpointing {state}" if state in PARTIAL else ""
         name += "" if knobs.settings == usual[rung] else ", other settings"
+        name += "" if config.leaves_headroom(usable_bytes) else ", no headroom"
         if rate > speeds.setdefault(name, {}).get(knobs.micro_batch, 0.0):
             speeds[name][knobs.micro_batch] = rate
             peaks.setdefault(name, {})[knobs.micro_batch] = float(config.device_peak_bytes)

@@ -10,8 +10,8 @@ import pytest
 
 from autods.devices import Card
 from autods.journal import read_record
+from autods.report.answers.trials import chart_trials, describe_machine, list_trials
 from autods.report.answers.trials import describe_communication as lines_of
-from autods.report.answers.trials import describe_machine, list_trials
 from autods.report.serialize import from_dict, to_dict
 from autods.runner.node_messages import RankExit
 from autods.types import Collective, Communication, Fit
@@ -66,6 +66,14 @@ def test_a_failed_trial_whose_log_is_not_quoted_names_it(tmp_path: Path) -> None
     assert (first.text, last.text) == ("its last line", "")
     assert not [sentence for sentence in first.sentences if "quotes" in sentence]
     assert last.sentences[-1].startswith("Its log is logs/041-zero3/rank0.log: this page quotes")
+
+
+def test_a_chart_sets_configs_without_headroom_apart() -> None:
+    roomy, full = fit(380, rate=5), fit(415, rate=9)
+    trials = [record(1, "zero3", roomy), record(2, "zero3", full, knobs=WINNING)]
+    speeds, peaks = chart_trials(trials, 416 * MIB, usable_bytes=400 * MIB)
+    assert list(speeds.lines) == list(peaks.lines)
+    assert [name.endswith(", no headroom") for name in speeds.lines] == [False, True]
 
 
 def test_a_share_is_known_only_where_every_collective_was_timed() -> None:
