@@ -174,7 +174,7 @@ _MANNERS: Mapping[State, str] = {
 def compare_speeds(site: SiteForecast, *, faster: bool | None = None) -> Iterator[str]:
     """What other settings of the best rung, and other rungs, would give; nothing where the time is not known.
 
-    With `faster` only what may fit and is faster than the answer, or only the rest.
+    With `faster` only what may fit and is clearly faster than the answer, or only the rest.
     """
     best = site.best
     if best is None or best.speed is None:
@@ -182,9 +182,8 @@ def compare_speeds(site: SiteForecast, *, faster: bool | None = None) -> Iterato
     rate, measure = best.speed.samples_per_second, "samples/s" if best.speed.tokens_per_second is None else "tokens/s"
     for alternative in site.alternatives:
         forecast, size = alternative.forecast, f"micro batch {alternative.forecast.micro_batch}"
-        is_faster = (
-            forecast.verdict in MAY_FIT and forecast.speed is not None and forecast.speed.samples_per_second > rate
-        )
+        factor = 0.0 if forecast.speed is None else forecast.speed.samples_per_second / rate
+        is_faster = forecast.verdict in MAY_FIT and factor >= 1 + _WORTH_MENDING
         if faster is not None and faster is not is_faster:
             continue
         option = ""
@@ -196,11 +195,7 @@ def compare_speeds(site: SiteForecast, *, faster: bool | None = None) -> Iterato
             size, option = f"{manner} activation checkpointing, {size}", f" (--checkpointing {state})"
         else:
             size = f"{size} instead of {best.speed.micro_batch}"
-        gain = (
-            ""
-            if forecast.speed is None
-            else f"{format_factor(forecast.speed.samples_per_second / rate)} × the {measure}"
-        )
+        gain = f"{format_factor(factor)} × the {measure}" if factor else ""
         lack = describe_need(forecast) if find_fullest_tier(forecast) else "is tight"
         if known := ", but ".join(filter(None, (gain, "" if forecast.verdict == "fits" else lack))):
             yield f"{size}: {known}{option}"

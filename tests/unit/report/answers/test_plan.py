@@ -378,6 +378,16 @@ def test_what_other_settings_give_is_said_of_the_best_rung() -> None:
     assert "the other rungs beside zero3, each at its micro batch: zero2-offload 0.40 ×" in text
 
 
+@pytest.mark.parametrize(("rate", "said"), [(20.2, False), (24.0, True)])
+def test_a_gain_of_one_percent_is_no_advice(rate: float, said: bool) -> None:
+    plan = forecast(OFFLOAD_FIRST)
+    (site,) = plan.sites
+    larger = Alternative(forecast=rung("zero3", 79, verdict="tight", speed=speed(rate)), checkpointing=True)
+    plan = replace(plan, sites=(replace(site, alternatives=(larger,)),))
+    assert ("instead of" in sentence(printed(plan))) is said
+    assert "instead of" in sentence(printed(plan, verbose=True))
+
+
 @pytest.mark.parametrize(("lost_s", "said"), [(0.08, True), (0.01, False)])
 def test_a_step_slowed_by_unaligned_rows_is_told_how_to_mend(lost_s: float, said: bool) -> None:
     plan = forecast(OFFLOAD_FIRST)
