@@ -179,7 +179,8 @@ def draw_chart(chart: Chart) -> Drawing:
     values = [value for points in chart.lines.values() for value in points.values()]
     lowest, highest = min(0.0, *values), max(0.0, *values, chart.limit or 0.0)
     highest = highest if lowest or highest else 1.0
-    unit = choose_unit(highest)[1] if chart.format_value is format_bytes else 1
+    of_bytes = chart.format_value is format_bytes
+    unit_name, unit = choose_unit(highest) if of_bytes else ("", 1)
     height = choose_step((highest - lowest) / unit, _Y_TICKS) * unit
     rows = range(math.floor(lowest / height + 1e-9), math.ceil(highest / height - 1e-9) + 1)
     scale: Callable[[float], float] = math.log2 if chart.logarithmic else float
@@ -198,13 +199,17 @@ def draw_chart(chart: Chart) -> Drawing:
         )
         for name, line in chart.lines.items()
     }
+
+    def name_tick(value: float) -> str:
+        return f"{value / unit:.10g} {unit_name}" if of_bytes else chart.format_value(value)
+
     return Drawing(
         summary=summarize_chart(chart),
         points=points,
         x_ticks=tuple(
             (x(place), f"{place:,}") for place in _choose_x_ticks(places, x, round_ones=not chart.logarithmic)
         ),
-        y_ticks=tuple((y(row * height), chart.format_value(row * height) if row else "0") for row in rows),
+        y_ticks=tuple((y(row * height), name_tick(row * height) if row else "0") for row in rows),
         limit=None if chart.limit is None else (y(chart.limit), f"limit {chart.format_value(chart.limit)}"),
     )
 

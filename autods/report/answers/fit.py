@@ -17,7 +17,7 @@ from ...config.checkpointing import describe_state
 from ...config.settings import KEPT_BY_KERNEL, KEPT_BY_PYTHON
 from ...config.trainers import DS_CONFIG, DS_CONFIG_HF
 from ...forecast.values import RungForecast
-from ...types import TIERS, Fit, OutOfMemory, Record, Tier, TierUse
+from ...types import TIERS, Fit, OutOfMemory, Record, Tier, TierUse, Trial
 from ...units import format_bytes, format_count, format_factor
 from .. import document as doc
 from ..document import Cell, Column, Medium, Words, line, make_document, tabulate, titled
@@ -38,7 +38,7 @@ from ..text import (
     format_use,
     format_value,
 )
-from ..trial_names import DifferenceFromFirst
+from ..trial_names import DifferenceFromFirst, unusual_knobs
 from .certificate import describe_proof, describe_trust, describe_verdict, list_checks
 from .remedies import describe_shortage, describe_way_out, list_remedies
 from .trials import (
@@ -50,6 +50,7 @@ from .trials import (
     sort_by_ladder,
 )
 
+_NOT_TRIED = "not tried: "  # begins the reason of what the search left out
 _MOST_IMPORTANCES = 3
 # Lines of launch that a page folds: one way is enough for most readers.
 _OTHER_WAYS = {"or": "another launcher", "Trainer": "the Hugging Face Trainer", "accelerate": "accelerate"}
@@ -108,6 +109,7 @@ def _make_row(report: FitReport, rung: str, trial: Record | str) -> LadderRow:
     forecast = next((forecast for forecast in report.forecast if forecast.rung == rung), None)
     wins = report.status == "fit" and rung == report.rung
     measured = find_fastest(report, rung)
+    shown = measured.trial if measured is not None else None if isinstance(trial, str) else trial.trial
     mark, memory, rate = MARKS["skipped" if isinstance(trial, str) else trial.outcome.kind], list[doc.Gauge](), None
     match trial if isinstance(trial, str) else trial.outcome:
         case str() if forecast is not None and forecast.verdict == "cannot_fit" and "device" in forecast.memory:
@@ -132,13 +134,27 @@ def _make_row(report: FitReport, rung: str, trial: Record | str) -> LadderRow:
         mark=mark,
         reason=_join(
             None if wins else _compare_with_answer(report, rate, counts=mark != MARKS["no_headroom"]),
-            report.reasons.get(rung) or _describe_end(trial),
+            _find_reason(report, rung, shown) or _describe_end(trial),
         ),
         memory=tuple(memory),
         rate=rate,
         forecast=forecast,
         measured=None if forecast is None else _find_measured(report, forecast),
     )
+
+
+def _find_reason(report: FitReport, rung: str, shown: Trial | None) -> str | None:
+    """Why the config that a row shows was left or chosen. One that is not the answer says how it is unusual."""
+    variant = "" if shown is None else _name_variant(report, shown)
+    reason = report.reasons.get(f"{rung} {variant}") if variant else None
+    if shown is None or reason is None:
+        return report.reasons.get(rung)
+    return reason if shown.knobs == report.knobs and rung == report.rung else f"{variant}: {reason}"
+
+
+def _name_variant(report: FitReport, trial: Trial) -> str:
+    """'without checkpointing': how a trial's config differs from its rung's usual one; '' for that."""
+    return unusual_knobs(trial.knobs, recomputes=any(each.trial.knobs.checkpointing for each in report.trials))
 
 
 def _compare_with_answer(report: FitReport, rate: float | None, *, counts: bool) -> str | None:
@@ -208,8 +224,19 @@ def find_telling_trials(report: FitReport) -> dict[str, Record | str]:
             return wins, False, 0.0
         return wins, True, record.outcome.samples_per_second if record.trial.exam is None else 0.0
 
-    rows: dict[str, Record | str] = {skipped.rung: skipped.reason for skipped in report.skipped}
-    limited = [record for record in report.trials if record.trial.limited]  # others only measure what would be enough
+    def is_telling(record: Record) -> bool:
+        """Whether it is under the limit, as those are not which measure what would be enough.
+
+        A variant that did not fit tells nothing of a rung that itself was not tried.
+        """
+        rung_was_tried = not report.reasons.get(record.trial.rung, "").startswith(_NOT_TRIED)
+        tells = isinstance(record.outcome, Fit) or rung_was_tried or not _name_variant(report, record.trial)
+        return record.trial.limited and tells
+
+    unfit = [each.rung for each in report.forecast if each.verdict == "cannot_fit" and each.rung in report.reasons]
+    rows: dict[str, Record | str] = {rung: report.reasons[rung] for rung in unfit}
+    rows |= {skipped.rung: skipped.reason for skipped in report.skipped}
+    limited = filter(is_telling, report.trials)
     rows |= {record.trial.rung: record for record in sorted(limited, key=order)}
     return sort_by_ladder(report, rows)
 
@@ -318,7 +345,7 @@ def _explain_others(report: FitReport, ladder: Sequence[LadderRow]) -> Iterator[
     untried = {rung: report.reasons[rung] for rung in rungs if rung in report.reasons and rung not in named}
     for number, reason in enumerate(dict.fromkeys(untried.values())):
         names = ", ".join(rung for rung in untried if untried[rung] == reason)
-        words = line((f"not tried ({reason.removeprefix('not tried: ')}): {names}", "dim"))
+        words = line((f"not tried ({reason.removeprefix(_NOT_TRIED)}): {names}", "dim"))
         yield doc.Paragraph(words=words, gap=number == 0, indent=2)
     variants = [name for name in report.reasons if name not in rungs and name.partition(" ")[0] in rungs]
     yield doc.Pairs(items=tuple((name, report.reasons[name]) for name in variants), on=Medium.DETAILS, gap=True)

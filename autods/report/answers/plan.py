@@ -16,7 +16,7 @@ from ..text import format_number_of, format_ranks, format_seconds
 from .plan_advice import compare_speeds, describe_site_answer, list_suggestions
 from .plan_figures import describe_batch, explain_no_time
 from .plan_machines import compare_machines, describe_machines_answer, tabulate_machines
-from .plan_rungs import tabulate_answer, tabulate_rungs, tabulate_speeds
+from .plan_rungs import tabulate_answer, tabulate_phases, tabulate_rungs, tabulate_speeds
 
 _STATUS_STYLES = {"fits": "green", "tight": "yellow", "not_forecast": "yellow", "nothing_fits": "red"}
 
@@ -69,6 +69,10 @@ def _list_tables(plan: PlanReport, site: SiteForecast) -> Iterator[doc.Part]:
     yield doc.Heading(words="Memory of each rung", on=Medium.PAGE)
     yield doc.Legend()
     yield tabulate_rungs(site.rungs, best=site.best_rung)
+    device = replace(tabulate_phases(site.rungs, lambda rung: rung.by_phase), on=Medium.PAGE)
+    host = replace(tabulate_phases(site.rungs, lambda rung: rung.host_by_phase), on=Medium.PAGE)
+    yield from titled("Device memory of a rank by phase", device)
+    yield from titled("Host memory of a node by phase", host)
     yield from (replace(part, on=Medium.VERBOSE) for part in _explain_figures(site))
     if _has_times(site):
         yield doc.Heading(words="Step time of each rung", on=Medium.PAGE)

@@ -5,13 +5,13 @@ A row is a `PlanRow`. A column is one entry of `list_columns`, `RUNGS` or `SPEED
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...forecast.predict.step_time import Speed
 from ...forecast.values import PHASES, ForecastPhase, RungForecast
 from ...types import TIERS, Tier
-from ...units import choose_unit, format_bytes
+from ...units import choose_unit
 from .. import document as doc
 from ..document import Cell, Column, Medium, Words, line, tabulate
 from ..results.plan import PlanReport, SiteForecast, Training
@@ -78,12 +78,19 @@ def _list_peaks(row: PlanRow) -> tuple[Words, ...]:
     return tuple(line((f"{tier:<7}", "dim"), format_predicted(predicted)) for tier, predicted in memory)
 
 
-def _list_phases(read: Callable[[RungForecast], Mapping[ForecastPhase, int]]) -> Callable[[PlanRow], Cell]:
-    def read_cell(row: PlanRow) -> Cell:
-        by_phase = read(row.rung)
-        return tuple(f"{phase} {format_bytes(by_phase[phase])}" for phase in PHASES if phase in by_phase)
+def tabulate_phases(
+    rungs: Sequence[RungForecast], read: Callable[[RungForecast], Mapping[ForecastPhase, int]]
+) -> doc.Table:
+    """The peak of each phase, a row for each rung; `read` gives a rung's bytes by phase."""
+    sizes = (size for rung in rungs for size in read(rung).values())
+    unit, factor = choose_unit(max(sizes, default=1))
 
-    return read_cell
+    def read_phase(phase: ForecastPhase) -> Callable[[RungForecast], Cell]:
+        return lambda rung: f"{read(rung)[phase] / factor:,.1f}" if phase in read(rung) else ""
+
+    rung_name: Column[RungForecast] = Column(name="rung", read=lambda rung: rung.rung)
+    phases = (Column(name=f"{phase}\n{unit}", read=read_phase(phase), right=True) for phase in PHASES)
+    return tabulate((rung_name, *phases), [rung for rung in rungs if read(rung)])
 
 
 def _stack(row: PlanRow) -> Cell:
@@ -97,8 +104,6 @@ RUNGS: tuple[Column[PlanRow], ...] = (
     Column(name="peak (low to high) / limit", read=_list_peaks, on=_ELSEWHERE),
     Column(name="largest\nbatch", read=lambda row: str(row.rung.largest_micro_batch or ""), right=True, on=_ELSEWHERE),
     Column(name="made of", read=_stack, spare=1, below=True),
-    Column(name="by phase", read=_list_phases(lambda rung: rung.by_phase), on=Medium.PAGE),
-    Column(name="host of a node\nby phase", read=_list_phases(lambda rung: rung.host_by_phase), on=Medium.PAGE),
     Column(name="decides", read=lambda row: row.rung.decides or "", spare=2),
     Column(name="other memory (low to high) / limit", read=lambda row: _list_peaks(row)[1:], on=Medium.PAGE),
     Column(

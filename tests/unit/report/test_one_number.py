@@ -15,7 +15,7 @@ from rich.console import Console
 from autods.events import SearchStarted, TrialFinished
 from autods.report import serialize
 from autods.report.answers.fit import find_fastest, list_ladder, make_fit_document
-from autods.report.document import Chart, Document
+from autods.report.document import Chart, Document, Paragraph
 from autods.report.fit_progress import FitState, advance, find_best, list_rows
 from autods.report.render_html import to_page
 from autods.report.render_markdown import to_markdown
@@ -23,6 +23,7 @@ from autods.report.render_terminal import print_document
 from autods.report.results.fit import Certificate, FitQuestion, FitReport, Throughput
 from autods.report.results.measured import find_measured, measure_configs
 from autods.report.text import format_rate, format_use
+from autods.report.trial_names import config_name
 from autods.runner.testing import fit, out_of_memory
 from autods.types import Knobs, Purpose, Record, Trial
 
@@ -62,12 +63,20 @@ def invent_trials(draw: random.Random) -> Iterator[Record]:
                 yield Record(id=number, trial=trial, outcome=outcome, seconds=1.0)
 
 
+def explain(trials: tuple[Record, ...]) -> dict[str, str]:
+    """Why each config was left, as a race says it: a rung that was tried as a variant alone was not tried itself."""
+    recomputes = any(record.trial.knobs.checkpointing for record in trials)
+    tried = {config_name(each.trial.rung, each.trial.knobs, recomputes=recomputes) for each in trials}
+    return dict.fromkeys(RUNGS, "not tried: the forecast finds ddp faster") | dict.fromkeys(tried, "raced to the end")
+
+
 def invent_report(seed: int) -> FitReport:
     draw = random.Random(seed)
     trials = tuple(invent_trials(draw))
     report = FitReport(
         status="nothing_fits",
         trials=trials,
+        reasons=explain(trials),
         question=FitQuestion(workload="made-up", gpus=8, device_bytes=LIMIT, ladder=RUNGS, stop="fastest"),
         out="autods-out/made-up",
     )
@@ -122,6 +131,11 @@ def test_every_place_shows_the_same_of_a_config(seed: int) -> None:
             assert rate in row_of(text, row.rung).split()
             assert use in " ".join(row_of(text, row.rung).split())
         assert not charts or rate in points  # one micro batch makes no chart
+    assert not [row.reason for row in list_ladder(report) if "not tried" in row.reason]
+    asides = [str(part.words) for part in document.parts if isinstance(part, Paragraph)]
+    untried = {name for aside in asides if "not tried" in aside for name in aside.rpartition("): ")[2].split(", ")}
+    assert untried.isdisjoint(row.rung for row in list_ladder(report))
+    assert untried.union(row.rung for row in list_ladder(report)) == set(RUNGS)
     data = json.loads(serialize.as_json(serialize.to_dict(report)))
     if report.throughput is not None:
         answer = format_rate(report.throughput.samples_per_second)

@@ -196,12 +196,18 @@ def test_a_charts_name_tells_the_range_of_its_values() -> None:
 def test_ticks_of_memory_are_round_in_its_unit_and_hold_the_limit() -> None:
     chart = Chart(title="", lines={"a": {1: 200.0 * MIB, 2: 354.0 * MIB}}, format_value=format_bytes, limit=416.0 * MIB)
     drawing = draw_chart(chart)
-    sizes = ("100.0", "200.0", "300.0", "400.0", "500.0")
+    sizes = ("100", "200", "300", "400", "500")
     assert [words for _, words in drawing.y_ticks] == ["0", *(f"{size} MiB" for size in sizes)]
     assert drawing.limit is not None
     assert drawing.limit[1] == "limit 416.0 MiB"
     highest_point = min(y for _, y, _ in drawing.points["a"])
     assert drawing.y_ticks[-1][0] < drawing.limit[0] < highest_point
+
+
+def test_ticks_below_the_unit_of_the_limit_are_round_too() -> None:
+    chart = Chart(title="", lines={"a": {1: 9.0 * MIB, 2: 60.0 * MIB}}, format_value=format_bytes, limit=1024.0 * MIB)
+    names = [words for _, words in draw_chart(chart).y_ticks]
+    assert names == ["0", "0.2 GiB", "0.4 GiB", "0.6 GiB", "0.8 GiB", "1 GiB"]
 
 
 def test_steps_have_round_ticks_and_sizes_do_not_overlap() -> None:

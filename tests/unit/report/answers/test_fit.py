@@ -11,7 +11,13 @@ from autods.config.profiles import Budget
 from autods.devices import Card
 from autods.events import Event, Note, TrialFinished, TrialMoved, TrialStarted
 from autods.report import FitReport, text
-from autods.report.answers.fit import describe_effort, describe_question, find_telling_trials, make_fit_document
+from autods.report.answers.fit import (
+    describe_effort,
+    describe_question,
+    find_telling_trials,
+    list_ladder,
+    make_fit_document,
+)
 from autods.report.answers.remedies import describe_shortage, list_remedies
 from autods.report.live import TrialProgress
 from autods.report.render_html import to_page
@@ -19,6 +25,7 @@ from autods.report.render_markdown import to_markdown
 from autods.report.results.fit import Certificate, ClosestRung, Spread
 from autods.types import Examined, Failed, Knobs, Record, Skipped, TierUse
 from autods.workload.script_source import ScriptLaunch
+from tests.support.plans import rung as forecast_rung
 from tests.support.reports import HARDWARE, fit, fitting_report, hopeless_report, memory, oom, record
 from tests.support.reports import failed as failure
 from tests.support.terminal import printed, shown
@@ -200,6 +207,41 @@ def test_more_ranks_are_advised_where_a_rung_splits_the_model() -> None:
     assert not any("more ranks" in line for line in list_remedies(narrow))
     wide = replace(report, question=replace(report.question, ladder=("ddp", "zero2")))
     assert any("more ranks" in line for line in list_remedies(wide))
+
+
+def test_a_rung_whose_variant_failed_alone_was_not_tried() -> None:
+    report = fitting_report()
+    bare = record(9, "zero3-offload", oom(), knobs=Knobs(micro_batch=1, checkpointing=False))
+    left = {"zero3-offload": "not tried: zero3 is faster", "zero3-offload without checkpointing": "ran out"}
+    ladder = (*report.question.ladder, "zero3-offload")
+    report = replace(
+        report,
+        trials=(*report.trials, bare),
+        reasons={**report.reasons, **left},
+        question=replace(report.question, ladder=ladder),
+    )
+    assert "zero3-offload" not in [row.rung for row in list_ladder(report)]
+    text = " ".join(printed(make_fit_document(report), 100, verbose=True).split())
+    assert "not tried (zero3 is faster): zero3-offload" in text
+    assert "zero3-offload without checkpointing ran out" in text
+
+
+def test_a_row_of_a_variant_has_the_variant_s_reason() -> None:
+    report = fitting_report()
+    bare = record(9, "zero3-offload", fit(rate=9.0), knobs=Knobs(micro_batch=1, checkpointing=False))
+    left = {"zero3-offload": "not tried: see the other", "zero3-offload without checkpointing": "raced to the end"}
+    report = replace(report, trials=(*report.trials, bare), reasons={**report.reasons, **left})
+    row = next(row for row in list_ladder(report) if row.rung == "zero3-offload")
+    assert row.reason.endswith("times as fast as zero3; without checkpointing: raced to the end")
+
+
+def test_what_cannot_fit_by_the_forecast_has_a_row_in_each_stage() -> None:
+    report = fitting_report()
+    unfit = forecast_rung("ddp", 246, verdict="cannot_fit")
+    left = {**report.reasons, "ddp": "cannot fit by the forecast: needs 246 GiB"}
+    report = replace(report, trials=(record(5, "zero3", fit()),), reasons=left, forecast=(unfit,), skipped=())
+    row = next(row for row in list_ladder(report) if row.rung == "ddp")
+    assert row.mark.word == "cannot fit"
 
 
 def test_an_empty_report_can_be_shown() -> None:
