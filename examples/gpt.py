@@ -16,7 +16,8 @@ SEQUENCE = 64
 
 def build_model(n_layer=10):
     """32.6M parameters: small for a GPU, large enough to fill a CPU rank's budget of some hundred MiB."""
-    config = GPT2Config(n_layer=n_layer, n_embd=512, n_head=8, vocab_size=2048, n_positions=128, use_cache=False)
+    sizes = {"n_layer": n_layer, "n_embd": 512, "n_head": 8, "vocab_size": 2048, "n_positions": 128}
+    config = GPT2Config(**sizes, use_cache=False, bos_token_id=None, eos_token_id=None)
     model = GPT2LMHeadModel(config)
     model.gradient_checkpointing_enable()
     return model

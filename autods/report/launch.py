@@ -9,7 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config.checkpointing import find_state
+from packaging.version import Version
+
+from ..config.checkpointing import PARTIAL, find_state
 from ..config.deepspeed import (
     count_replicas,
     enabled_half_precision,
@@ -49,6 +51,7 @@ _NO_NUMACTL = (
     "trials bound each rank to its cores: install numactl, and add --numa-binding exclusive (torchrun) or"
     " --bind_cores_to_rank (deepspeed)"
 )
+_FIRST_WITH_ACTIVATION_CHECKPOINTING = Version("5.23")  # of transformers
 _USUAL_CLIPPING = 1.0  # the Trainer's default
 
 
@@ -97,7 +100,7 @@ def launch_lines(report: FitReport) -> Iterator[tuple[str, str]]:
     set_there: dict[str, object] = {_TRAINER_SIZES[each]: values[each] for each in sizes}
     switches = _switches_checkpointing(report) and not _parses_trainer_arguments(script)
     if switches and library.sets_sizes:
-        set_there["gradient_checkpointing"] = report.knobs.checkpointing
+        set_there[_name_checkpointing(report)] = report.knobs.checkpointing
     if library.sets_sizes and not _parses_trainer_arguments(script):
         set_there |= _trainer_timeout(report)
     if settings_file is not None:
@@ -219,7 +222,7 @@ def _program(report: FitReport, launcher: str) -> tuple[str, ...]:
             sizes += [f"--{_TRAINER_SIZES[name]}", str(values[name])]
         if _switches_checkpointing(report):
             assert report.knobs is not None
-            sizes += ["--gradient_checkpointing", str(report.knobs.checkpointing)]
+            sizes += [f"--{_name_checkpointing(report)}", str(report.knobs.checkpointing)]
         for name, seconds in _trainer_timeout(report).items():
             sizes += [f"--{name}", str(seconds)]
     return (*program, *fill_placeholders(script.argv, values), *sizes)
@@ -242,6 +245,22 @@ def _placeholder_values(report: FitReport) -> dict[str, object]:
 def _switches_checkpointing(report: FitReport) -> bool:
     """Whether the config was measured with another recomputation of activations than the script itself asks for."""
     return report.question.recomputes not in (None, report.knobs and report.knobs.checkpointing)
+
+
+def _name_checkpointing(report: FitReport) -> str:
+    """The Trainer's argument of recomputation. Of its two names the newer one wins, whichever the script gives."""
+    version = report.versions.get("transformers")
+    is_new = version is not None and Version(version) >= _FIRST_WITH_ACTIVATION_CHECKPOINTING
+    return "activation_checkpointing" if is_new else "gradient_checkpointing"
+
+
+def _checkpointing_arguments(report: FitReport) -> tuple[str, ...]:
+    """The Trainer's arguments of recomputation. Those of older versions know all layers, with inputs on the device."""
+    assert report.knobs is not None
+    name, state = _name_checkpointing(report), find_state(report.knobs)
+    if state in PARTIAL and name == "activation_checkpointing":
+        return f"--{name}", f"--{name}_kwargs", json.dumps({"every_n_layers": PARTIAL[state]})
+    return (f"--{name}",) if state == "on" else ()
 
 
 def _trainer_timeout(report: FitReport) -> dict[str, int]:
@@ -295,8 +314,7 @@ def trainer_arguments(report: FitReport, config_path: str) -> tuple[str, ...]:
         "--per_device_train_batch_size", str(report.knobs.micro_batch),
         "--gradient_accumulation_steps", str(report.knobs.accumulation),
         *((f"--{half}",) if half else ()),
-        # The Trainer's switch would let all layers recompute, and from inputs on the device.
-        *(("--gradient_checkpointing",) if find_state(report.knobs) == "on" else ()),
+        *_checkpointing_arguments(report),
         *(("--use_cpu",) if report.device.stands_in else ()),
         *_user_settings(report.ds_config),
         *(word for name, seconds in _trainer_timeout(report).items() for word in (f"--{name}", str(seconds))),

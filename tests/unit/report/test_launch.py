@@ -236,6 +236,14 @@ def test_the_trainer_gets_the_rate_to_which_a_warmup_leads(optimizer: dict[str, 
     assert dict(itertools.pairwise(arguments))["--learning_rate"] == "0.0006"
 
 
+def test_a_newer_trainer_recomputes_a_share_of_its_layers() -> None:
+    report = replace(scripted(), versions={"transformers": "5.23.0"})
+    assert "--activation_checkpointing" in trainer_arguments(report, "c.json")
+    report = replace(report, knobs=set_state(report.knobs, "every-2"))
+    pairs = dict(itertools.pairwise(trainer_arguments(report, "c.json")))
+    assert json.loads(pairs["--activation_checkpointing_kwargs"]) == {"every_n_layers": 2}
+
+
 def test_a_share_of_layers_is_left_alone_by_the_trainer():
     report = scripted()
     report = replace(report, knobs=set_state(report.knobs, "every-2"))
@@ -324,15 +332,16 @@ def test_only_a_trainer_is_given_its_option_of_checkpointing() -> None:
     assert lines["code"].startswith("model.gradient_checkpointing_enable()")
 
 
-def test_checkpointing_that_a_trainer_turns_off_is_an_argument() -> None:
+@pytest.mark.parametrize(("version", "option"), [("5.22.2", "gradient"), ("5.23.0", "activation")])
+def test_checkpointing_that_a_trainer_turns_off_is_an_argument(version: str, option: str) -> None:
+    """The newer of the two names wins (`TrainingArguments.__post_init__`), and older versions lack it."""
     for argv, place in ((("--deepspeed", "{ds_config}"), "launch"), (("config.json",), "code")):
-        report = scripted(*argv, kind="hf_trainer")
+        report = replace(scripted(*argv, kind="hf_trainer"), versions={"transformers": version})
         knobs = replace(report.knobs, checkpointing=False)
         report = replace(report, knobs=knobs, question=replace(report.question, recomputes=True))
         lines = [words for name, words in launch_lines(report) if name == place]
-        assert any(
-            words.endswith(("--gradient_checkpointing False", "gradient_checkpointing=False)")) for words in lines
-        )
+        ends = (f" --{option}_checkpointing False", f" {option}_checkpointing=False)")
+        assert any(words.endswith(ends) for words in lines)
 
 
 def test_adapters_of_a_config_are_a_line_of_code() -> None:
