@@ -232,6 +232,19 @@ def _may_be_fixed(outcome: Outcome, has_fit: bool) -> bool:
     return not (has_fit and is_of_knobs)
 
 
+def keep_warnings(
+    listen: Callable[[AnyEvent], None], journal: Journal, past: History
+) -> tuple[Callable[[AnyEvent], None], list[str]]:
+    """Return a listener that journals new warnings, and the list of all, which grows."""
+    warnings = list(past.warnings)
+
+    def warn(text: str) -> None:
+        warnings.append(text)
+        journal.write_warning(text)
+
+    return record_warnings(listen, warnings, warn), warnings
+
+
 def record_warnings(
     listen: Callable[[AnyEvent], None], known: Container[str], write: Callable[[str], None]
 ) -> Callable[[AnyEvent], None]:

@@ -39,7 +39,6 @@ from ..report.render_html import PAGE, PAGE_BEGINS, RUN_PAGE, write_page
 from ..report.render_markdown import to_markdown
 from ..report.render_terminal import print_document
 from ..report.results.doctor import Checkup
-from ..report.results.fit import FitReport
 from ..report.results.run import RunReport
 from ..report.serialize import (
     CSV_BEGINS,
@@ -67,28 +66,35 @@ Resolved = TypeVar("Resolved")
 Result = TypeVar("Result")
 
 
-def run_fit(
-    call: Call, request: requests.FitRequest, *, as_json: bool = False, quiet: bool = False, verbose: bool = False
-) -> int:
-    """Find the fastest config. The answer does not repeat warnings that were printed while it was found."""
-    command: UseCase[Any, Settings, Any, Any] = call.use_cases.get("fit", FIT)
+def _warn_once(
+    command: UseCase[Any, Any, Any, Any], make: Callable[[Any], Document]
+) -> tuple[UseCase[Any, Any, Any, Any], Callable[[Any], Document]]:
+    """The command, and its answer without the warnings that were printed while it was found."""
     progress: list[object] = []
 
-    def show(settings: Settings, console: Console | None, verbose: bool) -> Progress[Any]:
+    def show(settings: Any, console: Console | None, verbose: bool) -> Progress[Any]:
         progress.append(shown := command.show(settings, console, verbose))
         return shown
 
-    def make(report: FitReport) -> Document:
+    def make_without_printed(report: Any) -> Document:
         warned = {text for each in progress if isinstance(each, TrialProgress) for text in each.warned}
-        new = tuple(text for text in report.warnings if text not in warned)
-        return make_fit_document(replace(report, warnings=new))
+        return make(replace(report, warnings=tuple(text for text in report.warnings if text not in warned)))
+
+    return replace(command, show=show), make_without_printed
+
+
+def run_fit(
+    call: Call, request: requests.FitRequest, *, as_json: bool = False, quiet: bool = False, verbose: bool = False
+) -> int:
+    """Find the fastest config."""
+    command, make = _warn_once(call.use_cases.get("fit", FIT), make_fit_document)
 
     def begin(settings: Settings) -> str:
         call.out = settings.out
         nodes = f" on {settings.nodes} nodes" if settings.nodes > 1 else ""
         return f"{_describe_subject(settings)}{nodes}, {settings.profile.name} config → {settings.out}"
 
-    report = _work(replace(command, show=show), request, quiet, begin, verbose=verbose)
+    report = _work(command, request, quiet, begin, verbose=verbose)
     _show(report, as_json, to_dict, make, verbose=verbose)
     _offer_split_build(call, report.partitioned, as_json, "--fresh")  # its folder is that of another fit
     return 0 if report.status == "fit" else 1
@@ -190,11 +196,12 @@ def run_probe(
             manner = "by the forecast" if probe.machine is not None else "by the forecast and by trials"
         return f"{probe.settings.source.name}: {subject}, {manner} → {probe.settings.out}"
 
-    report = _work(call.use_cases.get("probe", PROBE), request, quiet, begin)
+    command, make = _warn_once(call.use_cases.get("probe", PROBE), make_probe_document)
+    report = _work(command, request, quiet, begin)
     if csv == "-":
         print(to_csv(report), end="")
     else:
-        _show(report, as_json, probe_to_dict, make_probe_document)
+        _show(report, as_json, probe_to_dict, make)
     failed = 0 if table is None else _write(call, lambda: write_csv(report, Path(table)))
     return failed or (0 if report.status == "done" else 1)
 

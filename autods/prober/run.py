@@ -14,7 +14,7 @@ from ..errors import EnvironmentBroken
 from ..events import Listener
 from ..forecast.simulate.protocol import SimulationFailed
 from ..forecast.values import StartSimulator
-from ..journal import TrialStore, workspace
+from ..journal import TrialStore, keep_warnings, workspace
 from ..planner.plan import make_user_error
 from ..report.answers.probe import make_probe_document
 from ..report.render_html import PAGE, write_page
@@ -97,6 +97,7 @@ def probe(
     with workspace(question.settings.out, fresh=fresh) as out:
         journal, past, settings = open_journal(question.settings, question.fingerprint(), listen)
         question = replace(question, settings=settings)
+        listen, warnings = keep_warnings(listen, journal, past)
         benches: AbstractContextManager[Bench | None] = nullcontext(None)
         if question.machine is None:
             benches = (start or _on_ray)(settings, listen)
@@ -110,6 +111,7 @@ def probe(
             raise make_user_error(failed, settings.source, more_samples="--vary micro_batch=2") from None
         earlier_s = sum(record.seconds for record in past.records.values())
         report = build_report(question, cells, reference, store.records, time.monotonic() - began + earlier_s)
+        report = replace(report, warnings=tuple(warnings))
         write_probe(report, out)
         write_page(make_probe_document(report, out), out / PAGE)
         return report

@@ -23,7 +23,7 @@ from ..diagnosis.trial_outcome import make_input_error
 from ..errors import EnvironmentBroken, InputError
 from ..events import Listener, Note, SearchStarted, Stage, StageStarted
 from ..forecast.simulation_cache import why_not_forecast
-from ..journal import JOURNAL, STUDY, Journal, TrialStore, make_other_fit_error, record_warnings, workspace
+from ..journal import JOURNAL, STUDY, Journal, TrialStore, keep_warnings, make_other_fit_error, workspace
 from ..report import serialize
 from ..report.answers.fit import make_fit_document
 from ..report.render_html import PAGE, write_page
@@ -86,13 +86,7 @@ def fit(
         if (finished := _read_finished(settings, fingerprint, listen)) is not None:
             return finished
         journal, past, settings = open_journal(settings, fingerprint, listen)
-        warnings = list(past.warnings)
-
-        def warn(text: str) -> None:
-            warnings.append(text)
-            journal.write_warning(text)
-
-        listen = record_warnings(listen, warnings, warn)
+        listen, warnings = keep_warnings(listen, journal, past)
         for note in _describe_workload(settings):
             listen(Note(text=note))
         began = time.monotonic()

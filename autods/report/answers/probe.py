@@ -31,6 +31,9 @@ def make_probe_document(report: ProbeReport, folder: Path | None = None) -> doc.
 
 
 def _list_parts(report: ProbeReport, folder: Path | None) -> Iterator[doc.Part]:
+    yield describe_answer(report)
+    for warning in report.warnings:
+        yield doc.Paragraph(words=line((f"warning: {warning}", "yellow")), whole=True)
     yield tabulate(
         list_columns(report),
         report.cells,
@@ -40,7 +43,7 @@ def _list_parts(report: ProbeReport, folder: Path | None) -> Iterator[doc.Part]:
     if reasons := tuple(list_reasons(report)):
         yield doc.Heading(words="Why", on=Medium.PAGE)
         yield doc.Pairs(items=reasons)
-    yield from list_conclusions(report)
+    yield from _explain_marks(report)
     yield doc.Bullets(items=tuple(line((note, "dim")) for note in report.notes))
     yield from list_charts(report)
     yield from titled("Every trial", list_trials(report.trials, folder, partial(name_conditions, report.axes)))
@@ -167,19 +170,17 @@ def _format_ranges(numbers: Iterable[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def list_conclusions(report: ProbeReport) -> Iterator[doc.Part]:
-    """The answer of a probe first, then what its marks mean."""
+def describe_answer(report: ProbeReport) -> doc.Headline:
+    """'fastest: cell 2, zero1: 8.71 samples/s', the largest micro batch, or that nothing fits."""
     effort = f"{format_number_of(len(report.trials), 'trial')}, {format_seconds(report.seconds)}"
     if report.status == "nothing_fits":
-        yield doc.Headline(words=line(("no cell fits", "bold red")), effort=effort)
-        return
+        return doc.Headline(words=line(("no cell fits", "bold red")), effort=effort)
     fitting = [cell for cell in report.cells if cell.status == "fit" and cell.same_as is None]
     if report.question.capacity:
         best = max(fitting, key=lambda cell: cell.micro_batch or 0)
         source = "by the forecast" if report.question.forecast_only else "by trials"
         head = f"largest micro batch: {best.micro_batch:,} with {_distinction(report, best)}, {source}"
-        yield doc.Headline(words=line((head, "bold green")), effort=effort)
-        return
+        return doc.Headline(words=line((head, "bold green")), effort=effort)
     assert report.compared is not None
     reference, measure = report.compared
     best = max(fitting, key=lambda cell: _speed(cell, measure))
@@ -187,9 +188,13 @@ def list_conclusions(report: ProbeReport) -> Iterator[doc.Part]:
     head = f"fastest: cell {best.number}, {_distinction(report, best)}: {rate}"
     within_noise = best.ratio is not None and not best.ratio.differs
     unsure = f", within the noise of cell {reference}" if within_noise else ""
-    yield doc.Headline(words=line((head, "bold green"), unsure), effort=effort)
-    if any(cell.ratio is not None and not cell.ratio.differs for cell in report.cells):
-        words = f"≈: not told apart from cell {reference} by these measurements (95 %)"
+    return doc.Headline(words=line((head, "bold green"), unsure), effort=effort)
+
+
+def _explain_marks(report: ProbeReport) -> Iterator[doc.Part]:
+    """What ≈ means, where a cell has it."""
+    if report.compared is not None and any(cell.ratio is not None and not cell.ratio.differs for cell in report.cells):
+        words = f"≈: not told apart from cell {report.compared[0]} by these measurements (95 %)"
         yield doc.Paragraph(words=line((words, "dim")))
 
 

@@ -101,7 +101,7 @@ class ProbeReport(Shown):
     """The result of a probe.
 
     `compared` is the number of the reference cell of all ratios, and their measure.
-    `notes` are sentences that hold for all cells.
+    `notes` are sentences that hold for all cells. `warnings` are those of the machine, while it was measured.
     """
 
     status: Literal["done", "nothing_fits"]
@@ -109,6 +109,7 @@ class ProbeReport(Shown):
     cells: tuple[CellResult, ...]
     compared: tuple[int, Literal["samples", "tokens"]] | None = None
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     trials: tuple[Record, ...] = ()
     question: ProbeQuestion
     versions: Mapping[str, str] = field(default_factory=dict)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,9 +14,11 @@ import pytest
 from autods.api import UseCase
 from autods.cli.main import main
 from autods.errors import Interrupted
-from autods.events import Listener
+from autods.events import Listener, Note
 from autods.prober.probe_settings import ProbeSettings
+from autods.prober.run import probe
 from autods.report.results.probe import ProbeReport
+from autods.report.serialize import read_probe
 from autods.requests import ProbeRequest
 from autods.runner.testing import surface
 from tests.support.probes import LIMIT, MIB, Bench, ask, probed
@@ -49,6 +53,27 @@ def test_the_table_is_on_stdout_and_progress_on_stderr(tmp_path: Path, capsys: p
     assert "model: 2 cells, each 3 times, in turns" in err
     assert "trial 1: zero1, micro batch 1 × 2 (probe): fits" in err
     assert "trial 1" not in out
+
+
+def test_the_answer_comes_first_with_each_warning_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(question: ProbeSettings, listen: Listener) -> ProbeReport:
+        @contextmanager
+        def begin(settings: object, listen: Listener) -> Iterator[Bench]:
+            listen(Note(text="the machine is busy", warns=True))
+            yield Bench(SURFACE)
+
+        return probe(question, listen=listen, start=begin)
+
+    fake = Fake(tmp_path, "rung=zero1,zero2")
+    assert main(["probe", "model.py"], probe=UseCase(fake.resolve, run)) == 0
+    out, err = capsys.readouterr()
+    assert err.count("the machine is busy") == 1
+    assert "the machine is busy" not in out
+    assert out.index("fastest: cell") < out.index("tokens/s")
+    folder = tmp_path / "out"
+    assert json.loads((folder / "probe.json").read_text())["warnings"] == ["the machine is busy"]
+    assert "the machine is busy" in (folder / "report.html").read_text()
+    assert read_probe(folder).warnings == ("the machine is busy",)
 
 
 def test_json_and_csv_print_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
