@@ -17,7 +17,7 @@ from ...config.checkpointing import describe_state
 from ...config.settings import KEPT_BY_KERNEL, KEPT_BY_PYTHON
 from ...config.trainers import DS_CONFIG, DS_CONFIG_HF
 from ...forecast.values import RungForecast
-from ...types import TIERS, Fit, OutOfMemory, Record, Tier, TierUse, Trial
+from ...types import TIERS, Fit, Knobs, OutOfMemory, Record, Tier, TierUse, Trial
 from ...units import format_bytes, format_count, format_factor
 from .. import document as doc
 from ..document import Cell, Column, Medium, Words, line, make_document, tabulate, titled
@@ -154,7 +154,14 @@ def _find_reason(report: FitReport, rung: str, shown: Trial | None) -> str | Non
 
 def _name_variant(report: FitReport, trial: Trial) -> str:
     """'without checkpointing': how a trial's config differs from its rung's usual one; '' for that."""
-    return unusual_knobs(trial.knobs, recomputes=any(each.trial.knobs.checkpointing for each in report.trials))
+    return unusual_knobs(trial.knobs, recomputes=_can_recompute(report))
+
+
+def _can_recompute(report: FitReport) -> bool:
+    """Whether the model can. Where no trial does, because all are faster without, the search names them so."""
+    keeping = unusual_knobs(Knobs(checkpointing=False), recomputes=True)
+    is_tried = any(record.trial.knobs.checkpointing for record in report.trials)
+    return is_tried or any(keeping in name for name in report.reasons)
 
 
 def _compare_with_answer(report: FitReport, rate: float | None, *, counts: bool) -> str | None:

@@ -235,6 +235,15 @@ def test_a_row_of_a_variant_has_the_variant_s_reason() -> None:
     assert row.reason.endswith("times as fast as zero3; without checkpointing: raced to the end")
 
 
+def test_a_winner_without_checkpointing_has_its_own_reason() -> None:
+    winning = Knobs(micro_batch=4, checkpointing=False)  # as is every trial: the forecast finds recomputing slower
+    left = {"zero3": "not tried: the forecast finds the other faster", "zero3 without checkpointing": "the fastest"}
+    trials = (record(1, "zero3", fit(), purpose="grow", knobs=winning),)
+    report = replace(fitting_report(), knobs=winning, trials=trials, reasons=left)
+    row = next(row for row in list_ladder(report) if row.wins)
+    assert row.reason == "the fastest"
+
+
 def test_what_cannot_fit_by_the_forecast_has_a_row_in_each_stage() -> None:
     report = fitting_report()
     unfit = forecast_rung("ddp", 246, verdict="cannot_fit")
