@@ -240,8 +240,10 @@ def find_telling_trials(report: FitReport) -> dict[str, Record | str]:
         tells = isinstance(record.outcome, Fit) or rung_was_tried or not _name_variant(report, record.trial)
         return record.trial.limited and tells
 
-    unfit = [each.rung for each in report.forecast if each.verdict == "cannot_fit" and each.rung in report.reasons]
-    rows: dict[str, Record | str] = {rung: report.reasons[rung] for rung in unfit}
+    unfit = {each.rung for each in report.forecast if each.verdict == "cannot_fit"}
+    rows: dict[str, Record | str] = {
+        rung: reason for rung, reason in report.reasons.items() if rung in unfit and not reason.startswith(_NOT_TRIED)
+    }
     rows |= {skipped.rung: skipped.reason for skipped in report.skipped}
     limited = filter(is_telling, report.trials)
     rows |= {record.trial.rung: record for record in sorted(limited, key=order)}

@@ -244,6 +244,16 @@ def test_a_winner_without_checkpointing_has_its_own_reason() -> None:
     assert row.reason == "the fastest"
 
 
+def test_what_only_a_large_batch_cannot_fit_is_not_tried() -> None:
+    report = fitting_report()
+    unfit = forecast_rung("zero3-offload", 246, verdict="cannot_fit")  # of the micro batch to enter with
+    left = {**report.reasons, "zero3-offload": "not tried: the budget is spent"}
+    report = replace(report, reasons=left, forecast=(unfit,))
+    assert "zero3-offload" not in [row.rung for row in list_ladder(report)]
+    text = " ".join(printed(make_fit_document(report), 100).split())
+    assert "not tried (the budget is spent): zero3-offload" in text
+
+
 def test_what_cannot_fit_by_the_forecast_has_a_row_in_each_stage() -> None:
     report = fitting_report()
     unfit = forecast_rung("ddp", 246, verdict="cannot_fit")
