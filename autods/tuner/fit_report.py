@@ -145,13 +145,13 @@ def _measure(config: Record, context: FitContext) -> Measured:
 
 
 def _explain_untried(context: FitContext, reasons: Mapping[str, str]) -> dict[str, str]:
-    """Why each rung without a reason was not tried, by its name."""
-    settings = context.settings
+    """Why each rung without a reason was not tried, by its name. The certificate may have tried some since."""
+    settings, tried = context.settings, {record.trial.rung for record in context.memory.records}
     through_nvme = "its states would pass through NVMe, and " if settings.profile.race.stop == "fastest" else ""
     return {
         rung.name: unmet_need(rung, settings.site, context.facts) or f"not tried: {through_nvme}a rung before it fits"
         for rung in settings.ladder
-        if rung.name not in reasons
+        if rung.name not in reasons and rung.name not in tried
     }
 
 

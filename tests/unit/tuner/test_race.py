@@ -661,6 +661,14 @@ def test_a_model_that_needs_several_samples_is_searched(
     assert (won(result)[1] == 4) is (gib > 13 or asked.get("objective") == "memory")
 
 
+def test_a_rung_that_the_certificate_tried_is_not_called_untried(raced: Callable[..., FitResult]) -> None:
+    machine = Machine({"ddp": Rung(gib=4), "zero3": Rung(gib=3)})
+    result = raced(machine, stop="first-fit")
+    assert "not tried" in reasons_in_report(result, machine)["zero3"]
+    machine.run(replace(result.raced.best.trial, rung="zero3", purpose="walk"), id=99)
+    assert "not tried" not in reasons_in_report(result, machine)["zero3"]
+
+
 def test_no_larger_batch_is_reported_than_one_backed_off_to(raced: Callable[..., FitResult]) -> None:
     machine = Machine({"ddp": Rung(gib=4, sample_s=1.0)})
     result = raced(machine)
