@@ -167,12 +167,18 @@ def _can_recompute(report: FitReport) -> bool:
 def _compare_with_answer(report: FitReport, rate: float | None, *, counts: bool) -> str | None:
     """'0.81 times as fast as zero3', of a rung that fitted but is not the answer; None before there is an answer.
 
-    One that `counts` is no faster than the answer, but for noise.
+    One that `counts` is no faster than the answer, but for noise, unless the certificate took a slower answer.
     """
     if rate is None or report.throughput is None or report.question.objective == "memory":
         return None
     ratio = rate / report.throughput.samples_per_second
-    return f"{format_factor(ratio)} times as fast as {report.rung}{', within noise' if counts and ratio > 1 else ''}"
+    doubt = f", {'but not proven' if _was_backed_off(report) else 'within noise'}" if counts and ratio > 1 else ""
+    return f"{format_factor(ratio)} times as fast as {report.rung}{doubt}"
+
+
+def _was_backed_off(report: FitReport) -> bool:
+    """Whether the certificate took another config than the fastest, which may be clearly faster."""
+    return report.certificate is not None and bool(report.certificate.backed_off)
 
 
 def _join(*sentences: str | None) -> str:
@@ -446,7 +452,7 @@ def _compare_with_first(report: FitReport) -> str | None:
 def _name_next(report: FitReport) -> str | None:
     """'next is zero2 with 7.9 samples/s', of the rung that was measured to be next; None without one.
 
-    Where trials differ much, its rate may be above the answer's, which turns or the fastest timing decided.
+    Its rate may be above the answer's where turns, the fastest timing or the certificate decided.
     """
     by_memory = report.question.objective == "memory"
     others = [find_fastest(report, rung) for rung in report.question.ladder if rung != report.rung]
@@ -456,7 +462,8 @@ def _name_next(report: FitReport) -> str | None:
     best = max(measured, key=lambda config: config.samples_per_second)
     rate = f"{format_rate(best.samples_per_second)} samples/s"
     if report.throughput is not None and best.samples_per_second > report.throughput.samples_per_second:
-        return f"{best.trial.rung} is as fast, within noise: {rate}"
+        doubt = "was faster, but is not proven" if _was_backed_off(report) else "is as fast, within noise"
+        return f"{best.trial.rung} {doubt}: {rate}"
     return f"next is {best.trial.rung} with {rate}"
 
 
