@@ -10,7 +10,7 @@ import math
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...config.checkpointing import describe_state
@@ -153,8 +153,11 @@ def _find_reason(report: FitReport, rung: str, shown: Trial | None) -> str | Non
 
 
 def _name_variant(report: FitReport, trial: Trial) -> str:
-    """'without checkpointing': how a trial's config differs from its rung's usual one; '' for that."""
-    return unusual_knobs(trial.knobs, recomputes=_can_recompute(report))
+    """'without checkpointing': how a trial's config differs from its rung's usual one; '' for that.
+
+    Its allocator's segments make no variant: the forecast chooses them for each trial.
+    """
+    return unusual_knobs(replace(trial.knobs, expandable=False), recomputes=_can_recompute(report))
 
 
 def _can_recompute(report: FitReport) -> bool:

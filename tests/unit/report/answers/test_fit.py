@@ -244,6 +244,14 @@ def test_a_winner_without_checkpointing_has_its_own_reason() -> None:
     assert row.reason == "the fastest"
 
 
+def test_a_variant_with_expandable_segments_has_its_reason() -> None:
+    left = {"zero3": "not tried: the forecast finds the other faster", "zero3 without checkpointing": "the fastest"}
+    winning = Knobs(micro_batch=4, checkpointing=False, expandable=True)  # the forecast of a trial chooses segments
+    trials = (record(1, "zero3", fit()), record(2, "zero3", fit(), purpose="grow", knobs=winning))
+    report = replace(fitting_report(), knobs=winning, trials=trials, reasons=left)
+    assert next(row for row in list_ladder(report) if row.wins).reason == "the fastest"
+
+
 def test_what_only_a_large_batch_cannot_fit_is_not_tried() -> None:
     report = fitting_report()
     unfit = forecast_rung("zero3-offload", 246, verdict="cannot_fit")  # of the micro batch to enter with
