@@ -29,7 +29,7 @@ class StepForecast:
 class Forecaster:
     """Forecasts trials on this machine. This one knows nothing; `TrialForecaster` simulates them."""
 
-    forecasts: Mapping[str, RungForecast] = MappingProxyType({})  # by rung name: of its first trial, else the first
+    forecasts: Mapping[str, RungForecast] = MappingProxyType({})  # by rung: of its first trial, else of the least batch
     own_batch: int | None = None  # of a script whose command line cannot change it, where a simulation has shown it
 
     def prepare(self, trials: Iterable[Trial]) -> None:

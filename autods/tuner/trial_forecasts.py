@@ -114,7 +114,9 @@ class TrialForecaster(Forecaster):
         except AutodsError as error:
             return self.forecast(trial) if self._can_retry(trial.rung, micro_batch, error) else None
         forecast = self._judge(spec, simulation)
-        if (first := self.forecasts.get(trial.rung)) is None or (forecast.offloads_inputs > first.offloads_inputs):
+        first, is_tried = self.forecasts.get(trial.rung), trial.rung in self._tried
+        is_smaller = first is not None and forecast.micro_batch < first.micro_batch and not is_tried
+        if first is None or is_smaller or (forecast.offloads_inputs > first.offloads_inputs):
             self.forecasts[trial.rung] = forecast
         return forecast
 

@@ -16,6 +16,7 @@ from autods.forecast.values import EngineSpec, ForecastPhase, Simulation, Trace
 from autods.journal import trial_key
 from autods.runner.testing import fit, out_of_memory
 from autods.tuner.candidates import list_candidates
+from autods.tuner.forecaster import why_impossible
 from autods.tuner.trial_forecasts import TrialForecaster, make_trial_engine
 from autods.types import Outcome, Trial, WorkloadSource
 from tests.support.growth import FRAGMENTED_LIVE, fragment
@@ -149,6 +150,16 @@ def test_the_first_forecast_of_a_rung_is_kept_for_the_report() -> None:
     made.forecast(trial())
     made.forecast(trial(micro_batch=2))
     assert made.forecasts["zero1"].micro_batch == 1
+
+
+def test_a_rung_that_cannot_fit_is_reported_at_its_least_batch() -> None:
+    made, _, _ = make_forecaster(
+        lambda spec, micro_batch: simulate_peaks(micro_batch, init=GIB, backward=(20 + micro_batch) * GIB)
+    )
+    made.forecast(trial(micro_batch=8))  # the one that a race would enter with
+    reason = why_impossible(made.forecast(trial()))
+    assert reason is not None
+    assert made.forecasts["zero1"].reason in reason
 
 
 def test_a_failed_simulation_is_reported_once() -> None:
