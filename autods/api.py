@@ -192,9 +192,8 @@ def _make_source(request: WorkloadRequest, *, out: PathText | None = None, **opt
 
 def _show_fit(settings: Settings, console: Console | None, verbose: bool) -> TrialProgress:
     from .report.live import TrialProgress
-    from .report.trial_names import DifferenceFromFirst
 
-    return TrialProgress(console, label=DifferenceFromFirst(), logs=settings.out / "logs" if verbose else None)
+    return TrialProgress(console, logs=settings.out / "logs" if verbose else None)
 
 
 def _show_run(settings: RunSettings, console: Console | None, verbose: bool) -> RunProgress:

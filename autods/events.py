@@ -38,7 +38,7 @@ class SearchStarted:
 
     A config has to leave free what of `device_bytes` is not in `usable_bytes`. Where `least_memory` is set, the one
     with the lowest peak is searched for. `most_trials` and `most_seconds` are the budget; 0 means no limit. In a
-    rehearsal (`rehearsed`) simulations answer the trials.
+    rehearsal (`rehearsed`) simulations answer the trials. A model that `recomputes` can do gradient checkpointing.
     """
 
     ladder: tuple[str, ...]
@@ -48,6 +48,7 @@ class SearchStarted:
     most_trials: int = 0
     most_seconds: float = 0.0
     rehearsed: bool = False
+    recomputes: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

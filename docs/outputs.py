@@ -31,7 +31,7 @@ from autods.report.fit_progress import FitState, advance, describe_status, rende
 from autods.report.live import TrialProgress
 from autods.report.render_terminal import print_document
 from autods.report.results.explain import Explanation
-from autods.report.trial_names import DifferenceFromFirst
+from autods.report.trial_names import unusual_knobs
 from autods.schema import read_known
 from autods.tuner.fit import plan_stages
 from autods.types import Knobs, Record, Skipped, TierUse, Trial
@@ -70,13 +70,17 @@ def take_plan(path: Path) -> None:
     PLAN.write_text(json.dumps({"rungs": rungs}) + "\n")
 
 
+def _label_trial(trial: Trial) -> str:
+    return unusual_knobs(trial.knobs, recomputes=True)
+
+
 def print_trials() -> str:
     """The lines of the walk and of the last trial, as they are printed where nothing is redrawn."""
     report = read_run()
     ladder = report.question.ladder
     first = [record for record in report.trials if record.trial.purpose == "walk"]
     walk = sorted([*report.skipped, *first], key=lambda each: ladder.index(_rung(each)))
-    with TrialProgress(console := _console(), label=DifferenceFromFirst()) as listen:
+    with TrialProgress(console := _console(), label=_label_trial) as listen:
         for each in walk:
             listen(each if isinstance(each, Skipped) else TrialFinished(record=each))
         console.print("…")

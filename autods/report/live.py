@@ -41,7 +41,7 @@ from .rank_logs import RankLogs
 from .render_terminal import fit_table, is_whole
 from .results.plan import AnswerSoFar, PlanEvent
 from .text import MARKS, Mark, format_number_of, format_seconds, format_step_seconds
-from .trial_names import LabelTrial, format_record
+from .trial_names import LabelTrial, format_record, unusual_knobs
 
 _QUIET_S, _QUIET_AGAIN_S = 25.0, 60.0  # without a line, where nothing is redrawn
 _LOOK_EVERY_S = 1.0
@@ -155,7 +155,8 @@ class TrialProgress(LiveView):
     On a terminal it prints finished trials as lines. Below them it draws the rungs of a fit, the best so far, the
     budget, and what runs.
     Elsewhere it prints one plain line for each finished trial, skipped rung and note. Events may come from any thread.
-    `label` formats a trial's conditions, which stand beside its rung and batch. With `logs`, the folder of all logs,
+    `label` formats a trial's conditions, which stand beside its rung and batch; those of a fit are its unusual knobs.
+    With `logs`, the folder of all logs,
     it also prints what the ranks print.
     """
 
@@ -163,7 +164,7 @@ class TrialProgress(LiveView):
         self,
         console: Console | None = None,
         *,
-        label: LabelTrial = lambda trial: "",
+        label: LabelTrial | None = None,
         logs: Path | None = None,
     ) -> None:
         super().__init__(console)
@@ -194,7 +195,7 @@ class TrialProgress(LiveView):
                 self._print(f"skipped {rung}: {reason}", mark=MARKS["skipped"], style="dim")
             case TrialFinished(record=record, replayed=replayed):
                 counts = leaves_headroom(record, self._state.search)
-                line = format_record(record, replayed=replayed, label=self._label(record.trial), counts=counts)
+                line = format_record(record, replayed=replayed, label=self._name(record.trial), counts=counts)
                 mark = MARKS[record.outcome.kind if counts else "no_headroom"]
                 self._print(line, mark=mark, style="dim" if replayed else "")
                 if self._live is None and not replayed and time.monotonic() - self._progress_said_s > _PROGRESS_EVERY_S:
@@ -203,6 +204,12 @@ class TrialProgress(LiveView):
                 self._print_progress()
             case SearchStarted() | StageStarted() | TrialForecasted() | TrialStarted() | TrialMoved():
                 pass  # the view below shows them
+
+    def _name(self, trial: Trial) -> str:
+        if self._label is not None:
+            return self._label(trial)
+        search = self._state.search
+        return "" if search is None else unusual_knobs(trial.knobs, recomputes=search.recomputes)
 
     def _print_progress(self) -> None:
         """Print the stage and how long it takes still, where nothing is redrawn."""
@@ -235,7 +242,7 @@ class TrialProgress(LiveView):
 
     def _status(self) -> Text:
         now_s = time.monotonic()
-        status = describe_status(self._state, now_s, self._label)
+        status = describe_status(self._state, now_s, self._name)
         progress = "" if self._live is not None else describe_progress(self._state, now_s)
         return Text(f"{progress}\n").append_text(status) if progress else status
 

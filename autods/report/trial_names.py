@@ -30,16 +30,16 @@ def format_record(record: Record, *, replayed: bool = False, label: str = "", co
 
 def config_name(rung: str, knobs: Knobs, *, recomputes: bool) -> str:
     """The rung and its unusual knobs, for people. `recomputes`: the model supports gradient checkpointing."""
-    return f"{rung} {unusual_knobs(knobs, recomputes=recomputes or bool(knobs.checkpointing))}".rstrip()
+    return f"{rung} {unusual_knobs(knobs, recomputes=recomputes)}".rstrip()
 
 
 def unusual_knobs(knobs: Knobs, *, recomputes: bool) -> str:
-    """'in fp16', 'without checkpointing', several or nothing; 'recomputing' where `recomputes` is false."""
+    """'in fp16', 'without checkpointing' where the model `recomputes` otherwise, several or nothing."""
     words = []
     if any(f"{half}.enabled" in knobs.settings for half in HALVES):
         words.append(f"in {_find_precision(knobs)}")
-    if bool(knobs.checkpointing) is not recomputes:
-        words.append("recomputing" if knobs.checkpointing else "without checkpointing")
+    if recomputes and not knobs.checkpointing:
+        words.append("without checkpointing")
     state = find_state(knobs)
     extras = ["inputs on the host"] if state == "offload" else [f"checkpointing {state}"] if state in PARTIAL else []
     extras += ["expandable segments"] if knobs.expandable else []
@@ -67,17 +67,3 @@ def name_conditions(axes: Mapping[str, Sequence[object]], trial: Trial) -> str:
 
 def _find_precision(knobs: Knobs) -> str:
     return next((half for half in HALVES if knobs.settings.get(f"{half}.enabled")), "fp32")
-
-
-class DifferenceFromFirst:
-    """Labels a trial by its differences from the first: 'without checkpointing', 'recomputing', 'in fp16'.
-
-    The walk comes first, and recomputes activations where the model can, so most labels are empty.
-    """
-
-    recomputes: bool | None = None
-
-    def __call__(self, trial: Trial) -> str:
-        if self.recomputes is None:
-            self.recomputes = bool(trial.knobs.checkpointing)
-        return unusual_knobs(trial.knobs, recomputes=self.recomputes)

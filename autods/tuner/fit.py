@@ -230,6 +230,7 @@ def _describe_search(context: FitContext) -> SearchStarted:
         most_trials=settings.budget.trials,
         most_seconds=settings.budget.seconds,
         rehearsed=settings.rehearsed,
+        recomputes=context.facts.checkpointing,
     )
 
 

@@ -191,6 +191,7 @@ def _make_question(context: FitContext, fingerprint: str) -> FitQuestion:
         lacks_nvme=tuple(rung.name for rung in settings.ladder if rung.uses_nvme and settings.nvme_path is None),
         script=describe_launch(settings.source) if settings.source.form.runs_as_main else None,
         trainer=describe_trainer(settings.source, facts.seq_len),
+        checkpointing=facts.checkpointing,
         recomputes=facts.recomputes if settings.source.form.runs_as_main and facts.checkpointing else None,
         stood_in=facts.stood_in,
         writes_confined=facts.writes_confined,

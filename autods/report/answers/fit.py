@@ -38,7 +38,7 @@ from ..text import (
     format_use,
     format_value,
 )
-from ..trial_names import DifferenceFromFirst, unusual_knobs
+from ..trial_names import unusual_knobs
 from .certificate import describe_proof, describe_trust, describe_verdict, list_checks
 from .remedies import describe_shortage, describe_way_out, list_remedies
 from .trials import (
@@ -161,7 +161,9 @@ def _name_variant(report: FitReport, trial: Trial) -> str:
 
 
 def _can_recompute(report: FitReport) -> bool:
-    """Whether the model can. Where no trial does, because all are faster without, the search names them so."""
+    """Whether the model can. Reports of before it was kept tell by their trials, or by how the search named them."""
+    if report.question.checkpointing is not None:
+        return report.question.checkpointing
     keeping = unusual_knobs(Knobs(checkpointing=False), recomputes=True)
     is_tried = any(record.trial.knobs.checkpointing for record in report.trials)
     return is_tried or any(keeping in name for name in report.reasons)
@@ -352,8 +354,12 @@ def _list_parts(report: FitReport, folder: Path | None, columns: Sequence[Column
             configs = DS_CONFIG_REHEARSED
         files = ("files", f"{configs} and {REPORT} in {Path(report.out)}")
         yield from titled("Next", doc.Pairs(items=(*launch, files), whole=True, on=Medium.VERBOSE))
-    trials = list_trials(report.trials, folder, DifferenceFromFirst(), usable_bytes=_find_usable(report))
-    yield from titled("Every trial", trials)
+    recomputes, usable_bytes = _can_recompute(report), _find_usable(report)
+
+    def label(trial: Trial) -> str:
+        return unusual_knobs(trial.knobs, recomputes=recomputes)
+
+    yield from titled("Every trial", list_trials(report.trials, folder, label, usable_bytes=usable_bytes))
     yield from titled("Machine and versions", describe_machine(report.hardware, report.versions))
 
 

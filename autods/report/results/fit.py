@@ -122,9 +122,9 @@ class FitQuestion:
     `gpus` are the ranks of all nodes, `threads` those of one rank. `usable_bytes` is a rank's device memory without the
     headroom of the search. `ladder` has the names of its rungs in order.
     `lacks_nvme` are the rungs that need --nvme-path, which was not given. `script` tells how to start a training
-    script; it is None for any other workload, and `trainer` tells what trains that, if anything does. `recomputes` is
-    whether the script lets its model recompute activations; None where autods does not switch that. `stood_in` and
-    `writes_confined` are those of its `ModelFacts`.
+    script; it is None for any other workload, and `trainer` tells what trains that, if anything does.
+    `checkpointing` is whether the model can recompute its activations. `recomputes` is whether the script lets it do
+    so; None where autods does not switch that. `stood_in` and `writes_confined` are those of its `ModelFacts`.
     `ops_folder` is the folder in which trials built DeepSpeed's ops. `fingerprint` identifies the question, see
     `Settings.fingerprint`; `budget` and `forecast` are the parts of it that decide only which trials are run.
     `rehearsed_on` names the machine of the catalogue whose simulation answered the trials; None for a real fit.
@@ -150,6 +150,7 @@ class FitQuestion:
     lacks_nvme: tuple[str, ...] = ()
     script: ScriptLaunch | None = None
     trainer: ScriptLaunch | None = None
+    checkpointing: bool | None = None
     recomputes: bool | None = None
     stood_in: tuple[str, ...] = ()
     writes_confined: bool | None = None

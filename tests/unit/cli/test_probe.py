@@ -69,7 +69,7 @@ def test_the_answer_comes_first_with_each_warning_once(tmp_path: Path, capsys: p
     out, err = capsys.readouterr()
     assert err.count("the machine is busy") == 1
     assert "the machine is busy" not in out
-    assert out.index("fastest: cell") < out.index("tokens/s")
+    assert out.index("fastest: cell") < out.index("× cell 1")
     folder = tmp_path / "out"
     assert json.loads((folder / "probe.json").read_text())["warnings"] == ["the machine is busy"]
     assert "the machine is busy" in (folder / "report.html").read_text()
