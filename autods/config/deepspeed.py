@@ -19,6 +19,7 @@ from .rungs import Rung, fill_in
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 HALVES = ("fp16", "bf16")
+GATHER = "stage3_gather_16bit_weights_on_model_save"
 PINS = tuple(f"zero_optimization.offload_{part}.pin_memory" for part in ("param", "optimizer"))
 _USUAL_BUFFER = 100_000_000  # elements, of DeepSpeed's offload_param.buffer_size
 # The rung sets these keys; values of the base config are replaced. The last three are old names of offloads.
@@ -129,6 +130,16 @@ def use_documented_names(config: Mapping[str, Any]) -> dict[str, Any]:
 def documented_name(name: str) -> str:
     """'max_live_parameters' → 'stage3_max_live_parameters'; other names of ZeRO's keys stay."""
     return f"stage3_{name}" if f"stage3_{name}" in read_known_keys().zero_optimization else name
+
+
+def allow_gathering(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config with whole weights gathered at stage 3 when a model is saved, unless it says otherwise.
+
+    Without it DeepSpeed and the Trainer save no model there, and accelerate raises, after all the training.
+    """
+    zero = get_key(config, "zero_optimization") or {}
+    decided = any(name in zero for name in (GATHER, "stage3_gather_fp16_weights_on_model_save"))
+    return dict(config) if decided else merge(config, {"zero_optimization": {GATHER: True}})
 
 
 def enabled_half_precision(config: Mapping[str, Any]) -> str | None:

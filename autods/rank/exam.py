@@ -7,12 +7,12 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..config.deepspeed import get_key, merge
+from ..config.deepspeed import GATHER
 from ..plain_text import read_text
 from ..system.limits import find_lack
 from ..types import Examined, Phase
@@ -21,20 +21,12 @@ from .memory import FEWEST_GROWTHS, Meter, growth_per_step
 from .model_facts import estimate_checkpoint_bytes
 
 _TAG, _WEIGHTS = "certificate", "weights.bin"
-_GATHER = "stage3_gather_16bit_weights_on_model_save"
 _DISK_MARGIN = 1.1
 _FURTHER_STEPS = 6  # where memory seems to grow: an allocator may fill up over the first steps
 MOST_STEPS = _FURTHER_STEPS + 2  # of an exam: one follows the save, and one the load
 # Relative, for the same forward on the same weights: only the order of sums in the device's kernels differs.
 _TOLERANCE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-3}
 _BF16_STEP = 2**-7  # relative; the largest step between neighbouring numbers of bfloat16, which has 8 bits
-
-
-def allow_gathering(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config with whole weights gathered at stage 3 when a model is saved, unless it says otherwise."""
-    zero = get_key(ds_config, "zero_optimization") or {}
-    decided = any(name in zero for name in (_GATHER, "stage3_gather_fp16_weights_on_model_save"))
-    return dict(ds_config) if decided else merge(ds_config, {"zero_optimization": {_GATHER: True}})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -150,7 +142,7 @@ class WorstCaseExam:
                 gathered = self._gather_weights()
                 self.ranks.wait()
             else:
-                self._leave_out(f"the whole weights were not gathered: the config turns {_GATHER} off")
+                self._leave_out(f"the whole weights were not gathered: the config turns {GATHER} off")
         self.examined = replace(self.examined, save_s=seconds, checkpoint_bytes=size, gathered=gathered)
 
     def _gather_weights(self) -> bool:

@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..config.checkpointing import offloads_inputs
-from ..config.deepspeed import SEQUENCE_RANKS, count_sharers
+from ..config.deepspeed import SEQUENCE_RANKS, allow_gathering, count_sharers
 from ..types import Exam, Examined, Phase, WorkloadSource
 from ..workload.protocol import Workload, WorkloadError
 from . import comparable_losses, pipeline
 from .checkpointing import set_checkpointing
 from .distributed import Ranks, Traffic
-from .exam import WorstCaseExam, allow_gathering
+from .exam import WorstCaseExam
 from .job import RankJob
 from .memory import Meter
 from .model_facts import check_batch, largest_shape, longest_batch, place, seed_all

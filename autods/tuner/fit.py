@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..config.deepspeed import allow_gathering, get_key
 from ..config.key_rules import find_misspelt_keys
 from ..config.profiles import Profile
 from ..config.releases import name_defaults
@@ -109,7 +110,8 @@ def fit(
                 return time.monotonic() - began + asked_s
 
             def final_config(trial: Trial) -> dict[str, Any]:
-                return name_defaults(runner.final_config(trial), without=sets)
+                config = name_defaults(runner.final_config(trial), without=sets)
+                return allow_gathering(config) if get_key(config, "zero_optimization.stage") == 3 else config
 
             with forecaster(settings, facts, memory, listen) as opened:
                 memory.adapt = opened.choose_allocator

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from ...config.deepspeed import without_monitors
+from ...config.deepspeed import allow_gathering, without_monitors
 from ...system.stacks import find_caller
 from ...types import Examined, ModelFacts, Phase, Trained
 from ...workload.script_source import has_placeholder
@@ -18,7 +18,7 @@ from .. import pipeline
 from ..checkpointing import list_recomputing, recomputes
 from ..comparable_losses import GradientMeter, UpdateMeter, generator_state, make_comparable
 from ..distributed import Ranks, Traffic
-from ..exam import WorstCaseExam, allow_gathering
+from ..exam import WorstCaseExam
 from ..job import RankJob
 from ..model_facts import count_parameters, shifts_labels
 from ..record import RankResult, ScriptEnd

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..exam import allow_gathering
+from ...config.deepspeed import allow_gathering
 from ..job import RankJob, RunOrder
 from ..patching import declare
 from ..script.batches import find_loss

@@ -13,13 +13,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from autods.config.deepspeed import GATHER, allow_gathering
 from autods.rank.distributed import Ranks
-from autods.rank.exam import WorstCaseExam, allow_gathering
+from autods.rank.exam import WorstCaseExam
 from autods.rank.memory import Meter
 from autods.types import Examined
 
 ALONE = Ranks(rank=0, world_size=1)
-GATHER = "stage3_gather_16bit_weights_on_model_save"
 
 
 class Engine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from autods.config.deepspeed import GATHER
 from autods.config.profiles import Budget, read_profile
 from autods.config.settings import Settings
 from autods.errors import InputError
@@ -331,6 +333,28 @@ def test_a_variable_that_a_script_sets_in_vain_is_said(tmp_path: Path) -> None:
     notes = [event.text for event in said if isinstance(event, Note)]
     for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
         assert f"train.py:2 sets {name}, which has no effect in a rank: set it for autods itself" in notes
+
+
+@pytest.mark.parametrize(
+    ("zero", "said"),
+    [({"stage": 3}, {"stage": 3, GATHER: True}), ({"stage": 3, GATHER: False},) * 2, ({"stage": 2},) * 2],
+)
+def test_a_config_of_stage_3_lets_scripts_save_the_model(tmp_path: Path, zero: Any, said: Any) -> None:
+    """accelerate raises without it when it is asked for the weights, and a Trainer saves shards (accelerator.py)."""
+    final = {"zero_optimization": zero}
+
+    @contextmanager
+    def start(settings: Settings, listen: Listener) -> Iterator[Any]:
+        yield SimpleNamespace(survey=lambda: (FACTS, {}), run=Surface(0).run, final_config=lambda trial: final)
+
+    with folder(0) as search:
+        settings = replace(search.settings, out=tmp_path)
+    report = fit(settings, listen=lambda event: None, start=start, forecaster=lambda *given: nullcontext(NO_FORECASTER))
+    written = json.loads((tmp_path / "ds_config.json").read_text())
+    assert report.ds_config is not None
+    for config in (report.ds_config, written):
+        assert {key: config["zero_optimization"].get(key) for key in said} == said
+        assert (GATHER in config["zero_optimization"]) is (GATHER in said)
 
 
 def test_a_warning_stays_with_a_fit_that_goes_on(tmp_path: Path) -> None:
