@@ -118,7 +118,8 @@ def test_states_of_checkpointing_leave_losses_alone(ray: object, tmp_path: Path)
     plan = autods.plan(model, checkpointing="offload", ladder="zero2", largest=False, **ranks)
     forecast = plan.sites[0].rungs[0].memory["device"]
     peaks = [cell.memory["device"].peak_bytes for cell in report.cells]
-    assert peaks[:2] == pytest.approx([forecast.peak_bytes] * 2, rel=0.06)
+    # What lies outside of tensors differs by 9 MB from run to run, which is up to 6.3 % of so small a model's peak.
+    assert peaks[:2] == pytest.approx([forecast.peak_bytes] * 2, rel=0.08)
 
 
 def test_one_value_that_the_model_refuses_costs_its_own_cell_only(ray: object, tmp_path: Path) -> None:
