@@ -7,6 +7,9 @@ import random
 import socket
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from autods.config.settings import Settings
 from autods.events import Event
@@ -16,6 +19,12 @@ from tests.support.settings import fit_settings
 
 TORCH_ADAM = {"optimizer.params.torch_adam": True}  # a knob: torch's AdamW, for which no op has to be built
 HERE = Path(__file__).parents[1] / "integration"
+_OUTSIDE_BYTES = 10 * 2**20  # what a CPU rank holds outside of tensors differs by 9 MB from run to run
+
+
+def near_forecasts(*peaks_bytes: int) -> Any:
+    """What peaks of small models on CPU ranks, or their differences, compare with: 6 %, or as processes differ."""
+    return pytest.approx(list(peaks_bytes), rel=0.06, abs=_OUTSIDE_BYTES)
 
 
 def question(
