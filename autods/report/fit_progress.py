@@ -26,7 +26,7 @@ from ..events import (
 )
 from ..types import Fit, Phase, Record, Skipped, Trial
 from ..units import escape_controls
-from .answers.fit import LADDER, LadderRow, find_telling_trials, gauge_use, list_ladder
+from .answers.ladder import LADDER, LadderRow, find_telling_trials, gauge_use, list_ladder
 from .document import Gauge, Medium, tabulate
 from .render_terminal import fit_table, is_whole
 from .results.fit import FitQuestion, FitReport

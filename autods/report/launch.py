@@ -248,7 +248,7 @@ def _switches_checkpointing(report: FitReport) -> bool:
 
 
 def _name_checkpointing(report: FitReport) -> str:
-    """The Trainer's argument of recomputation. Of its two names the newer one wins, whichever the script gives."""
+    """The Trainer's argument of recomputation. The newer of its two names wins, whichever the script gives."""
     version = report.versions.get("transformers")
     is_new = version is not None and Version(version) >= _FIRST_WITH_ACTIVATION_CHECKPOINTING
     return "activation_checkpointing" if is_new else "gradient_checkpointing"

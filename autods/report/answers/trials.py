@@ -86,8 +86,8 @@ def chart_trials(
 ) -> Iterator[doc.Chart]:
     """Samples a second and the device's peak by micro batch, a line for each rung with and without checkpointing.
 
-    Configs with other settings than a rung's first one, such as those of tuning, have a line of their own; so have
-    those that leave no headroom of the usable bytes. A line shows the fastest of several with one micro batch.
+    Configs with other settings than a rung's first one, such as those of tuning, have a line of their own. Those that
+    leave no headroom of the usable bytes have one, too. A line shows the fastest of several with one micro batch.
     """
     speeds: dict[str, dict[int, float]] = {}
     peaks: dict[str, dict[int, float]] = {}

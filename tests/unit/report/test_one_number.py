@@ -14,7 +14,8 @@ from rich.console import Console
 
 from autods.events import SearchStarted, TrialFinished
 from autods.report import serialize
-from autods.report.answers.fit import find_fastest, list_ladder, make_fit_document
+from autods.report.answers.fit import make_fit_document
+from autods.report.answers.ladder import find_fastest, list_ladder
 from autods.report.document import Chart, Document, Paragraph
 from autods.report.fit_progress import FitState, advance, find_best, list_rows
 from autods.report.render_html import to_page

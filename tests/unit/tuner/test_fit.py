@@ -21,7 +21,7 @@ from autods.errors import InputError
 from autods.events import Event, Listener, Note, StageStarted, TrialFinished
 from autods.journal import TrialStore, trial_key
 from autods.report import read
-from autods.report.answers.fit import list_ladder
+from autods.report.answers.ladder import list_ladder
 from autods.tuner.fit import fit
 from autods.tuner.fit import search as run_search
 from autods.tuner.fit_report import FitResult, NothingFits, build_report

@@ -18,7 +18,7 @@ from autods.config.settings import Settings
 from autods.forecast.largest_batch import Fills
 from autods.forecast.values import RungForecast, TierForecast
 from autods.journal import Journal, TrialStore, trial_key
-from autods.report.answers.fit import list_ladder
+from autods.report.answers.ladder import list_ladder
 from autods.runner.testing import failed, fit, out_of_memory
 from autods.tuner.fit import search
 from autods.tuner.fit_report import FitResult, build_report

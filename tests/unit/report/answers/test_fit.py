@@ -11,13 +11,8 @@ from autods.config.profiles import Budget
 from autods.devices import Card
 from autods.events import Event, Note, TrialFinished, TrialMoved, TrialStarted
 from autods.report import FitReport, text
-from autods.report.answers.fit import (
-    describe_effort,
-    describe_question,
-    find_telling_trials,
-    list_ladder,
-    make_fit_document,
-)
+from autods.report.answers.fit import describe_effort, describe_question, make_fit_document
+from autods.report.answers.ladder import find_telling_trials, list_ladder
 from autods.report.answers.remedies import describe_shortage, list_remedies
 from autods.report.live import TrialProgress
 from autods.report.render_html import to_page
