@@ -68,6 +68,12 @@ def format_bytes(size: float) -> str:
     return f"{size:.0f} B" if factor == 1 else f"{size / factor:.1f} {name}"
 
 
+def format_in(size: float, factor: int) -> str:
+    """(21474836480, 2**30) → '20.0', of a column in one unit; '< 0.1' where a figure would read as nothing."""
+    tenths = size / factor * 10
+    return "< 0.1" if 0 < tenths < 0.5 else f"{tenths / 10:,.1f}"
+
+
 def format_count(count: float) -> str:
     """32638976 → '32.6M', 999885952 → '1B'."""
     rounded = float(f"{count:.3g}")

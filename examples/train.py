@@ -62,6 +62,8 @@ def main() -> None:
         os.environ.update(ENVIRONMENT)
         os.execv(sys.executable, [sys.executable, *sys.argv])
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # DeepSpeed calls what torch renamed
+    # The new name of transformers 5.23 fails on a model that overrides the old one.
+    warnings.filterwarnings("ignore", "`gradient_checkpointing_enable`", FutureWarning)
     deepspeed = import_deepspeed()
     import torch
 

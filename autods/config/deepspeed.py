@@ -137,9 +137,13 @@ def allow_gathering(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Without it DeepSpeed and the Trainer save no model there, and accelerate raises, after all the training.
     """
+    return dict(config) if decides_gathering(config) else merge(config, {"zero_optimization": {GATHER: True}})
+
+
+def decides_gathering(config: Mapping[str, Any]) -> bool:
+    """Whether the config says, under any name of the key, that whole weights are gathered or not."""
     zero = get_key(config, "zero_optimization") or {}
-    decided = any(name in zero for name in (GATHER, "stage3_gather_fp16_weights_on_model_save"))
-    return dict(config) if decided else merge(config, {"zero_optimization": {GATHER: True}})
+    return not {GATHER, "stage3_gather_fp16_weights_on_model_save"}.isdisjoint(map(documented_name, zero))
 
 
 def enabled_half_precision(config: Mapping[str, Any]) -> str | None:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from .deepspeed import BATCH_KEYS, HALVES, enabled_half_precision, precision_name, read_known_keys
+from .deepspeed import (
+    BATCH_KEYS,
+    GATHER,
+    HALVES,
+    decides_gathering,
+    enabled_half_precision,
+    precision_name,
+    read_known_keys,
+)
 from .problems import PARTS, ZERO, Problem, Question, Severity, error, is_number, name_first, note, walk_keys, warning
 from .releases import find_faults
 
@@ -179,6 +187,9 @@ def find_harmful(question: Question) -> Iterator[Problem]:
         yield warning("bf16", problem, hint)
     if stage == 0 and ZERO in question.config and not question.is_stage_open:
         yield note(f"{ZERO}.stage", "stage 0 is plain data parallelism: every GPU holds all states")
+    if stage == 3 and not decides_gathering(question.config):
+        problem = "no whole weights are saved: accelerate raises at the save, and the Trainer writes shards"
+        yield note(f"{ZERO}.{GATHER}", problem, "true, if rank 0's host holds the whole model")
     clips_at = question.installed.defaults.get("gradient_clipping")
     if "gradient_clipping" not in question.config and clips_at:
         problem = f"it is not given, and this DeepSpeed clips at {clips_at} then"

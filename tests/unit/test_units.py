@@ -5,6 +5,7 @@ from autods.units import (
     format_count,
     format_factor,
     format_factor_below,
+    format_in,
     format_signal,
     parse_amount,
     parse_bytes,
@@ -40,6 +41,11 @@ def test_what_is_not_a_size_is_refused_with_the_accepted_forms(text: str) -> Non
 )
 def test_bytes_are_shown_in_the_unit_that_reads_best(size: int, text: str) -> None:
     assert format_bytes(size) == text
+
+
+@pytest.mark.parametrize(("size", "text"), [(0, "0.0"), (20 * 2**20, "< 0.1"), (54 * 2**20, "0.1"), (2**41, "2,048.0")])
+def test_a_column_in_one_unit_shows_no_bytes_as_none(size: int, text: str) -> None:
+    assert format_in(size, 2**30) == text
 
 
 def test_parameters_are_shown_as_people_say_them() -> None:

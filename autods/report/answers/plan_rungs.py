@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ...forecast.predict.step_time import Speed
 from ...forecast.values import PHASES, ForecastPhase, RungForecast
 from ...types import TIERS, Tier
-from ...units import choose_unit
+from ...units import choose_unit, format_in
 from .. import document as doc
 from ..document import Cell, Column, Medium, Words, line, tabulate
 from ..results.plan import PlanReport, SiteForecast, Training
@@ -39,7 +39,7 @@ def list_columns(unit: str, factor: int) -> tuple[Column[PlanRow], ...]:
     """
 
     def read_peak(tier: Tier) -> Callable[[PlanRow], Cell]:
-        return lambda row: f"{row.rung.memory[tier].peak_bytes / factor:,.1f}" if tier in row.rung.memory else ""
+        return lambda row: format_in(row.rung.memory[tier].peak_bytes, factor) if tier in row.rung.memory else ""
 
     def read_speed(read: Callable[[Speed], str]) -> Callable[[PlanRow], Cell]:
         read_cell = _read_speed(read)
@@ -86,7 +86,7 @@ def tabulate_phases(
     unit, factor = choose_unit(max(sizes, default=1))
 
     def read_phase(phase: ForecastPhase) -> Callable[[RungForecast], Cell]:
-        return lambda rung: f"{read(rung)[phase] / factor:,.1f}" if phase in read(rung) else ""
+        return lambda rung: format_in(read(rung)[phase], factor) if phase in read(rung) else ""
 
     rung_name: Column[RungForecast] = Column(name="rung", read=lambda rung: rung.rung)
     phases = (Column(name=f"{phase}\n{unit}", read=read_phase(phase), right=True) for phase in PHASES)

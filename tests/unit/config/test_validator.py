@@ -8,7 +8,7 @@ import pytest
 from deepspeed.comm.config import DeepSpeedCommsConfig
 from deepspeed.utils.comms_logging import CommsLogger
 
-from autods.config.deepspeed import BATCH_KEYS, merge, nest_key, read_known_keys
+from autods.config.deepspeed import BATCH_KEYS, GATHER, merge, nest_key, read_known_keys
 from autods.config.key_rules import find_misspelt_keys
 from autods.config.problems import Problem, Question, Rule, find_problems
 from autods.config.validator import EXPLAIN_RULES, SEARCH_RULES
@@ -171,12 +171,15 @@ def test_a_planted_mistake_is_found(name: str, key: str, value: Any, severity: s
 
 # Config → (severity, key) of each problem, besides the batch.
 READ_BY_DEEPSPEED: dict[str, tuple[dict[str, Any], set[tuple[str, str]]]] = {
-    "fields by their names": ({"zero_optimization": {"stage": 3, "max_live_parameters": 10**9}}, set()),
+    "fields by their names": (
+        {"zero_optimization": {"stage": 3, "max_live_parameters": 10**9, "gather_16bit_weights_on_model_save": True}},
+        set(),
+    ),
     "an open section": ({"data_efficiency": {"data_routing": {"random_ltd": {"model_type": "decoder"}}}}, set()),
     "the old name of bf16": ({"bfloat16": {"enabled": True}, "bf16": None}, {("warning", "bfloat16")}),
     "a search of its own": ({"autotuning": {"enabled": True}, "sequence_parallel_size": 2}, set()),
     "a stage as text": (
-        {"zero_optimization": {"stage": "3", "offload_param": {"device": "cpu"}}},
+        {"zero_optimization": {"stage": "3", "offload_param": {"device": "cpu"}, GATHER: False}},
         {("warning", "zero_optimization.stage")},
     ),
     "a comment": ({"_comment": "ours"}, {("warning", "_comment")}),
@@ -338,6 +341,17 @@ def test_a_default_that_surprises_is_told() -> None:
     (about,) = [finding for finding in judge(config) if finding.key == "gradient_clipping"]
     default = describe(config).defaults["gradient_clipping"]
     assert f"clips at {default}" in about.problem
+
+
+def test_stage_3_without_whole_weights_at_a_save_is_told() -> None:
+    def names_the_save(zero: dict[str, Any]) -> bool:
+        found = judge({"train_batch_size": 8, "zero_optimization": zero})
+        return any(each.severity == "note" and "accelerate raises at the save" in each.problem for each in found)
+
+    assert names_the_save({"stage": 3})
+    assert not names_the_save({"stage": 2})
+    for name in (GATHER, "gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"):
+        assert not names_the_save({"stage": 3, name: False})  # its author has decided
 
 
 def test_an_object_that_is_no_object_is_an_error() -> None:
