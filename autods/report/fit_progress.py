@@ -206,6 +206,7 @@ def list_rows(state: FitState) -> list[LadderRow]:
             ladder=search.ladder,
             usable_bytes=int(search.usable_bytes),
             objective="memory" if search.least_memory else "samples",
+            checkpointing=search.recomputes,
         ),
     )
     known = {row.rung: row for row in list_ladder(so_far)}

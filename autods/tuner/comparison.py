@@ -282,9 +282,9 @@ def confirm_gain(start: Record, leaders: Sequence[Record], context: FitContext) 
     final = finals((replace(start, trial=replace(start.trial, steps=steps)), *promising), context, turns=turns)
     remeasured = [place for place in final.measured if place > 0]
     if not remeasured:
-        return start, f"the {best} of them did not fit when it was run again"
+        return start, f"the {best} of them did not fit, or left no headroom, when it was run again"
     if 0 not in final.measured:
-        return final.best, "the start did not fit when it was run again"
+        return final.best, "the start did not fit, or left no headroom, when it was run again"
     compared = final.winner or max(remeasured, key=lambda place: final.scores[place])
     ratio = final.model.ratio(compared, 0)
     assert ratio is not None  # both have the first turn

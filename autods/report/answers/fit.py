@@ -11,13 +11,13 @@ from pathlib import Path
 from ...config.checkpointing import describe_state
 from ...config.settings import KEPT_BY_KERNEL, KEPT_BY_PYTHON
 from ...config.trainers import DS_CONFIG, DS_CONFIG_HF
-from ...types import Fit, Trial
+from ...types import Fit, Knobs, Trial
 from ...units import format_bytes, format_count, format_factor
 from .. import document as doc
 from ..document import Column, Medium, Words, line, make_document, tabulate, titled
 from ..launch import ACCELERATE, DS_CONFIG_REHEARSED, launch_lines
 from ..results.fit import FitReport
-from ..results.measured import find_measured
+from ..results.measured import Measured, find_measured
 from ..serialize import REPORT
 from ..text import (
     MARKS,
@@ -37,6 +37,7 @@ from .ladder import (
     NOT_TRIED,
     LadderRow,
     can_recompute,
+    describe_failed_exam,
     find_fastest,
     find_usable,
     join_sentences,
@@ -50,6 +51,7 @@ from .trials import chart_trials, chart_tuning, describe_communication, describe
 _MOST_IMPORTANCES = 3
 # Lines of launch that a page folds: one way is enough for most readers.
 _OTHER_WAYS = {"or": "another launcher", "Trainer": "the Hugging Face Trainer", "accelerate": "accelerate"}
+_OVERRUN = 1.02  # of the time asked, from which a fit says why: less is the end of a last trial
 _STEADY = 1.2  # trials of one config differ by less on a machine that does nothing else
 
 
@@ -190,8 +192,10 @@ def describe_effort(report: FitReport) -> str:
         effort, seconds = f"{effort}, not proven: a rehearsal", report.real_fit_seconds or 0.0
         if seconds:
             effort += f"; a real fit and its certificate would take about {format_seconds(seconds)}"
-    if 0 < (asked_s := report.question.budget.seconds) < seconds:
-        effort += f"; {format_seconds(asked_s)} were asked, and the least that gives an answer takes longer"
+    asked_s = report.question.budget.seconds
+    if 0 < asked_s * _OVERRUN < seconds:
+        why = "the exam had to back off" if was_backed_off(report) else "the least that gives an answer takes longer"
+        effort += f"; {format_seconds(asked_s)} were asked, and {why}"
     return effort
 
 
@@ -224,21 +228,40 @@ def _describe_claim(report: FitReport) -> str:
     raced, on = report.question.stop == "fastest", report.question.rehearsed_on
     claim = "the leanest that fits" if report.question.objective == "memory" else "the fastest that fits"
     if not raced:
-        claim = "the first tried that fits; --stop fastest measures the others too"
+        claim = "the first rung that fits; --stop fastest measures the others too"
+    elif _find_faster(report) is not None and was_backed_off(report):
+        claim = "the fastest that passed the certificate's exam"
     return join_sentences(claim + (f" on {on}" if on else ""), _compare_with_first(report), _name_next(report))
 
 
 def _compare_with_first(report: FitReport) -> str | None:
-    """'2.7 times as fast as the first that fitted (zero3, micro batch 1)'; None where it is that one."""
-    for record in report.trials:
-        if record.trial.limited and isinstance(record.outcome, Fit) and report.throughput is not None:
-            config = find_measured(report.trials, record.trial.rung, record.trial.knobs)
-            if config is None or (config.trial.rung == report.rung and config.trial.knobs == report.knobs):
-                return None
-            times = format_factor(report.throughput.samples_per_second / config.samples_per_second)
-            first = f"{config.trial.rung}, micro batch {config.trial.knobs.micro_batch}"
-            return f"{times} times as fast as the first that fitted ({first})"
-    return None
+    """'2.7 times as fast as the first that fitted (zero3, micro batch 1)'; None where it is that one.
+
+    Its other knobs are named where they are what differs.
+    """
+    fitted = (record for record in report.trials if record.trial.limited and isinstance(record.outcome, Fit))
+    first = next(fitted, None)
+    if first is None or report.throughput is None or report.knobs is None:
+        return None
+    config = find_measured(report.trials, first.trial.rung, first.trial.knobs)
+    if config is None or (differing := _name_apart(config.trial, report.rung, report.knobs)) is None:
+        return None
+    if config == _find_faster(report):  # is named as that
+        return None
+    times = format_factor(report.throughput.samples_per_second / config.samples_per_second)
+    return f"{times} times as fast as the first that fitted ({differing})"
+
+
+def _name_apart(config: Trial, rung: str | None, knobs: Knobs) -> str | None:
+    """'zero3, micro batch 1', with what tells it from this rung with these knobs; None where a reader sees nothing."""
+    name, own = f"{config.rung}, micro batch {config.knobs.micro_batch}", config.knobs
+    if describe_state(own) != describe_state(knobs):
+        return f"{name}, {describe_state(own)}"
+    if (config.rung, own.micro_batch) != (rung, knobs.micro_batch):
+        return name
+    if own.accumulation != knobs.accumulation:
+        return f"{name} × accumulation {own.accumulation}"
+    return f"{name}, before tuning" if own.settings != knobs.settings else None
 
 
 def _name_next(report: FitReport) -> str | None:
@@ -246,17 +269,31 @@ def _name_next(report: FitReport) -> str | None:
 
     Its rate may be above the answer's where turns, the fastest timing or the certificate decided.
     """
-    by_memory = report.question.objective == "memory"
-    others = [find_fastest(report, rung) for rung in report.question.ladder if rung != report.rung]
-    measured = [config for config in others if config is not None and config.leaves_headroom(find_usable(report))]
-    if not measured or by_memory:
+    if (best := _find_next(report)) is None:
         return None
-    best = max(measured, key=lambda config: config.samples_per_second)
     rate = f"{format_rate(best.samples_per_second)} samples/s"
-    if report.throughput is not None and best.samples_per_second > report.throughput.samples_per_second:
-        doubt = "was faster, but is not proven" if was_backed_off(report) else "is as fast, within noise"
+    if _find_faster(report) is not None:
+        unproven = describe_failed_exam(report, best.trial) or "is not proven"
+        doubt = f"was faster, but {unproven}" if was_backed_off(report) else "is as fast, within noise"
         return f"{best.trial.rung} {doubt}: {rate}"
     return f"next is {best.trial.rung} with {rate}"
+
+
+def _find_next(report: FitReport) -> Measured | None:
+    """The fastest config of another rung that left the headroom; None without one, or where memory is the objective."""
+    others = [find_fastest(report, rung) for rung in report.question.ladder if rung != report.rung]
+    measured = [config for config in others if config is not None and config.leaves_headroom(find_usable(report))]
+    if report.question.objective == "memory":
+        return None
+    return max(measured, key=lambda config: config.samples_per_second, default=None)
+
+
+def _find_faster(report: FitReport) -> Measured | None:
+    """The next one, where it measured more than the answer; None where it did not."""
+    following = _find_next(report)
+    if following is None or report.throughput is None:
+        return None
+    return following if following.samples_per_second > report.throughput.samples_per_second else None
 
 
 def list_answer(report: FitReport) -> Iterator[tuple[str, Words]]:
@@ -268,7 +305,7 @@ def list_answer(report: FitReport) -> Iterator[tuple[str, Words]]:
         yield "speed", _describe_speed(report)
     if report.memory:
         uses = [f"{TIER_NAMES[tier]} {format_use(report.memory[tier])}" for tier in list_used_tiers(report.memory)]
-        yield "memory", ", ".join(uses) + _describe_held_limit(report)
+        yield "memory", ", ".join(uses) + _describe_headroom(report)
     yield "batch", report.reasons.get("batch") or format_batch(report.knobs, report.question.gpus)
     if report.variables:
         yield "environment", " ".join(f"{name}={value}" for name, value in report.variables.items())
@@ -276,12 +313,13 @@ def list_answer(report: FitReport) -> Iterator[tuple[str, Words]]:
         yield "proof", describe_proof(report.certificate)
 
 
-def _describe_held_limit(report: FitReport) -> str:
-    """', of the card's 23.5 GiB its allocator may take no more'; nothing where it may take all of them."""
-    card = report.question.device_bytes
-    if report.knobs is None or not report.knobs.keeps_headroom or not card:
-        return ""
-    return f"; of the card's {format_bytes(card)} its allocator may take no more"
+def _describe_headroom(report: FitReport) -> str:
+    """'; of the card's 23.5 GiB its allocator may take no more', or that no headroom is left; '' where it is."""
+    card, knobs = report.question.device_bytes, report.knobs
+    if knobs is not None and knobs.keeps_headroom and card:
+        return f"; of the card's {format_bytes(card)} its allocator may take no more"
+    answer = None if report.rung is None else find_fastest(report, report.rung)
+    return "" if answer is None or answer.leaves_headroom(find_usable(report)) else "; it leaves no headroom"
 
 
 def _describe_speed(report: FitReport) -> str:

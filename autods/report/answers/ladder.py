@@ -9,6 +9,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from ...config.checkpointing import find_state
+from ...forecast.predict.verdict import find_deciding_tier
 from ...forecast.values import RungForecast
 from ...types import TIERS, Fit, Knobs, OutOfMemory, Record, Tier, TierUse, Trial
 from ...units import format_bytes, format_factor
@@ -75,14 +77,14 @@ def _make_row(report: FitReport, rung: str, trial: Record | str) -> LadderRow:
     shown = measured.trial if measured is not None else None if isinstance(trial, str) else trial.trial
     mark, memory, rate = MARKS["skipped" if isinstance(trial, str) else trial.outcome.kind], list[doc.Gauge](), None
     match trial if isinstance(trial, str) else trial.outcome:
-        case str() if forecast is not None and forecast.verdict == "cannot_fit" and "device" in forecast.memory:
-            device, mark = forecast.memory["device"], MARKS["cannot_fit"]
-            memory = [gauge_use("device", device.peak_bytes, device.limit_bytes, "~")]
+        case str() if forecast is not None and forecast.verdict == "cannot_fit" and forecast.memory:
+            tier, mark = find_deciding_tier(forecast.memory), MARKS["cannot_fit"]
+            memory = [gauge_use(tier, forecast.memory[tier].peak_bytes, forecast.memory[tier].limit_bytes, "~")]
         case Fit() if measured is not None:
             uses, rate = measured.memory, measured.samples_per_second
             if wins and report.throughput is not None:  # the answer's, where only its walk was timed
                 uses, rate = report.memory, report.throughput.samples_per_second
-            elif not measured.leaves_headroom(find_usable(report)):
+            if not measured.leaves_headroom(find_usable(report)):
                 mark = MARKS["no_headroom"]
             memory = [gauge_use(tier, uses[tier].peak_bytes, uses[tier].limit_bytes) for tier in list_used_tiers(uses)]
         case OutOfMemory(tier=tier, limit_bytes=int(limit), missing_bytes=int(missing)):
@@ -91,13 +93,20 @@ def _make_row(report: FitReport, rung: str, trial: Record | str) -> LadderRow:
             memory = [doc.Gauge(words=line((f"{tier:<8}", "dim"), f"full: {format_bytes(limit)}"), share=1.0)]
         case _:
             pass
+    failed_exam = None if wins or shown is None else describe_failed_exam(report, shown)
+    doubt = "but not proven" if was_backed_off(report) else "within noise"
+    if failed_exam is not None:
+        doubt = f"but {failed_exam}"
+    elif mark == MARKS["no_headroom"]:
+        doubt = ""
     return LadderRow(
         rung=rung,
         wins=wins,
         mark=mark,
         reason=join_sentences(
-            None if wins else _compare_with_answer(report, rate, counts=mark != MARKS["no_headroom"]),
-            _find_reason(report, rung, shown) or _describe_end(trial),
+            None if wins else _compare_with_answer(report, rate, doubt) or failed_exam,
+            # Who won before the exam says nothing of a config that failed in it.
+            None if failed_exam is not None else _find_reason(report, rung, shown) or _describe_end(trial),
         ),
         memory=tuple(memory),
         rate=rate,
@@ -132,16 +141,27 @@ def can_recompute(report: FitReport) -> bool:
     return is_tried or any(keeping in name for name in report.reasons)
 
 
-def _compare_with_answer(report: FitReport, rate: float | None, *, counts: bool) -> str | None:
+def _compare_with_answer(report: FitReport, rate: float | None, doubt: str) -> str | None:
     """'0.81 times as fast as zero3', of a rung that fitted but is not the answer; None before there is an answer.
 
-    One that `counts` is no faster than the answer, but for noise, unless the certificate took a slower answer.
+    One that is faster than the answer has the `doubt` behind it.
     """
     if rate is None or report.throughput is None or report.question.objective == "memory":
         return None
     ratio = rate / report.throughput.samples_per_second
-    doubt = f", {'but not proven' if was_backed_off(report) else 'within noise'}" if counts and ratio > 1 else ""
-    return f"{format_factor(ratio)} times as fast as {report.rung}{doubt}"
+    return f"{format_factor(ratio)} times as fast as {report.rung}{f', {doubt}' if doubt and ratio > 1 else ''}"
+
+
+def describe_failed_exam(report: FitReport, config: Trial) -> str | None:
+    """'ran out of memory on device in the certificate's exam', of a config that it therefore left; None without one."""
+    for record in report.trials:
+        trial, outcome = record.trial, record.outcome
+        if trial.exam is None or isinstance(outcome, Fit) or trial.rung != config.rung:
+            continue
+        if trial.knobs.micro_batch == config.knobs.micro_batch and find_state(trial.knobs) == find_state(config.knobs):
+            end = f"ran out of {outcome.lacked}" if isinstance(outcome, OutOfMemory) else "failed"
+            return f"{end} in the certificate's exam"
+    return None
 
 
 def was_backed_off(report: FitReport) -> bool:
@@ -205,15 +225,17 @@ def find_telling_trials(report: FitReport) -> dict[str, Record | str]:
             return wins, False, 0.0
         return wins, True, record.outcome.samples_per_second if record.trial.exam is None else 0.0
 
+    def is_of_the_rung(trial: Trial) -> bool:
+        return trial.purpose == "walk" or not _name_variant(report, trial)
+
     def is_telling(record: Record) -> bool:
         """Whether it is under the limit, as those are not which measure what would be enough.
 
         A variant that did not fit tells nothing of a rung that itself was not tried.
         """
-        rung_was_tried = not report.reasons.get(record.trial.rung, "").startswith(NOT_TRIED)
-        tells = isinstance(record.outcome, Fit) or rung_was_tried or not _name_variant(report, record.trial)
-        return record.trial.limited and tells
+        return record.trial.limited and (isinstance(record.outcome, Fit) or record.trial.rung in tried)
 
+    tried = {record.trial.rung for record in report.trials if is_of_the_rung(record.trial)}
     unfit = {each.rung for each in report.forecast if each.verdict == "cannot_fit"}
     rows: dict[str, Record | str] = {
         rung: reason for rung, reason in report.reasons.items() if rung in unfit and not reason.startswith(NOT_TRIED)

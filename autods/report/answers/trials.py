@@ -110,12 +110,12 @@ def chart_trials(
 
 
 def chart_tuning(report: FitReport) -> doc.Chart:
-    """Each trial of tuning that fitted, and the best of those so far."""
-    by_memory = report.question.objective == "memory"
+    """Each trial of tuning that left the headroom, and the best of those so far."""
+    by_memory, usable_bytes = report.question.objective == "memory", report.question.usable_bytes or math.inf
     measured: dict[int, float] = {}
     for record in report.trials:
-        if record.trial.purpose == "tune" and isinstance(record.outcome, Fit):
-            fit = record.outcome
+        fit = record.outcome
+        if record.trial.purpose == "tune" and isinstance(fit, Fit) and has_headroom(record, usable_bytes):
             measured[record.id] = float(fit.device_peak_bytes) if by_memory else fit.samples_per_second
     best = dict(zip(measured, itertools.accumulate(measured.values(), min if by_memory else max), strict=True))
     return doc.Chart(

@@ -178,6 +178,15 @@ def test_a_rung_that_left_no_headroom_says_so() -> None:
     assert "300.0 / 416.0 MiB" in row
 
 
+def test_a_variant_that_ran_out_is_not_its_rung() -> None:
+    bare = TrialFinished(record=record(2, "zero2", oom(), purpose="race", knobs=Knobs(checkpointing=False)))
+    search = replace(SEARCH, recomputes=True)
+    state = state_after(search, finished(1, "zero3", fit(300, 9.5)), bare)
+    assert "waiting" in next(line for line in draw(state, 9.0) if "zero2 " in line)
+    state = state_after(search, finished(1, "zero2", oom()), bare)
+    assert "out of memory" in next(line for line in draw(state, 9.0) if "zero2 " in line)
+
+
 def test_the_best_by_memory_has_the_lowest_peak() -> None:
     lean = replace(SEARCH, least_memory=True)
     state = state_after(lean, finished(1, "zero2", fit(390, 20.0)), finished(2, "zero3", fit(300, 10.0)))

@@ -11,17 +11,18 @@ from autods.config.profiles import Budget
 from autods.devices import Card
 from autods.events import Event, Note, TrialFinished, TrialMoved, TrialStarted
 from autods.report import FitReport, text
-from autods.report.answers.fit import describe_effort, describe_question, make_fit_document
+from autods.report.answers.fit import describe_effort, describe_question, list_answer, make_fit_document
 from autods.report.answers.ladder import find_telling_trials, list_ladder
 from autods.report.answers.remedies import describe_shortage, list_remedies
+from autods.report.answers.trials import chart_tuning
 from autods.report.live import TrialProgress
 from autods.report.render_html import to_page
 from autods.report.render_markdown import to_markdown
 from autods.report.results.fit import Certificate, ClosestRung, Spread
-from autods.types import Examined, Failed, Knobs, Record, Skipped, TierUse
+from autods.types import Examined, Failed, Knobs, Record, Skipped, TierUse, Trial
 from autods.workload.script_source import ScriptLaunch
 from tests.support.plans import rung as forecast_rung
-from tests.support.reports import HARDWARE, fit, fitting_report, hopeless_report, memory, oom, record
+from tests.support.reports import HARDWARE, WINNING, fit, fitting_report, hopeless_report, memory, oom, record
 from tests.support.reports import failed as failure
 from tests.support.terminal import printed, shown
 
@@ -119,7 +120,7 @@ def test_the_winner_shows_its_batch_and_what_to_type_next() -> None:
     assert "--deepspeed_config autods-out/gpt-2xcpu-1a2b3c/ds_config.json" in text
 
 
-@pytest.mark.parametrize(("asked_s", "is_longer"), [(0, False), (60, True), (3600, False)])
+@pytest.mark.parametrize(("asked_s", "is_longer"), [(0, False), (60, True), (99.5, False), (3600, False)])
 def test_a_fit_that_took_longer_than_asked_says_why(asked_s: float, is_longer: bool) -> None:
     report = fitting_report()
     report = replace(report, seconds=100, question=replace(report.question, budget=Budget(seconds=asked_s)))
@@ -206,7 +207,7 @@ def test_more_ranks_are_advised_where_a_rung_splits_the_model() -> None:
 
 def test_a_rung_whose_variant_failed_alone_was_not_tried() -> None:
     report = fitting_report()
-    bare = record(9, "zero3-offload", oom(), knobs=Knobs(micro_batch=1, checkpointing=False))
+    bare = record(9, "zero3-offload", oom(), purpose="race", knobs=Knobs(micro_batch=1, checkpointing=False))
     left = {"zero3-offload": "not tried: zero3 is faster", "zero3-offload without checkpointing": "ran out"}
     ladder = (*report.question.ladder, "zero3-offload")
     report = replace(
@@ -345,7 +346,7 @@ def test_the_answer_comes_first_in_four_lines() -> None:
     answer = " ".join(" ".join(lines[2:]).split())
     for words in (
         "Not certified.",
-        "why the first tried that fits; --stop fastest measures the others too; 3.4 times as fast as the first that",
+        "why the first rung that fits; --stop fastest measures the others too; 3.4 times as fast as the first that",
         "speed 41.7 samples/s, 2,669 tokens/s",
         "batch micro batch 4 × accumulation 2 × 2 ranks = global batch 16",
         "memory device memory 393.4 / 416.0 MiB, host memory 1.3 / 64.0 GiB",
@@ -414,13 +415,64 @@ def test_a_rung_that_looks_faster_is_not_called_the_next(rate: float, said: str)
 
 
 def test_a_rung_that_the_certificate_left_is_not_called_noise() -> None:
-    certificate = Certificate(passed=True, backed_off=("from zero2 to zero3: on the longest batch it ran out",))
+    certificate = Certificate(passed=True, backed_off=("from zero2 to zero3: its losses differ",))
     report = replace(fitting_report(), certificate=certificate)
     report = replace(report, trials=(*report.trials[3:], record(8, "zero2", fit(300.0, 83.4))))
     text = " ".join(printed(make_fit_document(report), 100).split())
     assert "zero2 was faster, but is not proven: 83.4 samples/s" in text
     reason = next(row.reason for row in list_ladder(report) if row.rung == "zero2")
     assert "times as fast as zero3, but not proven" in reason
+
+
+def test_a_rung_that_failed_its_exam_is_not_said_to_have_won() -> None:
+    certificate = Certificate(passed=True, backed_off=("from zero2 to zero3: the longest batch ran out",))
+    report = replace(fitting_report(), certificate=certificate, reasons={"zero2": "fastest of 2 that fit: won in turn"})
+    exam = replace(
+        record(9, "zero2", oom()), trial=Trial(rung="zero2", knobs=Knobs(), purpose="certify", exam="worst_case")
+    )
+    report = replace(report, trials=(*report.trials[3:], record(8, "zero2", fit(300.0, 83.4)), exam))
+    ran_out = "ran out of device memory in the certificate's exam"
+    reason = next(row.reason for row in list_ladder(report) if row.rung == "zero2")
+    assert reason == f"2.0 times as fast as zero3, but {ran_out}"
+    text = " ".join(printed(make_fit_document(report), 100).split())
+    assert "the fastest that fits" not in text
+    assert text.count(f"zero2 was faster, but {ran_out}: 83.4 samples/s") == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "named"),
+    [
+        (replace(WINNING, checkpointing=False), "(zero3, micro batch 4, no gradient checkpointing)"),
+        (replace(WINNING, settings={}), "(zero3, micro batch 4, before tuning)"),
+        (replace(WINNING, accumulation=1), "(zero3, micro batch 4 × accumulation 1)"),
+        (replace(WINNING, keeps_headroom=True), ""),
+    ],
+)
+def test_the_first_that_fitted_is_named_by_what_differs(first: Knobs, named: str) -> None:
+    report = fitting_report()
+    own = record(2, "zero3", fit(300.0, 41.7), purpose="grow", knobs=WINNING)
+    question = replace(report.question, stop="fastest")
+    trials = (record(1, "zero3", fit(300.0, 20.0), knobs=first), own)
+    report = replace(report, trials=trials, question=question, skipped=())
+    (why,) = [words for name, words in list_answer(report) if name == "why"]
+    assert why == f"the fastest that fits{named and f'; 2.1 times as fast as the first that fitted {named}'}"
+
+
+def test_a_winner_without_headroom_says_so_in_every_place() -> None:
+    report = fitting_report()
+    report = replace(report, question=replace(report.question, usable_bytes=380 * 2**20))
+    text = printed(make_fit_document(report), 120)
+    assert "it leaves no headroom" in text
+    assert "~ no headroom" in next(line for line in text.splitlines() if line.startswith(" zero3 "))
+
+
+def test_what_left_no_headroom_is_not_the_best_of_tuning() -> None:
+    report = fitting_report()
+    tuned = (
+        record(n, "zero3", fit(mib, 50.0 - n), purpose="tune", knobs=WINNING) for n, mib in ((20, 410.0), (21, 300.0))
+    )
+    report = replace(report, trials=tuple(tuned), question=replace(report.question, usable_bytes=400 * 2**20))
+    assert list(chart_tuning(report).lines["best so far"]) == [21]
 
 
 def test_the_answer_says_that_the_model_has_its_own_weights() -> None:
