@@ -28,10 +28,14 @@ Action = Literal["leaner_rung", "less_host_memory", "fix_environment", "fix_conf
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierUse:
-    """Peak bytes on one tier: per rank for `device` and `pinned`, per node for `host` and `nvme`."""
+    """Peak bytes on one tier: per rank for `device` and `pinned`, per node for `host` and `nvme`.
+
+    `in_use_bytes` is the peak of a card without what torch's allocator caches; None elsewhere.
+    """
 
     peak_bytes: int
     limit_bytes: int | None = None
+    in_use_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,8 +176,16 @@ class Fit:
         What torch's allocator caches does not count: it gives that back to make room. If it had to after the first
         step, the trial has `alloc_retries`.
         """
-        in_use_bytes = None if self.card is None else self.card.in_use_bytes
-        return self.memory["device"].peak_bytes if in_use_bytes is None else in_use_bytes
+        use = self.find_use("device")
+        assert use is not None
+        return use.peak_bytes if use.in_use_bytes is None else use.in_use_bytes
+
+    def find_use(self, tier: Tier) -> TierUse | None:
+        """The peak on the tier, that of a card with what was in use; None where the trial does not measure the tier."""
+        use = self.memory.get(tier)
+        if use is None or tier != "device" or self.card is None:
+            return use
+        return replace(use, in_use_bytes=self.card.in_use_bytes)
 
     def leaves_headroom(self, usable_bytes: float, knobs: Knobs) -> bool:
         """Whether it ran within the usable memory, and its allocator never had to flush its cache to do so.

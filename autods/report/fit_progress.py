@@ -231,7 +231,7 @@ def _gauge_forecast(forecast: TrialForecasted | None) -> tuple[Gauge, ...]:
     """The device's memory by the forecast, or that of the tier that is too small."""
     uses = {} if forecast is None else forecast.memory
     over = [tier for tier, use in uses.items() if use.limit_bytes and use.peak_bytes > use.limit_bytes]
-    return tuple(gauge_use(tier, uses[tier].peak_bytes, uses[tier].limit_bytes, "~") for tier in (*over, *uses)[:1])
+    return tuple(gauge_use(tier, uses[tier], "~") for tier in (*over, *uses)[:1])
 
 
 def describe_status(state: FitState, now_s: float, label: LabelTrial = lambda trial: "") -> Text:

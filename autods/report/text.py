@@ -18,7 +18,7 @@ def format_outcome(outcome: Outcome, *, counts: bool = True) -> str:
     """
     match outcome:
         case Fit():
-            device = outcome.memory.get("device")
+            device = outcome.find_use("device")
             peak = f"{format_use(device)}, " if device else ""
             times = format_number_of(outcome.alloc_retries, "time")
             retries = f", its allocator ran full {times}" if outcome.alloc_retries else ""
@@ -43,14 +43,19 @@ def format_shortage(outcome: OutOfMemory) -> str:
 
 
 def format_use(use: TierUse) -> str:
-    """'380.0 / 416.0 MiB': peak and limit in the limit's unit; the peak alone where nothing limits it."""
+    """'380.0 / 416.0 MiB': peak and limit in the limit's unit; the peak alone where nothing limits it.
+
+    '79.2 / 80.0 GiB (71.0 in use)' has behind a card's peak what was no cache of its allocator.
+    """
     if use.limit_bytes is None:
         return format_bytes(use.peak_bytes)
     name, factor = choose_unit(use.limit_bytes)
     if use.peak_bytes * 10 < factor:  # 3.0 MiB / 62.8 GiB would read 0.0 / 62.8 GiB
         return f"{format_bytes(use.peak_bytes)} / {format_bytes(use.limit_bytes)}"
     digits = 1 if factor > 1 else 0
-    return f"{use.peak_bytes / factor:.{digits}f} / {use.limit_bytes / factor:.{digits}f} {name}"
+    peak, limit = (f"{size / factor:.{digits}f}" for size in (use.peak_bytes, use.limit_bytes))
+    in_use = peak if use.in_use_bytes is None else f"{use.in_use_bytes / factor:.{digits}f}"
+    return f"{peak} / {limit} {name}" + ("" if in_use == peak else f" ({in_use} in use)")
 
 
 def format_predicted(predicted: TierForecast) -> str:

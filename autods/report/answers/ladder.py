@@ -6,7 +6,7 @@ A row is a `LadderRow`, and a column is one entry of `LADDER`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ...config.checkpointing import find_state
@@ -79,16 +79,17 @@ def _make_row(report: FitReport, rung: str, trial: Record | str) -> LadderRow:
     match trial if isinstance(trial, str) else trial.outcome:
         case str() if forecast is not None and forecast.verdict == "cannot_fit" and forecast.memory:
             tier, mark = find_deciding_tier(forecast.memory), MARKS["cannot_fit"]
-            memory = [gauge_use(tier, forecast.memory[tier].peak_bytes, forecast.memory[tier].limit_bytes, "~")]
+            needed = forecast.memory[tier]
+            memory = [gauge_use(tier, TierUse(peak_bytes=needed.peak_bytes, limit_bytes=needed.limit_bytes), "~")]
         case Fit() if measured is not None:
             uses, rate = measured.memory, measured.samples_per_second
             if wins and report.throughput is not None:  # the answer's, where only its walk was timed
                 uses, rate = report.memory, report.throughput.samples_per_second
             if not measured.leaves_headroom(find_usable(report)):
                 mark = MARKS["no_headroom"]
-            memory = [gauge_use(tier, uses[tier].peak_bytes, uses[tier].limit_bytes) for tier in list_used_tiers(uses)]
+            memory = list(_gauge_uses(uses))
         case OutOfMemory(tier=tier, limit_bytes=int(limit), missing_bytes=int(missing)):
-            memory = [gauge_use(tier, limit + missing, limit, "≥")]
+            memory = [gauge_use(tier, TierUse(peak_bytes=limit + missing, limit_bytes=limit), "≥")]
         case OutOfMemory(tier=tier, limit_bytes=int(limit)):
             memory = [doc.Gauge(words=line((f"{tier:<8}", "dim"), f"full: {format_bytes(limit)}"), share=1.0)]
         case _:
@@ -185,11 +186,21 @@ def _describe_end(trial: Record | str) -> str:
     return "" if isinstance(trial.outcome, Fit) else format_outcome(trial.outcome)
 
 
-def gauge_use(tier: Tier, peak_bytes: int, limit_bytes: int | None, sign: str = " ") -> doc.Gauge:
+def _gauge_uses(uses: Mapping[Tier, TierUse]) -> Iterator[doc.Gauge]:
+    """A line for each tier that holds anything; before a card's what was in use there, which decides."""
+    for tier in list_used_tiers(uses):
+        whole = replace(uses[tier], in_use_bytes=None)
+        if (in_use_bytes := uses[tier].in_use_bytes) is not None:
+            in_use = replace(whole, peak_bytes=in_use_bytes)
+            if format_use(in_use) != format_use(whole):
+                yield gauge_use("in use", in_use)
+        yield gauge_use(tier, whole)
+
+
+def gauge_use(name: str, use: TierUse, sign: str = " ") -> doc.Gauge:
     """One tier's memory. `sign` is ≥ for a lower bound and ~ for a forecast."""
-    use = format_use(TierUse(peak_bytes=peak_bytes, limit_bytes=limit_bytes))
-    share = peak_bytes / limit_bytes if limit_bytes and sign != "~" else None
-    return doc.Gauge(words=line((f"{tier:<7}", "dim"), sign, use), share=share)
+    share = use.peak_bytes / use.limit_bytes if use.limit_bytes and sign != "~" else None
+    return doc.Gauge(words=line((f"{name:<7}", "dim"), sign, format_use(use)), share=share)
 
 
 def find_fastest(report: FitReport, rung: str) -> Measured | None:

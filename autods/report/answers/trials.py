@@ -106,7 +106,9 @@ def chart_trials(
             speeds[name][knobs.micro_batch] = rate
             peaks.setdefault(name, {})[knobs.micro_batch] = float(config.device_peak_bytes)
     yield doc.Chart(title="samples/s by micro batch", lines=speeds, format_value=format_rate)
-    yield doc.Chart(title="device memory by micro batch", lines=peaks, format_value=format_bytes, limit=limit_bytes)
+    yield doc.Chart(
+        title="device memory in use by micro batch", lines=peaks, format_value=format_bytes, limit=limit_bytes
+    )
 
 
 def chart_tuning(report: FitReport) -> doc.Chart:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -44,9 +44,9 @@ class Measured:
 
     @property
     def memory(self) -> Mapping[Tier, TierUse]:
-        """The largest peak of each tier."""
-        uses = {tier: [fit.memory[tier] for fit in self.fits if tier in fit.memory] for tier in TIERS}
-        return {tier: max(each, key=lambda use: use.peak_bytes) for tier, each in uses.items() if each}
+        """The largest peak of each tier, and of what was in use there."""
+        uses = {tier: [use for fit in self.fits if (use := fit.find_use(tier)) is not None] for tier in TIERS}
+        return {tier: _join_uses(each) for tier, each in uses.items() if each}
 
     @property
     def device_peak_bytes(self) -> int:
@@ -60,6 +60,14 @@ class Measured:
     def score(self, *, by_memory: bool) -> float:
         """What is higher for a better config: its rate, or a lower peak."""
         return -self.device_peak_bytes if by_memory else self.samples_per_second
+
+
+def _join_uses(uses: Sequence[TierUse]) -> TierUse:
+    """The largest peak, with the most that was in use where a trial measured it apart."""
+    largest = max(uses, key=lambda use: use.peak_bytes)
+    if all(use.in_use_bytes is None for use in uses):
+        return largest
+    return replace(largest, in_use_bytes=max(use.in_use_bytes or use.peak_bytes for use in uses))
 
 
 def has_headroom(record: Record, usable_bytes: float) -> bool:

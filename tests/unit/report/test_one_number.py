@@ -15,7 +15,7 @@ from rich.console import Console
 from autods.events import SearchStarted, TrialFinished
 from autods.report import serialize
 from autods.report.answers.fit import make_fit_document
-from autods.report.answers.ladder import find_fastest, list_ladder
+from autods.report.answers.ladder import find_fastest, find_usable, list_ladder
 from autods.report.document import Chart, Document, Paragraph
 from autods.report.fit_progress import FitState, advance, find_best, list_rows
 from autods.report.render_html import to_page
@@ -26,7 +26,7 @@ from autods.report.results.measured import find_measured, measure_configs
 from autods.report.text import format_rate, format_use
 from autods.report.trial_names import config_name
 from autods.runner.testing import fit, out_of_memory
-from autods.types import Knobs, Purpose, Record, Trial
+from autods.types import CardUse, Knobs, Purpose, Record, TierUse, Trial
 
 GIB = 2**30
 LIMIT = 80 * GIB
@@ -47,6 +47,7 @@ def invent_trials(draw: random.Random) -> Iterator[Record]:
             settings = {"zero_optimization.reduce_bucket_size": draw.choice((10**6, 10**7))}
             knobs = Knobs(micro_batch=draw.choice((1, 2, 8, 30)), checkpointing=draw.random() < 0.5, settings=settings)
             rate, peak = 10 ** draw.uniform(-1, 4), draw.randint(GIB, LIMIT)
+            in_use = draw.choice((None, 0.6, 0.9, 1.0))  # of the peak; None: a CPU rank
             for repeat in range(draw.randint(1, 5)):
                 number += 1
                 purpose = draw.choice(PURPOSES)
@@ -61,6 +62,10 @@ def invent_trials(draw: random.Random) -> Iterator[Record]:
                     limit_bytes=LIMIT,
                     samples_per_second=rate * draw.uniform(0.7, 1.3),
                 )
+                if in_use is not None:
+                    peak_bytes = outcome.memory["device"].peak_bytes
+                    card = CardUse(allocated_bytes=0, reserved_bytes=0, in_use_bytes=int(in_use * peak_bytes))
+                    outcome = replace(outcome, card=card)
                 yield Record(id=number, trial=trial, outcome=outcome, seconds=1.0)
 
 
@@ -78,7 +83,14 @@ def invent_report(seed: int) -> FitReport:
         status="nothing_fits",
         trials=trials,
         reasons=explain(trials),
-        question=FitQuestion(workload="made-up", gpus=8, device_bytes=LIMIT, ladder=RUNGS, stop="fastest"),
+        question=FitQuestion(
+            workload="made-up",
+            gpus=8,
+            device_bytes=LIMIT,
+            usable_bytes=draw.choice((0, int(0.95 * LIMIT))),
+            ladder=RUNGS,
+            stop="fastest",
+        ),
         out="autods-out/made-up",
     )
     configs = measure_configs(trials)
@@ -106,7 +118,7 @@ def print_at(document: Document, width: int, *, verbose: bool = True) -> str:
 
 def row_of(text: str, rung: str) -> str:
     """The ladder's row of a rung, whose outcome comes second."""
-    return next(row for row in text.splitlines() if re.match(rf"[|\s]*{re.escape(rung)}[|\s]+[✓✗!·]", row))
+    return next(row for row in text.splitlines() if re.match(rf"[|\s]*{re.escape(rung)}[|\s]+\\?[✓✗~!·]", row))
 
 
 def lines_of_page(page: str) -> str:
@@ -127,10 +139,14 @@ def test_every_place_shows_the_same_of_a_config(seed: int) -> None:
         if config is None:
             assert row.rate is None
             continue
-        rate, use = format_rate(config.samples_per_second), format_use(config.memory["device"])
+        rate = format_rate(config.samples_per_second)
+        # What was in use comes first: it decides.
+        use = format_use(TierUse(peak_bytes=config.device_peak_bytes, limit_bytes=LIMIT))
+        verdict = "fits" if config.leaves_headroom(find_usable(report)) else "no headroom"
         for text in texts:
             assert rate in row_of(text, row.rung).split()
             assert use in " ".join(row_of(text, row.rung).split())
+            assert verdict in row_of(text, row.rung)
         assert not charts or rate in points  # one micro batch makes no chart
     assert not [row.reason for row in list_ladder(report) if "not tried" in row.reason]
     asides = [str(part.words) for part in document.parts if isinstance(part, Paragraph)]
@@ -156,7 +172,9 @@ def test_every_place_shows_the_same_of_a_config(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_the_live_view_shows_what_the_answer_shows(seed: int) -> None:
     report = invent_report(seed)
-    state = advance(FitState(since_s=0.0), SearchStarted(ladder=RUNGS, device_bytes=LIMIT, usable_bytes=LIMIT), 0.0)
+    usable_bytes = report.question.usable_bytes or LIMIT
+    search = SearchStarted(ladder=RUNGS, device_bytes=LIMIT, usable_bytes=usable_bytes)
+    state = advance(FitState(since_s=0.0), search, 0.0)
     for record in report.trials:
         state = advance(state, TrialFinished(record=record), 1.0)
     best = find_best(state)

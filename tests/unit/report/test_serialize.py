@@ -28,7 +28,7 @@ def test_report_json_has_every_key_of_the_contract() -> None:
 def test_every_tier_is_named_and_an_unmeasured_one_is_null() -> None:
     memory = to_dict(fitting_report())["memory"]
     assert list(memory) == ["device", "host", "pinned", "nvme"]
-    assert memory["device"] == {"peak_bytes": int(393.4 * MIB), "limit_bytes": LIMIT}
+    assert memory["device"] == {"peak_bytes": int(393.4 * MIB), "limit_bytes": LIMIT, "in_use_bytes": None}
     assert memory["pinned"] is None
 
 

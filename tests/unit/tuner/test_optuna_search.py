@@ -479,7 +479,7 @@ def test_a_start_that_does_not_fit_again_gives_way() -> None:
     runner = ScriptedRunner(lambda trial: out_of_memory() if trial.knobs == start.trial.knobs else leader.outcome)
     best, reason = confirming(start, [leader], runner.run)
     assert best.trial.knobs == leader.trial.knobs
-    assert reason == "the start did not fit when it was run again"
+    assert reason == "the start did not fit, or left no headroom, when it was run again"
 
 
 def test_the_start_is_kept_when_the_gain_is_noise() -> None:

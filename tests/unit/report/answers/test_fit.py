@@ -19,7 +19,8 @@ from autods.report.live import TrialProgress
 from autods.report.render_html import to_page
 from autods.report.render_markdown import to_markdown
 from autods.report.results.fit import Certificate, ClosestRung, Spread
-from autods.types import Examined, Failed, Knobs, Record, Skipped, TierUse, Trial
+from autods.report.results.measured import measure_configs
+from autods.types import CardUse, Examined, Failed, Knobs, Record, Skipped, TierUse, Trial
 from autods.workload.script_source import ScriptLaunch
 from tests.support.plans import rung as forecast_rung
 from tests.support.reports import HARDWARE, WINNING, fit, fitting_report, hopeless_report, memory, oom, record
@@ -464,6 +465,20 @@ def test_a_winner_without_headroom_says_so_in_every_place() -> None:
     text = printed(make_fit_document(report), 120)
     assert "it leaves no headroom" in text
     assert "~ no headroom" in next(line for line in text.splitlines() if line.startswith(" zero3 "))
+
+
+def test_a_cards_cache_is_told_from_what_was_in_use() -> None:
+    card = CardUse(allocated_bytes=0, reserved_bytes=0, in_use_bytes=350 * 2**20)
+    trial = record(1, "zero3", replace(fit(400.0, 41.7), card=card), knobs=WINNING)
+    report = fitting_report()
+    report = replace(report, trials=(trial,), skipped=())
+    report = report.answer_with(measure_configs(report.trials)[0], WINNING)
+    lines = printed(make_fit_document(report), 120).splitlines()
+    place = next(place for place, line in enumerate(lines) if line.startswith(" zero3 "))
+    assert "in use  350.0 / 416.0 MiB" in lines[place]
+    assert "device  400.0 / 416.0 MiB" in lines[place + 1]
+    assert any("device memory 400.0 / 416.0 MiB (350.0 in use)" in line for line in lines)
+    assert "fits: 400.0 / 416.0 MiB (350.0 in use)" in text.format_outcome(trial.outcome)
 
 
 def test_what_left_no_headroom_is_not_the_best_of_tuning() -> None:
