@@ -151,8 +151,12 @@ def _print_rows(table: doc.Table, columns: Sequence[Column[object]], console: Co
 
 
 def is_whole(drawn: RichTable, console: Console) -> bool:
-    """Whether the terminal has the columns that a table takes at least, so that no line of it is cut."""
-    return Measurement.get(console, console.options.update(max_width=_WIDEST), drawn).minimum <= console.width
+    """Whether the terminal has the columns that a table takes, so that no line of it is cut."""
+    return _measure_width(drawn, console) <= console.width
+
+
+def _measure_width(drawn: RichTable, console: Console) -> int:
+    return Measurement.get(console, console.options.update(max_width=_WIDEST), drawn).minimum
 
 
 def fit_table(table: doc.Table, console: Console, medium: Medium) -> tuple[RichTable, list[Column[object]]]:
@@ -160,37 +164,58 @@ def fit_table(table: doc.Table, console: Console, medium: Medium) -> tuple[RichT
     shown = [column for column in table.columns if medium in column.on]
     left: list[Column[object]] = []
     while True:
-        drawn = _draw_table(table, shown)
+        drawn = _draw_table(table, shown, console)
         spare = max((column for column in shown if column.spare), key=lambda column: column.spare, default=None)
         if is_whole(drawn, console):
             return drawn, left
         if spare is None:
-            return _draw_table(table, shown, wrap=True), left
+            return _draw_table(table, shown, console, wrap=True), left
         shown.remove(spare)
         left.append(spare)
 
 
-def _draw_table(table: doc.Table, columns: Sequence[Column[object]], *, wrap: bool = False) -> RichTable:
-    """Draw these columns of the table. With `wrap` any cell may be broken but those of the first column."""
+def _draw_table(
+    table: doc.Table, columns: Sequence[Column[object]], console: Console, *, wrap: bool = False
+) -> RichTable:
+    """Draw these columns of the table. With `wrap` any cell may be broken but those of the first column.
+
+    No column is narrower than its longest word, so the table may be wider than the console: `is_whole`.
+    """
     drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
     places = [table.columns.index(column) for column in columns]
     rows = [[_make_cell(row.cells[place]) for place in places] for row in table.items]
+    most = []  # columns that the longest line of each column takes
     for number, column in enumerate(columns):
         breaks = column.wraps or (wrap and number > 0)
         texts = [column.name, *(row[number].plain for row in rows)]
-        lines = [
-            line for text in texts for line in (BOUND.sub(_BOUND_SPACE, text).split() if breaks else text.split("\n"))
-        ]
+        lines = [line for text in texts for line in text.split("\n")]
+        words = [word for line in lines for word in BOUND.sub(_BOUND_SPACE, line).split()] if breaks else lines
+        least = max(map(cell_len, words), default=1)
         drawn.add_column(
             Text(column.name),  # no markup: an axis of a probe may have brackets
             justify="right" if column.right else "left",
             no_wrap=not breaks,
-            min_width=column.least_width if column.wraps and not wrap else max(map(cell_len, lines), default=1),
+            width=max(least, column.least_width) if column.wraps and not wrap else least,
             overflow="fold",
         )
+        most.append(max(map(cell_len, lines), default=1))
     for row, cells in zip(table.items, rows, strict=True):
         drawn.add_row(*cells, style=row.style)
+    _widen_columns(drawn, most, console)
     return drawn
+
+
+def _widen_columns(drawn: RichTable, most: Sequence[int], console: Console) -> None:
+    """Give the columns what the console has left, the narrowest first, up to the longest line of each.
+
+    Rich would shrink the widest ones instead, without regard to their least width, and cut what it widens again.
+    """
+    for _ in range(console.width - _measure_width(drawn, console)):
+        shorter = [column for column, line in zip(drawn.columns, most, strict=True) if (column.width or 0) < line]
+        if not shorter:
+            return
+        narrowest = min(shorter, key=lambda column: column.width or 0)
+        narrowest.width = (narrowest.width or 0) + 1
 
 
 def _make_cell(cell: Cell) -> Text:

@@ -14,6 +14,7 @@ from autods.report.results.run import AttemptRow, RunReport, read_steps, summari
 from autods.report.serialize import read_run, write_run
 from autods.types import Knobs
 from tests.support.pages import HOSTILE, check_page
+from tests.support.terminal import printed
 
 
 @pytest.fixture
@@ -48,6 +49,17 @@ def test_the_page_has_attempts_charts_and_the_config(report: RunReport, tmp_path
     assert "micro batch 2 instead of 4" in parsed.words
     assert sum(tag == "svg" for tag, _ in parsed.tags) == 3
     assert '"train_batch_size": 8' in parsed.words
+
+
+def test_what_ended_an_attempt_can_be_read_at_any_width(report: RunReport) -> None:
+    evidence = "out of memory on device, rank 0, backward, step 2: wanted 1.0 GiB, 0.1 GiB free of 80.0 GiB"
+    row = replace(
+        report.attempts[0], ending="out_of_memory", evidence=evidence, first_step=500, last_step=1520,
+        changed="micro batch 2 × accumulation 2 instead of 4 × 1",
+    )  # fmt: skip
+    for width in range(60, 121):
+        words = set(printed(make_run_document(replace(report, attempts=(row, row))), width).split())
+        assert {*evidence.split(), *str(row.changed).split()} <= words, width
 
 
 def test_a_run_whose_steps_nobody_counted_names_none(report: RunReport) -> None:
