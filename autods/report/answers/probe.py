@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from ...types import TIERS, Scalar, Tier
 from ...units import format_bytes
 from .. import document as doc
 from ..document import Cell, Column, Medium, Words, line, make_document, tabulate, titled
-from ..results.probe import CellResult, ProbeReport
+from ..results.probe import CellResult, ProbeReport, Ratio
 from ..serialize import PROBE_CSV
 from ..text import MARKS, format_number_of, format_ranks, format_rate, format_seconds, format_value
 from ..trial_names import name_conditions
@@ -160,7 +161,7 @@ def list_reasons(report: ProbeReport) -> Iterator[tuple[str, Words]]:
             reason = f"{name} has no effect under {cell.values.get('rung')}: {why}"
             cells_by_reason.setdefault(reason, []).append(cell.number)
     for reason, numbers in cells_by_reason.items():
-        yield f"cell{'s' if len(numbers) > 1 else ''} {_format_ranges(numbers)}", reason
+        yield _name_cells(numbers), reason
 
 
 def _format_ranges(numbers: Iterable[int]) -> str:
@@ -176,19 +177,58 @@ def describe_answer(report: ProbeReport) -> doc.Headline:
     if report.status == "nothing_fits":
         return doc.Headline(words=line(("no cell fits", "bold red")), effort=effort)
     fitting = [cell for cell in report.cells if cell.status == "fit" and cell.same_as is None]
-    if report.question.capacity:
-        best = max(fitting, key=lambda cell: cell.micro_batch or 0)
-        source = "by the forecast" if report.question.forecast_only else "by trials"
-        head = f"largest micro batch: {best.micro_batch:,} with {_distinction(report, best)}, {source}"
-        return doc.Headline(words=line((head, "bold green")), effort=effort)
+    describe = _describe_largest if report.question.capacity else _describe_fastest
+    head, doubt = describe(report, fitting)
+    return doc.Headline(words=line((head, "bold green"), doubt), effort=effort)
+
+
+def _describe_fastest(report: ProbeReport, fitting: Sequence[CellResult]) -> tuple[str, str]:
+    """The cell with the highest ratio, the cells that are not told apart from it, and those without a ratio."""
     assert report.compared is not None
     reference, measure = report.compared
-    best = max(fitting, key=lambda cell: _speed(cell, measure))
+    same = Ratio(times=1.0, low=1.0, high=1.0)
+    ratios = {cell.number: same if cell.number == reference else cell.ratio for cell in fitting}
+    known = {number: ratio for number, ratio in ratios.items() if ratio is not None}
+    best = max((cell for cell in fitting if cell.number in known), key=lambda cell: known[cell.number].times)
+    ratio = known.pop(best.number)
+    equal = [number for number, other in known.items() if not ratio.differs_from(other)]
+    unknown = [number for number, other in ratios.items() if other is None]
     rate = f"{format_rate(_speed(best, measure))} {measure}/s"
     head = f"fastest: cell {best.number}, {_distinction(report, best)}: {rate}"
-    within_noise = best.ratio is not None and not best.ratio.differs
-    unsure = f", within the noise of cell {reference}" if within_noise else ""
-    return doc.Headline(words=line((head, "bold green"), unsure), effort=effort)
+    doubt = f", within the noise of {_name_cells(equal)}" if equal else ""
+    return head, doubt + (f"; without a ratio: {_name_cells(unknown)}" if unknown else "")
+
+
+def _describe_largest(report: ProbeReport, fitting: Sequence[CellResult]) -> tuple[str, str]:
+    """The cell with the largest micro batch, and the cells whose micro batch is as large or may be larger."""
+    by_forecast = report.question.forecast_only
+    bounds = {cell.number: _bound_capacity(cell, by_forecast=by_forecast) for cell in fitting}
+    best = max(fitting, key=lambda cell: bounds[cell.number])
+    most, limit = bounds.pop(best.number)
+    forecast, verified = _format_capacity(best)
+    size, source = (forecast, "the forecast") if by_forecast else (verified, "trials")
+    head = f"largest micro batch: {size} with {_distinction(report, best)}, by {source}"
+    equal = [number for number, bound in bounds.items() if limit == most and bound == (most, most)]
+    larger = [number for number, (_, other_limit) in bounds.items() if other_limit > most]
+    doubts = (("as large", equal), ("maybe larger", larger))
+    return head, "".join(f"; {words} in {_name_cells(numbers)}" for words, numbers in doubts if numbers)
+
+
+def _bound_capacity(cell: CellResult, *, by_forecast: bool) -> tuple[int, float]:
+    """The largest micro batch that is known to fit, and the largest one that may."""
+    capacity = cell.capacity
+    assert capacity is not None
+    if by_forecast:
+        return capacity.forecast or 0, capacity.forecast or 0
+    most = capacity.verified or 0
+    if capacity.exact:
+        return most, most
+    return most, capacity.refused - 1 if capacity.refused is not None else math.inf
+
+
+def _name_cells(numbers: Sequence[int]) -> str:
+    """'cell 2', 'cells 1-3, 7'."""
+    return f"cell{'s' if len(numbers) > 1 else ''} {_format_ranges(numbers)}"
 
 
 def _explain_marks(report: ProbeReport) -> Iterator[doc.Part]:

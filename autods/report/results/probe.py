@@ -26,6 +26,14 @@ class Ratio:
         """Whether the interval leaves out 1: the two speeds differ by more than noise."""
         return not self.low <= 1 <= self.high
 
+    def differs_from(self, other: Ratio) -> bool:
+        """Whether the speeds of two cells, by their ratios to one reference, differ by more than noise.
+
+        Intervals are as wide as the turns are few. That of the two cells is as wide as the wider one.
+        """
+        margin = max(self.high / self.times, other.high / other.times)
+        return max(self.times / other.times, other.times / self.times) > margin
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:

@@ -86,7 +86,7 @@ def test_ratios_within_the_noise_are_marked(tmp_path: Path) -> None:
     report = probed(ask(tmp_path, "micro_batch=1,2"), Bench(lambda trial: fit(peak_bytes=MIB)))
     assert "≈ 1.00" in shown(report)
     assert "not told apart from cell 1" in shown(report)
-    assert "within the noise of cell 1" not in shown(report)  # the first of equals is cell 1 itself
+    assert "fastest: cell 1, ddp, micro_batch 1: 1 samples/s, within the noise of cell 2" in shown(report)
     faster = probed(ask(tmp_path, "micro_batch=1,4"), Bench(_slightly_faster), fresh=True)
     assert "fastest: cell 2, ddp, micro_batch 4: 1.01 samples/s, within the noise of cell 1" in shown(faster)
     assert not Ratio(times=1.1, low=0.9, high=1.3).differs
@@ -240,7 +240,7 @@ def test_the_cell_of_a_capacity_is_shown_with_its_boundary(tmp_path: Path) -> No
     said = shown(report)
     assert "largest" in said
     assert "3 fits, 4 does not: device lacks 84.0 MiB or more" in said
-    assert "largest micro batch: 3 with zero1, by trials" in said
+    assert "largest micro batch: 3 with zero1, by trials; as large in cell 2" in said
     assert all(isinstance(cell, CellResult) and cell.micro_batch == 3 for cell in report.cells)
     assert FACTS.checkpointing
     assert all(isinstance(record.outcome, Fit) for record in report.trials if record.trial.knobs.micro_batch < 4)

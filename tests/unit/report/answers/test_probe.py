@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from autods.errors import InputError
-from autods.report.answers.probe import describe_question, list_charts, make_probe_document
+from autods.report.answers.probe import describe_answer, describe_question, list_charts, make_probe_document
 from autods.report.document import Chart
 from autods.report.render_html import to_page
-from autods.report.results.probe import Capacity, ProbeReport
+from autods.report.results.probe import Capacity, CellResult, ProbeReport, Ratio
 from autods.report.serialize import has_probe, probe_from_dict, probe_to_dict, read_probe
 from autods.runner.testing import surface
 from tests.support.pages import HOSTILE, check_page
@@ -88,6 +88,74 @@ def test_a_question_without_fixed_values_ends_with_the_memory(tmp_path: Path) ->
     axes = {**report.axes, "precision": ("bf16", "fp32")}
     varied = replace(report, axes=axes, question=replace(report.question, capacity=True))
     assert describe_question(varied).endswith(" MiB")
+
+
+def compare(report: ProbeReport, *speeds: tuple[float, float | None]) -> str:
+    """The headline of cells with these rates and ratios to the first one. Noise is 5 %."""
+    cells = (
+        CellResult(
+            number=number, values={"rung": f"zero{number}"}, status="fit", samples_per_second=rate,
+            ratio=None if times is None else Ratio(times=times, low=times / 1.05, high=times * 1.05),
+        )
+        for number, (rate, times) in enumerate(speeds, 1)
+    )  # fmt: skip
+    axes = {"rung": ("zero1", "zero2", "zero3")}
+    return str(describe_answer(replace(report, axes=axes, cells=tuple(cells), compared=(1, "samples"))).words)
+
+
+def test_a_lead_within_the_noise_is_no_fact(tmp_path: Path) -> None:
+    report = measured(tmp_path)
+    for cells, headline in (
+        (((8.71, None), (8.68, 0.997), (5, 0.57)), "cell 1, zero1: 8.71 samples/s, within the noise of cell 2"),
+        (((5, None), (8.71, 1.742), (8.6, 1.72)), "cell 2, zero2: 8.71 samples/s, within the noise of cell 3"),
+        (((8, None), (8.1, 1.01), (8.2, 1.02)), "cell 3, zero3: 8.2 samples/s, within the noise of cells 1-2"),
+        (((5, None), (8.71, 1.742), (7, 1.4)), "cell 2, zero2: 8.71 samples/s"),
+    ):
+        assert compare(report, *cells) == f"fastest: {headline}"
+
+
+def test_the_fastest_cell_has_the_highest_ratio(tmp_path: Path) -> None:
+    report = measured(tmp_path)
+    fastest = "fastest: cell 3, zero3: 8.7 samples/s, within the noise of cell 2"
+    assert compare(report, (5, None), (8.71, 1.70), (8.7, 1.74)) == fastest
+    assert compare(report, (8, None), (8.1, 0.9)) == "fastest: cell 1, zero1: 8 samples/s"
+
+
+def test_a_cell_without_a_ratio_is_named_beside_the_fastest(tmp_path: Path) -> None:
+    headline = compare(measured(tmp_path), (5, None), (8, None), (9, 1.8))
+    assert headline == "fastest: cell 3, zero3: 9 samples/s; without a ratio: cell 2"
+
+
+def test_the_noise_of_two_ratios_is_that_of_the_wider_one() -> None:
+    narrow, wide = Ratio(times=1.7, low=1.69, high=1.71), Ratio(times=1.8, low=1.6, high=2.025)
+    assert not narrow.differs_from(wide)
+    assert not wide.differs_from(narrow)
+    assert wide.differs_from(Ratio(times=1, low=1, high=1))
+
+
+def search(report: ProbeReport, *capacities: Capacity) -> str:
+    """The headline of cells with these capacities."""
+    cells = (
+        CellResult(number=number, values={"rung": f"zero{number}"}, status="fit", capacity=capacity)
+        for number, capacity in enumerate(capacities, 1)
+    )
+    question = replace(report.question, capacity=True, forecast_only=capacities[0].verified is None)
+    axes = {"rung": ("zero1", "zero2", "zero3")}
+    return str(describe_answer(replace(report, axes=axes, cells=tuple(cells), question=question)).words)
+
+
+def test_the_largest_micro_batch_is_as_certain_as_its_cell(tmp_path: Path) -> None:
+    report = measured(tmp_path)
+    eight, more = Capacity(verified=8, refused=9, exact=True), Capacity(verified=8)
+    for cells, headline in (
+        ((eight, Capacity(verified=7, refused=8, exact=True)), "8 with zero1, by trials"),
+        ((more, Capacity(verified=7, refused=9)), "8 or more with zero1, by trials"),
+        ((eight, more), "8 or more with zero2, by trials"),
+        ((more, Capacity(verified=7, refused=40)), "8 or more with zero1, by trials; maybe larger in cell 2"),
+        ((eight, Capacity(verified=4), eight), "8 with zero1, by trials; as large in cell 3; maybe larger in cell 2"),
+        ((Capacity(forecast=8000), Capacity(forecast=8000)), "8,000 with zero1, by the forecast; as large in cell 2"),
+    ):
+        assert search(report, *cells) == f"largest micro batch: {headline}"
 
 
 def test_a_chart_with_too_many_lines_says_so(tmp_path: Path) -> None:
