@@ -64,10 +64,7 @@ def make_run_document(report: RunReport, folder: Path | None = None) -> doc.Docu
 
 
 def _list_parts(report: RunReport, folder: Path | None) -> Iterator[doc.Part]:
-    # More were done where fewer are asked for than in the call before.
-    goal = f" of {report.steps:,}" if report.steps is not None and report.steps >= report.step else ""
-    is_uncounted = report.status == "done" and report.step == 0  # a script that trains and saves by itself
-    answer = _HEADLINES[report.status] + ("" if is_uncounted else f" at step {report.step:,}{goal}")
+    answer = _describe_end_of_run(report)
     effort = f"{format_number_of(report.rescues, 'rescue')}, {format_number_of(report.repeated, 'step')} repeated"
     yield doc.Headline(
         words=line((answer, f"bold {_STYLES.get(report.status, 'red')}")),
@@ -92,6 +89,17 @@ def _list_parts(report: RunReport, folder: Path | None) -> Iterator[doc.Part]:
     if report.ds_config:
         text = json.dumps(dict(report.ds_config), indent=2)
         yield doc.Details(items=(doc.Detail(summary="The last DeepSpeed config", text=text),))
+
+
+def _describe_end_of_run(report: RunReport) -> str:
+    """'done at step 1,000 of 1,000', 'failed at step 347 of 1,000; saved: step 300'."""
+    reached = report.reached_step
+    if report.status == "done" and reached == 0:  # a script that trains and saves by itself
+        return _HEADLINES[report.status]
+    # More were done where fewer are asked for than in the call before.
+    goal = f" of {report.steps:,}" if report.steps is not None and report.steps >= reached else ""
+    saved = f"; saved: step {report.step:,}" if reached != report.step else ""
+    return f"{_HEADLINES[report.status]} at step {reached:,}{goal}{saved}"
 
 
 def _list_facts(report: RunReport) -> Iterator[tuple[str, str]]:

@@ -74,6 +74,13 @@ class RunReport(Shown):
     out: str = ""
 
     @property
+    def reached_step(self) -> int:
+        """The optimizer step at which the run ended. What lies beyond `step` is in no checkpoint."""
+        if self.status == "done" or not self.attempts:
+            return self.step
+        return max(self.step, self.attempts[-1].last_step)
+
+    @property
     def repeated(self) -> int:
         """Optimizer steps that were done again."""
         return sum(attempt.repeated for attempt in self.attempts)

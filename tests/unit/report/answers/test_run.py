@@ -10,6 +10,7 @@ import pytest
 
 from autods.report.answers.run import make_run_document
 from autods.report.render_html import RUN_PAGE, to_page, write_page
+from autods.report.render_markdown import to_markdown
 from autods.report.results.run import AttemptRow, RunReport, read_steps, summarize_steps
 from autods.report.serialize import read_run, write_run
 from autods.types import Knobs
@@ -81,6 +82,32 @@ def test_the_page_says_model_config_final_loss_and_rate(report: RunReport, tmp_p
     assert "0.8 at the end, 0.1 at the start" in words
     assert "16 samples/s: 0.5 s for an optimizer step" in words
     assert "limit 1.0 GiB" in words
+
+
+def test_a_run_that_failed_names_its_own_step_and_the_saved_one(report: RunReport) -> None:
+    row = replace(report.attempts[0], first_step=300, last_step=1347)
+    failed = replace(report, status="failed", step=300, steps=2000, attempts=(report.attempts[0], row))
+    headline = "failed at step 1,347 of 2,000; saved: step 300"
+    document = make_run_document(failed)
+    assert repr(failed) == f"<RunReport: {headline}>"
+    assert headline in check_page(to_page(document)).words
+    assert headline in to_markdown(document)
+    assert headline in printed(document, 100)
+    assert repr(replace(failed, step=0, steps=None)) == "<RunReport: failed at step 1,347; saved: step 0>"
+    assert repr(replace(failed, steps=1000)) == "<RunReport: failed at step 1,347; saved: step 300>"
+
+
+def test_a_run_whose_last_step_is_saved_names_one_step(report: RunReport) -> None:
+    row = replace(report.attempts[0], first_step=300, last_step=300)
+    failed = replace(report, status="failed", step=300, steps=400, attempts=(row,))
+    for ended, headline in (
+        (failed, "failed at step 300 of 400"),
+        (replace(failed, step=350), "failed at step 350 of 400"),  # the last steps before a failure may be unknown
+        (replace(failed, status="stopped"), "stopped at step 300 of 400"),
+        (replace(failed, status="done", step=400), "done at step 400 of 400"),
+        (replace(failed, status="nothing_fits", step=0, attempts=()), "nothing fits at step 0 of 400"),
+    ):
+        assert repr(ended) == f"<RunReport: {headline}>"
 
 
 def test_fewer_steps_than_were_done_are_not_named(report: RunReport) -> None:
