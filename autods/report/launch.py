@@ -29,6 +29,8 @@ from .results.fit import FitReport
 
 DS_CONFIG_REHEARSED = "ds_config_rehearsed.json"  # of a rehearsal: no launcher takes it for a proven one
 ACCELERATE = "accelerate.yaml"
+LAUNCHERS = ("torchrun", "deepspeed", "accelerate")
+LINES_BESIDE = ("model", "code", "settings", "note")  # of `launch_lines`: what the commands need besides
 _OWN_SCRIPT = "YOUR_SCRIPT.py"
 _PLAIN_TEXT = re.compile(r"[\w./][\w./-]*")
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
@@ -65,7 +67,7 @@ def launch_lines(report: FitReport) -> Iterator[tuple[str, str]]:
     folder, commands, script = Path(report.out), launch_commands(report), report.question.script
     for fault in find_mended(report.ds_config or {}):
         yield "note", f"train by autods run: in other launches {fault.symptom}"
-    if _binds_cores(report) and "--bind_cores_to_rank" not in commands["deepspeed"]:
+    if _binds_cores(report) and "torchrun" in commands and "--numa-binding" not in commands["torchrun"]:
         yield "note", _NO_NUMACTL
     if script is None:
         if report.question.lora is not None:
@@ -93,7 +95,7 @@ def launch_lines(report: FitReport) -> Iterator[tuple[str, str]]:
         yield "Trainer", shlex.join(trainer_arguments(report, str(folder / DS_CONFIG_HF)))
         yield "accelerate", commands["accelerate"]
         return
-    takes_config = any("{ds_config}" in argument for argument in script.argv)
+    takes_config = _takes_config(script)
     library, settings_file = SCRIPT_KINDS[script.kind], _find_settings_file(script)
     sizes = [each for each in _lacking_sizes(script) if not _parses_trainer_arguments(script)]
     values = _placeholder_values(report)
@@ -118,13 +120,8 @@ def launch_lines(report: FitReport) -> Iterator[tuple[str, str]]:
     if switches and not library.sets_sizes:
         action = "enable" if report.knobs.checkpointing else "disable"
         yield "code", f"model.gradient_checkpointing_{action}()  # before deepspeed.initialize, as it was measured"
-    if library.config_place is None and not takes_config:
-        yield "launch", commands["accelerate"]  # the only launcher that gives the script its config
-    else:
-        yield "launch", commands["torchrun"]
-        yield "or", commands["deepspeed"]
-        if library.by_accelerate:
-            yield "or", commands["accelerate"]
+    for number, command in enumerate(commands.values()):
+        yield "or" if number else "launch", command
     if report.device.stands_in and library.note_on_cpu is not None:
         yield "note", library.note_on_cpu
     if report.device.stands_in and report.question.stood_in:
@@ -144,7 +141,7 @@ def _as_yaml(value: object, *, quoted: bool = False) -> str:
 
 
 def launch_commands(report: FitReport) -> dict[str, str]:
-    """The whole command line of each launcher.
+    """The whole command line of each launcher that trains with the config, the first choice first.
 
     Where the workload is no script, `examples/train.py` trains it, or else a script that the user has to write.
 
@@ -182,7 +179,23 @@ def launch_commands(report: FitReport) -> dict[str, str]:
     environment = "".join(f"{name}={shlex.quote(value)} " for name, value in variables.items())
     if report.question.ops_folder and required_ops(report.ds_config or {}):
         environment += f"TORCH_EXTENSIONS_DIR={shlex.quote(report.question.ops_folder)} "
-    return {name: environment + shlex.join((*line, *_program(report, name))) for name, line in launchers.items()}
+    chosen = _list_launchers(script)
+    return {name: environment + shlex.join((*launchers[name], *_program(report, name))) for name in chosen}
+
+
+def _list_launchers(script: ScriptLaunch | None) -> tuple[str, ...]:
+    """The launchers with which the config reaches the script."""
+    if script is None:
+        return LAUNCHERS
+    library = SCRIPT_KINDS[script.kind]
+    if library.config_place is None and not _takes_config(script):
+        return ("accelerate",)  # its file names the config
+    return tuple(name for name in LAUNCHERS if name != "accelerate" or library.by_accelerate)
+
+
+def _takes_config(script: ScriptLaunch) -> bool:
+    """Whether the command line of the script names its config."""
+    return any("{ds_config}" in argument for argument in script.argv)
 
 
 def _binds_cores(report: FitReport) -> bool:

@@ -24,8 +24,11 @@ from ..types import TIERS, TIERS_OF_A_NODE, Record, Tier, TierUse
 from .launch import (
     ACCELERATE,
     DS_CONFIG_REHEARSED,
+    LAUNCHERS,
+    LINES_BESIDE,
     accelerate_yaml,
     launch_commands,
+    launch_lines,
     trainer_arguments,
 )
 from .results.fit import FitReport, Parity
@@ -46,14 +49,26 @@ def to_dict(report: FitReport) -> dict[str, Any]:
 
     `rehearsed` tells that the simulated GPU answered the trials, so that nothing is proven.
     """
-    launch, rehearsed = None, report.question.rehearsed_on is not None
-    if report.ds_config is not None and report.knobs is not None and not rehearsed:
-        arguments = trainer_arguments(report, str(Path(report.out) / DS_CONFIG_HF))
-        launch = {**launch_commands(report), "trainer_arguments": list(arguments)}
+    rehearsed = report.question.rehearsed_on is not None
+    is_launchable = report.ds_config is not None and report.knobs is not None and not rehearsed
     row = _plain(replace(report, forecast=()))
     row["forecast"] = [rung_to_dict(forecast, report.question.ranks_per_node) for forecast in report.forecast]
     nothing = {name: row[name] or {} for name in ("certificate", "hardware")}
+    launch = _launch(report) if is_launchable else None
     return {**row, **nothing, "rehearsed": rehearsed, "memory": _all_tiers(report.memory), "launch": launch}
+
+
+def _launch(report: FitReport) -> dict[str, Any]:
+    """The command of each launcher, null where the config does not reach the script; the lines that go with them."""
+    script, lines, arguments = report.question.script, list(launch_lines(report)), None
+    if script is None or SCRIPT_KINDS[script.kind].sets_sizes:
+        arguments = list(trainer_arguments(report, str(Path(report.out) / DS_CONFIG_HF)))
+    return {
+        **dict.fromkeys(LAUNCHERS),
+        **launch_commands(report),
+        "trainer_arguments": arguments,
+        **{name: [text for each, text in lines if each == name] for name in LINES_BESIDE},
+    }
 
 
 def from_dict(data: Mapping[str, Any]) -> FitReport:

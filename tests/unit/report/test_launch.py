@@ -10,7 +10,14 @@ from autods.config.checkpointing import set_state
 from autods.config.deepspeed import DEFAULT_OPTIMIZER, get_key, to_trainer_config
 from autods.report import FitReport, to_dict, write
 from autods.report.answers.fit import list_answer, make_fit_document
-from autods.report.launch import accelerate_yaml, fill_placeholders, launch_commands, launch_lines, trainer_arguments
+from autods.report.launch import (
+    LAUNCHERS,
+    accelerate_yaml,
+    fill_placeholders,
+    launch_commands,
+    launch_lines,
+    trainer_arguments,
+)
 from autods.system.host import Hardware
 from autods.workload import make_source
 from autods.workload.script_source import ScriptLaunch, describe_launch, describe_trainer
@@ -36,7 +43,8 @@ def scripted(*argv: str, kind: str = "deepspeed", device: str = "cuda", takes_lo
 
 
 def test_placeholders_of_a_scripts_command_line_are_filled():
-    said = launch_commands(scripted("--epochs", "3", "--deepspeed_config", "{ds_config}", "--batch={micro_batch_size}"))
+    argv = ("--epochs", "3", "--deepspeed_config", "{ds_config}", "--batch={micro_batch_size}")
+    said = launch_commands(scripted(*argv, kind="accelerate"))
     assert said["torchrun"] == (
         "torchrun --standalone --nproc_per_node 2 train.py --epochs 3 --deepspeed_config out/ds_config.json --batch=4"
     )
@@ -68,7 +76,7 @@ def test_launch_lines_have_the_allocator_of_the_trials():
 
 
 def test_launchers_bind_ranks_with_states_on_the_host_as_trials_did():
-    report = scripted()
+    report = scripted(kind="hf_trainer")
     node = Hardware(cpu="", cores=64, host_bytes=1, host_free_bytes=1, cards=(), numa_nodes=2, numactl=True)
     two = replace(report, hardware=node)
     offload = {**CONFIG, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
@@ -81,6 +89,8 @@ def test_launchers_bind_ranks_with_states_on_the_host_as_trials_did():
     lacking = replace(bound, hardware=replace(node, numactl=False))
     assert "bind" not in " ".join(launch_commands(lacking).values())  # both launchers refuse to without it
     assert "install numactl" in dict(launch_lines(lacking))["note"]
+    alone = scripted(kind="accelerate")  # accelerate binds its ranks without numactl
+    assert "note" not in dict(launch_lines(replace(alone, hardware=lacking.hardware, ds_config=offload)))
     on_cpu = replace(bound, question=replace(bound.question, device="cpu"))
     for each in (two, on_cpu, replace(bound, hardware=None), replace(bound, question=replace(bound.question, gpus=1))):
         assert "bind" not in " ".join(launch_commands(each).values())
@@ -124,7 +134,7 @@ def test_cpu_ranks_are_asked_for_by_name_also_where_there_are_gpus():
 
 
 def test_launchers_get_the_ranks_per_node_on_several_nodes():
-    report = scripted()
+    report = scripted(kind="hf_trainer")
     said = launch_commands(replace(report, question=replace(report.question, gpus=8, nodes=2)))
     assert said["deepspeed"] == "deepspeed --hostfile HOSTFILE --num_nodes 2 --num_gpus 4 train.py"
     assert said["torchrun"].startswith(
@@ -402,7 +412,8 @@ def test_the_files_are_those_that_the_commands_name(tmp_path: Path):
     report = replace(scripted("--deepspeed", "{ds_config}", kind="hf_trainer"), out=str(tmp_path))
     write(report, tmp_path)
     launch = to_dict(report)["launch"]
-    named = {word for line in launch.values() for word in (shlex.split(line) if isinstance(line, str) else line)}
+    lines = filter(None, launch.values())
+    named = {word for line in lines for word in (shlex.split(line) if isinstance(line, str) else line)}
     assert {str(tmp_path / name) for name in ("ds_config_hf.json", "accelerate.yaml")} <= named
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "accelerate.yaml", "ds_config.json", "ds_config_hf.json", "report.json",
@@ -433,6 +444,43 @@ def test_a_command_that_needs_gpus_says_so_on_cpu_ranks():
     report = replace(report, question=replace(report.question, stood_in=("torch.cuda.set_device (train.py:12)",)))
     note = dict(launch_lines(report))["note"]
     assert note == "on CPU ranks it fails at torch.cuda.set_device (train.py:12); trials did without"
+
+
+LAUNCHES = [
+    ((), "accelerate"),
+    (("--config", "{ds_config}"), "accelerate"),
+    ((), "deepspeed"),
+    ((), "lightning"),
+    ((), "hf_trainer"),
+    (("--deepspeed", "{ds_config}"), "hf_trainer"),
+    (("sft.yaml",), "hf_trainer"),
+]
+
+
+@pytest.mark.parametrize(("argv", "kind"), LAUNCHES)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_json_has_the_launch_lines_of_the_terminal(argv: tuple[str, ...], kind: str, device: str):
+    report = scripted(*argv, kind=kind, device=device)
+    launch, lines = to_dict(report)["launch"], list(launch_lines(report))
+    commands = [launch[name] for name in LAUNCHERS if launch[name] is not None]
+    assert commands == [text for name, text in lines if name in ("launch", "or")]
+    for name in ("model", "code", "settings", "note"):
+        assert launch[name] == [text for each, text in lines if each == name]
+    assert {name for name, _ in lines} <= {"launch", "or", "model", "code", "settings", "note"}
+    assert (launch["trainer_arguments"] is not None) == (kind == "hf_trainer")
+
+
+def test_json_has_the_launch_lines_of_a_model():
+    launch, lines = to_dict(fitting_report())["launch"], list(launch_lines(fitting_report()))
+    others = [shlex.join(words) if isinstance(words, list) else words for words in launch.values()]
+    written = [text for each in launch.values() if isinstance(each, list) for text in each] + others
+    assert {text for _, text in lines} <= {*written}
+
+
+def test_json_names_no_launcher_that_leaves_the_config_out():
+    launch = to_dict(scripted("--lr", "1", kind="accelerate"))["launch"]
+    assert (launch["torchrun"], launch["deepspeed"], launch["trainer_arguments"]) == (None, None, None)
+    assert launch["accelerate"] == "accelerate launch --config_file out/accelerate.yaml train.py --lr 1"
 
 
 def test_where_nothing_fits_there_is_nothing_to_launch():

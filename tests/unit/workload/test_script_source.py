@@ -327,8 +327,8 @@ def test_a_module_runs_as_with_python_m(package, capsys, monkeypatch):
 def test_each_launcher_starts_a_module(package):
     package("train.py", PLAIN)
     source = make_source(Path("module:shop.train"), argv=["--batch", "{micro_batch_size}"])
-    report = fitting_report("out")
-    commands = launch_commands(replace(report, question=replace(report.question, script=describe_launch(source))))
+    report, script = fitting_report("out"), replace(describe_launch(source), kind="hf_trainer")
+    commands = launch_commands(replace(report, question=replace(report.question, script=script)))
     assert commands["torchrun"].endswith("--nproc_per_node 2 -m shop.train --batch 4")
     assert " --module shop.train --batch 4" in commands["deepspeed"]
     assert commands["accelerate"].endswith(" -m shop.train --batch 4")
