@@ -26,6 +26,10 @@ _WORKER_GONE = (
     "an OOM killer struck while this process ended: use fewer DataLoader workers or a smaller prefetch_factor, or give "
     "the node or its cgroup more memory"
 )
+_BUDGET_FULL = (
+    "the rank's memory budget is full: use a leaner rung, a smaller micro batch or activation checkpointing, or give "
+    "each rank more memory (--gpu-memory)"
+)
 _LAST_LINES = 40  # of a log: read for what a dying process wrote
 CONFIG = "DeepSpeed config"
 # What libstdc++ prints where a library starts some threads, as gloo does, and the stack of one finds no memory: the
@@ -129,8 +133,8 @@ def _matching_row(evidence: Evidence) -> Signature | None:
             return None
     host_is_full = evidence.host is not None and evidence.host.is_exhausted
     if row.budget and find_device(evidence.device).shares_host_memory and not host_is_full:
-        # The memory of the process, which has a budget, stands for the device.
-        return replace(row, kind="out_of_memory", tier="device", action="leaner_rung")
+        # The memory of the process, which has a budget, stands for the device: the row's advice is for a full host.
+        return replace(row, kind="out_of_memory", tier="device", action="leaner_rung", advice=_BUDGET_FULL)
     if row.killed and evidence.host and not evidence.host.oom_kill_evidence:
         return replace(row, kind="unknown", tier=None, action="retry")
     if row.vanished and evidence.host and evidence.host.oom_kill_evidence:

@@ -200,6 +200,16 @@ def test_a_refused_allocation_in_a_full_cgroup_is_host_memory():
     assert tiers == ["device", "host"]  # a CPU rank's budget stands for the device
 
 
+def test_a_full_budget_is_advised_as_a_full_device_is():
+    host = HostUsage(limit_bytes=64 * GIB, least_free_bytes=40 * GIB)
+    mapping = replace(refused(0, 1.0, host), error=RankError(types=("OSError",), message="[Errno 12] Cannot allocate"))
+    for end in (refused(0, 1.0, host), replace(out_of_memory(0, 1.0), host=host), mapping):
+        advice = explain_failure([end]).advice
+        assert advice.startswith("the rank's memory budget is full: use a leaner rung, a smaller micro batch")
+        assert advice.endswith("give each rank more memory (--gpu-memory)")
+        assert "host" not in advice
+
+
 def test_the_rank_that_the_cgroups_oom_killer_took_is_the_cause():
     full = HostUsage(limit_bytes=GIB, least_free_bytes=0, group_kills=1)
     outcome = explain_failure([refused(0, 1.0, full), evidence(1, 1.1, exit_code=-signal.SIGKILL, host=full)])
