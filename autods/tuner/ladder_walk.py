@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config.rungs import Rung
+from ..forecast.predict.verdict import find_deciding_tier
 from ..forecast.values import PartitionedBuild
 from ..report.results.fit import ClosestRung
+from ..report.results.plan import find_closest
 from ..types import Failed, Fit, Outcome, OutOfMemory, Record, Skipped, Tier, first_line, is_machines_fault
 from .candidates import Candidate, first_trial, without_checkpointing
 from .contestant import Contestant, make_contestant
@@ -188,10 +190,12 @@ def find_closest_rung(walked: WalkResult, context: FitContext) -> ClosestRung | 
     """The rung that lacked least device memory; None when the walk was stopped or the amount is unknown.
 
     Where the limit is a budget below the card's memory, a trial without it measures the amount, if the fit's budget has
-    room for it.
+    room for it. Where no rung was tried, the forecasts that refused them tell the rung and the tier that it lacks.
     """
     if walked.stopped:
         return None
+    if not walked.records:
+        return _find_closest_by_forecast(context)
     settings = context.settings
     lacking: list[tuple[bool, ClosestRung]] = []
     for record in {record.trial.rung: record for record in walked.records}.values():
@@ -211,6 +215,17 @@ def find_closest_rung(walked: WalkResult, context: FitContext) -> ClosestRung | 
     # A lower bound counts the allocation that failed, not those after it. So a rung that ran without the limit goes
     # before one that did not.
     return min(lacking, key=lambda item: (not item[0], item[1].missing_bytes))[1] if lacking else None
+
+
+def _find_closest_by_forecast(context: FitContext) -> ClosestRung | None:
+    """The rung that exceeds its limits least; the low end of its forecast gives a lower bound. None without one."""
+    refused = (forecast for forecast in context.forecaster.forecasts.values() if why_impossible(forecast) is not None)
+    forecast = find_closest(refused)
+    if forecast is None:
+        return None
+    tier = find_deciding_tier(forecast.memory)
+    missing_bytes = forecast.memory[tier].low_bytes - (forecast.memory[tier].limit_bytes or 0)
+    return ClosestRung(rung=forecast.rung, missing_bytes=missing_bytes, tier=tier)
 
 
 def propose_partitioned_build(

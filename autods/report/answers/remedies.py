@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ...config.deepspeed import count_sequence_sharers
 from ...config.rungs import read_rungs
+from ...forecast.predict.verdict import find_deciding_tier
 from ...forecast.values import BUILT_BY_SCRIPT, PartitionedBuild, RungForecast
-from ...types import TIERS_OF_A_NODE, Failed, OutOfMemory, Tier, first_line
+from ...types import TIERS_OF_A_NODE, Failed, Outcome, OutOfMemory, Tier, first_line, name_lack
 from ...units import format_bytes
 from ...workload.hf_config import read_config
 from ...workload.long_sequences import find_most_sharers
 from ...workload.lora import parse_lora
 from ..results.fit import ClosestRung, FitReport
 from ..results.plan import PlanReport, SiteForecast, find_closest
-from ..text import TIER_NAMES
+from ..text import TIER_NAMES, format_number_of
 
 _MIB = 2**20
 _WORTH_NAMING = 0.1  # of the host's limit
@@ -25,15 +27,50 @@ _PEAK_VARIATION = 1.05  # a trial's peak varies a little from run to run
 
 
 def describe_shortage(report: FitReport) -> str:
-    """'zero3-nvme comes closest, at least 61.2 MiB of device memory are missing'."""
+    """'zero3-nvme comes closest, at least 61.2 MiB of device memory are missing'; else how the rungs ended."""
     closest = report.closest
     if closest is None:
-        failed = any(isinstance(record.outcome, Failed) for record in report.trials)
-        return f"no rung could be {'run to its end' if failed else 'tried'}"
+        return _count_ends(report)
     if closest.missing_bytes is None:
         return f"{closest.rung} comes closest"
+    source = "" if report.trials else "by its forecast "
     bound, size = "" if closest.exact else "at least ", format_bytes(closest.missing_bytes)
-    return f"{closest.rung} comes closest, {bound}{size} of {TIER_NAMES[closest.tier]} are missing"
+    return f"{closest.rung} comes closest, {source}{bound}{size} of {TIER_NAMES[closest.tier]} are missing"
+
+
+def _count_ends(report: FitReport) -> str:
+    """'each rung ran out of host memory', '2 rungs ran out of host memory, 1 failed'."""
+    outcomes, lacks = _find_outcomes(report), _find_lacks(report)
+    failed = [rung for rung, outcome in outcomes.items() if isinstance(outcome, Failed)]
+    if not lacks:
+        return f"no rung could be {'run to its end' if failed else 'tried'}"
+    clauses = Counter(
+        f"ran out of {name_lack(tier)}" if rung in outcomes else f"would run out of {name_lack(tier)} by the forecast"
+        for rung, tier in lacks.items()
+    )
+    if failed:
+        clauses["failed"] = len(failed)
+    if len(clauses) == 1:
+        has_others = bool(outcomes) and not {each.rung for each in report.skipped} <= lacks.keys()
+        return f"each rung {'that was tried ' if has_others else ''}{next(iter(clauses))}"
+    (clause, most), *others = clauses.most_common()
+    counts = [f"{format_number_of(most, 'rung')} {clause}", *(f"{number} {clause}" for clause, number in others)]
+    return ", ".join(counts)
+
+
+def _find_outcomes(report: FitReport) -> dict[str, Outcome]:
+    """How each rung ended that was tried, by its last trial within the limit: its leanest config."""
+    return {record.trial.rung: record.outcome for record in report.trials if record.trial.limited}
+
+
+def _find_lacks(report: FitReport) -> dict[str, Tier]:
+    """The tier that each rung lacked, by its last trial; of those that were not tried, the tier by the forecast."""
+    outcomes = _find_outcomes(report)
+    lacks = {rung: outcome.tier for rung, outcome in outcomes.items() if isinstance(outcome, OutOfMemory)}
+    for forecast in report.forecast:
+        if forecast.rung not in outcomes and forecast.verdict == "cannot_fit" and find_fullest_tier(forecast):
+            lacks[forecast.rung] = find_deciding_tier(forecast.memory)
+    return lacks
 
 
 def describe_partitioned_build(build: PartitionedBuild) -> str:
@@ -65,23 +102,21 @@ def list_remedies(report: FitReport) -> Iterator[str]:
         for record in report.trials
         if isinstance(record.outcome, OutOfMemory) and record.outcome.tier != "device" and record.outcome.advice
     )
-    if report.closest is None:
-        yield from dict.fromkeys(
-            f"{record.trial.rung}: {first_line(record.outcome.advice)}"
-            for record in report.trials
-            if isinstance(record.outcome, Failed) and record.outcome.advice
-        )
-    elif report.closest.missing_bytes is not None:
-        yield _more_memory(report, report.closest, report.closest.missing_bytes)
-    else:
-        yield "more memory per rank (--gpu-memory)"
+    yield from _list_more_memory(report)
+    yield from dict.fromkeys(
+        f"{rung}: {first_line(outcome.advice)}"
+        for rung, outcome in _find_outcomes(report).items()
+        if isinstance(outcome, Failed) and outcome.advice
+    )
     if report.closest and (way := _quantize(report.question.lora, report.closest.tier)) is not None:
         yield way
     for rung in report.question.lacks_nvme:
         yield f"--nvme-path DIR on a fast disk: {rung} was skipped because it needs one"
-    if not report.trials and report.closest is None:
+    if not report.trials and not _lacks_memory(report):
         yield "other rungs (--ladder): none of these applies here, for the reasons in the table"
-    if _lacks_memory(report) or report.question.gpus == 1:
+    if _lacks_node_memory_alone(report) and report.question.gpus > 1:
+        yield _more_nodes(report.question.gpus, report.question.nodes)
+    elif _lacks_memory(report) or report.question.gpus == 1:
         yield _more_ranks(report.question.gpus, report.question.ladder)
     if _lacks_memory(report):
         yield "a smaller workload: shorter sequences, or a smaller model"
@@ -94,20 +129,55 @@ def _more_ranks(ranks: int, ladder: Sequence[str]) -> str:
     return f"more ranks (--gpus {ranks * 2}): ZeRO splits the model over them"
 
 
+def _more_nodes(ranks: int, nodes: int) -> str:
+    """On one node each further rank builds the model too, and the states there stay as many."""
+    enough = ranks if ranks % (2 * nodes) == 0 else 2 * ranks
+    return f"more nodes (--gpus {enough} --nodes {2 * nodes}): the ranks on each then need less of its memory"
+
+
 def _lacks_memory(report: FitReport) -> bool:
     """Whether memory is what a rung lacked, and not a package or a rank."""
-    return report.closest is not None or any(isinstance(record.outcome, OutOfMemory) for record in report.trials)
+    return report.closest is not None or bool(_find_lacks(report))
+
+
+def _lacks_node_memory_alone(report: FitReport) -> bool:
+    """Whether rungs lacked memory or disk that the ranks of a node share, and no rung lacked that of a rank."""
+    lacked = {*_find_lacks(report).values(), *([report.closest.tier] if report.closest else [])}
+    return bool(lacked) and lacked <= {*TIERS_OF_A_NODE}
+
+
+def _list_more_memory(report: FitReport) -> Iterator[str]:
+    """More of what the closest rung lacked; then more of each other tier that a rung lacked."""
+    closest, lacks = report.closest, _find_lacks(report)
+    if closest is not None and closest.missing_bytes is not None:
+        yield _more_memory(report, closest, closest.missing_bytes)
+    elif closest is not None or "device" in lacks.values():
+        yield "more memory per rank (--gpu-memory)"
+    for tier in dict.fromkeys(lacks.values()):
+        if tier != "device" and (closest is None or tier != closest.tier):
+            yield f"more {TIER_NAMES[tier]}{_describe_full(report, tier)}"
+
+
+def _describe_full(report: FitReport, tier: Tier) -> str:
+    """': 64.0 GiB were full', by a trial; else ': zero3-offload needs …', by a forecast; '' where no size is known."""
+    ends = [end for end in _find_outcomes(report).values() if isinstance(end, OutOfMemory) and end.tier == tier]
+    full_bytes = max((end.limit_bytes for end in ends if end.limit_bytes is not None), default=None)
+    if full_bytes is not None:
+        return f": {format_bytes(full_bytes)} were full"
+    lacks = _find_lacks(report)
+    closest = find_closest(each for each in report.forecast if not ends and lacks.get(each.rung) == tier)
+    return "" if closest is None else f": {closest.rung} {describe_need(closest)}"
 
 
 def _more_memory(report: FitReport, closest: ClosestRung, missing: int) -> str:
     limit = report.question.device_bytes
+    bound = "" if closest.exact else ", or more: the shortage is a lower bound"
     if closest.tier != "device" or limit is None:
-        return f"{format_bytes(missing)} more {TIER_NAMES[closest.tier]}"
+        return f"{format_bytes(missing)} more {TIER_NAMES[closest.tier]}{bound}"
     enough_mib = -(-int((limit + missing) * _PEAK_VARIATION) // (16 * _MIB)) * 16
     size = f"{enough_mib}MiB" if enough_mib < 10240 else f"{-(-enough_mib // 1024)}GiB"
     if report.device.has_cards:
         return f"a card with {size} or more for each rank (--gpu-memory {size})"
-    bound = "" if closest.exact else ", or more: the shortage is a lower bound"
     return f"--gpu-memory {size}{bound}"
 
 

@@ -15,11 +15,12 @@ from autods.config.profiles import GrowLimits, TuneLimits
 from autods.forecast.testing import ScriptedSimulator, simulate_peaks
 from autods.forecast.values import RungForecast, Verdict
 from autods.journal import Journal, TrialStore
+from autods.report.results.fit import ClosestRung
 from autods.runner.testing import ScriptedRunner, fit, surface
 from autods.tuner.batch_size import Growth
 from autods.tuner.candidates import list_candidates
 from autods.tuner.forecaster import StepForecast
-from autods.tuner.ladder_walk import WalkResult, walk_ladder
+from autods.tuner.ladder_walk import WalkResult, find_closest_rung, walk_ladder
 from autods.tuner.optuna_search import TuneResult, tune
 from autods.tuner.trial_forecasts import TrialForecaster, open_forecaster
 from autods.types import Outcome, Trial
@@ -91,6 +92,26 @@ def test_no_trial_overfills_the_host_on_purpose() -> None:
     walked, tried, _ = growth({}, {name: scripted_forecast(name, "cannot_fit", low=2, tier="host") for name in rungs})
     assert (tried, walked.winner) == ([], None)
     assert {skip.rung for skip in walked.skipped} == set(rungs)
+
+
+def test_where_no_rung_is_tried_forecasts_tell_the_closest() -> None:
+    rungs = [rung.name for rung in SETTINGS.ladder]
+    verdicts = {name: scripted_forecast(name, "cannot_fit", low=9 + n, tier="host") for n, name in enumerate(rungs)}
+    forecaster = ScriptedForecaster(lambda trial: verdicts.get(trial.rung), forecasts=verdicts)
+    context = make_context(ScriptedRunner(lambda trial: OOM).run, forecaster=forecaster)
+    walked = walk_ladder(list_candidates(SETTINGS, FACTS, {}), context)
+    assert find_closest_rung(walked, context) == ClosestRung(rung=rungs[0], missing_bytes=8, tier="host")
+    forecaster.forecasts.clear()
+    assert find_closest_rung(walked, context) is None
+
+
+def test_a_trial_counts_for_the_closest_rung_before_forecasts() -> None:
+    verdicts = {"ddp": scripted_forecast("ddp", "cannot_fit", low=2, tier="host")}
+    forecaster = ScriptedForecaster(lambda trial: verdicts.get(trial.rung), forecasts=verdicts)
+    context = make_context(ScriptedRunner(lambda trial: replace(OOM, tier="host")).run, forecaster=forecaster)
+    walked = walk_ladder(list_candidates(SETTINGS, FACTS, {}), context)
+    assert walked.records
+    assert find_closest_rung(walked, context) is None  # it is not known how much the trials lacked
 
 
 def test_a_forecast_that_was_wrong_costs_no_answer() -> None:
