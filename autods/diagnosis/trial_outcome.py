@@ -83,13 +83,12 @@ def explain_failure(ends: Sequence[Evidence]) -> OutOfMemory | Failed:
         assert verdict.tier is not None
         shortage = _measure_shortage(cause)
         limits = {"device": cause.limit_bytes, "host": cause.host.limit_bytes if cause.host else None}
+        free_bytes = [shortage.free_bytes, cause.free_bytes if verdict.tier == "device" else None]
         return OutOfMemory(
             tier=verdict.tier,
             wanted_bytes=shortage.wanted_bytes,
             # On an emulated card the message tells what is free on the whole card.
-            free_bytes=min(
-                (free for free in (cause.free_bytes, shortage.free_bytes) if free is not None), default=None
-            ),
+            free_bytes=min((free for free in free_bytes if free is not None), default=None),
             limit_bytes=limits.get(verdict.tier),
             fragmented=verdict.tier == "device" and shortage.fragmented,
             **common,

@@ -14,10 +14,11 @@ from ..errors import EnvironmentBroken
 from ..events import Listener, Note
 from ..journal import trial_key
 from ..report import text
+from ..report.results.measured import join_memory
 from ..report.results.probe import CellResult, CellStatus
 from ..tuner.comparison import PRIOR_NOISE, TurnModel, largest_spread, relative_deviation
 from ..tuner.trials import PERMANENT_ACTIONS
-from ..types import Failed, Fit, ModelFacts, Outcome, OutOfMemory, Record, Run, Scalar, Tier, TierUse, Trial
+from ..types import Failed, Fit, ModelFacts, Outcome, OutOfMemory, Record, Run, Scalar, Trial
 from .grid import Cell
 
 # Orders the trials of a turn so that few new zygotes are needed.
@@ -94,11 +95,6 @@ def summarize_cell(cell: Cell, records: Sequence[Record]) -> CellResult:
     status: CellStatus = "fit" if last is None or (fits and isinstance(last, Failed)) else last.kind
     tokens = [fit.tokens_per_second for fit in fits if fit.tokens_per_second is not None]
     rates = [fit.samples_per_second for fit in fits]
-    memory: dict[Tier, TierUse] = {}  # the highest peak of the repeats on each tier
-    for fit in fits:
-        for tier, use in fit.memory.items():
-            if tier not in memory or use.peak_bytes > memory[tier].peak_bytes:
-                memory[tier] = use
     return CellResult(
         number=cell.number,
         values=cell.values,
@@ -111,7 +107,7 @@ def summarize_cell(cell: Cell, records: Sequence[Record]) -> CellResult:
         repeats=len(fits),
         step_s=median([median(fit.step_s) for fit in fits]) if fits else None,
         sent_bytes=max((fit.communication.sent_bytes for fit in fits if fit.communication is not None), default=None),
-        memory=memory,
+        memory=join_memory(fits),
         tier=last.tier if isinstance(last, OutOfMemory) else None,
         missing_bytes=last.missing_bytes if isinstance(last, OutOfMemory) else None,
         micro_batch=knobs.micro_batch,

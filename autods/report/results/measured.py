@@ -45,8 +45,7 @@ class Measured:
     @property
     def memory(self) -> Mapping[Tier, TierUse]:
         """The largest peak of each tier, and of what was in use there."""
-        uses = {tier: [use for fit in self.fits if (use := fit.find_use(tier)) is not None] for tier in TIERS}
-        return {tier: _join_uses(each) for tier, each in uses.items() if each}
+        return join_memory(self.fits)
 
     @property
     def device_peak_bytes(self) -> int:
@@ -60,6 +59,12 @@ class Measured:
     def score(self, *, by_memory: bool) -> float:
         """What is higher for a better config: its rate, or a lower peak."""
         return -self.device_peak_bytes if by_memory else self.samples_per_second
+
+
+def join_memory(fits: Sequence[Fit]) -> dict[Tier, TierUse]:
+    """The largest peak of each tier in several trials of one config, and of what was in use there."""
+    uses = {tier: [use for fit in fits if (use := fit.find_use(tier)) is not None] for tier in TIERS}
+    return {tier: _join_uses(each) for tier, each in uses.items() if each}
 
 
 def _join_uses(uses: Sequence[TierUse]) -> TierUse:

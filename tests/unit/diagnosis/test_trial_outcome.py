@@ -197,6 +197,8 @@ def test_a_refused_allocation_in_a_full_cgroup_is_host_memory():
     roomy = HostUsage(limit_bytes=64 * GIB, least_free_bytes=40 * GIB)
     full = HostUsage(limit_bytes=GIB, least_free_bytes=0)
     tiers = [explain_failure([refused(0, 1.0, host)]).tier for host in (roomy, full)]
+    held = replace(refused(0, 1.0, full), free_bytes=GIB)  # of the rank's budget, which says nothing of the host
+    assert explain_failure([held]).free_bytes is None
     assert tiers == ["device", "host"]  # a CPU rank's budget stands for the device
 
 
