@@ -47,3 +47,10 @@ def test_ranks_that_split_layers_train_as_forecast(ray: object, model: Path, tmp
     forecast = rung.memory["device"]
     assert forecast.low_bytes <= fit.device_peak_bytes <= forecast.high_bytes
     assert forecast.peak_bytes == pytest.approx(fit.device_peak_bytes, rel=0.1)
+
+
+def test_a_head_whose_vocabulary_is_split_is_forecast(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA, "tie_word_embeddings": True}))
+    report = autods.plan(path, gpus=2, gpu_memory="8GiB", ladder="zero1", largest=False, seq_len=32, base_config=SPLIT)
+    assert report.sites[0].status == "fits"

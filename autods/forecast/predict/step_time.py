@@ -191,7 +191,7 @@ class StepClocks:
         self._held_by: dict[int, Bound] = {}
         self._held_s: defaultdict[int, float] = defaultdict(float)
         self._only_waited: set[int] = set()  # streams without work since their last wait: a further one belongs to it
-        self._records: dict[int, tuple[float, Bound]] = {}
+        self._records: dict[int, tuple[float, Bound, int]] = {}  # a stream's clock, what held it, and the stream
         self.spent: dict[Bound, float] = dict.fromkeys(BOUNDS, 0.0)
         # Since the default stream last waited for the host: the host's own work, and its waits for other streams.
         self._behind: dict[Bound, float] = {"host": 0.0, "communication": 0.0}
@@ -214,11 +214,12 @@ class StepClocks:
                 current = argument
             elif code == RECORD:
                 stream = argument & STREAMS
-                self._records[argument >> STREAM_BITS] = self.streams[stream], self._held_by.get(stream, "launch")
+                held_by = self._held_by.get(stream, "launch")
+                self._records[argument >> STREAM_BITS] = self.streams[stream], held_by, stream
             elif code == WAIT:
                 self._hold_stream(argument & STREAMS, *self._find_record(argument >> STREAM_BITS))
             elif code == HOST_WAITS_RECORD:
-                self._hold_host(*self._find_record(argument))
+                self._hold_host(*self._find_record(argument)[:2])
             elif code == HOST_WAITS_STREAM:
                 self._hold_host(self.streams[argument], self._held_by.get(argument, "launch"))
             elif code == MICRO_BATCH:
@@ -228,8 +229,8 @@ class StepClocks:
                 self._hold_host(self.streams[latest], self._held_by.get(latest, "launch"))
         return self._end()
 
-    def _find_record(self, number: int) -> tuple[float, Bound]:
-        return self._records.get(number, (0.0, "launch"))
+    def _find_record(self, number: int) -> tuple[float, Bound, int]:
+        return self._records.get(number, (0.0, "launch", 0))
 
     def _find_latest(self) -> int:
         """The stream that is busy for longest."""
@@ -261,13 +262,17 @@ class StepClocks:
             self.streams[0] += slower
             self.spent["communication"] += slower
 
-    def _hold_stream(self, stream: int, until: float, cause: Bound) -> None:
-        """A stream waits for an event."""
+    def _hold_stream(self, stream: int, until: float, cause: Bound, other: int) -> None:
+        """A stream waits for an event of another one."""
         waited = until - self.streams[stream]
         if waited <= 0:
             return
         if stream == 0:
             self.spent[cause] += waited
+        elif other == 0:
+            # The default stream's own work is no reason for its next gap: what follows on this stream is.
+            self._held_by[stream], self._held_s[stream] = cause, 0.0
+            self._only_waited.add(stream)
         else:
             before_s = self._held_s[stream] if stream in self._only_waited else 0.0
             if waited >= before_s:

@@ -39,6 +39,11 @@ _REFILL = declare(
     "it reads how long the batches of other ranks are, and simulated tensors have no values",
     optional=True,
 )
+_VOCABULARY = declare(
+    "deepspeed.sequence.cross_entropy._validate_vocab_shard_bounds",
+    "it reads which part of the vocabulary other ranks hold, and simulated tensors have no values",
+    optional=True,
+)
 _NVTX = declare("deepspeed.utils.nvtx.enable_nvtx", "ranges for a profiler around each function cost time")
 _DUPLICATES = declare(
     "deepspeed.runtime.engine.DeepSpeedEngine._check_for_duplicates",
@@ -83,6 +88,7 @@ def install(ledger: Ledger) -> None:
     _SAME_ON_ALL_RANKS["assert_lst_len_same_as_other_ranks"].install(lambda values: None)
     _SAME_ON_ALL_RANKS["get_lst_from_rank0"].install(lambda values: values)
     _REFILL.wrap(_refill)
+    _VOCABULARY.install(_join_vocabulary)
     _NVTX.install(False)
     PROCESSOR.install(dict)  # no vendor: an optimizer on the CPU asks for it, to warn of fp16
     _DUPLICATES.wrap(_check_for_duplicates)
@@ -106,6 +112,13 @@ def _refill(refill: Any, adapter: Any) -> None:
             for name, value in batch.items()
         }
         adapter.micro_batches.append(parts)
+
+
+def _join_vocabulary(local_vocab_size: int, start: int, end: int, tp_group: Any, device: Any) -> int:
+    """The size of a vocabulary of which every rank of tensor parallelism holds as much as this one."""
+    from deepspeed import comm
+
+    return local_vocab_size * (comm.get_world_size(tp_group) if tp_group is not None else 1)
 
 
 def _check_for_duplicates(complain: Any, engine: Any, optimizer: Any) -> None:

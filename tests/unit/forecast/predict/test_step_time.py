@@ -121,6 +121,15 @@ def test_a_second_short_wait_does_not_hide_the_first() -> None:
     assert step.bound == "communication"
 
 
+def test_a_collective_after_a_longer_pass_is_what_is_waited_for() -> None:
+    """As the all-reduce of ddp, which waits for a backward pass that takes longer than itself."""
+    reduced = (_switch(1), _wait(1, 1), _run(_COLLECTIVE), _record(2, 1))
+    step = _replay(*[_run(_MATMUL)] * 3, _record(1, 0), *reduced, _switch(0), _wait(2, 0))
+    assert step.seconds == pytest.approx(4)
+    assert step.spent["communication"] == pytest.approx(1)
+    assert step.spent["compute"] == pytest.approx(3)
+
+
 def test_a_wait_for_another_step_s_record_costs_nothing() -> None:
     assert _replay(_wait(7, 0), _run(_KERNEL)).seconds == pytest.approx(1)
 
