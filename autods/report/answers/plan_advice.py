@@ -58,7 +58,7 @@ def list_suggestions(plan: PlanReport, site: SiteForecast) -> Iterator[str]:
             yield from list_plan_remedies(plan, site)
         return
     if best.verdict == "tight":
-        yield f"only a real trial can tell: autods fit, with {best.rung} in the ladder"
+        yield from explain_tight(best)
         if site.partitioned is not None:
             yield describe_partitioned_build(site.partitioned)
     if (training := describe_training(plan, site)) is not None:
@@ -99,6 +99,11 @@ def list_suggestions(plan: PlanReport, site: SiteForecast) -> Iterator[str]:
     yield from (f"{rung.rung}: {rung.reason}" for rung in site.rungs if rung.verdict == "not_applicable")
     if best.verdict == "fits":
         yield f"prove it on the machine itself: autods {'probe' if _has_long_sequences(plan, site) else 'fit'}"
+
+
+def explain_tight(rung: RungForecast) -> Iterator[str]:
+    """What to do about a rung that may fit."""
+    yield f"only a real trial can tell: autods fit, with {rung.rung} in the ladder"
 
 
 def _has_long_sequences(plan: PlanReport, site: SiteForecast) -> bool:

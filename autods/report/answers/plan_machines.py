@@ -15,8 +15,9 @@ from ...forecast.values import RungForecast
 from ...units import format_bytes, format_count
 from .. import document as doc
 from ..document import Cell, Column, line, tabulate
-from ..results.plan import PlanReport, SiteForecast, Training
+from ..results.plan import PlanReport, SiteForecast, Training, find_closest
 from ..text import MARKS, format_number_of, format_predicted, format_rate
+from .plan_advice import explain_tight, list_suggestions
 from .plan_figures import (
     explain_no_time,
     format_cost,
@@ -30,7 +31,7 @@ from .plan_figures import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineRow:
-    """A machine with its best rung, or with the leanest one where none fits; then it has no speed."""
+    """A machine with its best rung, or with the one that comes closest where none fits; then it has no speed."""
 
     site: SiteForecast
     rung: RungForecast
@@ -43,9 +44,8 @@ class MachineRow:
 
 def _describe_rung(row: MachineRow) -> Cell:
     best, rung = row.site.best, row.rung
-    mark = MARKS["cannot_fit" if best is None and rung.verdict != "not_applicable" else rung.verdict]
     batch = f", batch {best.largest_micro_batch}" if best is not None and best.largest_micro_batch else ""
-    return line((row.site.best_rung or "none", "bold")), line(mark.words, batch)
+    return line((rung.rung, "" if best is None else "bold")), line(MARKS[rung.verdict].words, batch)
 
 
 def _describe_rate(row: MachineRow, *, tokens: bool) -> Cell:
@@ -92,27 +92,43 @@ MACHINES: tuple[Column[MachineRow], ...] = (
     Column(name="device", read=_describe_device, spare=2),
     Column(name="why", read=lambda row: row.rung.reason, wraps=True, least_width=24, spare=3),
 )
-_NO_RUNG = RungForecast(rung="none", verdict="not_applicable", reason="", micro_batch=1)
 
 
 def tabulate_machines(plan: PlanReport) -> doc.Table:
     """A row a machine, the fastest that is enough first."""
     rows = (
-        MachineRow(
-            site=site,
-            rung=site.best or (site.rungs[-1] if site.rungs else _NO_RUNG),
-            training=plan.forecast_training(site, site.best),
-        )
+        MachineRow(site=site, rung=_choose_rung(site), training=plan.forecast_training(site, site.best))
         for site in plan.ranked_sites
     )
     return tabulate(MACHINES, rows)
+
+
+def _choose_rung(site: SiteForecast) -> RungForecast:
+    """The best rung or the closest; 'none', with the reasons of all of them, where no rung was forecast."""
+    rung = site.best or (None if site.to_try else find_closest(site.rungs))
+    if rung is not None:
+        return rung
+    reasons = (each.reason for each in site.rungs if not site.to_try or each.rung in site.to_try)
+    return RungForecast(rung="none", verdict="not_applicable", reason="; ".join(dict.fromkeys(reasons)), micro_batch=1)
+
+
+def _find_nearest_site(plan: PlanReport) -> SiteForecast | None:
+    """Where no machine is surely enough, the one to go on with: it may be enough, or it lacks the least.
+
+    None where no rung applies on any of them.
+    """
+    first = plan.ranked_sites[0]
+    if first.status != "nothing_fits":
+        return first
+    closest = find_closest(rung for site in plan.sites for rung in site.rungs)
+    return next((site for site in plan.sites if any(rung is closest for rung in site.rungs)), None)
 
 
 def describe_machines_answer(plan: PlanReport) -> str:
     """'a100-80gb is the smallest that is enough: zero2 on 8 cards in bf16; h100-80gb is the fastest: 70,100 …'."""
     enough = plan.smallest_enough
     if enough is None:
-        return "no machine of the list is surely enough"
+        return _describe_nearest(plan)
     noun = "card" if enough.site.world_size == 1 else "cards"
     rung = f"{enough.best_rung} on {format_ranks_by_node(enough.site)} {noun} in {enough.site.precision}"
     answer = f"{enough.site.machine.name} is the smallest that is enough: {rung}"
@@ -123,8 +139,25 @@ def describe_machines_answer(plan: PlanReport) -> str:
     return f"{answer}; {fastest.site.machine.name} is the fastest: {rate} with {fastest.best_rung}"
 
 
+def _describe_nearest(plan: PlanReport) -> str:
+    """'no machine of the list is enough; l4-24gb comes closest', or 'is surely enough' and which may be."""
+    nearest = _find_nearest_site(plan)
+    if plan.status == "nothing_fits":
+        closest = "" if nearest is None else f"; {nearest.site.machine.name} comes closest"
+        return f"no machine of the list is enough{closest}"
+    rung = "" if nearest is None or nearest.best is None else f", with {nearest.best.rung}"
+    may_be = "" if nearest is None else f"; {nearest.site.machine.name} may be{rung}"
+    return f"no machine of the list is surely enough{may_be}"
+
+
 def compare_machines(plan: PlanReport) -> Iterator[str]:
-    """What follows: the duration and the cost of a training, machines without a time, how to see one of them."""
+    """What follows: what the nearest machine lacks where none is enough; the duration and the cost of a training.
+
+    Then machines without a time, and how to see one of them.
+    """
+    nearest = _find_nearest_site(plan) if plan.smallest_enough is None else None
+    if nearest is not None:
+        yield from list_suggestions(plan, nearest) if nearest.best is None else explain_tight(nearest.best)
     ranked = [site for site in plan.ranked_sites if site.best is not None]
     known = ((site, plan.forecast_training(site, site.best)) for site in ranked)
     trainings = [(site, training) for site, training in known if training is not None]
@@ -145,7 +178,8 @@ def compare_machines(plan: PlanReport) -> Iterator[str]:
             reasons.setdefault(explain_no_time(site), []).append(site.site.machine.name)
     for reason, names in reasons.items():
         yield f"no time of {', '.join(names)}, because {reason}"
-    enough = plan.smallest_enough
-    if enough is not None:
-        on = shlex.quote(enough.site.machine.on)
-        yield f"each machine has the first rung of the ladder that fits; all of its rungs: the same, but --on {on}"
+    shown = plan.smallest_enough or nearest
+    if shown is not None:
+        rows = "first rung of the ladder that fits" if nearest is None else "first rung that may fit, or the closest"
+        on = shlex.quote(shown.site.machine.on)
+        yield f"each machine has the {rows}; all of its rungs: the same, but --on {on}"

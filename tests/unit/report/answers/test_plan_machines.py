@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from autods.forecast.values import RungForecast
 from autods.planner.plan import list_assumptions
 from autods.report.answers.plan import make_plan_document
 from autods.report.answers.plan_machines import describe_machines_answer
 from autods.report.results.plan import PlanReport
 from tests.support import terminal
-from tests.support.plans import FACTS, SOURCE, comparison, speed, with_rungs
+from tests.support.plans import FACTS, RUNGS, SOURCE, comparison, left_out, rung, speed, with_rungs
 
 
 def broad() -> PlanReport:
@@ -96,3 +97,57 @@ def test_a_machine_with_a_single_card_has_one_card() -> None:
     sites = tuple(replace(each, site=replace(each.site, world_size=1, ranks_per_node=1)) for each in plan.sites)
     assert " on 1 card in bf16" in describe_machines_answer(replace(plan, sites=sites))
     assert " on 8 cards in bf16" in describe_machines_answer(plan)
+
+
+def short(*lasts: RungForecast) -> PlanReport:
+    """Two machines on which ddp cannot fit; it is closer on the second. Rungs that do not apply come after it."""
+    sites = (
+        with_rungs(each, (rung("ddp", gib, verdict="cannot_fit"), *lasts))
+        for each, gib in zip(comparison().sites[:2], (131, 96), strict=True)
+    )
+    return replace(comparison(), sites=tuple(sites))
+
+
+def test_where_no_machine_is_enough_the_closest_rung_has_the_row() -> None:
+    plan = short(RUNGS[4])
+    for width in (80, 300):
+        text = terminal.printed(make_plan_document(plan), width)
+        assert "✗ cannot fit" in text
+        assert "not applicable" not in text
+        assert "no NVMe was named" not in text
+    assert "needs 96 GiB of 80.0 GiB" in text
+
+
+def test_where_no_machine_is_enough_the_shortage_is_named() -> None:
+    text = " ".join(terminal.printed(make_plan_document(short(RUNGS[4])), 80).split())
+    assert "no machine of the list is enough; a100-80gb comes closest" in text
+    assert "ddp comes closest: it needs 96.0 GiB of device memory, 16.0 GiB more than there is" in text
+    assert "more ranks (--gpus 16)" in text
+    assert "all of its rungs: the same, but --on a100-80gb" in text
+    assert "surely" not in text
+
+
+def test_a_machine_that_may_be_enough_is_named() -> None:
+    plan = short()
+    sites = (plan.sites[0], with_rungs(plan.sites[1], (RUNGS[1],)))
+    text = " ".join(terminal.printed(make_plan_document(replace(plan, sites=sites)), 80).split())
+    assert "no machine of the list is surely enough; a100-80gb may be, with zero1" in text
+    assert "autods fit, with zero1 in the ladder" in text
+
+
+def test_machines_that_no_rung_applies_to_have_all_reasons() -> None:
+    rungs = (left_out("zero1", "one rank"), left_out("zero2", "one rank"), RUNGS[4])
+    sites = tuple(with_rungs(each, rungs) for each in comparison().sites)
+    text = " ".join(terminal.printed(make_plan_document(replace(comparison(), sites=sites)), 300).split())
+    assert "one rank; no NVMe was named" in text
+    assert "no machine of the list is enough" in text
+    assert "closest" not in text
+
+
+def test_a_machine_whose_rungs_were_not_forecast_may_be_enough() -> None:
+    plan = short(left_out("zero3", "pipelines are not forecast"))
+    sites = (plan.sites[0], replace(plan.sites[1], to_try=("zero3",)))
+    text = " ".join(terminal.printed(make_plan_document(replace(plan, sites=sites)), 300).split())
+    assert "no machine of the list is surely enough; a100-80gb may be" in text
+    assert "pipelines are not forecast" in text
+    assert "zero3 may fit: autods fit tries them" in text
