@@ -40,9 +40,11 @@ def describe_site_answer(plan: PlanReport, site: SiteForecast) -> str:
         return "nothing is forecast" if site.to_try else describe_way_out(site.partitioned) or "nothing fits"
     verb = "use" if best.verdict == "fits" else "try"
     answer = f"{verb} {best.rung}, {describe_batch(plan, site.site, best.largest_micro_batch or best.micro_batch)}"
-    if best.speed is None:
-        return f"{answer}: the first that {'fits' if best.verdict == 'fits' else 'may fit'}"
-    return f"{answer}: {format_speed(best.speed)}, bound by {best.speed.step.bound}"
+    why = "the first that fits" if best.verdict == "fits" else "the first that may fit"
+    if best.speed is not None:
+        why = f"{format_speed(best.speed)}, bound by {best.speed.step.bound}"
+    doubt = ", though more is forecast than there is" if find_fullest_tier(best) else ""
+    return f"{answer}: {why}{doubt}"
 
 
 def list_suggestions(plan: PlanReport, site: SiteForecast) -> Iterator[str]:
@@ -102,7 +104,8 @@ def list_suggestions(plan: PlanReport, site: SiteForecast) -> Iterator[str]:
 
 
 def explain_tight(rung: RungForecast) -> Iterator[str]:
-    """What to do about a rung that may fit."""
+    """What a rung that may fit needs of what there is, and what to do about it."""
+    yield f"{rung.rung} is tight: {rung.reason}"
     yield f"only a real trial can tell: autods fit, with {rung.rung} in the ladder"
 
 

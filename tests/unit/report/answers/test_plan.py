@@ -128,7 +128,17 @@ def test_a_faster_rung_that_cannot_fit_is_said_to_lack_so_much() -> None:
 def test_where_only_a_tight_one_is_left_a_real_trial_is_recommended() -> None:
     text = sentence(printed(forecast((RUNGS[0], RUNGS[1]))))
     assert "Try zero1, micro batch" in text
+    assert "zero1 is tight: needs 77 GiB of 80.0 GiB; the optimizer step decides" in text
     assert "only a real trial can tell" in text
+    assert "more is forecast" not in text
+
+
+@pytest.mark.parametrize("rate", [None, 20])
+def test_a_tight_answer_above_the_limit_does_not_hide_it(rate: float | None) -> None:
+    plan = forecast((rung("zero3", 85, verdict="tight", speed=None if rate is None else speed(rate)),))
+    assert ("the first that may fit" if rate is None else "40,960 tokens/s, bound by compute") in repr(plan)
+    assert repr(plan).endswith(", though more is forecast than there is>")
+    assert "zero3 is tight: needs 85 GiB of 80.0 GiB" in sentence(printed(plan, 80))
 
 
 def test_when_nothing_fits_the_closest_and_the_remedies_are_named() -> None:

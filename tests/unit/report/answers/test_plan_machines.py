@@ -132,6 +132,7 @@ def test_a_machine_that_may_be_enough_is_named() -> None:
     sites = (plan.sites[0], with_rungs(plan.sites[1], (RUNGS[1],)))
     text = " ".join(terminal.printed(make_plan_document(replace(plan, sites=sites)), 80).split())
     assert "no machine of the list is surely enough; a100-80gb may be, with zero1" in text
+    assert "zero1 is tight: needs 77 GiB of 80.0 GiB; the optimizer step decides" in text
     assert "autods fit, with zero1 in the ladder" in text
 
 
