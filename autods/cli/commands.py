@@ -269,7 +269,7 @@ def _write(call: Call, write: Callable[[], object]) -> int:
 def _offer_split_build(
     call: Call, build: PartitionedBuild | None, as_json: bool, *options: str, asks: bool = False
 ) -> None:
-    """Print the line with which the model is built in parts, where that makes a rung fit or the answer speaks of it."""
+    """Print the line with which the model is built in parts, where that makes a rung fit or eases what is full."""
     if asks or (build is not None and build.split_bytes is not None):
         line = resuming_command(call.argv, "--zero-init", *options)
         print(f"with --zero-init: {line}", file=sys.stderr if as_json else sys.stdout)

@@ -23,12 +23,14 @@ from ..errors import AutodsError, EnvironmentBroken, InputError, Interrupted
 from ..events import Note
 from ..files import check_outputs
 from ..forecast.predict.step_time import find_fastest
+from ..forecast.predict.verdict import judge_tier
 from ..forecast.simulate.client import LIMIT_S, ProcessSimulator
 from ..forecast.simulate.protocol import SimulationFailed
 from ..forecast.simulation_cache import AllocConf, count_parallel_engines, read_alloc_conf, why_not_forecast
 from ..forecast.stored_simulations import ANSWERS_AGAIN, store_answers
 from ..forecast.values import STARTING, RungForecast, Simulator, StartSimulator
 from ..report.results.plan import (
+    WORTH_NAMING,
     AnswerSoFar,
     LoadingPeak,
     PlanListener,
@@ -39,7 +41,7 @@ from ..report.results.plan import (
 )
 from ..runner.cleanup import open_session, simulator_variables
 from ..system.host import installed_versions
-from ..types import ModelFacts, WorkloadSource
+from ..types import ModelFacts, Tier, WorkloadSource
 from ..workload.hf_config import describe_omissions
 from ..workload.lora import parse_lora
 from .alternatives import NeighbourSearch, propose_partitioned_build
@@ -268,7 +270,7 @@ def _site_forecast(run: PlanRun, site: Site) -> SiteForecast:
 
 
 def _list_built_whole(run: PlanRun, site: Site, best: RungForecast | None) -> tuple[str, ...]:
-    """The best rung and those that may not fit, where device or host is fullest while each rank builds the model."""
+    """The best rung and those that may not fit, where memory is short or near its limit only while ranks build."""
     settings = run.settings
     if best is None or settings.zero_init or settings.source.form.runs_as_main:
         return ()
@@ -276,7 +278,23 @@ def _list_built_whole(run: PlanRun, site: Site, best: RungForecast | None) -> tu
     names = [rung.name for rung in settings.ladder if rung.stage == 3]
     forecasts = [each for each in run.list_forecasts(site) if each.rung in names and each.memory]
     counting = [each for each in forecasts if each.rung == best.rung or each.verdict != "fits"]
-    return tuple(each.rung for each in counting if each.decides in STARTING or each.host_is_fullest_at_start)
+    return tuple(each.rung for each in counting if _is_full_at_start_alone(each))
+
+
+def _is_full_at_start_alone(forecast: RungForecast) -> bool:
+    """Whether each tier that may be short, or one that is nearly full where none is, holds clearly less in a step."""
+    limited = {tier: held for tier, held in forecast.memory.items() if held.limit_bytes}
+    if short := [tier for tier, held in limited.items() if judge_tier(held) != "fits"]:
+        return all(_is_clearly_fullest_at_start(forecast, tier) for tier in short)
+    full = [tier for tier, held in limited.items() if held.high_bytes >= (1 - WORTH_NAMING) * (held.limit_bytes or 0)]
+    return any(_is_clearly_fullest_at_start(forecast, tier) for tier in full)
+
+
+def _is_clearly_fullest_at_start(forecast: RungForecast, tier: Tier) -> bool:
+    by_phase = {"device": forecast.by_phase, "host": forecast.host_by_phase}.get(tier, {})
+    start_bytes = max((by_phase.get(phase, 0) for phase in STARTING), default=0)
+    later_bytes = max((size for phase, size in by_phase.items() if phase not in STARTING), default=0)
+    return start_bytes - later_bytes >= WORTH_NAMING * (forecast.memory[tier].limit_bytes or 0)
 
 
 def _find_loading_peak(run: PlanRun, site: Site, forecast: RungForecast | None) -> LoadingPeak | None:

@@ -16,11 +16,10 @@ from ...workload.hf_config import read_config
 from ...workload.long_sequences import find_most_sharers
 from ...workload.lora import parse_lora
 from ..results.fit import ClosestRung, FitReport
-from ..results.plan import PlanReport, SiteForecast, find_closest
+from ..results.plan import WORTH_NAMING, PlanReport, SiteForecast, find_closest
 from ..text import TIER_NAMES, format_number_of
 
 _MIB = 2**20
-_WORTH_NAMING = 0.1  # of the host's limit
 _USUAL_HOST_BYTES = 256 * 2**30  # where no limit is known: few machines with training cards have less
 _TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16"}
 _PEAK_VARIATION = 1.05  # a trial's peak varies a little from run to run
@@ -238,7 +237,7 @@ def describe_loading(plan: PlanReport, site: SiteForecast) -> str | None:
         return None
     peak_bytes = max(loading.build_bytes, loading.init_bytes)
     host_bytes = forecast.memory["host"].limit_bytes or max(peak_bytes, _USUAL_HOST_BYTES)
-    if peak_bytes - loading.later_bytes < _WORTH_NAMING * host_bytes:
+    if peak_bytes - loading.later_bytes < WORTH_NAMING * host_bytes:
         return None
     form, ways = plan.source.form, list[str]()
     if loading.whole and loading.stage == 3:

@@ -580,29 +580,61 @@ def test_a_plan_says_whether_the_allocator_runs_full(held: dict[int, int]) -> No
     assert ("zero2's allocator should run full in each step" in text) == bool(held)
 
 
+def simulate_start(**peaks_gib: tuple[int, int]) -> Script:
+    """Each rank holds the first size of a tier while its engine starts, and the second in a step."""
+
+    def script(ask: EngineSpec, micro_batch: int) -> Simulation:
+        device, host = peaks_gib["device"], peaks_gib.get("host", (1, 1))
+        lives = {
+            phase: {"device": device[place] * GIB, "host": host[place] * GIB}
+            for place, phase in enumerate(("init", "backward"))
+        }
+        simulated = simulate_peaks(micro_batch, host=max(host) * GIB, init=device[0] * GIB, backward=device[1] * GIB)
+        return replace(simulated, live_bytes=lives)
+
+    return script
+
+
+def print_plan(script: Script, *ladder: str, **said: Any) -> str:
+    return printed(make_plan_document(Planned(question(ladder=ladder, largest=False, **said), script).forecast), 900)
+
+
 def test_a_plan_says_where_building_decides() -> None:
-    def on_device(ask: EngineSpec, micro_batch: int) -> Simulation:
-        return simulate_peaks(micro_batch, init=20 * GIB, backward=10 * GIB)
-
-    def on_host(ask: EngineSpec, micro_batch: int) -> Simulation:
-        lives = {"init": {"device": GIB, "host": 2 * GIB}, "backward": {"device": 10 * GIB, "host": GIB}}
-        return replace(simulate_peaks(micro_batch, host=2 * GIB, init=GIB, backward=10 * GIB), live_bytes=lives)
-
-    def later(ask: EngineSpec, micro_batch: int) -> Simulation:
-        return simulate_peaks(micro_batch, host=GIB, init=GIB, backward=10 * GIB)
-
-    def plan_of(script: Script, *ladder: str, **said: Any) -> str:
-        return printed(
-            make_plan_document(Planned(question(ladder=ladder, largest=False, **said), script).forecast), 400
-        )
-
+    on_device, on_host = simulate_start(device=(34, 10)), simulate_start(device=(10, 10), host=(56, 4))
+    text = print_plan(on_device, "zero3")
+    assert "building the whole model in each rank decides the memory of zero3" in text
+    assert "as --zero-init does" in text
+    assert "zero3: the host of a node holds" in print_plan(on_host, "zero3")
     for script in (on_device, on_host):
-        text = plan_of(script, "zero3")
-        assert "building the whole model in each rank decides the memory of zero3" in text
-        assert "as --zero-init does" in text
-        assert "building" not in plan_of(script, "zero2", "zero3")  # zero2 is recommended, and zero3 fits
-        assert "building" not in plan_of(script, "zero3", zero_init=True)
-    assert "building" not in plan_of(later, "zero3")
+        assert Planned(question(ladder=("zero3",), largest=False), script).forecast.sites[0].built_whole == ("zero3",)
+        assert "building" not in print_plan(script, "zero2", "zero3")  # zero2 is recommended, and zero3 fits
+        assert "building" not in print_plan(script, "zero3", zero_init=True)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        simulate_start(device=(1, 10)),
+        simulate_start(device=(20, 10)),  # half of the card is free
+        simulate_start(device=(34, 33)),
+        simulate_start(device=(10, 10), host=(2, 1)),
+    ],
+)
+def test_a_split_build_is_not_advised_where_it_changes_little(script: Script) -> None:
+    planned = Planned(question(ladder=("zero3",), largest=False), script).forecast
+    assert planned.sites[0].status == "fits"
+    assert planned.sites[0].built_whole == ()
+    assert "--zero-init" not in printed(make_plan_document(planned), 900)
+
+
+def test_a_split_build_is_no_way_where_steps_lack_memory() -> None:
+    def script(ask: EngineSpec, micro_batch: int) -> Simulation:
+        host = (4, 72) if ask.rung == "zero3" else (1, 1)  # 8 ranks have 512 GiB
+        return simulate_start(device=(36, 10) if ask.rung == "zero3" else (1, 10), host=host)(ask, micro_batch)
+
+    (site,) = Planned(question(ladder=("zero2", "zero3"), largest=False), script).forecast.sites
+    assert [rung.verdict for rung in site.rungs] == ["fits", "cannot_fit"]
+    assert site.built_whole == ()
 
 
 @pytest.mark.parametrize(
