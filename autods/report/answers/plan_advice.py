@@ -43,7 +43,7 @@ def describe_site_answer(plan: PlanReport, site: SiteForecast) -> str:
     why = "the first that fits" if best.verdict == "fits" else "the first that may fit"
     if best.speed is not None:
         why = f"{format_speed(best.speed)}, bound by {best.speed.step.bound}"
-    doubt = ", though more is forecast than there is" if find_fullest_tier(best) else ""
+    doubt = ", though its forecast exceeds the memory" if find_fullest_tier(best) else ""
     return f"{answer}: {why}{doubt}"
 
 

@@ -130,14 +130,14 @@ def test_where_only_a_tight_one_is_left_a_real_trial_is_recommended() -> None:
     assert "Try zero1, micro batch" in text
     assert "zero1 is tight: needs 77 GiB of 80.0 GiB; the optimizer step decides" in text
     assert "only a real trial can tell" in text
-    assert "more is forecast" not in text
+    assert "exceeds" not in text
 
 
 @pytest.mark.parametrize("rate", [None, 20])
 def test_a_tight_answer_above_the_limit_does_not_hide_it(rate: float | None) -> None:
     plan = forecast((rung("zero3", 85, verdict="tight", speed=None if rate is None else speed(rate)),))
     assert ("the first that may fit" if rate is None else "40,960 tokens/s, bound by compute") in repr(plan)
-    assert repr(plan).endswith(", though more is forecast than there is>")
+    assert repr(plan).endswith(", though its forecast exceeds the memory>")
     assert "zero3 is tight: needs 85 GiB of 80.0 GiB" in sentence(printed(plan, 80))
 
 
