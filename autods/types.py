@@ -451,7 +451,8 @@ class WorkloadSource:
     share each of its sequences, and with `tiled_loss` its logits are made in parts (`workload.long_sequences`).
     `idle` are the senses of its model that samples of text leave idle, such as vision. `other_use` is the class that
     its config names and that is for none of the tasks; None where the task was asked for. `quantization` is the
-    method that the config's weights were quantized with, which its model leaves out.
+    method that the config's weights were quantized with, which its model leaves out. Without `takes_seq_len` the
+    workload decides its samples' length itself, or they have none, and --seq-len is refused.
 
     The other fields describe a script. `argv` has the placeholders of `workload.script_source`. `script_kind` names a
     row of `config.trainers`, None if its imports do not show it. It runs in `folder`. If it starts with
@@ -481,6 +482,7 @@ class WorkloadSource:
     idle: tuple[str, ...] = ()
     other_use: str | None = None
     quantization: str | None = None
+    takes_seq_len: bool = True
     keeps_checkpointing: bool = False
 
     @property

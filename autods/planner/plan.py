@@ -351,7 +351,7 @@ def list_assumptions(
             why = (
                 "as build_batch makes them" if not source.form.is_model_config else "the config's longest, at most 2048"
             )
-            yield f"sequences of {facts.seq_len} tokens, {why} (--seq-len)"
+            yield f"sequences of {facts.seq_len} tokens, {why}{' (--seq-len)' if source.takes_seq_len else ''}"
         if source.form.is_model_config:
             weights = "the folder's weights" if source.weights else "random weights"
             yield f"task {source.task} (--task), {weights} built in fp32"

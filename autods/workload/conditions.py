@@ -61,12 +61,15 @@ def argument_names(workload: Path | Workload, source: WorkloadSource, function: 
     """The arguments of build_model or build_batch that can be varied; the micro batch size is not among them.
 
     For a Hugging Face config, the keys of the config count as arguments of build_model. None means that the function
-    takes any argument, or that its source does not show them.
+    takes any argument, or that neither its source nor its signature shows them.
     """
     if source.form.is_model_config:
         return tuple(read_config(Path(source.path))) if function == "build_model" else ()
     if isinstance(workload, Workload):
-        parameters = inspect.signature(getattr(workload, function)).parameters.values()
+        try:
+            parameters = inspect.signature(getattr(workload, function)).parameters.values()
+        except (TypeError, ValueError):  # native code that does not tell
+            return None
         takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
         names = [parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.VAR_POSITIONAL]
     else:

@@ -126,8 +126,14 @@ def make_source(
     else:
         assert path is not None
         source = _make_file_source(path)
-    if seq_len is not None:
-        _check_takes_seq_len(workload, source)
+    names = argument_names(workload, source, "build_batch")
+    source = replace(source, takes_seq_len=names is None or "seq_len" in names)
+    if seq_len is not None and not source.takes_seq_len:
+        raise InputError(
+            "its build_batch has no argument seq_len, so --seq-len has no effect",
+            place=source.place,
+            hint="write def build_batch(micro_batch_size, seq_len=1024): …, or drop --seq-len",
+        )
     return _with_options(source, seq_len=seq_len, zero_init=zero_init or None)
 
 
@@ -176,17 +182,6 @@ def _make_file_source(path: Path) -> WorkloadSource:
     return WorkloadSource(kind="file", path=str(path), name=path.stem, digest=_digest(content), base_config=base)
 
 
-def _check_takes_seq_len(workload: Path | Workload, source: WorkloadSource) -> None:
-    """Raises InputError where --seq-len has no effect, because build_batch has no such argument."""
-    names = argument_names(workload, source, "build_batch")
-    if names is not None and "seq_len" not in names:
-        raise InputError(
-            "its build_batch has no argument seq_len, so --seq-len has no effect",
-            place=source.place,
-            hint="write def build_batch(micro_batch_size, seq_len=1024): …, or drop --seq-len",
-        )
-
-
 def load(source: WorkloadSource) -> Workload:
     """Load the workload. Exceptions of the user's code are passed on."""
     match source.kind:
@@ -223,7 +218,8 @@ def _make_config_source(
     chosen = next((known for known in TASKS if known == task), None) if task else infer_task(config)
     if chosen is None:
         raise InputError(f"there is no task {task!r}", hint=f"give --task {', '.join(TASKS[:-1])} or {TASKS[-1]}")
-    if chosen == "image-classification" and seq_len is not None:
+    is_text = chosen != "image-classification"
+    if seq_len is not None and not is_text:
         raise InputError("--seq-len is for text; the config holds the size of images", place=str(path))
     if chosen != "seq2seq" and target_len is not None:
         raise InputError(f"--target-len is for --task seq2seq, and this is {chosen}", place=str(path))
@@ -232,6 +228,7 @@ def _make_config_source(
         kind="hf_config", path=str(path), name=name or config["model_type"], digest=_digest(read_file(path)),
         idle=find_idle_senses(config) if chosen == "causal-lm" else (),
         other_use=None if task else find_other_use(config), quantization=find_quantization(config),
+        takes_seq_len=is_text,
     )  # fmt: skip
     options = {"seq_len": seq_len, "target_len": target_len, "task": chosen}
     return _with_options(source, **options, zero_init=zero_init or None)

@@ -85,6 +85,7 @@ def make_script_source(
         folder=str(folder),
         module=module,
         root=None if root is None else str(root),
+        takes_seq_len=False,
     )
 
 

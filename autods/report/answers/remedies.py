@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import get_args
 
+from ...config.catalogue import ASKED
 from ...config.deepspeed import count_sequence_sharers
-from ...config.rungs import read_rungs
+from ...config.rungs import State, list_ladder, read_rungs, unmet_need
+from ...devices import find_device
 from ...forecast.predict.verdict import find_deciding_tier
 from ...forecast.values import BUILT_BY_SCRIPT, PartitionedBuild, RungForecast
 from ...types import TIERS_OF_A_NODE, Failed, Outcome, OutOfMemory, Tier, first_line, name_lack
@@ -22,6 +25,8 @@ from ..text import TIER_NAMES, format_number_of
 _MIB = 2**20
 _USUAL_HOST_BYTES = 256 * 2**30  # where no limit is known: few machines with training cards have less
 _TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16"}
+_SPLITTING = "zero1,zero2,zero3"
+_CLEAR_SHARE = 0.25  # of the device's peak
 _PEAK_VARIATION = 1.05  # a trial's peak varies a little from run to run
 
 
@@ -116,16 +121,29 @@ def list_remedies(report: FitReport) -> Iterator[str]:
     if _lacks_node_memory_alone(report) and report.question.gpus > 1:
         yield _more_nodes(report.question.gpus, report.question.nodes)
     elif _lacks_memory(report) or report.question.gpus == 1:
-        yield _more_ranks(report.question.gpus, report.question.ladder)
+        yield from _list_splitting(report.question.gpus, report.question.ladder)
     if _lacks_memory(report):
         yield "a smaller workload: shorter sequences, or a smaller model"
 
 
-def _more_ranks(ranks: int, ladder: Sequence[str]) -> str:
+def _list_splitting(ranks: int, ladder: Sequence[str]) -> Iterator[str]:
+    """More ranks; where no rung of the ladder splits the model, the rungs that do, and what they need."""
+    if not _splits_nothing(ladder):
+        yield f"more ranks (--gpus {ranks * 2}): ZeRO splits the model over them"
+    elif ranks > 1:
+        yield f"rungs that split the model over the ranks (--ladder {_SPLITTING}, or leave --ladder out)"
+    else:  # one rank has nobody to share with, but a host
+        known = read_rungs()
+        rows = [known[name] for name in list_ladder(known)]
+        offloading = [rung.name for rung in rows if "host" in rung.places.values() and not rung.uses_nvme]
+        yield f"rungs that hold states on the host (--ladder {','.join(offloading)}, or leave --ladder out)"
+        yield f"more ranks, with rungs that split the model over them (--gpus 2 --ladder {_SPLITTING})"
+
+
+def _splits_nothing(ladder: Sequence[str]) -> bool:
+    """Whether all rungs of a ladder are known to hold the whole model on each rank."""
     known = read_rungs()
-    if ladder and all(name in known and not known[name].shards for name in ladder):
-        return "rungs that split the model over the ranks (--ladder zero1,zero2,zero3, or leave --ladder out)"
-    return f"more ranks (--gpus {ranks * 2}): ZeRO splits the model over them"
+    return bool(ladder) and all(name in known and not known[name].shards for name in ladder)
 
 
 def _more_nodes(ranks: int, nodes: int) -> str:
@@ -184,7 +202,7 @@ def list_plan_remedies(plan: PlanReport, site: SiteForecast) -> Iterator[str]:
     """Ways to make something fit, the surest first."""
     closest = find_closest(site.rungs)
     if closest is None:
-        yield "no rung applies: see the reasons above"
+        yield from _explain_none_applies(plan, site)
         return
     if site.partitioned is not None:
         yield describe_partitioned_build(site.partitioned)
@@ -197,11 +215,58 @@ def list_plan_remedies(plan: PlanReport, site: SiteForecast) -> Iterator[str]:
         yield way
     for rung in site.lacks_nvme:
         yield f"--nvme 2TiB, if a node has a disk: {rung} was left out because it needs one"
-    yield _more_ranks(site.site.world_size, [rung.rung for rung in site.rungs])
+    yield from _list_more_sharers(plan, site, closest)
     if any(rung.memory and rung.micro_batch > 1 for rung in site.rungs):
         yield "a smaller micro batch (--micro-batch 1)"
-    machine = "--on all: which machine would do?"
-    yield machine if closest.decides == "init" else f"a shorter sequence (--seq-len), or {machine}"
+    if closest.decides != "init" and plan.source.takes_seq_len:
+        yield "a shorter sequence (--seq-len)"
+    elif closest.decides != "init" and plan.facts.seq_len is not None:
+        yield f"shorter sequences than those of {plan.facts.seq_len} tokens, which the workload makes itself"
+    if len(plan.sites) == 1 and find_device(plan.device).has_cards:
+        instead = " in place of --gpu-memory" if site.site.machine.name == ASKED else ""
+        yield f"--on all{instead}: which machine would do?"
+
+
+def _explain_none_applies(plan: PlanReport, site: SiteForecast) -> Iterator[str]:
+    """Why no rung of the ladder applies, and the rungs that do."""
+    yield "no rung of the ladder applies"
+    rungs_by_reason: dict[str, list[str]] = {}
+    for forecast in site.rungs:
+        rungs_by_reason.setdefault(forecast.reason, []).append(forecast.rung)
+    yield from (f"{', '.join(rungs)}: {reason}" for reason, rungs in rungs_by_reason.items())
+    known, asked = read_rungs(), {forecast.rung for forecast in site.rungs}
+    others = [
+        name
+        for name in list_ladder(known)
+        if name not in asked and unmet_need(known[name], site.site, plan.facts) is None
+    ]
+    if others:
+        yield f"rungs that apply here (--ladder {','.join(others)}, or leave --ladder out)"
+
+
+def _list_more_sharers(plan: PlanReport, site: SiteForecast, closest: RungForecast) -> Iterator[str]:
+    """More ranks or nodes, where what they share is what the closest rung lacks room for."""
+    ranks, ladder = site.site.world_size, [rung.rung for rung in site.rungs]
+    if find_fullest_tier(closest) in TIERS_OF_A_NODE:
+        if ranks > 1:  # one rank shares its node with nobody
+            yield _more_nodes(ranks, site.site.nodes)
+        return
+    is_built_whole = closest.decides == "build" and not plan.zero_init
+    if not is_built_whole and _would_splitting_help(closest, all_states=_splits_nothing(ladder)):
+        yield from _list_splitting(ranks, ladder)
+
+
+def _would_splitting_help(closest: RungForecast, *, all_states: bool) -> bool:
+    """Whether the states that a rung splits over ranks are as large as the shortage, or a clear share of the peak.
+
+    With `all_states` another rung splits weights, gradients and optimizer states.
+    """
+    device, held, rung = closest.memory.get("device"), closest.breakdown, read_rungs().get(closest.rung)
+    if device is None or device.limit_bytes is None or not held:
+        return True  # the bytes do not tell
+    states = get_args(State) if all_states or rung is None else rung.shards
+    states_bytes = sum(held.get(state, 0) for state in states)
+    return states_bytes >= min(device.peak_bytes - device.limit_bytes, _CLEAR_SHARE * device.peak_bytes)
 
 
 def _quantize(lora: str | None, full: Tier | None) -> str | None:

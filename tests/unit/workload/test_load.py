@@ -106,6 +106,20 @@ def test_seq_len_needs_an_argument_of_build_batch(tmp_path: Path) -> None:
         make_source(workload, folder=tmp_path, seq_len=8)
 
 
+def test_a_source_tells_whether_it_takes_seq_len(tmp_path: Path) -> None:
+    assert not make_source(model(tmp_path, COMPLETE)).takes_seq_len
+    assert make_source(model(tmp_path, COMPLETE.replace("size", "size, seq_len=16"))).takes_seq_len
+    assert make_source(model(tmp_path, COMPLETE.replace("size", "size, **others"))).takes_seq_len
+    assert not make_source(Workload(build_model=int, build_batch=lambda n: n), folder=tmp_path).takes_seq_len  # type: ignore[arg-type]
+    script = tmp_path / "train.py"
+    script.write_text("import deepspeed\ndeepspeed.initialize()\n")
+    assert not make_source(script).takes_seq_len
+    images = tmp_path / "config.json"
+    images.write_text('{"model_type": "vit", "architectures": ["ViTForImageClassification"]}')
+    assert not make_source(images).takes_seq_len
+    assert make_source(images, task="causal-lm").takes_seq_len
+
+
 def test_only_a_script_keeps_its_own_checkpointing(tmp_path: Path) -> None:
     script, model = tmp_path / "train.py", tmp_path / "model.py"
     script.write_text("import deepspeed\ndeepspeed.initialize()\n")

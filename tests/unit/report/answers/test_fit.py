@@ -202,6 +202,9 @@ def test_more_ranks_are_advised_where_a_rung_splits_the_model() -> None:
     narrow = replace(report, question=replace(report.question, ladder=("ddp",)))
     assert any("--ladder zero1,zero2,zero3" in line for line in list_remedies(narrow))
     assert not any("more ranks" in line for line in list_remedies(narrow))
+    alone = [*list_remedies(replace(report, question=replace(narrow.question, gpus=1)))]
+    assert any("--gpus 2 --ladder zero1,zero2,zero3" in line for line in alone)
+    assert any("rungs that hold states on the host" in line for line in alone)
     wide = replace(report, question=replace(report.question, ladder=("ddp", "zero2")))
     assert any("more ranks" in line for line in list_remedies(wide))
 

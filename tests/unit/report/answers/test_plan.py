@@ -9,9 +9,11 @@ import pytest
 from rich.console import Console
 
 from autods.events import Note
-from autods.forecast.values import PartitionedBuild, RungFinished, SimulationStarted
+from autods.forecast.values import PartitionedBuild, RungFinished, RungForecast, SimulationStarted
+from autods.planner.plan import list_assumptions
 from autods.report.answers.plan import describe_site, make_plan_document
 from autods.report.answers.plan_rungs import tabulate_answer
+from autods.report.answers.remedies import list_plan_remedies
 from autods.report.document import MemoryStack
 from autods.report.live import PlanProgress
 from autods.report.render_terminal import draw_bar
@@ -20,6 +22,7 @@ from autods.report.serialize import plan_to_dict as to_dict
 from autods.report.text import format_predicted
 from tests.support import terminal
 from tests.support.plans import (
+    FACTS,
     GIB,
     LAPTOP,
     LIMIT,
@@ -28,6 +31,7 @@ from tests.support.plans import (
     comparison,
     forecast,
     hopeless,
+    left_out,
     predicted,
     rung,
     speed,
@@ -147,6 +151,68 @@ def test_when_nothing_fits_the_closest_and_the_remedies_are_named() -> None:
     assert "zero3-offload comes closest: it needs 96.0 GiB of device memory, 16.0 GiB more than there is" in text
     assert "--nvme 2TiB, if a node has a disk" in text
     assert "more ranks (--gpus 16)" in text
+    assert "a shorter sequence (--seq-len)" in text
+
+
+def lacking(name: str, **fields: object) -> RungForecast:
+    """A rung that needs 96 GiB of device memory, of 80."""
+    return replace(rung(name, 96, verdict="cannot_fit"), **fields)  # type: ignore[arg-type]
+
+
+def with_site(said: PlanReport, **fields: object) -> PlanReport:
+    """The same plan for another machine, or for another number of ranks."""
+    site = replace(said.sites[0].site, **fields)  # type: ignore[arg-type]
+    return replace(said, sites=(replace(said.sites[0], site=site),))
+
+
+def test_seq_len_is_advised_only_where_the_workload_takes_it() -> None:
+    said = hopeless()
+    text = sentence(printed(replace(said, source=replace(said.source, takes_seq_len=False))))
+    assert "a shorter sequence" not in text
+    assert "shorter sequences than those of 2048 tokens, which the workload makes itself" in text
+
+
+def test_on_is_advised_only_where_it_is_accepted() -> None:
+    asked = hopeless()
+    assert "--on all in place of --gpu-memory: which machine would do?" in sentence(printed(asked))
+    named = with_site(asked, machine=comparison().sites[0].site.machine)
+    assert "--on all: which machine would do?" in sentence(printed(named))
+    assert "--on all" not in sentence(printed(replace(asked, device="cpu")))
+    assert not any("--on all" in line for line in list_plan_remedies(comparison(), comparison().sites[0]))
+
+
+def test_more_ranks_are_no_way_out_of_activations() -> None:
+    held = {"parameters": GIB, "gradients": GIB, "optimizer": 4 * GIB, "activations": 85 * GIB}
+    said = forecast((lacking("zero3", breakdown=held),))
+    text = sentence(printed(replace(said, source=replace(SOURCE, task="masked-lm"))))
+    assert "zero3 comes closest" in text
+    assert "more ranks" not in text
+    whole = {"parameters": 50 * GIB, "activations": 40 * GIB}  # of which ZeRO-1 splits nothing
+    assert "more ranks" not in sentence(printed(forecast((lacking("zero1", breakdown=whole),))))
+    assert "more ranks (--gpus 16)" in sentence(printed(forecast((lacking("zero3", breakdown=whole),))))
+
+
+def test_a_full_host_is_relieved_by_nodes() -> None:
+    text = sentence(printed(forecast((rung("zero3-offload", 20, verdict="cannot_fit", host=2048),))))
+    assert "more nodes (--gpus 8 --nodes 2)" in text
+    assert "more ranks" not in text
+
+
+def test_one_rank_is_not_advised_to_split_the_model() -> None:
+    said = forecast((lacking("ddp"),))
+    split = "rungs that split the model over the ranks (--ladder zero1,zero2,zero3, or leave --ladder out)"
+    assert split in sentence(printed(said))
+    text = sentence(printed(with_site(said, world_size=1, ranks_per_node=1)))
+    assert split not in text
+    assert "rungs that hold states on the host (--ladder zero2-offload," in text
+    assert "more ranks, with rungs that split the model over them (--gpus 2 --ladder zero1,zero2,zero3)" in text
+
+
+def test_where_no_rung_applies_the_reasons_are_printed() -> None:
+    rungs = tuple(left_out(name, "one rank: no sharding to gain") for name in ("zero1", "zero2"))
+    text = sentence(printed(with_site(forecast(rungs), world_size=1, ranks_per_node=1), 80))
+    assert "zero1, zero2: one rank: no sharding to gain" in text
+    assert "rungs that apply here (--ladder ddp,zero2-offload," in text
 
 
 SPLIT = PartitionedBuild(
@@ -181,6 +247,8 @@ def test_what_the_code_has_to_do_for_a_split_build_is_said() -> None:
 def test_what_was_assumed_is_told_once() -> None:
     text = sentence(printed(forecast()))
     assert "sequences of 2048 tokens, the config's longest, at most 2048 (--seq-len)" in text
+    silent = list_assumptions((), replace(SOURCE, kind="file", takes_seq_len=False), FACTS, forecast().sites)
+    assert "sequences of 2048 tokens, as build_batch makes them" in silent
     assert "micro batch 1 (--micro-batch)" in text
     assert text.count("the loss scale starts at 65536") == 1
 
