@@ -140,7 +140,8 @@ def find_auto(question: Question) -> Iterator[Problem]:
 def find_sizes_that_hurt(question: Question) -> Iterator[Problem]:
     """Buckets that are too small or too large."""
     stages, stage = read_known_keys().zero_optimization, question.stage
-    for name in ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size"):
+    # allgather_bucket_size has no effect: deepspeed/runtime/utils.py:all_gather_dp_groups gathers a group at once.
+    for name in ("reduce_bucket_size", "stage3_prefetch_bucket_size"):
         size = question.zero.get(name)
         if not is_number(size) or stage not in stages[name]:
             continue

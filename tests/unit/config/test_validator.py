@@ -263,6 +263,14 @@ def test_a_check_of_deepspeeds_is_told_in_its_own_words() -> None:
     assert found["zero_optimization"].startswith("Partial offloading only supported")
 
 
+@pytest.mark.parametrize("size", [2e9, 1e5])
+def test_the_all_gather_bucket_hurts_at_no_size(size: float) -> None:
+    zero = {"stage": 2, "allgather_bucket_size": size, "reduce_bucket_size": size}
+    found = judge({"train_batch_size": 8, "zero_optimization": zero})
+    hurting = {each.key for each in found if each.hint == "1e7 to 5e8 are usual"}
+    assert hurting == {"zero_optimization.reduce_bucket_size"}
+
+
 def test_keys_that_the_stage_ignores_are_named() -> None:
     ignored = {finding.key for finding in judge(GUIDE) if "ignores it" in finding.problem}
     assert ignored == {f"zero_optimization.{key}" for key in ("allgather_partitions", "allgather_bucket_size")}
