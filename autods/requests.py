@@ -157,6 +157,9 @@ class _LongSequenceOptions(Request):
     )
 
 
+_PRECISION = "auto (the base config's, else bf16; fp16 on V100 or T4), bf16, fp16 or fp32"
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkloadRequest(_WorkloadOptions):
     """The options of every command about a workload."""
@@ -190,12 +193,7 @@ class WorkloadRequest(_WorkloadOptions):
         flags=("--base-config", "--deepspeed-config"),
     )
     global_batch: Count | None = option("Workload", "Keep micro batch × accumulation × ranks at N.", "N", most=10**8)
-    precision: Text = option(
-        "Workload",
-        "auto (the base config's, else bf16; fp16 on V100 or T4), bf16, fp16 or fp32; bf16,fp32: either may win.",
-        "NAME",
-        default="auto",
-    )
+    precision: Text = option("Workload", f"{_PRECISION}.", "NAME", default="auto")
     ladder: Names = option("Search", "Try these rungs only.", "A,B,C", default=())
     with_rungs: Names = option(
         "Search", "Try these rungs, too, which are not in the ladder.", "A,B", default=(), flags=("--with",)
@@ -267,6 +265,7 @@ class SearchRequest(TrialRequest):
         most=MOST_RANKS,
         counts="rank",
     )
+    precision: Text = option("Workload", f"{_PRECISION}; bf16,fp32: either may win.", "NAME", default="auto")
     objective: Text = option(
         "Search", "samples or tokens (the most a second), memory (the least of the device).", "NAME", default="samples"
     )
@@ -371,6 +370,7 @@ class ProbeRequest(_LongSequenceOptions, TrialRequest):
     journaled: the same command goes on where a stopped one ended.
     """
 
+    precision: Text = option("Workload", f"{_PRECISION}; several: --vary precision=bf16,fp32.", "NAME", default="auto")
     vary: Axes = option(
         "Search",
         "What is varied, may be repeated: rung, micro_batch, pin_memory, precision, gpus, "

@@ -218,6 +218,19 @@ def test_help_shows_examples_and_every_option(
     assert "which machine do I need?" in text
 
 
+@pytest.mark.parametrize(
+    ("command", "races", "varies"), [("fit", True, False), ("plan", False, False), ("probe", False, True)]
+)
+def test_help_offers_several_precisions_where_they_are_taken(
+    command: str, races: bool, varies: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main([command, "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert ("bf16,fp32: either may win" in text) is races
+    assert ("--vary precision=bf16,fp32" in text) is varies
+
+
 def test_a_plan_writes_its_page_where_it_is_asked_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "plan.html"
     assert Fake(forecast)(*ASKED, "--html", str(page)) == 0
