@@ -38,7 +38,7 @@ from .library_configs import (
     make_accelerates_config,
     read_yaml_config,
 )
-from .problems import Question, find_problems
+from .problems import Question, find_named_keys, find_problems, shorten
 from .trainers import find_library
 from .validator import SEARCH_RULES
 
@@ -106,6 +106,43 @@ def check_base_config(
         raise InputError(problem.problem, place=place, hint=problem.hint or None)
 
 
+def find_config_place(source: WorkloadSource, given: ConfigSource | None) -> str | None:
+    """Return the file of the base config, the workload where that holds it, or 'base config'; None without one."""
+    users = source.base_config if given is None else given
+    if users is None:
+        return None
+    if isinstance(users, (str, os.PathLike)):
+        return str(users)
+    return "base config" if given is not None else source.place
+
+
+# DeepSpeed's sections are models of pydantic, which says: N validation errors for MODEL KEY COMPLAINT [type=…].
+_OF_A_MODEL = re.compile(r"\d+ validation errors? for \w+\s+(?P<key>\S+)\s+(?P<complaint>.+?)\s+\[type=", re.DOTALL)
+_ERROR_TYPE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception): ")
+_SAYS_NO_KEY = "the configuration was refused"  # how the advice on any refused config begins
+
+
+def explain_refusal(
+    config: Mapping[str, Any], message: str, *, place: str, hint: str | None = None
+) -> InputError | None:
+    """Return DeepSpeed's refusal of a base config as an error about its key; None where it names no key of it.
+
+    `message` is its exception with the type, and `hint` what is known beside it.
+    """
+    text = _ERROR_TYPE.sub("", message)
+    refused = _OF_A_MODEL.search(text)
+    complaint = refused["complaint"].removeprefix("Value error, ") if refused else text
+    key = next(find_named_keys(config, refused["key"] if refused else text), None)
+    if key is None:
+        return None
+    value = get_key(config, key)
+    if str(value) not in complaint:
+        complaint = f"{complaint.rstrip('.')}; it is {shorten(value)}"
+    if hint is None or hint.startswith(_SAYS_NO_KEY):
+        hint = "correct the key there, or leave it out; autods explain checks the whole config"
+    return InputError(complaint if key in complaint else f"{key}: {complaint}", place=place, hint=hint)
+
+
 def copy_as_json(config: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Return a config as JSON keeps it: what trains has exactly the values that `ds_config.json` will hold.
 
@@ -140,7 +177,7 @@ def resolve_base_config(
     precision stays unless one is asked for, which also decides what is "auto" there.
     """
     users = source.base_config if given is None else given
-    place = str(users) if isinstance(users, (str, os.PathLike)) else "base config"
+    place = find_config_place(source, given) or "base config"
     base = read_base_config(Path(users)) if isinstance(users, (str, os.PathLike)) else copy_as_json(users or {}, place)
     if source.sequence_parallel is not None:
         _set_sequence_ranks(base, source.sequence_parallel, world_size, place)

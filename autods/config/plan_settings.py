@@ -18,6 +18,7 @@ from ..units import format_bytes, parse_amount
 from .base_config import (
     check_global_batch,
     check_ranks,
+    find_config_place,
     merge_script_config,
     parse_size,
     resolve_base_config,
@@ -59,6 +60,7 @@ class PlanSettings:
     `adopts_batch`: nobody has said a micro batch, so a script's own counts.
     `tokens` are those of a training whose duration is asked for, and `timeline` is the file for a step's trace.
     `fresh` simulates what earlier commands have simulated, too.
+    `config_place` is the file of the base config, or where else it stands; None without one.
     `assumed` holds sentences about what the request leaves open.
     """
 
@@ -75,6 +77,7 @@ class PlanSettings:
     tokens: float | None = None
     timeline: Path | None = None
     fresh: bool = False
+    config_place: str | None = None
     assumed: tuple[str, ...] = field(default=())
 
 
@@ -138,6 +141,7 @@ def resolve_plan(request: PlanRequest, source: WorkloadSource, *, hardware: Hard
         stall_s=None if request.stall_limit is None else parse_time(request.stall_limit, "--stall-limit"),
         tokens=tokens,
         timeline=_check_timeline(request.timeline, machines),
+        config_place=find_config_place(source, request.base_config),
         fresh=request.fresh,
         assumed=tuple(_list_assumptions(sites, device, request)),
     )

@@ -7,6 +7,7 @@ A rule is a function of the question that yields problems. They stand in `key_ru
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeGuard
@@ -16,6 +17,7 @@ from .deepspeed import get_key
 Severity = Literal["error", "warning", "note"]
 ZERO = "zero_optimization"
 PARTS = ("param", "optimizer")
+_SHORTEST_VALUE = 3  # characters: "cpu" may be part of any message
 _STAGES: Mapping[str, Literal[0, 1, 2, 3]] = {"0": 0, "1": 1, "2": 2, "3": 3}
 
 
@@ -122,6 +124,35 @@ def walk_sections(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple
         yield f"{prefix}{key}", value
         if isinstance(value, Mapping):
             yield from walk_sections(value, f"{prefix}{key}.")
+
+
+def find_named_keys(config: Mapping[str, Any], message: str) -> Iterator[str]:
+    """Yield the keys of the config that the message is about: of several words by their place, of one, then by value.
+
+    A word such as "enabled" or "type" says nothing without its section, or quotation marks. Nor does a short value.
+    """
+    squeezed, places, words, values = _squeeze(message), dict[str, int](), list[str](), list[str]()
+    for name, value in walk_keys(config):
+        section, _, last = name.rpartition(".")
+        parent = section.rpartition(".")[2]
+        if "_" in last:
+            if (place := squeezed.find(_squeeze(last))) >= 0:
+                places[name] = place
+        elif f"'{last}'" in message or (_names(message, last) and _names(message, parent or last)):
+            words.append(name)
+        is_telling = len(str(value)) > _SHORTEST_VALUE or (parent and _names(message.lower(), parent))
+        if isinstance(value, str) and is_telling and _names(message, value):
+            values.append(name)
+    yield from (*sorted(places, key=places.__getitem__), *words, *values)
+
+
+def _names(message: str, word: str) -> bool:
+    return re.search(rf"\b{re.escape(word)}\b", message) is not None
+
+
+def _squeeze(text: str) -> str:
+    """'Pre-scale gradients' and 'prescale_gradients' are the same."""
+    return re.sub(r"[\W_]", "", text).lower()
 
 
 def error(key: str, problem: str, hint: str = "") -> Problem:

@@ -22,7 +22,7 @@ from ..config.deepspeed import (
     nest_key,
     without_monitors,
 )
-from ..config.problems import Problem, Question, walk_keys
+from ..config.problems import Problem, Question, find_named_keys
 from ..forecast.simulate.client import ProcessSimulator
 from ..forecast.simulate.protocol import SimulationFailed
 from ..forecast.stored_simulations import store_answers
@@ -43,7 +43,6 @@ _MOST_ACCUMULATED = 64  # micro batches of a step
 _MOST_LEFT_OUT = 20  # keys of a section, each left out once to find the one that is refused; half a second each
 # Keys that others rest on: without them those do nothing, so they are left out last.
 _BASES = ("optimizer", *HALVES, "stage", "type", "device", "enabled")
-_SHORTEST_VALUE = 3  # characters: "cpu" may be part of any message
 # They need a model or batches of their own, a launcher, or packages that this machine may lack.
 _NOT_TRIED = (
     "autotuning", "compile", "compression_training", "curriculum_learning", "data_efficiency", "data_parallel_size",
@@ -147,31 +146,3 @@ def _make_toy_config(config: Mapping[str, Any], *, is_world_known: bool) -> dict
     if get_key(toy, "optimizer.type") is None and toy.get("optimizer", {}) is not None:  # the training brings one
         toy["optimizer"] = DEFAULT_OPTIMIZER
     return toy
-
-
-def find_named_keys(config: Mapping[str, Any], message: str) -> Iterator[str]:
-    """Yield the keys of the config that the message is about: of several words by their place, of one, then by value.
-
-    A word such as "enabled" or "type" says nothing without its section, or quotation marks.
-    """
-    squeezed, places, words, values = _squeeze(message), dict[str, int](), list[str](), list[str]()
-    for name, value in walk_keys(config):
-        section, _, last = name.rpartition(".")
-        parent = section.rpartition(".")[2]
-        if "_" in last:
-            if (place := squeezed.find(_squeeze(last))) >= 0:
-                places[name] = place
-        elif f"'{last}'" in message or (_names(message, last) and _names(message, parent or last)):
-            words.append(name)
-        if isinstance(value, str) and len(value) > _SHORTEST_VALUE and _names(message, value):
-            values.append(name)
-    yield from (*sorted(places, key=places.__getitem__), *words, *values)
-
-
-def _names(message: str, word: str) -> bool:
-    return re.search(rf"\b{re.escape(word)}\b", message) is not None
-
-
-def _squeeze(text: str) -> str:
-    """'Pre-scale gradients' and 'prescale_gradients' are the same."""
-    return re.sub(r"[\W_]", "", text).lower()

@@ -6,11 +6,13 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from ..config.base_config import explain_refusal
 from ..config.catalogue import Site
 from ..config.checkpointing import make_knob
 from ..config.deepspeed import ENOUGH_ACCUMULATION, count_replicas, says_accumulation
@@ -55,7 +57,7 @@ def plan(settings: PlanSettings, *, listen: PlanListener, start: StartSimulator 
     Several machines share simulations, and each gets only the rungs up to the fastest that fits. Raises InputError
     when the workload is at fault, EnvironmentBroken when it cannot be simulated here, Interrupted on Ctrl-C.
     """
-    began, source = time.monotonic(), settings.source
+    began, source, base = time.monotonic(), settings.source, settings.sites[0].base  # not yet with a script's own
     if settings.timeline is not None:
         check_outputs([name_timeline(settings.timeline)])
     if source.form.brings_config:  # its `{ds_config}` stands for the base config
@@ -100,7 +102,9 @@ def plan(settings: PlanSettings, *, listen: PlanListener, start: StartSimulator 
                 sites = (replace(sites[0], partitioned=propose_partitioned_build(run, sites[0].site)),)
             timeline, notes = _write_timeline(run, sites[0])
     except SimulationFailed as failed:
-        raise make_user_error(failed, settings.source, more_samples="--micro-batch 2") from None
+        raise make_user_error(
+            failed, source, more_samples="--micro-batch 2", base=base, config_place=settings.config_place
+        ) from None
     except KeyboardInterrupt:
         raise Interrupted("stopped; nothing of the simulation is left running") from None
     return PlanReport(
@@ -442,13 +446,25 @@ def _list_notes(settings: PlanSettings, allocator: AllocConf) -> tuple[str, ...]
     return tuple(notes)
 
 
-def make_user_error(failed: SimulationFailed, source: WorkloadSource, *, more_samples: str) -> AutodsError:
-    """Return EnvironmentBroken if the machine is at fault, else InputError for the workload.
+def make_user_error(
+    failed: SimulationFailed,
+    source: WorkloadSource,
+    *,
+    more_samples: str,
+    base: Mapping[str, Any] | None = None,
+    config_place: str | None = None,
+) -> AutodsError:
+    """Return EnvironmentBroken if the machine is at fault, else InputError for the workload or the base config.
 
-    `more_samples` is the option that gives the model more samples at a time.
+    `more_samples` is the option that gives the model more samples at a time. `base` is the base config, which stands
+    in `config_place`: what DeepSpeed refuses of it is told by its key.
     """
     if failed.kind in ("no_compiler", "build_failed", "environment", "crashed"):
         return EnvironmentBroken(str(failed))
     place = failed.place or (None if failed.kind == "engine" else source.path)
+    if failed.kind == "engine" and base and config_place is not None:
+        refusal = explain_refusal(base, failed.problem, place=config_place, hint=failed.hint)
+        if refusal is not None:
+            return refusal
     larger = f"the model cannot be trained with so few samples: give {more_samples} or more"
     return InputError(failed.problem, place=place, hint=larger if wants_larger_batch(failed.problem) else failed.hint)

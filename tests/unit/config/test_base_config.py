@@ -1,11 +1,19 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from autods.config.base_config import check_base_config, read_base_config, resolve_global_batch
+from autods.config.base_config import (
+    check_base_config,
+    explain_refusal,
+    find_config_place,
+    read_base_config,
+    resolve_global_batch,
+)
 from autods.errors import InputError
+from autods.types import WorkloadSource
 
 ON = {"enabled": True}
 
@@ -14,6 +22,45 @@ def test_a_deepspeed_json_file_is_read_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"gradient_clipping": 1.0, "fp16": ON}))
     assert read_base_config(path) == {"gradient_clipping": 1.0, "fp16": ON}
+
+
+OF_A_MODEL = (
+    "ValidationError: 1 validation error for DeepSpeedZeroConfig reduce_bucket_size Input should be greater than 0"
+    " [type=greater_than, input_value=-5, input_type=int] For further information visit https://errors.pydantic.dev/2"
+)
+TYPES = "Invalid communication_data_type. Supported data types: ['fp16', 'bf16', 'fp32']. Got: fp8"
+REFUSALS = {
+    OF_A_MODEL: "zero_optimization.reduce_bucket_size: Input should be greater than 0; it is -5",
+    "AssertionError: Foo is not a supported DeepSpeed Optimizer": (
+        "optimizer.type: Foo is not a supported DeepSpeed Optimizer"
+    ),
+    "AssertionError: DeepSpeed does not recognize LR scheduler Nope": (
+        "scheduler.type: DeepSpeed does not recognize LR scheduler Nope"
+    ),
+    f"ValueError: {TYPES}": TYPES,
+}
+
+
+@pytest.mark.parametrize("message", REFUSALS)
+def test_a_refusal_of_deepspeeds_names_file_key_and_value(message: str) -> None:
+    config = {
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": -5}, "optimizer": {"type": "Foo"},
+        "scheduler": {"type": "Nope"}, "communication_data_type": "fp8",
+    }  # fmt: skip
+    refused = explain_refusal(config, message, place="ds.json", hint="the configuration was refused: correct it")
+    assert refused is not None
+    assert (refused.place, refused.problem, refused.exit_code) == ("ds.json", REFUSALS[message], 2)
+    assert refused.hint == "correct the key there, or leave it out; autods explain checks the whole config"
+    assert explain_refusal({"bf16": ON}, message, place="ds.json") is None
+
+
+def test_the_place_of_a_base_config_is_its_file() -> None:
+    source = WorkloadSource(kind="file", path="/w/model.py", name="model", digest="")
+    assert find_config_place(source, None) is None
+    assert find_config_place(source, "ds.json") == "ds.json"
+    assert find_config_place(source, {"fp16": ON}) == "base config"
+    assert find_config_place(replace(source, base_config="/w/ds.json"), None) == "/w/ds.json"
+    assert find_config_place(replace(source, base_config={"fp16": ON}), None) == "/w/model.py"
 
 
 def test_invalid_json_is_refused_with_line_and_column(tmp_path: Path) -> None:

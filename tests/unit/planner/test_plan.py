@@ -404,6 +404,15 @@ def test_a_rung_that_cannot_be_simulated_says_so_and_the_others_go_on() -> None:
     assert rungs["zero2-offload"].verdict == "fits"
 
 
+def test_what_deepspeed_refuses_is_told_by_the_file_that_holds_it() -> None:
+    asked = question(base_config={"zero_optimization": {"reduce_bucket_size": -5}})
+    message = "ValidationError: 1 validation error for Z reduce_bucket_size Input should be greater [type=greater_than]"
+    with pytest.raises(InputError, match=r"^ds.json: zero_optimization.reduce_bucket_size: Input should be greater; "):
+        Planned(replace(asked, config_place="ds.json"), fail_with("engine", message))
+    with pytest.raises(InputError, match=r"^ValueError: CUDA is gone"):
+        Planned(replace(asked, config_place="ds.json"), fail_with("engine", "ValueError: CUDA is gone"))
+
+
 def test_the_first_failure_ends_a_plan_without_any_simulation() -> None:
     with pytest.raises(InputError, match="refused"):
         Planned(question(), fail_with("engine", "ValueError: refused"))
