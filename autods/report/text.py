@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import NamedTuple
 
 from ..forecast.values import TierForecast
@@ -72,10 +73,10 @@ def format_predicted(predicted: TierForecast) -> str:
 
 
 def format_rate(per_second: float) -> str:
-    """Three significant digits, no exponent: '0.0412', '12.3', '1,234'."""
+    """Three significant digits, no exponent: '0.000012', '0.0412', '12.3', '1,234'. It serves any figure."""
     if per_second >= 100:
         return f"{per_second:,.0f}"
-    return f"{per_second:.3g}" if per_second >= 1e-3 else f"{per_second:.1e}"
+    return f"{Decimal(f'{per_second:.3g}'):f}"
 
 
 def format_seconds(seconds: float) -> str:
@@ -89,7 +90,22 @@ def format_seconds(seconds: float) -> str:
 
 def format_step_seconds(seconds: float) -> str:
     """'0.0567 s', '1.25 s', '3 min 20 s': the time of an optimizer step, which may be milliseconds."""
-    return f"{seconds:.3g} s" if seconds < 9.995 else format_seconds(seconds)
+    return f"{format_rate(seconds)} s" if seconds < 9.995 else format_seconds(seconds)
+
+
+class TimeUnit(NamedTuple):
+    """A unit of a long time, as a sentence and the head of a column name it."""
+
+    name: str
+    seconds: int
+
+
+TIME_UNITS = (TimeUnit("days", 86_400), TimeUnit("hours", 3600), TimeUnit("minutes", 60), TimeUnit("seconds", 1))
+
+
+def choose_time_unit(seconds: float) -> TimeUnit:
+    """The largest unit of which there is at least one, else seconds: 1740 → minutes."""
+    return next((unit for unit in TIME_UNITS if seconds >= unit.seconds), TIME_UNITS[-1])
 
 
 def format_about(seconds: float) -> str:

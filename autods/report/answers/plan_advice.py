@@ -16,7 +16,7 @@ from .plan_figures import (
     describe_batch,
     explain_no_time,
     format_cost,
-    format_days,
+    format_duration,
     format_speed,
     format_spent,
 )
@@ -169,7 +169,7 @@ def describe_training(plan: PlanReport, site: SiteForecast) -> str | None:
         return f"{tokens}: no time, because {explain_no_time(site)}"
     hours = f"{format_rate(training.gpu_hours)} GPU-hours"
     cost = "" if training.cost is None else f", and cost {format_cost(training)}"
-    return f"{tokens} take {format_days(training)} days with {best.rung}: {hours}{cost}"
+    return f"{tokens} take {format_duration(training)} with {best.rung}: {hours}{cost}"
 
 
 _MANNERS: Mapping[State, str] = {

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from decimal import Decimal
 
 from ...config.catalogue import HERE, Site
 from ...config.deepspeed import choose_accumulation, count_replicas
 from ...forecast.predict.step_time import Speed, StepTime
 from ...types import Knobs
 from ..results.plan import PlanReport, SiteForecast, Training
-from ..text import format_batch, format_rate, format_share
+from ..text import TIME_UNITS, TimeUnit, choose_time_unit, format_batch, format_rate, format_share
 
 MAY_FIT = ("fits", "tight")
 _WORTH_NAMING = 0.1  # of a step
@@ -59,14 +60,9 @@ def _format_interval(write: Callable[[float], str], value: float, low: float, hi
     return f"{write(value)} ({write(low)}–{write(high)})"
 
 
-def format_step_figure(seconds: float) -> str:
-    """'0.0567', '2.13', '1,234': three digits, and no exponent for a step of many samples."""
-    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"
-
-
 def format_step(step: StepTime) -> str:
     """'2.13 (1.6–2.77) s'."""
-    return f"{_format_interval(format_step_figure, step.seconds, step.low_seconds, step.high_seconds)} s"
+    return f"{_format_interval(format_rate, step.seconds, step.low_seconds, step.high_seconds)} s"
 
 
 def format_speed(speed: Speed) -> str:
@@ -83,9 +79,30 @@ def format_spent(step: StepTime) -> str:
     return ", ".join(f"{cause} {format_share(round(share, 2))}" for cause, share in named)
 
 
-def format_days(training: Training) -> str:
-    """'30.7 (23–39.9)'."""
-    return _format_interval(format_rate, training.days, training.low_days, training.high_days)
+def choose_unit_of_training(trainings: Iterable[Training | None]) -> TimeUnit:
+    """The unit of a column: that in which a sentence names the first training, and days where there is none.
+
+    The first is the one that a reader takes, so the table and the sentence show the same figure.
+    """
+    first = next((training for training in trainings if training is not None), None)
+    return TIME_UNITS[0] if first is None else choose_time_unit(first.days * TIME_UNITS[0].seconds)
+
+
+def convert_days(days: float, unit: TimeUnit) -> float:
+    """Days in another unit."""
+    return days * TIME_UNITS[0].seconds / unit.seconds
+
+
+def format_training_time(training: Training, unit: TimeUnit) -> str:
+    """'30.7 (23–39.9)', in the unit."""
+    days = (training.days, training.low_days, training.high_days)
+    return _format_interval(format_rate, *(convert_days(bound, unit) for bound in days))
+
+
+def format_duration(training: Training) -> str:
+    """'30.7 (23–39.9) days', '28.7 (21.5–38.6) minutes'."""
+    unit = choose_unit_of_training([training])
+    return f"{format_training_time(training, unit)} {unit.name}"
 
 
 def format_cost(training: Training) -> str:
@@ -96,5 +113,5 @@ def format_cost(training: Training) -> str:
 
 
 def format_money(amount: float) -> str:
-    """'11,800': three significant digits."""
-    return f"{float(f'{amount:.3g}'):,.10g}"
+    """'11,800', '0.00073': three significant digits, no exponent."""
+    return f"{Decimal(f'{amount:.3g}'):,f}"

@@ -1,6 +1,6 @@
 """The machines of a plan side by side: which is enough, how fast it is, and what a training costs on it.
 
-A row is a `MachineRow`. A column is one entry of `MACHINES`.
+A row is a `MachineRow`. A column is one entry of `list_columns`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from ...units import format_bytes, format_count
 from .. import document as doc
 from ..document import Cell, Column, line, tabulate
 from ..results.plan import PlanReport, SiteForecast, Training, find_closest
-from ..text import MARKS, format_number_of, format_predicted, format_rate
+from ..text import MARKS, TimeUnit, format_number_of, format_predicted, format_rate
 from .plan_advice import explain_tight, list_suggestions
 from .plan_figures import (
+    choose_unit_of_training,
+    convert_days,
     explain_no_time,
     format_cost,
-    format_days,
+    format_duration,
     format_money,
     format_ranks_by_node,
     format_ranks_of_site,
@@ -65,9 +67,12 @@ def _describe_cost(row: MachineRow) -> Cell:
     return _with_bounds(format_money(training.cost), training.low_cost, training.high_cost)
 
 
-def _describe_days(row: MachineRow) -> Cell:
+def _describe_time(row: MachineRow, unit: TimeUnit) -> Cell:
     training = row.training
-    return "–" if training is None else _with_bounds(format_rate(training.days), training.low_days, training.high_days)
+    if training is None:
+        return "–"
+    low, high = (convert_days(days, unit) for days in (training.low_days, training.high_days))
+    return _with_bounds(format_rate(convert_days(training.days, unit)), low, high)
 
 
 def _with_bounds(value: str, low: float, high: float) -> Cell:
@@ -81,26 +86,28 @@ def _describe_device(row: MachineRow) -> Cell:
     return format_bytes(row.site.site.machine.device_bytes) if device is None else format_predicted(device)
 
 
-MACHINES: tuple[Column[MachineRow], ...] = (
-    Column(name="machine\nranks", read=lambda row: (row.site.site.machine.name, format_ranks_of_site(row.site))),
-    Column(name="rung\nlargest batch", read=_describe_rung),
-    Column(name="tokens/s", read=lambda row: _describe_rate(row, tokens=True), right=True),
-    Column(name="samples/s", read=lambda row: _describe_rate(row, tokens=False), right=True),
-    Column(name="days", read=_describe_days, right=True),
-    Column(name="cost", read=_describe_cost, right=True),
-    Column(name="bound by", read=lambda row: "" if row.speed is None else row.speed.step.bound, spare=1),
-    Column(name="device", read=_describe_device, spare=2),
-    Column(name="why", read=lambda row: row.rung.reason, wraps=True, least_width=24, spare=3),
-)
+def list_columns(unit: TimeUnit) -> tuple[Column[MachineRow], ...]:
+    """The columns of the machines' table, the time of a training in one unit."""
+    return (
+        Column(name="machine\nranks", read=lambda row: (row.site.site.machine.name, format_ranks_of_site(row.site))),
+        Column(name="rung\nlargest batch", read=_describe_rung),
+        Column(name="tokens/s", read=lambda row: _describe_rate(row, tokens=True), right=True),
+        Column(name="samples/s", read=lambda row: _describe_rate(row, tokens=False), right=True),
+        Column(name=unit.name, read=lambda row: _describe_time(row, unit), right=True),
+        Column(name="cost", read=_describe_cost, right=True),
+        Column(name="bound by", read=lambda row: "" if row.speed is None else row.speed.step.bound, spare=1),
+        Column(name="device", read=_describe_device, spare=2),
+        Column(name="why", read=lambda row: row.rung.reason, wraps=True, least_width=24, spare=3),
+    )
 
 
 def tabulate_machines(plan: PlanReport) -> doc.Table:
     """A row a machine, the fastest that is enough first."""
-    rows = (
+    rows = [
         MachineRow(site=site, rung=_choose_rung(site), training=plan.forecast_training(site, site.best))
         for site in plan.ranked_sites
-    )
-    return tabulate(MACHINES, rows)
+    ]
+    return tabulate(list_columns(choose_unit_of_training(row.training for row in rows)), rows)
 
 
 def _choose_rung(site: SiteForecast) -> RungForecast:
@@ -164,14 +171,14 @@ def compare_machines(plan: PlanReport) -> Iterator[str]:
     if plan.tokens is not None and trainings:
         (first, quickest), *_ = trainings
         tokens = f"{format_count(plan.tokens)} tokens"
-        yield f"{tokens} take {format_days(quickest)} days on {first.site.machine.name}"
+        yield f"{tokens} take {format_duration(quickest)} on {first.site.machine.name}"
         priced = [(site, training) for site, training in trainings if training.cost is not None]
         if priced:
             cheap, least = min(priced, key=lambda pair: pair[1].cost or math.inf)
             name = cheap.site.machine.name
             unpriced = len(trainings) - len(priced)  # one of them may cost less
             among = f", of {format_number_of(len(priced), 'machine')} with a price" if unpriced else ""
-            yield f"{tokens} cost least on {name}{among}: {format_cost(least)}, in {format_days(least)} days"
+            yield f"{tokens} cost least on {name}{among}: {format_cost(least)}, in {format_duration(least)}"
     reasons: dict[str, list[str]] = {}
     for site in ranked:
         if site.best is not None and site.best.speed is None:

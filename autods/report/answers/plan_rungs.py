@@ -1,6 +1,6 @@
 """The rungs of a machine in a plan: what each needs, and how fast it is.
 
-A row is a `PlanRow`. A column is one entry of `list_columns`, `RUNGS` or `SPEEDS`.
+A row is a `PlanRow`. A column is one entry of `list_columns`, `RUNGS` or `list_speed_columns`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,16 @@ from ...units import choose_unit, format_in
 from .. import document as doc
 from ..document import Cell, Column, Medium, Words, line, tabulate
 from ..results.plan import PlanReport, SiteForecast, Training
-from ..text import MARKS, Mark, format_predicted, format_rate
-from .plan_figures import MAY_FIT, format_cost, format_days, format_spent, format_step, format_step_figure
+from ..text import MARKS, Mark, TimeUnit, format_predicted, format_rate
+from .plan_figures import (
+    MAY_FIT,
+    choose_unit_of_training,
+    convert_days,
+    format_cost,
+    format_spent,
+    format_step,
+    format_training_time,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +40,10 @@ def _name_rung(row: PlanRow) -> Words:
     return line((row.rung.rung, "bold" if row.is_best else ""))
 
 
-def list_columns(unit: str, factor: int) -> tuple[Column[PlanRow], ...]:
-    """The columns of the table below the answer, bytes in one unit.
+def list_columns(unit: str, factor: int, time_unit: TimeUnit) -> tuple[Column[PlanRow], ...]:
+    """The columns of the table below the answer, bytes in one unit and the time of a training in another.
 
-    A rung that does not fit has no speed there, nor the days of a training at it.
+    A rung that does not fit has no speed there, nor the time of a training at it.
     """
 
     def read_peak(tier: Tier) -> Callable[[PlanRow], Cell]:
@@ -45,9 +53,9 @@ def list_columns(unit: str, factor: int) -> tuple[Column[PlanRow], ...]:
         read_cell = _read_speed(read)
         return lambda row: read_cell(row) if row.rung.verdict in MAY_FIT else "–"
 
-    def read_days(row: PlanRow) -> Cell:
+    def read_time(row: PlanRow) -> Cell:
         trains = row.rung.verdict in MAY_FIT
-        return format_rate(row.training.days) if trains and row.training is not None else "–"
+        return format_rate(convert_days(row.training.days, time_unit)) if trains and row.training is not None else "–"
 
     def mark(row: PlanRow) -> Mark:
         return MARKS[row.rung.verdict]
@@ -63,12 +71,12 @@ def list_columns(unit: str, factor: int) -> tuple[Column[PlanRow], ...]:
         Column(name="verdict", read=lambda row: mark(row).word, spare=5),
         *memory,
         Column(name="largest\nbatch", read=lambda row: str(row.rung.largest_micro_batch or ""), right=True),
-        Column(name="step\n(s)", read=read_speed(lambda speed: format_step_figure(speed.step.seconds)), right=True),
+        Column(name="step\n(s)", read=read_speed(lambda speed: format_rate(speed.step.seconds)), right=True),
         Column(
             name="samples/s", read=read_speed(lambda speed: format_rate(speed.samples_per_second)), right=True, spare=6
         ),
         Column(name="tokens/s", read=read_speed(_format_tokens), right=True),
-        Column(name="days", read=read_days, right=True),
+        Column(name=time_unit.name, read=read_time, right=True),
         Column(name="bound by", read=read_speed(lambda speed: speed.step.bound), spare=1),
     )
 
@@ -122,18 +130,26 @@ def _format_tokens(speed: Speed) -> str:
     return "–" if speed.tokens_per_second is None else format_rate(speed.tokens_per_second)
 
 
-SPEEDS: tuple[Column[PlanRow], ...] = (
-    Column(name="rung", read=_name_rung),
-    Column(name="micro\nbatch", read=_read_speed(lambda speed: str(speed.micro_batch)), right=True),
-    Column(name="step (low to high)", read=_read_speed(lambda speed: format_step(speed.step)), right=True),
-    Column(
-        name="samples/s", read=_read_speed(lambda speed: format_rate(speed.samples_per_second)), right=True, spare=2
-    ),
-    Column(name="tokens/s", read=_read_speed(_format_tokens), right=True),
-    Column(name="days", read=lambda row: "–" if row.training is None else format_days(row.training), right=True),
-    Column(name="cost", read=lambda row: "–" if row.training is None else format_cost(row.training), right=True),
-    Column(name="spent on", read=_read_speed(lambda speed: format_spent(speed.step)), wraps=True, spare=1, below=True),
-)
+def list_speed_columns(time_unit: TimeUnit) -> tuple[Column[PlanRow], ...]:
+    """The columns of the step times, the time of a training in one unit."""
+
+    def read_time(row: PlanRow) -> Cell:
+        return "–" if row.training is None else format_training_time(row.training, time_unit)
+
+    return (
+        Column(name="rung", read=_name_rung),
+        Column(name="micro\nbatch", read=_read_speed(lambda speed: str(speed.micro_batch)), right=True),
+        Column(name="step (low to high)", read=_read_speed(lambda speed: format_step(speed.step)), right=True),
+        Column(
+            name="samples/s", read=_read_speed(lambda speed: format_rate(speed.samples_per_second)), right=True, spare=2
+        ),
+        Column(name="tokens/s", read=_read_speed(_format_tokens), right=True),
+        Column(name=time_unit.name, read=read_time, right=True),
+        Column(name="cost", read=lambda row: "–" if row.training is None else format_cost(row.training), right=True),
+        Column(
+            name="spent on", read=_read_speed(lambda speed: format_spent(speed.step)), wraps=True, spare=1, below=True
+        ),
+    )
 
 
 def tabulate_rungs(rungs: Iterable[RungForecast], *, best: str | None = None) -> doc.Table:
@@ -144,18 +160,24 @@ def tabulate_rungs(rungs: Iterable[RungForecast], *, best: str | None = None) ->
 def tabulate_answer(plan: PlanReport, site: SiteForecast) -> doc.Table:
     """The memory of each rung, and the speed of those that may fit."""
     peaks_bytes = (rung.memory["device"].peak_bytes for rung in site.rungs if "device" in rung.memory)
-    largest_bytes = max(peaks_bytes, default=1)
-    rows = (
-        PlanRow(rung=rung, is_best=rung is site.best, training=plan.forecast_training(site, rung))
-        for rung in site.rungs
-    )
-    return tabulate(list_columns(*choose_unit(largest_bytes)), rows)
+    unit, factor = choose_unit(max(peaks_bytes, default=1))
+    rows = _list_rows(plan, site)
+    return tabulate(list_columns(unit, factor, _choose_time_unit(rows)), rows)
 
 
 def tabulate_speeds(plan: PlanReport, site: SiteForecast) -> doc.Table:
     """The step time of each rung, or why there is none."""
-    rows = []
-    for rung in site.rungs:
-        if rung.memory:
-            rows.append(PlanRow(rung=rung, is_best=rung is site.best, training=plan.forecast_training(site, rung)))
-    return tabulate(SPEEDS, rows)
+    rows = [row for row in _list_rows(plan, site) if row.rung.memory]
+    return tabulate(list_speed_columns(_choose_time_unit(rows)), rows)
+
+
+def _list_rows(plan: PlanReport, site: SiteForecast) -> list[PlanRow]:
+    return [
+        PlanRow(rung=rung, is_best=rung is site.best, training=plan.forecast_training(site, rung))
+        for rung in site.rungs
+    ]
+
+
+def _choose_time_unit(rows: Sequence[PlanRow]) -> TimeUnit:
+    """The unit of the best rung's training, with which the sentences agree."""
+    return choose_unit_of_training(row.training for row in sorted(rows, key=lambda row: not row.is_best))

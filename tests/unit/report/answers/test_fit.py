@@ -85,10 +85,18 @@ def test_peak_and_limit_share_a_unit_where_readable(peak: int, limit: int | None
 
 
 @pytest.mark.parametrize(
-    ("rate", "said"), [(0.000012, "1.2e-05"), (0.0412, "0.0412"), (12.34, "12.3"), (1234.5, "1,234")]
+    ("rate", "said"),
+    [(0.0000084, "0.0000084"), (0.000012, "0.000012"), (0.0412, "0.0412"), (12.34, "12.3"), (1234.5, "1,234")],
 )
-def test_a_rate_has_three_significant_digits(rate: float, said: str) -> None:
+def test_a_rate_has_three_significant_digits_and_no_exponent(rate: float, said: str) -> None:
     assert text.format_rate(rate) == said
+
+
+@pytest.mark.parametrize(
+    ("seconds", "name"), [(200_000, "days"), (80_000, "hours"), (1740, "minutes"), (12, "seconds"), (0.2, "seconds")]
+)
+def test_a_time_has_the_largest_unit_that_it_fills(seconds: float, name: str) -> None:
+    assert text.choose_time_unit(seconds).name == name
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])

@@ -12,7 +12,7 @@ from autods.events import Note
 from autods.forecast.values import PartitionedBuild, RungFinished, RungForecast, SimulationStarted
 from autods.planner.plan import list_assumptions
 from autods.report.answers.plan import describe_site, make_plan_document
-from autods.report.answers.plan_rungs import tabulate_answer
+from autods.report.answers.plan_rungs import tabulate_answer, tabulate_speeds
 from autods.report.answers.remedies import list_plan_remedies
 from autods.report.document import MemoryStack
 from autods.report.live import PlanProgress
@@ -558,3 +558,26 @@ def test_a_rung_that_cannot_fit_has_no_days_of_training() -> None:
     names = [column.name for column in table.columns]
     days = [str(row.cells[names.index("days")]) for row in table.items]
     assert days == ["–", f"{3e11 / 40_960 / 86_400:.3g}"]
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_a_training_shorter_than_a_day_is_in_hours_or_minutes(width: int) -> None:
+    plan = replace(training(), tokens=70e6)
+    text = printed(plan, width, verbose=True)
+    assert "70M tokens take 28.5 (22.8–34.2) minutes with zero3: 3.8 GPU-hours" in sentence(text)
+    assert " days" not in text
+
+
+def test_a_training_s_columns_have_the_unit_of_the_sentence() -> None:
+    plan = replace(training(), tokens=70e6)
+    (site,) = plan.sites
+    for table in (tabulate_answer(plan, site), tabulate_speeds(plan, site)):
+        names = [column.name for column in table.columns]
+        times = [str(row.cells[names.index("minutes")]) for row in table.items]
+        assert times[:2] in (["71.2", "28.5"], ["71.2 (57–85.4)", "28.5 (22.8–34.2)"])
+
+
+def test_no_figure_of_a_plan_has_an_exponent() -> None:
+    text = printed(replace(training(0.0001), tokens=5e4), verbose=True)
+    assert "e-0" not in text
+    assert "1.22 (0.977–1.46) seconds" in text

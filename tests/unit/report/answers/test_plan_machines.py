@@ -44,6 +44,17 @@ def test_nothing_of_the_machines_table_is_cut(width: int) -> None:
         assert cell in text, cell
 
 
+def test_short_trainings_of_machines_share_a_unit_without_exponents() -> None:
+    plan = broad()
+    sites = tuple(replace(each, site=replace(each.site, price_per_gpu_hour=0.004)) for each in plan.sites)
+    text = terminal.printed(make_plan_document(replace(plan, sites=sites, tokens=5e6)), 80)
+    assert "2.44" in text
+    assert "1.95–2.93" in text
+    assert "5M tokens take 2.44 (1.95–2.93) seconds on rtx4090-24gb" in " ".join(text.split())
+    assert "e-0" not in text
+    assert "days" not in text
+
+
 def test_an_upper_bound_of_time_has_one_bound_in_each_table() -> None:
     sites = []
     for site in comparison().sites:
