@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..forecast.values import TierForecast
 from ..types import Failed, Fit, Knobs, Outcome, OutOfMemory, Phase, Scalar, Tier, TierUse, first_line
-from ..units import choose_unit, format_bytes
+from ..units import choose_unit, format_bytes, format_in
 from .document import StyledLine, line
 
 
@@ -60,10 +60,13 @@ def format_use(use: TierUse) -> str:
 
 
 def format_predicted(predicted: TierForecast) -> str:
-    """'28.3 (27.1–30.2) / 80.0 GiB'; the limit has a unit of its own where it is far larger."""
-    unit, factor = choose_unit(predicted.peak_bytes)
+    """'28.3 (27.1–30.2) / 80.0 GiB': in the unit of the high bound, so no figure has four digits before its point.
+
+    The limit has a unit of its own where it is far larger.
+    """
     sizes = (predicted.low_bytes, predicted.peak_bytes, predicted.high_bytes)
-    low, peak, high = (f"{size / factor:.1f}" for size in sizes)
+    unit, factor = choose_unit(max(sizes))
+    low, peak, high = (format_in(size, factor) for size in sizes)
     interval = f" ({low}–{high})" if low != high else ""
     if not predicted.limit_bytes:
         return f"{peak}{interval} {unit}"

@@ -67,7 +67,7 @@ def _list_parts_of_site(plan: PlanReport, site: SiteForecast) -> Iterator[doc.Pa
 
 def _list_tables(plan: PlanReport, site: SiteForecast) -> Iterator[doc.Part]:
     yield doc.Heading(words="Memory of each rung", on=Medium.PAGE)
-    yield doc.Legend()
+    yield doc.Legend(gap=True)
     yield tabulate_rungs(site.rungs, best=site.best_rung)
     device = replace(tabulate_phases(site.rungs, lambda rung: rung.by_phase), on=Medium.PAGE)
     host = replace(tabulate_phases(site.rungs, lambda rung: rung.host_by_phase), on=Medium.PAGE)

@@ -108,14 +108,14 @@ def _stack(row: PlanRow) -> Cell:
 _ELSEWHERE = Medium.TERMINAL | Medium.MARKDOWN  # a page has the table of the answer above, and draws the device
 RUNGS: tuple[Column[PlanRow], ...] = (
     Column(name="rung", read=_name_rung),
-    Column(name="verdict", read=lambda row: MARKS[row.rung.verdict].words, on=_ELSEWHERE),
     Column(name="peak (low to high) / limit", read=_list_peaks, on=_ELSEWHERE),
     Column(name="largest\nbatch", read=lambda row: str(row.rung.largest_micro_batch or ""), right=True, on=_ELSEWHERE),
-    Column(name="made of", read=_stack, spare=1, below=True),
-    Column(name="decides", read=lambda row: row.rung.decides or "", spare=2),
+    Column(name="made of", read=_stack, spare=2, below=True),
+    Column(name="verdict", read=lambda row: MARKS[row.rung.verdict].words, spare=1, below=True, on=_ELSEWHERE),
+    Column(name="decides", read=lambda row: row.rung.decides or "", spare=3),
     Column(name="other memory (low to high) / limit", read=lambda row: _list_peaks(row)[1:], on=Medium.PAGE),
     Column(
-        name="why", read=lambda row: row.rung.reason, wraps=True, least_width=24, spare=3, below=True, on=_ELSEWHERE
+        name="why", read=lambda row: row.rung.reason, wraps=True, least_width=24, spare=4, below=True, on=_ELSEWHERE
     ),
     Column(name="why", read=lambda row: "" if row.rung.verdict == "fits" else row.rung.reason, on=Medium.PAGE),
 )

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from autods.events import Note
 from autods.forecast.values import PartitionedBuild, RungFinished, RungForecast, SimulationStarted
+from autods.forecast.values import PartitionedBuild, RungFinished, SimulationStarted, TierForecast
 from autods.planner.plan import list_assumptions
 from autods.report.answers.plan import describe_site, make_plan_document
 from autods.report.answers.plan_rungs import tabulate_answer, tabulate_speeds
@@ -38,6 +39,8 @@ from tests.support.plans import (
     with_rungs,
 )
 from tests.support.settings import plan_settings
+
+MIB = 2**20
 
 
 def printed(said: PlanReport, width: int = 160, *, verbose: bool = False) -> str:
@@ -308,6 +311,40 @@ def test_what_the_tensors_do_not_explain_is_outside() -> None:
 def test_a_limit_far_larger_than_the_peak_has_its_own_unit() -> None:
     assert format_predicted(predicted(0.25, 1024 * GIB)) == "256.0 (230.4–281.6) MiB / 1.0 TiB"
     assert format_predicted(predicted(2, None)) == "2.0 (1.8–2.2) GiB"
+    assert format_predicted(predicted(12.5, 1126 * GIB)) == "12.5 (11.2–13.8) GiB / 1.1 TiB"
+
+
+def test_a_peak_has_the_unit_of_its_high_bound_and_of_the_limit() -> None:
+    peak = TierForecast(
+        peak_bytes=int(988.2 * MIB), low_bytes=int(40.1 * MIB), high_bytes=int(1795.7 * MIB), limit_bytes=24 * GIB
+    )
+    assert format_predicted(peak) == "1.0 (< 0.1–1.8) / 24.0 GiB"
+
+
+def test_no_peak_of_a_rung_is_broken_into_lines_at_80_columns() -> None:
+    rungs = (
+        replace(rung("zero3-offload-optimizer", 131, verdict="cannot_fit", host=900), reason="needs too much"),
+        rung("zero3-offload-param", 0.9, verdict="fits", largest=4096, host=320),
+        rung("ddp", 40, verdict="fits", largest=4096),
+    )
+    lines = [sentence(line) for line in printed(forecast(rungs), 80, verbose=True).splitlines()]
+    table = next(number for number, line in enumerate(lines) if "peak (low to high) / limit" in line)
+    assert lines[table + 2 : table + 9] == [
+        "zero3-offload-optimizer device 131.0 (117.9–144.1) / 80.0 GiB",
+        "host 900.0 (810.0–990.0) GiB / 1.0 TiB",
+        "pinned 56.2 (50.6–61.9) GiB",
+        "zero3-offload-param device 921.6 (829.4–1,013.8) MiB / 80.0 GiB 4096",
+        "host 320.0 (288.0–352.0) GiB / 1.0 TiB",
+        "pinned 20.0 (18.0–22.0) GiB",
+        "ddp device 40.0 (36.0–44.0) / 80.0 GiB 4096",
+    ]
+    assert any(line.startswith("zero3-offload-optimizer ████") and "✗ cannot fit needs" in line for line in lines)
+
+
+def test_an_empty_line_stands_before_the_legend() -> None:
+    lines = printed(forecast(), 80, verbose=True).splitlines()
+    legend = next(number for number, line in enumerate(lines) if line.startswith("█ weights"))
+    assert not lines[legend - 1].strip()
 
 
 def test_progress_without_a_terminal_is_a_line_for_each_rung() -> None:
