@@ -14,7 +14,7 @@ from ..document import Medium, line, make_document, titled
 from ..results.plan import PlanReport, SiteForecast
 from ..text import format_number_of, format_ranks, format_seconds
 from .plan_advice import compare_speeds, describe_site_answer, list_suggestions
-from .plan_figures import describe_batch, explain_no_time
+from .plan_figures import MAY_FIT, describe_batch, explain_no_time
 from .plan_machines import compare_machines, describe_machines_answer, tabulate_machines
 from .plan_rungs import tabulate_answer, tabulate_phases, tabulate_rungs, tabulate_speeds
 
@@ -84,15 +84,28 @@ def _has_times(site: SiteForecast) -> bool:
 
 
 def _explain_figures(site: SiteForecast) -> Iterator[doc.Part]:
-    """Whose memory it is, and why there is no time."""
+    """Whose memory it is, and why a time is missing."""
     yield doc.Paragraph(words=line(("device and pinned: a rank's; host and nvme: a node's", "dim")))
     if any(rung.speed is not None and rung.speed.micro_batch != rung.micro_batch for rung in site.rungs):
         batches = f"memory: at micro batch {site.site.micro_batch}; step and rate: at the largest batch"
         yield doc.Paragraph(words=line((batches, "dim")))
     elif any((rung.largest_micro_batch or 0) > rung.micro_batch for rung in site.rungs):
         yield doc.Paragraph(words=line((f"memory: at micro batch {site.site.micro_batch}", "dim")))
+    for which, reason in _explain_dashes(site):
+        yield doc.Paragraph(words=line((f"step time{which}: –, because {reason}", "dim")))
+
+
+def _explain_dashes(site: SiteForecast) -> Iterator[tuple[str, str]]:
+    """Why no rung has a time, or which of those that may fit have none (' of zero3-nvme'), and why."""
     if not _has_times(site):
-        yield doc.Paragraph(words=line((f"step time: –, because {explain_no_time(site)}", "dim")))
+        yield "", explain_no_time(site)
+        return
+    rungs_by_reason: dict[str, list[str]] = {}
+    for rung in site.rungs:
+        if rung.verdict in MAY_FIT and rung.memory and rung.speed is None:
+            rungs_by_reason.setdefault(explain_no_time(site, rung), []).append(rung.rung)
+    for reason, rungs in rungs_by_reason.items():
+        yield f" of {', '.join(rungs)}", reason
 
 
 def describe_workload(plan: PlanReport) -> str:

@@ -8,6 +8,7 @@ from decimal import Decimal
 from ...config.catalogue import HERE, Site
 from ...config.deepspeed import choose_accumulation, count_replicas
 from ...forecast.predict.step_time import Speed, StepTime
+from ...forecast.values import RungForecast
 from ...types import Knobs
 from ..results.plan import PlanReport, SiteForecast, Training
 from ..text import TIME_UNITS, TimeUnit, choose_time_unit, format_batch, format_rate, format_share
@@ -24,8 +25,9 @@ def describe_batch(plan: PlanReport, site: Site, micro_batch: int) -> str:
     return format_batch(knobs, replicas, "rank" if replicas == site.world_size else "replica")
 
 
-def explain_no_time(site: SiteForecast) -> str:
-    """'the file of the machine lacks dram_gb_per_s'."""
+def explain_no_time(site: SiteForecast, rung: RungForecast | None = None) -> str:
+    """Why a rung, or the best one, has no time: 'the file of the machine lacks dram_gb_per_s'."""
+    rung = rung or site.best
     machine, links = site.site.machine, site.site.machine.links
     if machine.rates is None and machine.file is None:
         card = machine.title if machine.name == HERE else "the card"
@@ -37,7 +39,7 @@ def explain_no_time(site: SiteForecast) -> str:
     }
     if links is not None and site.site.nodes > 1:
         figures["network_gb_per_s"] = links.network_gb_per_s
-    if site.best is not None and "nvme" in site.best.memory:
+    if rung is not None and "nvme" in rung.memory:
         figures["nvme_gb_per_s"] = machine.nvme_gb_per_s
     lacks = [name for name, figure in figures.items() if figure is None]
     return f"the file of the machine lacks {', '.join(lacks)}" if lacks else "no step was recorded"

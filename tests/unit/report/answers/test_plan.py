@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from autods.config.catalogue import find_machines
 from autods.events import Note
 from autods.forecast.values import PartitionedBuild, RungFinished, RungForecast, SimulationStarted
 from autods.forecast.values import PartitionedBuild, RungFinished, SimulationStarted, TierForecast
@@ -618,3 +619,24 @@ def test_no_figure_of_a_plan_has_an_exponent() -> None:
     text = printed(replace(training(0.0001), tokens=5e4), verbose=True)
     assert "e-0" not in text
     assert "1.22 (0.977–1.46) seconds" in text
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_a_rung_without_a_time_beside_others_says_why(verbose: bool) -> None:
+    timed = rung("zero2", 40, verdict="fits", speed=speed(20))
+    untimed = rung("zero3-nvme", 6, verdict="fits", host=320)
+    untimed = replace(untimed, memory={**untimed.memory, "nvme": predicted(2)})
+    plan = forecast((timed, untimed))
+    (site,) = plan.sites
+    (machine,) = find_machines("rtx4090-24gb")
+    for nvme_gb_per_s, said in ((None, True), (3.0, False)):
+        known = replace(site.site, machine=replace(machine, nvme_gb_per_s=nvme_gb_per_s))
+        text = sentence(printed(replace(plan, sites=(replace(site, site=known),)), 80, verbose=verbose))
+        reason = "step time of zero3-nvme: –, because the file of the machine lacks nvme_gb_per_s"
+        assert text.count(reason) == said
+        assert text.count("step time of") == 1
+
+
+def test_a_rung_with_a_time_or_that_cannot_fit_needs_no_reason() -> None:
+    rungs = (rung("ddp", 131, verdict="cannot_fit"), rung("zero2", 40, verdict="fits", speed=speed(20)), RUNGS[4])
+    assert "step time of" not in sentence(printed(forecast(rungs)))
