@@ -136,9 +136,10 @@ def describe_site(plan: PlanReport, site: Site) -> str:
 
 
 def _list_links(site: Site) -> Iterator[str]:
-    """The links that the ranks use: 'NVLink 3', '8 × HDR InfiniBand between nodes'."""
+    """The links that the ranks use: 'NVLink 3', '10 Gbit/s Ethernet between nodes (assumed)'."""
     links = site.machine.links
     if links is not None and site.ranks_per_node > 1:
         yield links.between_gpus
     if links is not None and site.nodes > 1 and links.network:
-        yield f"{links.network} between nodes"
+        name, _, remark = links.network.partition(", ")
+        yield f"{name} between nodes" + (f" ({remark})" if remark else "")

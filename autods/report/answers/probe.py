@@ -52,10 +52,12 @@ def _list_parts(report: ProbeReport, folder: Path | None) -> Iterator[doc.Part]:
 
 
 def describe_question(report: ProbeReport) -> str:
-    """'gpt on 2 cpu ranks × 416.0 MiB, bf16, each cell 3 times'."""
+    """'gpt on 2 cpu ranks × 416.0 MiB, bf16, each cell 3 times'; 'gpt on 1, 2 or 4 cuda ranks × …' where it varies."""
     question = report.question
-    varies_ranks = len(report.axes.get("gpus", ())) > 1
-    ranks = "ranks" if varies_ranks else format_ranks(question.gpus, question.device)
+    *fewer, last = (format_value(count) for count in report.axes.get("gpus", ()) or (question.gpus,))
+    ranks = format_ranks(question.gpus, question.device)
+    if fewer:
+        ranks = f"{', '.join(fewer)} or {last} {question.device} ranks"
     nodes = f" of {question.nodes} nodes" if question.nodes > 1 else ""
     machine = "" if question.machine in (None, ASKED, HERE) else f" ({question.machine})"
     details = [f"{format_bytes(question.device_bytes)}{machine}"]

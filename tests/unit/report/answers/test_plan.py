@@ -66,7 +66,7 @@ def test_the_head_says_what_was_asked() -> None:
 @pytest.mark.parametrize(
     ("machine", "gpus", "links"),
     [
-        ("gh200-96gb", 4, ("InfiniBand NDR, assumed between nodes",)),
+        ("gh200-96gb", 4, ("InfiniBand NDR between nodes (assumed)",)),
         ("gh200-96gb", 1, ()),
         ("a100-80gb", 8, ("NVLink 3",)),
     ],

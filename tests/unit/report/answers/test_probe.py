@@ -90,6 +90,12 @@ def test_a_question_without_fixed_values_ends_with_the_memory(tmp_path: Path) ->
     assert describe_question(varied).endswith(" MiB")
 
 
+@pytest.mark.parametrize(("counts", "said"), [((1, 2), "1 or 2 cpu ranks × "), ((1, 2, 4), "1, 2 or 4 cpu ranks × ")])
+def test_a_question_about_several_ranks_names_each(tmp_path: Path, counts: tuple[int, ...], said: str) -> None:
+    report = measured(tmp_path)
+    assert f"model on {said}" in describe_question(replace(report, axes={**report.axes, "gpus": counts}))
+
+
 def compare(report: ProbeReport, *speeds: tuple[float, float | None]) -> str:
     """The headline of cells with these rates and ratios to the first one. Noise is 5 %."""
     cells = (
