@@ -10,8 +10,7 @@ from rich.console import Console
 
 from autods.config.catalogue import find_machines
 from autods.events import Note
-from autods.forecast.values import PartitionedBuild, RungFinished, RungForecast, SimulationStarted
-from autods.forecast.values import PartitionedBuild, RungFinished, SimulationStarted, TierForecast
+from autods.forecast.values import PartitionedBuild, RungFinished, RungForecast, SimulationStarted, TierForecast
 from autods.planner.plan import list_assumptions
 from autods.report.answers.plan import describe_site, make_plan_document
 from autods.report.answers.plan_rungs import tabulate_answer, tabulate_speeds

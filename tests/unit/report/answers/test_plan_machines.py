@@ -133,7 +133,7 @@ def test_where_no_machine_is_enough_the_shortage_is_named() -> None:
     text = " ".join(terminal.printed(make_plan_document(short(RUNGS[4])), 80).split())
     assert "no machine of the list is enough; a100-80gb comes closest" in text
     assert "ddp comes closest: it needs 96.0 GiB of device memory, 16.0 GiB more than there is" in text
-    assert "more ranks (--gpus 16)" in text
+    assert "a shorter sequence (--seq-len)" in text
     assert "all of its rungs: the same, but --on a100-80gb" in text
     assert "surely" not in text
 
