@@ -37,6 +37,11 @@ class TierUse:
     limit_bytes: int | None = None
     in_use_bytes: int | None = None
 
+    @property
+    def counted_bytes(self) -> int:
+        """What counts against a limit: the peak in use where that is known."""
+        return self.peak_bytes if self.in_use_bytes is None else self.in_use_bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardUse:
@@ -178,7 +183,7 @@ class Fit:
         """
         use = self.find_use("device")
         assert use is not None
-        return use.peak_bytes if use.in_use_bytes is None else use.in_use_bytes
+        return use.counted_bytes
 
     def find_use(self, tier: Tier) -> TierUse | None:
         """The peak on the tier, that of a card with what was in use; None where the trial does not measure the tier."""

@@ -46,7 +46,7 @@ def format_shortage(outcome: OutOfMemory) -> str:
 def format_use(use: TierUse) -> str:
     """'380.0 / 416.0 MiB': peak and limit in the limit's unit; the peak alone where nothing limits it.
 
-    '79.2 / 80.0 GiB (71.0 in use)' has behind a card's peak what was no cache of its allocator.
+    A card whose allocator held a cache besides reads '79.2 / 80.0 GiB (71.0 in use)'.
     """
     if use.limit_bytes is None:
         return format_bytes(use.peak_bytes)

@@ -254,14 +254,14 @@ def _compare_with_first(report: FitReport) -> str | None:
 
 def _name_apart(config: Trial, rung: str | None, knobs: Knobs) -> str | None:
     """'zero3, micro batch 1', with what tells it from this rung with these knobs; None where a reader sees nothing."""
-    name, own = f"{config.rung}, micro batch {config.knobs.micro_batch}", config.knobs
-    if describe_state(own) != describe_state(knobs):
-        return f"{name}, {describe_state(own)}"
-    if (config.rung, own.micro_batch) != (rung, knobs.micro_batch):
+    name, tried = f"{config.rung}, micro batch {config.knobs.micro_batch}", config.knobs
+    if describe_state(tried) != describe_state(knobs):
+        return f"{name}, {describe_state(tried)}"
+    if (config.rung, tried.micro_batch) != (rung, knobs.micro_batch):
         return name
-    if own.accumulation != knobs.accumulation:
-        return f"{name} × accumulation {own.accumulation}"
-    return f"{name}, before tuning" if own.settings != knobs.settings else None
+    if tried.accumulation != knobs.accumulation:
+        return f"{name} × accumulation {tried.accumulation}"
+    return f"{name}, before tuning" if tried.settings != knobs.settings else None
 
 
 def _name_next(report: FitReport) -> str | None:

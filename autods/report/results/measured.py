@@ -72,7 +72,7 @@ def _join_uses(uses: Sequence[TierUse]) -> TierUse:
     largest = max(uses, key=lambda use: use.peak_bytes)
     if all(use.in_use_bytes is None for use in uses):
         return largest
-    return replace(largest, in_use_bytes=max(use.in_use_bytes or use.peak_bytes for use in uses))
+    return replace(largest, in_use_bytes=max(use.counted_bytes for use in uses))
 
 
 def has_headroom(record: Record, usable_bytes: float) -> bool:

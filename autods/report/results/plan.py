@@ -74,8 +74,8 @@ class SiteForecast:
     `best` is the rung to take: see `planner.plan.choose_best`. It is None where no rung fits or may fit.
     `to_try` are the rungs that could not be forecast and may fit; a fit tries them.
     `lacks_nvme` are the rungs that need NVMe, which was not named.
-    `built_whole` are rungs of stage 3 whose device or host is short or nearly full only while each rank builds the
-    whole model: the best rung and those that may not fit. There are none where no rung may fit.
+    `built_whole` are rungs of stage 3 whose device or host is short, or nearly full, only while each rank builds the
+    whole model. They are the best rung and those that may not fit; there are none where no rung may fit.
     `loading` is about the best rung, or the one that comes closest; None where its host is fullest in a step.
     `alternatives` are other settings of the best rung, and `partitioned` is a rung that `--zero-init` would make fit;
     there are none where several machines are compared. `unaccumulated` is the best rung with one micro batch a step;
